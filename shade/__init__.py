@@ -1,0 +1,33 @@
+"""shade: a training-aware distributed caching data loader for PyTorch.
+
+The public names, loaded when first used (PEP 562): ``import shade`` alone loads neither torch nor redis.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ShadeDataset": "shade.data.dataset",
+    "ShadeSampler": "shade.data.sampler",
+    "SampleCache": "shade.cache.cache",
+    "TrainSession": "shade.train",
+    "open_store": "shade.store",
+    "simulate": "shade.policy.simulator",
+}
+
+__all__ = ["SampleCache", "ShadeDataset", "ShadeSampler", "TrainSession", "__version__", "open_store", "simulate"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use."""
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'shade' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

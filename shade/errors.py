@@ -1,0 +1,88 @@
+"""Every exception that `shade` raises on purpose, as one tree.
+
+::
+
+    ShadeError                        catch this to catch us all
+    ├── ConfigError (ValueError)      the caller asked for something that cannot be: fix the argument
+    │   └── UnknownNameError          no such policy, mode, store …; the message lists the known ones
+    ├── DataError                     the data set on disk is not what it should be: fix the data
+    │   └── BadSampleError            one sample cannot be read or decoded; the message names its path
+    └── StoreError                    the store of bytes; a cache turns each of these into a miss
+        ├── StoreUnavailableError     no answer, or not in time: nothing was changed, safe to retry later
+        ├── StoreAuthError            it answered and refused us: wrong password, user or certificate
+        ├── StoreClosedError          used after `close()`: a bug in the caller
+        └── CorruptEntryError         bytes came back that are not the bytes that were written
+
+Each message says what was expected, what came, and the cure. Every class is built from one string, so that it
+survives the trip from a worker process to the training loop unchanged.
+"""
+
+from __future__ import annotations
+
+
+class ShadeError(Exception):
+    """Base of every deliberate error."""
+
+
+class ConfigError(ShadeError, ValueError):
+    """An argument, flag or combination of them that cannot be honoured."""
+
+    @classmethod
+    def of(cls, expected: str, got: object, cure: str) -> ConfigError:
+        """Builds the one-line message every bad input ends in.
+
+        Args:
+            expected: What would have been accepted, with its unit or range.
+            got: What came; shown with ``repr``.
+            cure: What to type instead.
+
+        Returns:
+            The exception, ready to raise.
+        """
+        return cls(f"expected {expected}, got {got!r}; {cure}")
+
+
+class UnknownNameError(ConfigError):
+    """A name that no registry knows."""
+
+
+class DataError(ShadeError):
+    """The data set on disk is missing, empty or malformed."""
+
+    @classmethod
+    def of(cls, expected: str, got: object, cure: str) -> DataError:
+        """As `ConfigError.of`.
+
+        Args:
+            expected: What a healthy data set would hold.
+            got: What was found; shown with ``repr``.
+            cure: What to do about it.
+
+        Returns:
+            The exception, ready to raise.
+        """
+        return cls(f"expected {expected}, got {got!r}; {cure}")
+
+
+class BadSampleError(DataError):
+    """A sample that cannot be read or decoded; the message names its path or index."""
+
+
+class StoreError(ShadeError):
+    """Base of everything a store can raise; a cache degrades each of these to a miss."""
+
+
+class StoreUnavailableError(StoreError):
+    """The server did not answer, or not in time. Nothing was changed by us; safe to treat as a miss."""
+
+
+class StoreAuthError(StoreError):
+    """The server answered and refused us: wrong password, user, ACL or certificate."""
+
+
+class StoreClosedError(StoreError):
+    """The store was used after `close()`."""
+
+
+class CorruptEntryError(StoreError):
+    """An entry whose length or checksum does not match its header; drop it and read the origin again."""

@@ -1,0 +1,118 @@
+"""What a store is: bytes by key, in batches. It knows nothing of samples, tensors or policies.
+
+Every method takes a batch and answers in its order, so that a batch of samples costs one round trip a node and not
+one a sample. A store never retries for long and never hides a failure: it raises within its timeout and the floor
+above decides (the cache: a miss; a checkpoint: an error). Values are opaque and never changed.
+
+Clients are lazy and belong to one process: a store pickles as its URL, and connects again in a child after fork,
+spawn or forkserver. Invariant: a value that `get_many` returns is byte for byte a value that was written to that key.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shade.registry import Registry
+from shade.types import Bytes
+
+
+@dataclass(frozen=True)
+class NodeStats:
+    """One server, as it describes itself."""
+
+    address: str
+    role: str
+    """``primary`` or ``replica``."""
+    used_bytes: int
+    """Memory held by data: what the allocator gave out for keys and values, clients and start-up left out."""
+    max_bytes: int
+    """Its own limit (``maxmemory``); 0 means none."""
+    num_keys: int
+    version: str
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A whole store; sums are over the primaries."""
+
+    nodes: tuple[NodeStats, ...] = field(default_factory=tuple)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held by data on all primaries."""
+        return sum(n.used_bytes for n in self.nodes if n.role == "primary")
+
+    @property
+    def num_keys(self) -> int:
+        """Keys on all primaries."""
+        return sum(n.num_keys for n in self.nodes if n.role == "primary")
+
+
+class Store(ABC):
+    """Bytes by key.
+
+    Raises:
+        StoreUnavailableError: By any method: no answer in time. Reads: nothing known. Writes: each key is either the
+            old value, the new one or absent, never a mixture.
+        StoreAuthError: By any method: refused.
+        StoreClosedError: By any method, after `close`.
+    """
+
+    url: str
+    """The address with any password replaced by ``***``: safe to log."""
+
+    shared: bool
+    """True when other processes that open the same URL see the same bytes."""
+
+    @abstractmethod
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values in the order of ``keys``; ``None`` where there is none. An unreachable node of several is ``None`` too,
+        unless all are unreachable."""
+
+    @abstractmethod
+    def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """Writes, replacing what was there. False where the server refused for want of memory."""
+
+    @abstractmethod
+    def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """Writes only keys that are absent. False where it was present or the server refused for want of memory."""
+
+    @abstractmethod
+    def delete_many(self, keys: Sequence[str]) -> list[int]:
+        """Removes. The length in bytes of each value that this call removed, -1 where there was none."""
+
+    @abstractmethod
+    def increment(self, key: str, by: int) -> int:
+        """Adds to a shared integer (absent counts as 0) and returns its new value, atomically across clients."""
+
+    @abstractmethod
+    def scan(self, prefix: str) -> Iterator[str]:
+        """Every key that starts with ``prefix``, in no order, each once. For start-up and tools, never in a loop."""
+
+    @abstractmethod
+    def stored_bytes(self, key_length: int, value_length: int) -> int:
+        """Memory the server gives out for one such entry, allocator rounding and bookkeeping included."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """What the servers say of themselves."""
+
+    @abstractmethod
+    def ping(self) -> None:
+        """Returns when every node answers and lets us in; raises otherwise. Called once, at start."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees connections (and a private server). Safe to call twice."""
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+STORES: Registry[Store] = Registry("store URL scheme")
+"""URL scheme → class. `shade.store.open_store(url)` is the way in."""

@@ -5,7 +5,7 @@ after batch, and says of every access whether the sample is resident, whether it
 else has to leave. All ranks walk the same order, so all reach the same verdicts without a word between them.
 
 Sizes are bytes as the store accounts them. Invariant: after every batch the residents' sizes sum to at most
-``capacity_bytes``; a sample larger than the capacity is never admitted.
+``capacity_bytes``; a sample larger than the capacity is never admitted; victims leave before the batch arrives.
 
 Legend: B batch · N data set · K accesses of one epoch.
 """
@@ -13,12 +13,14 @@ Legend: B batch · N data set · K accesses of one epoch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shade.errors import ConfigError
 from shade.registry import Registry
 from shade.types import Bools, Floats, Indices
 
@@ -33,9 +35,11 @@ class EpochWindow:
     order_K: Indices
     """The accesses still to come in this epoch, in global order; may hold duplicates."""
     next_order_K: Indices | None
-    """The next epoch's, when the sampling mode draws one epoch ahead; otherwise None."""
+    """The next epoch's, when the sampling mode draws one epoch ahead. Empty: there is no next epoch. None: unknown."""
     score_N: Floats | None = None
     """Importance of each sample at this moment, or None before there is any."""
+    later_orders: tuple[Indices, ...] = ()
+    """The epochs after the next one: only the simulator knows them, and only `offline` policies look."""
 
 
 @dataclass(frozen=True)
@@ -54,62 +58,96 @@ class CachePolicy(ABC):
     """Base of all policies; a subclass fills in `_touch` (or `access_many`, when it can do a batch at once).
 
     Args:
-        size_bytes_N: int64 (N,), what each sample would occupy in the store.
+        size_bytes_N: int64 (N,), what each sample would occupy in the store; > 0.
         capacity_bytes: Upper bound of the residents' sizes, ≥ 0.
+
+    Raises:
+        ConfigError: A size of zero or less, or a negative capacity.
     """
 
     needs_next_order: bool = False
     """True when `EpochWindow.next_order_K` must be given: the policy plans by the future."""
 
+    offline: bool = False
+    """True when it wants `EpochWindow.later_orders` too: a bound to compare with, for the simulator only."""
+
     def __init__(self, size_bytes_N: npt.NDArray[np.int64], capacity_bytes: int) -> None:
         self.size_bytes_N = np.ascontiguousarray(size_bytes_N, dtype=np.int64)
         self.capacity_bytes = int(capacity_bytes)
+        if self.capacity_bytes < 0:
+            raise ConfigError.of("a cache capacity ≥ 0 bytes", capacity_bytes, "0 turns the cache off")
+        if self.size_bytes_N.size and self.size_bytes_N.min() <= 0:
+            raise ConfigError.of(
+                "sizes > 0 bytes", int(self.size_bytes_N.min()), "give what the store would account for each sample"
+            )
         self.resident_N: Bools = np.zeros(len(self.size_bytes_N), dtype=bool)
         self.used_bytes = 0
+        self._restart(EMPTY)
 
     def adopt(self, resident: Indices) -> Indices:
-        """Starts from what a cache already holds; returns those that do not fit and must be removed."""
-        cumulative = np.cumsum(self.size_bytes_N[resident])
-        fits = cumulative <= self.capacity_bytes
+        """Starts over from what a cache already holds, forgetting what was resident before.
+
+        Args:
+            resident: Distinct samples, least worth keeping first where the policy knows an order.
+
+        Returns:
+            Those that do not fit and must be removed.
+        """
+        size_bytes = self.size_bytes_N[resident]
+        fits = size_bytes <= self.capacity_bytes
+        fits &= np.cumsum(size_bytes * fits) <= self.capacity_bytes
         kept, refused = resident[fits], resident[~fits]
+        self.resident_N[:] = False
         self.resident_N[kept] = True
-        self.used_bytes = int(self.size_bytes_N[kept].sum())
-        self._adopted(kept)
+        self.used_bytes = int(size_bytes[fits].sum())
+        self._restart(kept)
         return refused
 
-    def _adopted(self, kept: Indices) -> None:
-        """Hook: the subclass's own bookkeeping for `adopt`."""
+    def _restart(self, kept: Indices) -> None:
+        """Hook: makes the subclass's own bookkeeping for these residents and no others; once at birth with none."""
+        del kept
 
     def begin_epoch(self, window: EpochWindow) -> Indices:
-        """Takes in what is known of the epoch; returns samples that leave at once."""
+        """Takes in what is known of the epoch (or of its rest, after `load_state_dict`); returns who leaves at once."""
         del window
         return EMPTY
 
     def access_many(self, index_B: Indices) -> Verdict:
         """One batch of accesses, in order. See `Verdict`."""
-        hit_B = np.empty(len(index_B), dtype=bool)
+        batch = index_B.tolist()
+        hit_B = np.empty(len(batch), dtype=bool)
+        resident = self.resident_N.data
         gone: set[int] = set()
-        for position, index in enumerate(index_B.tolist()):
-            hit_B[position] = self.resident_N[index]
-            gone.update(self._touch(index))
-        batch = set(index_B.tolist())
-        victims = [i for i in gone if not self.resident_N[i] and i not in batch]
-        return Verdict(hit_B, self.resident_N[index_B].copy(), np.array(sorted(victims), dtype=np.int64))
+        for position, index in enumerate(batch):
+            hit_B[position] = resident[index]
+            evicted = self._touch(index)
+            if evicted:
+                gone.update(evicted)
+        victims = np.array(sorted(gone.difference(batch)), dtype=np.int64) if gone else EMPTY
+        return Verdict(hit_B, self.resident_N[index_B], victims)
 
     @abstractmethod
-    def _touch(self, index: int) -> list[int]:
-        """One access: updates ``resident_N`` and ``used_bytes``; returns whom it evicted (``index`` itself included,
-        if it was resident and is not any more)."""
+    def _touch(self, index: int) -> Sequence[int]:
+        """One access: updates residency through `_enter` and `_leave`; returns whom it evicted."""
+
+    def _enter(self, index: int) -> None:
+        """``index`` becomes resident."""
+        self.resident_N[index] = True
+        self.used_bytes += int(self.size_bytes_N[index])
+
+    def _leave(self, index: int) -> None:
+        """``index`` stops being resident."""
+        self.resident_N[index] = False
+        self.used_bytes -= int(self.size_bytes_N[index])
 
     def state_dict(self) -> dict[str, Any]:
         """Residents and bookkeeping."""
         return {"resident": np.flatnonzero(self.resident_N)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict` back; what follows is identical."""
-        self.resident_N[:] = False
-        self.used_bytes = 0
+        """Takes `state_dict` back. After `begin_epoch` with the rest of the epoch, what follows is identical."""
         self.adopt(np.asarray(state["resident"], dtype=np.int64))
 
 
 POLICIES: Registry[CachePolicy] = Registry("cache policy")
+"""Name → class. Importing `shade.policy` fills it."""

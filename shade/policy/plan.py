@@ -1,0 +1,182 @@
+"""Residency planned one epoch ahead: the default.
+
+When epoch e begins, its order and the order of e+1 are both known, so nothing has to be guessed:
+
+1. A resident that comes again, in the rest of e or in e+1, stays. It costs no I/O and it is a sure hit.
+2. A resident used in e but not in e+1 leaves at its last use in e; one used in neither leaves at once.
+3. A non-resident that e reads from the origin and e+1 uses again may *arrive* at its last use in e, into room that
+   departures before it have freed. As many bytes arrive as can, each as late as possible.
+
+Why as late as possible: memory stays free longest, and an arrival in the last batches before the boundary is no race
+between the rank that writes it and the one that wants it. It costs nothing: with room(i) = free bytes + departures up
+to candidate i, and after(i) = bytes of candidates behind it, any feasible choice moves at most room(i) + after(i), and
+the latest candidates that total min over i of that are feasible, because what they place before i is what is left
+over from after(i)::
+
+    candidates    a   b       c    d   e        budget = min(all, min_i room(i) + after(i))
+    departures      x     y      z              chosen = the longest tail within the budget: c d e
+    room(i)      ─┘ └─────┘ └────┘ └───
+
+With mixed sizes the tail stops at the first candidate that is too large; the next pass goes on behind it, and so on:
+together the passes are the greedy walk from the last candidate to the first that takes whatever still fits.
+
+Invariants: the same residents, sizes and orders give the same plan on every rank; a plan made anew in mid-epoch from
+the residents of that moment is the rest of the old one; with equal sizes and no duplicates the hits are those of
+Belady's MIN with one epoch of lookahead. Duplicates inside an epoch are safe but not sought: a sample that arrives at
+its last use was read from the origin at the earlier ones.
+
+Price: about 0.2 s and 50 MB for 1.28 M samples an epoch, then one byte a sample; some microseconds a batch.
+
+Legend: B batch · N data set · K accesses of one epoch · C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shade.errors import ConfigError
+from shade.policy.base import EMPTY, POLICIES, CachePolicy, EpochWindow, Verdict
+from shade.types import Bools, Indices
+
+Bytes64 = npt.NDArray[np.int64]
+
+MAX_PASSES = 64
+"""Each pass leaves a fraction of the room of the one before; only sizes made up for it would need more."""
+
+
+@POLICIES.register("plan")
+class Plan(CachePolicy):
+    """Exact residency over the rest of this epoch and the next.
+
+    Without a next epoch (``next_order_K`` empty) nobody leaves and nobody arrives: the cache is left as it is for a
+    later run. With an unknown one (None) every sample counts as wanted, which fills the free room once and keeps it:
+    what `static` does.
+    """
+
+    needs_next_order = True
+
+    def _restart(self, kept: Indices) -> None:
+        self._order_K = EMPTY
+        self._change_K = np.empty(0, dtype=np.int8)
+        self._cursor = 0
+
+    def begin_epoch(self, window: EpochWindow) -> Indices:
+        """Plans the epoch.
+
+        Args:
+            window: This epoch's order (or its rest) and the next one's.
+
+        Returns:
+            Residents that neither uses: they leave now.
+        """
+        order_K, resident_N, size_bytes_N = window.order_K, self.resident_N, self.size_bytes_N
+        wanted_N = self._wanted(window.next_order_K)
+        num_accesses = len(order_K)
+
+        last_N = np.full(len(resident_N), -1, dtype=np.int32)
+        last_N[order_K] = np.arange(num_accesses, dtype=np.int32)
+        useless = np.flatnonzero(resident_N & ~wanted_N & (last_N < 0))
+        resident_N[useless] = False
+        self.used_bytes -= int(size_bytes_N[useless].sum())
+
+        change_K = np.zeros(num_accesses, dtype=np.int8)
+        leaving = np.flatnonzero(resident_N & ~wanted_N)
+        change_K[last_N[leaving]] = -1
+        room_K = np.zeros(num_accesses, dtype=np.int64)
+        room_K[last_N[leaving]] = size_bytes_N[leaving]
+        np.cumsum(room_K, out=room_K)
+        room_K += self.capacity_bytes - self.used_bytes
+        del leaving
+
+        is_last_epoch = window.next_order_K is not None and not len(window.next_order_K)
+        if num_accesses and room_K[-1] > 0 and not is_last_epoch:
+            wanted_N &= ~resident_N
+            wanted_N &= size_bytes_N <= room_K[-1]
+            candidates = last_N[wanted_N & (last_N >= 0)]
+            candidates.sort()
+            del last_N
+            room_C = room_K[candidates]
+            del room_K
+            chosen_C = latest_that_fit(size_bytes_N[order_K[candidates]], room_C)
+            change_K[candidates[chosen_C]] = 1
+
+        self._order_K, self._change_K, self._cursor = order_K, change_K, 0
+        return useless
+
+    def _wanted(self, next_order_K: Indices | None) -> Bools:
+        """(N,) samples worth having at the end of the epoch; those that must not leave when there is no next."""
+        if next_order_K is None or not len(next_order_K):
+            return np.ones(len(self.resident_N), dtype=bool)
+        wanted_N = np.zeros(len(self.resident_N), dtype=bool)
+        wanted_N[next_order_K] = True
+        return wanted_N
+
+    def access_many(self, index_B: Indices) -> Verdict:
+        """The next batch of the planned order.
+
+        Raises:
+            ConfigError: It is not the next batch of the order that `begin_epoch` was given.
+        """
+        end = self._cursor + len(index_B)
+        planned_B = self._order_K[self._cursor : end]
+        if not np.array_equal(planned_B, index_B):
+            raise ConfigError.of(
+                f"the accesses {self._cursor} … {end - 1} of the planned epoch, {planned_B[:4].tolist()} …",
+                index_B[:4].tolist(),
+                "call begin_epoch with the order that is walked, and walk it batch after batch",
+            )
+        change_B = self._change_K[self._cursor : end]
+        self._cursor = end
+        hit_B = self.resident_N[index_B]
+        moved = change_B.nonzero()[0]
+        if not moved.size:
+            return Verdict(hit_B, hit_B.copy(), EMPTY)
+        index_moved, change_moved = index_B[moved], change_B[moved]
+        self.resident_N[index_moved] = change_moved > 0
+        self.used_bytes += int(self.size_bytes_N[index_moved] @ change_moved)
+        return Verdict(hit_B, self.resident_N[index_B], EMPTY)
+
+    def _touch(self, index: int) -> Sequence[int]:
+        """One access of the planned order; `access_many` does the work."""
+        self.access_many(np.array([index], dtype=np.int64))
+        return ()
+
+
+def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
+    """Chooses arrivals, the latest first, so that those up to each candidate fit the room there is by then.
+
+    Args:
+        size_bytes_C: (C,) sizes of the candidates, in the order in which they come.
+        room_bytes_C: (C,) bytes free by then if nobody arrived; never falls.
+
+    Returns:
+        (C,) True for the chosen: each candidate, from the last to the first, that still fits together with those
+        chosen before it.
+    """
+    chosen_C = np.zeros(len(size_bytes_C), dtype=bool)
+    left = np.arange(len(size_bytes_C), dtype=np.int32)
+    size, gap = size_bytes_C, room_bytes_C
+    for _ in range(MAX_PASSES):
+        # gap[i]: least room from this candidate to the next one left; room[i]: from this one to the end.
+        room = np.minimum.accumulate(gap[::-1])[::-1]
+        fits = size <= room
+        if not fits.any():
+            break
+        if not fits.all():
+            kept = np.flatnonzero(fits)
+            left, size, room, gap = left[kept], size[kept], room[kept], np.minimum.reduceat(gap, kept)
+        with_later = np.cumsum(size[::-1])[::-1]
+        room += with_later
+        room -= size
+        start = int(np.count_nonzero(with_later > room.min()))
+        del with_later, room
+        chosen_C[left[start:]] = True
+        if start == 0:
+            break
+        room_behind = int((gap[start:] - np.cumsum(size[start:])).min())
+        left, size, gap = left[:start], size[:start], gap[:start].copy()
+        gap[-1] = min(int(gap[-1]), room_behind)
+    return chosen_C

@@ -1,0 +1,34 @@
+"""Turns a run directory into something to read: ``epochs.csv``, ``report.txt`` and ``report.png``.
+
+In reading order: `rows` (what the file says, added up), `text` (the tables and what they mean), `plot` (the picture).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shade.report import plot, text
+from shade.report.rows import EpochSummary, Run, load_run
+
+__all__ = ["EpochSummary", "Run", "load_run", "write_report"]
+
+
+def write_report(directory: str | os.PathLike[str]) -> str:
+    """Reads a run and writes the three files beside its ``metrics.jsonl``; running it again replaces them.
+
+    Args:
+        directory: Holds ``metrics.jsonl`` and, if the launcher wrote one, ``run.json``.
+
+    Returns:
+        The text of ``report.txt``.
+
+    Raises:
+        DataError: No ``metrics.jsonl`` there, or not one epoch in it.
+    """
+    run = load_run(directory)
+    (run.directory / "epochs.csv").write_text(text.render_csv(run), encoding="utf-8")
+    note = plot.write_png(run, run.directory / "report.png")
+    report = text.render(run, note)
+    Path(run.directory / "report.txt").write_text(report, encoding="utf-8")
+    return report

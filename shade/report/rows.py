@@ -1,0 +1,194 @@
+"""Reads ``metrics.jsonl`` and adds its rows up to one summary per epoch.
+
+There is one row per epoch and rank, and more than one where a run was stopped and resumed within an epoch: counters and
+seconds add up, of losses and accuracies the last one stands. Over ranks, counters add up; times are those of the
+slowest rank (epoch) or the mean rank (stall), because ranks run side by side; loss and training accuracy are weighted
+by samples. Nulls and missing fields are skipped, so a row that knows less simply says less.
+
+The price of a file that many append to: a kill can tear its last line. Such lines are skipped and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shade.errors import DataError
+
+CAUSES = ("origin", "cache", "decode", "transform", "wait")
+"""What a training step can stall on, from the slowest storage to the step's own queue."""
+
+COUNTERS = (
+    "samples", "hits", "misses", "duplicates", "origin_reads", "origin_bytes", "cache_reads", "cache_bytes",
+    "admitted", "admitted_bytes", "declined", "corrupt", "store_errors", "bad_samples",
+)  # fmt: skip
+"""Fields that add up over partial rows and over ranks."""
+
+
+@dataclass
+class EpochSummary:
+    """One epoch over all ranks; None where no row said anything."""
+
+    epoch: int
+    ranks: int
+    counts: dict[str, int]
+    """`COUNTERS` that at least one row held."""
+    epoch_seconds: float | None
+    """Of the slowest rank."""
+    stall_seconds: dict[str, float]
+    """Cause → seconds of the mean rank. Worker time, so that with many workers the sum may exceed the epoch."""
+    loss: float | None
+    train_accuracy: float | None
+    val_loss: float | None
+    val_accuracy: float | None
+    learning_rate: float | None
+    resident_bytes: float | None
+    """Held at the end of the epoch, as the rank that saw most of it says: ranks share one cache."""
+    capacity_bytes: float | None
+    receipt: dict[str, Any]
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Hits / (hits + misses): the share of samples whose bytes did not come from the origin."""
+        hits, misses = self.counts.get("hits"), self.counts.get("misses")
+        return None if hits is None or misses is None or hits + misses == 0 else hits / (hits + misses)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """All ranks together, whole epoch, validation included if the epoch's clock includes it."""
+        samples = self.counts.get("samples")
+        return samples / self.epoch_seconds if samples is not None and self.epoch_seconds else None
+
+
+@dataclass
+class Run:
+    """A run as it lies on disk."""
+
+    directory: Path
+    plan: dict[str, Any]
+    """``run.json``, free form; empty when there is none."""
+    epochs: list[EpochSummary] = field(default_factory=list)
+    num_torn: int = 0
+    """Lines that were not JSON: torn by a kill, and left out."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """N, when the plan names ``num_samples`` at any depth."""
+        found = _find(self.plan, "num_samples")
+        return found if isinstance(found, int) and found > 0 else None
+
+    def total(self, name: str) -> int | None:
+        """A counter over all epochs; None when no epoch has it."""
+        known = [e.counts[name] for e in self.epochs if name in e.counts]
+        return sum(known) if known else None
+
+
+def load_run(directory: str | os.PathLike[str]) -> Run:
+    """Reads a run directory.
+
+    Args:
+        directory: Holds ``metrics.jsonl`` and perhaps ``run.json``.
+
+    Returns:
+        The run, epochs in ascending order.
+
+    Raises:
+        DataError: No ``metrics.jsonl``, or no epoch row in it.
+    """
+    directory = Path(directory)
+    path = directory / "metrics.jsonl"
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError.of(
+            "metrics.jsonl in a run directory", str(directory), f"{error.strerror}: name a run"
+        ) from None
+    rows, num_torn = [], 0
+    for line in lines:
+        row = _parse(line)
+        if row is not None and row.get("kind", "epoch") == "epoch" and isinstance(row.get("epoch"), int):
+            rows.append(row)
+        elif row is None and line.strip():
+            num_torn += 1
+    if not rows:
+        raise DataError.of("at least one finished epoch", f"{path.name} with none", "let the run finish an epoch")
+    try:
+        plan = json.loads((directory / "run.json").read_bytes())
+    except (OSError, ValueError):
+        plan = {}
+    epochs = sorted({row["epoch"] for row in rows})
+    summaries = [_summarize(e, [row for row in rows if row["epoch"] == e]) for e in epochs]
+    return Run(directory, plan if isinstance(plan, dict) else {}, summaries, num_torn)
+
+
+def _find(plan: dict[str, Any], name: str) -> Any:
+    if name in plan:
+        return plan[name]
+    nested = (_find(value, name) for value in plan.values() if isinstance(value, dict))
+    return next((found for found in nested if found is not None), None)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _summarize(epoch: int, rows: list[dict[str, Any]]) -> EpochSummary:
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_rank.setdefault(int(row.get("rank") or 0), []).append(row)
+    parts = list(by_rank.values())
+    counts = {name: int(total) for name in COUNTERS if (total := _sum(rows, name)) is not None}
+    stalls = [row["stall_seconds"] for row in rows if isinstance(row.get("stall_seconds"), dict)]
+    stall_seconds = {c: total / len(parts) for c in CAUSES if (total := _sum(stalls, c)) is not None}
+    return EpochSummary(
+        epoch=epoch,
+        ranks=len(parts),
+        counts=counts,
+        epoch_seconds=_largest(_sum(part, "epoch_seconds") for part in parts),
+        stall_seconds=stall_seconds,
+        loss=_weighted(parts, "loss"),
+        train_accuracy=_weighted(parts, "train_accuracy"),
+        val_loss=_mean(_last(part, "val_loss") for part in parts),
+        val_accuracy=_mean(_last(part, "val_accuracy") for part in parts),
+        learning_rate=_last(rows, "learning_rate"),
+        resident_bytes=_largest(_last(part, "resident_bytes") for part in parts),
+        capacity_bytes=_largest(_last(part, "capacity_bytes") for part in parts),
+        receipt=next((row["receipt"] for row in reversed(rows) if isinstance(row.get("receipt"), dict)), {}),
+    )
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value else None
+
+
+def _sum(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    known = [value for row in rows if (value := _number(row.get(name))) is not None]
+    return sum(known) if known else None
+
+
+def _last(rows: list[dict[str, Any]], name: str) -> float | None:
+    return next((value for row in reversed(rows) if (value := _number(row.get(name))) is not None), None)
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _weighted(parts: list[list[dict[str, Any]]], name: str) -> float | None:
+    """Mean over ranks of each rank's last value, weighted by the samples that rank trained on."""
+    pairs = [(value, _sum(part, "samples") or 0) for part in parts if (value := _last(part, name)) is not None]
+    weight = sum(samples for _, samples in pairs)
+    return sum(v * samples for v, samples in pairs) / weight if weight else _mean(v for v, _ in pairs)

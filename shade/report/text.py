@@ -1,0 +1,207 @@
+"""Writes a run as text a person reads top to bottom, and as CSV a spreadsheet reads.
+
+Each number in ``report.txt`` stands beside the sentence that says what to make of it. A value that no row held is a
+dash, never a zero. Columns are cut to 120 characters, so that the table survives a terminal, a mail and a log.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shade.report.rows import CAUSES, COUNTERS, EpochSummary, Run
+
+RECEIPT = ("drawn", "mean_inclusion", "weight_sum_z", "effective_sample_size", "max_weight", "class_drift")
+
+TROUBLES = {
+    "corrupt": "entries came back from the store damaged; each was dropped and read from the origin again",
+    "store_errors": "calls to the store failed; the samples were read from the origin, nothing was lost but time",
+    "bad_samples": "samples could not be read or decoded and were left out; the log names them",
+    "declined": "samples were to be admitted but the store had no room; is somebody else using it?",
+}
+
+LEGEND = """\
+How to read it
+  hit ratio      share of samples whose bytes did not come from the origin (where the data set lives).
+  reads/N        origin reads in the epoch over the size of the data set. A loader without a cache that uses every
+                 sample once reads 1.00 per epoch; below that is what the cache and the sampling saved.
+  stall seconds  what loading waited for, per rank: origin (slow storage), cache (the store), decode, transform, and
+                 wait (the training step waiting for its next batch). Loading runs in workers beside the training,
+                 so only `wait` is time the training lost; the others say where to look if it is large.
+  samples/s      all ranks together. Epoch 0 is slow everywhere: the cache is empty.
+  gradient weights: z near 0 is a sound draw (|z| > 4 is a bug, please report it); an effective sample size near
+                 the number drawn means the weights are even and the gradient is hardly noisier than without them."""
+
+
+def render(run: Run, note: str = "") -> str:
+    """The whole of ``report.txt``.
+
+    Args:
+        run: What was read.
+        note: A line about the picture, if there is something to say.
+
+    Returns:
+        Text ending in a newline.
+    """
+    parts = [
+        "shade run report\n================",
+        "\n".join(_header(run)),
+        "\n".join(_table(run)),
+        "\n".join(_trends(run)),
+        "\n".join(_totals(run)),
+        LEGEND,
+        note,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_csv(run: Run) -> str:
+    """One line per epoch, every column always there, empty where nothing is known."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    plain = ("loss", "train_accuracy", "val_loss", "val_accuracy", "learning_rate", "resident_bytes", "capacity_bytes")
+    writer.writerow(
+        ["epoch", "ranks", *COUNTERS, "hit_ratio", "origin_reads_per_n", "epoch_seconds", "samples_per_second"]
+        + [f"stall_{cause}_seconds" for cause in CAUSES]
+        + [*plain, *(f"receipt_{name}" for name in RECEIPT)]
+    )
+    for e in run.epochs:
+        writer.writerow(
+            [e.epoch, e.ranks, *(e.counts.get(name) for name in COUNTERS)]
+            + [e.hit_ratio, _reads_per_n(run, e), e.epoch_seconds, e.samples_per_second]
+            + [e.stall_seconds.get(cause) for cause in CAUSES]
+            + [getattr(e, name) for name in plain]
+            + [e.receipt.get(name) for name in RECEIPT]
+        )
+    return out.getvalue()
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """A curve in one line of text, lowest ▁ to highest █; a gap where nothing is known."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return ""
+    low, span = min(known), (max(known) - min(known)) or 1.0
+    return "".join(" " if v is None else "▁▂▃▄▅▆▇█"[min(int((v - low) / span * 8), 7)] for v in values)
+
+
+def _header(run: Run) -> Iterator[str]:
+    pairs = [("run", str(run.directory)), *_flatten(run.plan)]
+    width = min(max(len(name) for name, _ in pairs), 34)
+    for name, value in pairs:
+        yield f"{name:<{width}}  {value if len(value) <= 84 else value[:83] + '…'}"
+    if run.num_torn:
+        yield f"{run.num_torn} torn line(s) of metrics.jsonl were left out: the run was killed while writing"
+
+
+def _flatten(plan: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in plan.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield f"{prefix}{name}", re.sub(r"//[^/@\s]*@", "//***@", shown)
+
+
+def _table(run: Run) -> Iterator[str]:
+    yield (
+        f"{'':5} {'':8} {'-- accuracy --':^15} {'':9} {'hit':>6} {'origin':>8} {'':7} "
+        f"{'------------ stall seconds -----------':^38} {'':8} {'':9}"
+    ).rstrip()
+    stalls = " ".join(f"{name:>7}" for name in ("origin", "cache", "decode", "transf", "wait"))
+    yield (
+        f"{'epoch':>5} {'loss':>8} {'train':>7} {'val':>7} {'samples':>9} {'ratio':>6} {'reads':>8} {'reads/N':>7} "
+        f"{stalls} {'seconds':>8} {'samples/s':>9}"
+    )
+    for e in run.epochs:
+        stall = " ".join(_cell(e.stall_seconds.get(cause), 7, ".2f") for cause in CAUSES)
+        yield (
+            f"{e.epoch:>5} {_cell(e.loss, 8, '.4f')} {_cell(e.train_accuracy, 7, '.2%')} "
+            f"{_cell(e.val_accuracy, 7, '.2%')} {_cell(e.counts.get('samples'), 9, ',')} "
+            f"{_cell(e.hit_ratio, 6, '.1%')} {_cell(e.counts.get('origin_reads'), 8, ',')} {_cell(_reads_per_n(run, e), 7, '.3f')} {stall} "
+            f"{_cell(e.epoch_seconds, 8, '.2f')} {_cell(e.samples_per_second, 9, ',.0f')}"
+        )
+
+
+def _trends(run: Run) -> Iterator[str]:
+    if len(run.epochs) < 2:
+        return
+    curves: dict[str, list[float | None]] = {
+        "loss": [e.loss for e in run.epochs],
+        "val accuracy": [e.val_accuracy for e in run.epochs],
+        "hit ratio": [e.hit_ratio for e in run.epochs],
+        "origin reads": [e.counts.get("origin_reads") for e in run.epochs],
+    }
+    for name, values in curves.items():
+        known = [v for v in values if v is not None]
+        if known:
+            yield f"{name:<13} {sparkline(values)}  {known[0]:,.5g} → {known[-1]:,.5g}"
+
+
+def _totals(run: Run) -> Iterator[str]:
+    yield "Altogether"
+    samples, reads = run.total("samples"), run.total("origin_reads")
+    hits, misses = run.total("hits"), run.total("misses")
+    seconds = sum(e.epoch_seconds or 0.0 for e in run.epochs)
+    if samples is not None:
+        again = run.total("duplicates")
+        extra = f", {again:,} of them a further use within the same epoch" if again else ""
+        yield f"  {samples:,} samples used in {len(run.epochs)} epoch(s) and {seconds:,.1f} s{extra}."
+    if samples and reads is not None:
+        yield f"  {reads:,} origin reads: {_fewer(reads, samples)} than one for each sample used."
+    if run.num_samples and reads is not None:
+        whole = run.num_samples * len(run.epochs)
+        yield (
+            f"  A loader that reads all {run.num_samples:,} samples every epoch makes {whole:,}: "
+            f"this run made {_fewer(reads, whole)}."
+        )
+    if hits is not None and misses is not None and hits + misses:
+        yield f"  Hit ratio {hits / (hits + misses):.1%}: {hits:,} hits, {misses:,} misses."
+    moved = [
+        f"{_bytes(total)} {where}"
+        for name, where in (("origin_bytes", "from the origin"), ("cache_bytes", "from the cache"))
+        if (total := run.total(name)) is not None
+    ]
+    if moved:
+        yield f"  Bytes moved: {', '.join(moved)}."
+    last = run.epochs[-1]
+    if last.resident_bytes is not None and last.capacity_bytes:
+        share = last.resident_bytes / last.capacity_bytes
+        yield f"  The cache ended at {_bytes(last.resident_bytes)} of {_bytes(last.capacity_bytes)} ({share:.1%})."
+    zs = [abs(e.receipt["weight_sum_z"]) for e in run.epochs if _is_number(e.receipt.get("weight_sum_z"))]
+    if zs:
+        verdict = "sound" if max(zs) <= 4 else "BROKEN: the weights are not those of the draw; please report it"
+        drawn, ess = last.receipt.get("drawn"), last.receipt.get("effective_sample_size")
+        even = f"; effective sample size {ess:,.0f} of {drawn:,} drawn" if _is_number(ess) and _is_number(drawn) else ""
+        yield f"  Gradient weights: largest |z| {max(zs):.2f}, {verdict}{even}."
+    for name, meaning in TROUBLES.items():
+        if total := run.total(name):
+            yield f"  {total:,} {meaning}."
+
+
+def _fewer(part: int, whole: int) -> str:
+    return f"{1 - part / whole:.1%} fewer" if part <= whole else f"{part / whole - 1:.1%} more"
+
+
+def _reads_per_n(run: Run, e: EpochSummary) -> float | None:
+    reads = e.counts.get("origin_reads")
+    return reads / run.num_samples if run.num_samples and reads is not None else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == value
+
+
+def _cell(value: float | None, width: int, form: str) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}{form}}"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"

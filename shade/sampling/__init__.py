@@ -1,1 +1,32 @@
-"""."""
+"""Which samples an epoch uses, in which order, and what each gradient weighs. Arithmetic on arrays: no torch, no I/O.
+
+Read `base` first (what a mode is), then `unbiased` (the default: `inclusion`, `systematic` and `receipt` are its
+three steps), `uniform` (the control), `pads` (SHADE as published, repaired) and `shards` (who takes what).
+"""
+
+from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator
+from shade.sampling.pads import PadsMode
+from shade.sampling.receipt import measure
+from shade.sampling.shards import num_steps, rank_order, rank_positions, rank_slice
+from shade.sampling.unbiased import UnbiasedMode
+from shade.sampling.uniform import UniformMode
+
+__all__ = [
+    "MODES",
+    "Draw",
+    "PadsMode",
+    "Purpose",
+    "Receipt",
+    "SamplingMode",
+    "Scores",
+    "Targets",
+    "UnbiasedMode",
+    "UniformMode",
+    "Validation",
+    "generator",
+    "measure",
+    "num_steps",
+    "rank_order",
+    "rank_positions",
+    "rank_slice",
+]

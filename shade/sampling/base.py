@@ -5,7 +5,8 @@ so every rank draws the same global order for itself. Ranks share it by position
 ``order_K[t*G : (t+1)*G]`` with G the global batch, and rank ``r`` takes the ``r``-th of W contiguous pieces of it.
 
 Invariant: ``order_K`` depends on nothing but (seed, epoch, scores, settings): not on ranks, workers or the cache,
-as long as the global batch stays.
+as long as the global batch stays. (`pads` also looks at the cache and at validation, so there they are part of the
+settings, and every rank must hand in the same ones.)
 
 Legend: N data set · K drawn in one epoch · C classes · G global batch.
 """
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from shade.errors import ConfigError
 from shade.registry import Registry
 from shade.types import Bools, Floats, Indices
 
@@ -41,7 +44,8 @@ class Receipt:
     mean_inclusion: float
     """Mean inclusion probability; K / N up to rounding."""
     weight_sum_z: float
-    """(Σ 1/pi over the drawn − N) / its standard deviation; |z| > 4 means the draw is broken. 0 for full epochs."""
+    """(Σ 1/pi over the drawn − N) / its standard deviation; |z| > 4 means the draw is broken. 0 for full epochs, nan
+    for a mode that is biased by design and so makes no such claim."""
     effective_sample_size: float
     """(Σ w)² / Σ w² over the drawn."""
     max_weight: float
@@ -75,8 +79,11 @@ class SamplingMode(ABC):
 
     Args:
         num_samples: N.
-        global_batch: G = batch size × ranks; K is a multiple of it unless the epoch is full.
+        global_batch: G = batch size × ranks; K is a multiple of it, or N.
         seed: Same on every rank.
+
+    Raises:
+        ConfigError: ``num_samples`` or ``global_batch`` below 1.
     """
 
     draws_ahead: bool
@@ -91,7 +98,14 @@ class SamplingMode(ABC):
     default_policy: str
     """The cache policy that suits it."""
 
+    default_score: str
+    """The importance score that suits it; any will do when ``uses_scores`` is False."""
+
     def __init__(self, num_samples: int, global_batch: int, seed: int) -> None:
+        if num_samples < 1:
+            raise ConfigError.of("num_samples ≥ 1", num_samples, "check the path of the data set")
+        if global_batch < 1:
+            raise ConfigError.of("global_batch ≥ 1", global_batch, "give batch size × ranks")
         self.num_samples = num_samples
         self.global_batch = global_batch
         self.seed = seed
@@ -118,12 +132,30 @@ class SamplingMode(ABC):
         """
 
 
+class Purpose(IntEnum):
+    """What random numbers are for. Each purpose has its own stream, so that adding one never shifts another."""
+
+    SHUFFLE = 0
+    """The order in which an epoch is walked."""
+    ARRANGE = 1
+    """The order in which a draw walks the data set."""
+    START = 2
+    """The one random number of a systematic draw."""
+    DRAW = 3
+    """Draws with replacement."""
+    TIES = 4
+    """Who comes first among equals."""
+    REPLICATE = 5
+    """Who is repeated once more when a replication factor is not whole."""
+
+
 def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
     """A counter-based generator for one (seed, epoch, purpose): no state travels between epochs or ranks."""
-    return np.random.Generator(np.random.Philox(key=[(seed & (2**64 - 1)), (epoch << 8) | purpose]))
+    key = np.array([seed & (2**64 - 1), (epoch << 8) | purpose], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 MODES: Registry[SamplingMode] = Registry("sampling mode")
 
 Targets = npt.NDArray[np.int64]
-
+"""The class of each sample, (N,); any integers."""

@@ -1,0 +1,118 @@
+"""Deals the global order of an epoch out to the ranks, so that all of them take the same number of steps.
+
+::
+
+    order   [ 0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13 14 ]        K = 15, G = 6, W = 2, B = 3
+    rank 0    0 1 2         6 7 8           12 13
+    rank 1          3 4 5         9 10 11         14
+
+Step t is ``order[t*G : (t+1)*G]``; rank r takes its r-th piece of B. The tail of ``m = K mod G`` is split into W
+contiguous pieces whose sizes differ by one at most. Where ``0 < m < W`` the tail is padded to W with the first
+samples of the epoch, as torch's DistributedSampler does: the only duplicates that can ever arise. ``drop_last`` drops
+the tail.
+
+Why this way: what a step contains depends on G alone, so a run resumed with other ranks (same G) goes on with the
+same steps. A position is a place in the global order; the cursor of a resume is one, a multiple of G.
+
+Invariant: without padding, the ranks' positions partition ``range(cursor, K)``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shade.errors import ConfigError
+from shade.types import Indices
+
+
+def num_steps(num_drawn: int, global_batch: int, *, drop_last: bool = False) -> int:
+    """Steps every rank takes in an epoch of ``num_drawn`` samples."""
+    return num_drawn // global_batch if drop_last else -(-num_drawn // global_batch)
+
+
+def rank_slice(step: int, rank: int, *, num_drawn: int, global_batch: int, world_size: int) -> range:
+    """Positions that one rank takes in one step.
+
+    Args:
+        step: 0 ≤ step < `num_steps`.
+        rank: 0 ≤ rank < world_size.
+        num_drawn: K.
+        global_batch: G, a multiple of world_size.
+        world_size: W.
+
+    Returns:
+        A range of positions. Those at or beyond K are padding and stand for ``position % K``.
+
+    Raises:
+        ConfigError: G is not a multiple of W, or the rank is none of them.
+    """
+    _check(rank, global_batch, world_size)
+    start = step * global_batch
+    size = min(global_batch, num_drawn - start)
+    if size < global_batch:
+        size = max(size, world_size)
+    each, extra = divmod(size, world_size)
+    first = start + rank * each + min(rank, extra)
+    return range(first, first + each + (rank < extra))
+
+
+def rank_positions(
+    rank: int, *, num_drawn: int, global_batch: int, world_size: int, drop_last: bool = False, cursor: int = 0
+) -> Indices:
+    """Positions that one rank takes in the whole epoch, or from a cursor on.
+
+    Args:
+        rank: 0 ≤ rank < world_size.
+        num_drawn: K.
+        global_batch: G, a multiple of world_size.
+        world_size: W.
+        drop_last: Whether the tail is dropped.
+        cursor: Global position to go on from: a multiple of G, or K when the epoch is done.
+
+    Returns:
+        int64, each in [0, K); step after step.
+
+    Raises:
+        ConfigError: As `rank_slice`, or a cursor between steps.
+    """
+    _check(rank, global_batch, world_size)
+    if cursor < 0 or (cursor % global_batch and cursor < num_drawn):
+        raise ConfigError.of(
+            f"a cursor that is a multiple of the global batch {global_batch}",
+            cursor,
+            "resume with the global batch (batch size × ranks) of the run that was saved",
+        )
+    whole_steps = num_drawn // global_batch
+    batch = global_batch // world_size
+    starts = np.arange(cursor // global_batch, whole_steps, dtype=np.int64) * global_batch + rank * batch
+    positions = (starts[:, None] + np.arange(batch, dtype=np.int64)).ravel()
+    if drop_last or num_drawn % global_batch == 0 or cursor >= num_drawn:
+        return positions
+    tail = rank_slice(whole_steps, rank, num_drawn=num_drawn, global_batch=global_batch, world_size=world_size)
+    return np.concatenate([positions, np.arange(tail.start, tail.stop, dtype=np.int64) % num_drawn])
+
+
+def rank_order(
+    order_K: Indices, rank: int, *, global_batch: int, world_size: int, drop_last: bool = False, cursor: int = 0
+) -> Indices:
+    """The samples that one rank takes, step after step; see `rank_positions`."""
+    return order_K[
+        rank_positions(
+            rank,
+            num_drawn=len(order_K),
+            global_batch=global_batch,
+            world_size=world_size,
+            drop_last=drop_last,
+            cursor=cursor,
+        )
+    ]
+
+
+def _check(rank: int, global_batch: int, world_size: int) -> None:
+    """Refuses a division that would leave ranks unequal."""
+    if world_size < 1 or global_batch % world_size:
+        raise ConfigError.of(
+            f"a global batch that {world_size} ranks can share equally", global_batch, "make it batch size × ranks"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigError.of(f"a rank in [0, {world_size})", rank, "check RANK and WORLD_SIZE")

@@ -1,0 +1,59 @@
+"""Walks every sample exactly once an epoch, in a new random order: what `DistributedSampler` does, and the control.
+
+`full_epoch` is also what every other mode falls back on, so ``unbiased`` with ``keep=1.0`` and this mode give the same
+order bit for bit, and a comparison of the two differs in nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Validation, generator
+from shade.types import Bools
+
+
+def full_epoch(num_samples: int, seed: int, epoch: int, *, has_classes: bool) -> Draw:
+    """Draws all N samples once.
+
+    Args:
+        num_samples: N.
+        seed: Of the run.
+        epoch: ≥ 0.
+        has_classes: Whether the receipt can speak of classes: its drift is 0 then, otherwise nan.
+
+    Returns:
+        A permutation of ``range(N)``, without weights.
+    """
+    order_K = generator(seed, epoch, Purpose.SHUFFLE).permutation(num_samples).astype(np.int64, copy=False)
+    receipt = Receipt(
+        drawn=num_samples,
+        mean_inclusion=1.0,
+        weight_sum_z=0.0,
+        effective_sample_size=float(num_samples),
+        max_weight=1.0,
+        class_drift=0.0 if has_classes else float("nan"),
+    )
+    return Draw(epoch=epoch, order_K=order_K, weight_N=None, receipt=receipt)
+
+
+@MODES.register("uniform")
+class UniformMode(SamplingMode):
+    """Every sample once an epoch; scores, cache and validation are ignored."""
+
+    draws_ahead = True
+    uses_weights = False
+    uses_scores = False
+    default_policy = "belady"
+    default_score = "loss"
+
+    def draw(
+        self,
+        epoch: int,
+        scores: Scores | None,
+        *,
+        resident_N: Bools | None = None,
+        validation: Validation | None = None,
+    ) -> Draw:
+        """See `SamplingMode.draw`."""
+        del scores, resident_N, validation
+        return full_epoch(self.num_samples, self.seed, epoch, has_classes=False)

@@ -1,6 +1,18 @@
 """Decisions: who is admitted, who stays, who goes. One file a policy; importing this room registers them all."""
 
-from shade.policy import fifo, lru, plan, static
+from shade.policy import belady, fifo, lfu, lru, plan, shade, static
 from shade.policy.base import POLICIES, CachePolicy, EpochWindow, Verdict
 
-__all__ = ["POLICIES", "CachePolicy", "EpochWindow", "Verdict", "fifo", "lru", "plan", "static"]
+__all__ = [
+    "POLICIES",
+    "CachePolicy",
+    "EpochWindow",
+    "Verdict",
+    "belady",
+    "fifo",
+    "lfu",
+    "lru",
+    "plan",
+    "shade",
+    "static",
+]

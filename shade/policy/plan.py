@@ -6,6 +6,9 @@ When epoch e begins, its order and the order of e+1 are both known, so nothing h
 2. A resident used in e but not in e+1 leaves at its last use in e; one used in neither leaves at once.
 3. A non-resident that e reads from the origin and e+1 uses again may *arrive* at its last use in e, into room that
    departures before it have freed. As many bytes arrive as can, each as late as possible.
+4. Room that is still left is not emptied for its own sake: departures that nobody needs do not take place (the latest
+   first), and what else e reads fills the rest. A later epoch will want some of it; a cache that holds the whole data
+   set ends up holding it.
 
 Why as late as possible: memory stays free longest, and an arrival in the last batches before the boundary is no race
 between the rank that writes it and the one that wants it. It costs nothing: with room(i) = free bytes + departures up
@@ -17,13 +20,14 @@ over from after(i)::
     departures      x     y      z              chosen = the longest tail within the budget: c d e
     room(i)      ─┘ └─────┘ └────┘ └───
 
-With mixed sizes the tail stops at the first candidate that is too large; the next pass goes on behind it, and so on:
-together the passes are the greedy walk from the last candidate to the first that takes whatever still fits.
+With mixed sizes the tail stops at the first candidate that is too large; the next pass goes on before it, and so on:
+together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
+the same walk over other candidates, in the room that is left.
 
 Invariants: the same residents, sizes and orders give the same plan on every rank; a plan made anew in mid-epoch from
-the residents of that moment is the rest of the old one; with equal sizes and no duplicates the hits are those of
-Belady's MIN with one epoch of lookahead. Duplicates inside an epoch are safe but not sought: a sample that arrives at
-its last use was read from the origin at the earlier ones.
+the residents of that moment is the rest of the old one; with equal sizes and no duplicates no policy that knows just
+these two orders (Belady's MIN over them) gets more hits out of them. Duplicates inside an epoch are safe but not
+sought: a sample that arrives at its last use was read from the origin at the earlier ones.
 
 Price: about 0.2 s and 50 MB for 1.28 M samples an epoch, then one byte a sample; some microseconds a batch.
 
@@ -70,49 +74,41 @@ class Plan(CachePolicy):
             window: This epoch's order (or its rest) and the next one's.
 
         Returns:
-            Residents that neither uses: they leave now.
+            Residents that neither uses and whose room is needed: they leave now.
         """
         order_K, resident_N, size_bytes_N = window.order_K, self.resident_N, self.size_bytes_N
-        wanted_N = self._wanted(window.next_order_K)
         num_accesses = len(order_K)
+        self._order_K, self._change_K, self._cursor = order_K, np.zeros(num_accesses, dtype=np.int8), 0
+        if not num_accesses or (window.next_order_K is not None and not len(window.next_order_K)):
+            return EMPTY
 
+        wanted_N = np.full(len(resident_N), window.next_order_K is None)
+        if window.next_order_K is not None:
+            wanted_N[window.next_order_K] = True
         last_N = np.full(len(resident_N), -1, dtype=np.int32)
         last_N[order_K] = np.arange(num_accesses, dtype=np.int32)
+        arriving, leaving, stranger = (
+            np.sort(last_N[group_N & (last_N >= 0)])
+            for group_N in (wanted_N & ~resident_N, resident_N & ~wanted_N, ~(resident_N | wanted_N))
+        )
         useless = np.flatnonzero(resident_N & ~wanted_N & (last_N < 0))
+        del wanted_N, last_N
+
+        # Bytes free after each access, if everyone who is not wanted leaves and nobody arrives …
+        room_K = np.zeros(num_accesses, dtype=np.int64)
+        room_K[leaving] = size_bytes_N[order_K[leaving]]
+        np.cumsum(room_K, out=room_K)
+        room_K += self.capacity_bytes - self.used_bytes + int(size_bytes_N[useless].sum())
+        # … then given away, to the most useful first.
+        self._change_K[leaving] = -1
+        self._change_K[arriving[reserve(room_K, arriving, size_bytes_N[order_K[arriving]])]] = 1
+        self._change_K[leaving[reserve(room_K, leaving, size_bytes_N[order_K[leaving]])]] = 0
+        useless = useless[~reserve(room_K, np.zeros(len(useless), dtype=np.int32), size_bytes_N[useless])]
+        self._change_K[stranger[reserve(room_K, stranger, size_bytes_N[order_K[stranger]])]] = 1
+
         resident_N[useless] = False
         self.used_bytes -= int(size_bytes_N[useless].sum())
-
-        change_K = np.zeros(num_accesses, dtype=np.int8)
-        leaving = np.flatnonzero(resident_N & ~wanted_N)
-        change_K[last_N[leaving]] = -1
-        room_K = np.zeros(num_accesses, dtype=np.int64)
-        room_K[last_N[leaving]] = size_bytes_N[leaving]
-        np.cumsum(room_K, out=room_K)
-        room_K += self.capacity_bytes - self.used_bytes
-        del leaving
-
-        is_last_epoch = window.next_order_K is not None and not len(window.next_order_K)
-        if num_accesses and room_K[-1] > 0 and not is_last_epoch:
-            wanted_N &= ~resident_N
-            wanted_N &= size_bytes_N <= room_K[-1]
-            candidates = last_N[wanted_N & (last_N >= 0)]
-            candidates.sort()
-            del last_N
-            room_C = room_K[candidates]
-            del room_K
-            chosen_C = latest_that_fit(size_bytes_N[order_K[candidates]], room_C)
-            change_K[candidates[chosen_C]] = 1
-
-        self._order_K, self._change_K, self._cursor = order_K, change_K, 0
         return useless
-
-    def _wanted(self, next_order_K: Indices | None) -> Bools:
-        """(N,) samples worth having at the end of the epoch; those that must not leave when there is no next."""
-        if next_order_K is None or not len(next_order_K):
-            return np.ones(len(self.resident_N), dtype=bool)
-        wanted_N = np.zeros(len(self.resident_N), dtype=bool)
-        wanted_N[next_order_K] = True
-        return wanted_N
 
     def access_many(self, index_B: Indices) -> Verdict:
         """The next batch of the planned order.
@@ -145,6 +141,28 @@ class Plan(CachePolicy):
         return ()
 
 
+def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes_C: Bytes64) -> Bools:
+    """Gives room to the latest candidates that fit, from their position to the end of the epoch.
+
+    Args:
+        room_bytes_K: (K,) bytes free after each access; never falls. What is given away is taken off, in place.
+        position_C: (C,) where the candidates come in the epoch, ascending.
+        size_bytes_C: (C,) their sizes.
+
+    Returns:
+        (C,) True for those that got room.
+    """
+    if not len(size_bytes_C) or size_bytes_C.min() > room_bytes_K[-1]:
+        return np.zeros(len(size_bytes_C), dtype=bool)
+    chosen_C = latest_that_fit(size_bytes_C, room_bytes_K[position_C])
+    taken_K = np.zeros_like(room_bytes_K)
+    np.add.at(taken_K, position_C[chosen_C], size_bytes_C[chosen_C])
+    np.cumsum(taken_K, out=taken_K)
+    room_bytes_K -= taken_K
+    room_bytes_K[:] = np.minimum.accumulate(room_bytes_K[::-1])[::-1]
+    return chosen_C
+
+
 def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
     """Chooses arrivals, the latest first, so that those up to each candidate fit the room there is by then.
 
@@ -158,25 +176,24 @@ def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
     """
     chosen_C = np.zeros(len(size_bytes_C), dtype=bool)
     left = np.arange(len(size_bytes_C), dtype=np.int32)
-    size, gap = size_bytes_C, room_bytes_C
+    size, room = size_bytes_C, room_bytes_C
     for _ in range(MAX_PASSES):
-        # gap[i]: least room from this candidate to the next one left; room[i]: from this one to the end.
-        room = np.minimum.accumulate(gap[::-1])[::-1]
         fits = size <= room
-        if not fits.any():
-            break
         if not fits.all():
-            kept = np.flatnonzero(fits)
-            left, size, room, gap = left[kept], size[kept], room[kept], np.minimum.reduceat(gap, kept)
+            left, size, room = left[fits], size[fits], room[fits]
+        if not left.size:
+            break
         with_later = np.cumsum(size[::-1])[::-1]
-        room += with_later
-        room -= size
-        start = int(np.count_nonzero(with_later > room.min()))
-        del with_later, room
+        with_later -= size  # in place, for 10 MB less: now after(i)
+        with_later += room
+        budget = int(with_later.min())
+        with_later -= room
+        with_later += size
+        start = int(np.count_nonzero(with_later > budget))
+        del with_later
         chosen_C[left[start:]] = True
         if start == 0:
             break
-        room_behind = int((gap[start:] - np.cumsum(size[start:])).min())
-        left, size, gap = left[:start], size[:start], gap[:start].copy()
-        gap[-1] = min(int(gap[-1]), room_behind)
+        room_behind = int((room[start:] - np.cumsum(size[start:])).min())
+        left, size, room = left[:start], size[:start], np.minimum(room[:start], room_behind)
     return chosen_C

@@ -1,0 +1,84 @@
+"""Belady's MIN with bypass: whoever is needed latest leaves, or is not let in. The bound that others are held against.
+
+`belady` sees every epoch of a recorded trace; with equal sizes no policy gets more hits. `belady-1` sees the rest of
+this epoch and the next one, as a running job can, and so measures what that one epoch of lookahead is worth; `plan`
+reaches the same hits on traces without duplicates, planning once an epoch instead of deciding access by access.
+
+With mixed sizes MIN is a good rule but no bound: the exact optimum is a knapsack.
+
+Price: a heap over the residents and two integers an access; some microseconds an access.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shade.policy.base import EMPTY, POLICIES, EpochWindow
+from shade.policy.priority import Key, PriorityPolicy
+from shade.types import Indices
+
+NEVER = 2**62
+"""The position of a next use that the known orders do not hold."""
+
+
+@POLICIES.register("belady")
+class Belady(PriorityPolicy):
+    """All the future that the window shows."""
+
+    needs_next_order = True
+    offline = True
+
+    def __init__(self, size_bytes_N: npt.NDArray[np.int64], capacity_bytes: int) -> None:
+        self._next_use = [NEVER] * len(size_bytes_N)
+        self._next_use_after: list[int] = []
+        self._cursor = 0
+        super().__init__(size_bytes_N, capacity_bytes)
+
+    def _key(self, index: int) -> Key:
+        return -self._next_use[index], 0
+
+    def begin_epoch(self, window: EpochWindow) -> Indices:
+        """Looks up every next use in the orders of the window; nobody leaves."""
+        orders = [window.order_K, *(o for o in (window.next_order_K, *window.later_orders) if o is not None)]
+        starts = np.cumsum([0, *map(len, orders)])
+        first_use_N = np.full(len(self.resident_N), NEVER, dtype=np.int64)
+        for order, start in reversed(list(zip(orders[1:], starts[1:-1], strict=True))):
+            note_first_uses(first_use_N, order, int(start))
+        self._next_use_after = next_uses(window.order_K, first_use_N).tolist()
+        note_first_uses(first_use_N, window.order_K, 0)
+        self._next_use = first_use_N.tolist()
+        self._cursor = 0
+        self._rebuild()
+        return EMPTY
+
+    def _touch(self, index: int) -> Sequence[int]:
+        self._next_use[index] = self._next_use_after[self._cursor]
+        self._cursor += 1
+        if self.resident_N[index]:
+            self._lower(index)
+            return ()
+        return self._admit(index)
+
+
+@POLICIES.register("belady-1")
+class BeladyOne(Belady):
+    """One epoch of lookahead: what a job that draws one epoch ahead can know."""
+
+    offline = False
+
+
+def note_first_uses(first_use_N: npt.NDArray[np.int64], order_K: Indices, start: int) -> None:
+    """Writes where each sample is first accessed in ``order_K``, counted from ``start``, into ``first_use_N``."""
+    first_use_N[order_K[::-1]] = np.arange(start, start + len(order_K))[::-1]
+
+
+def next_uses(order_K: Indices, later_first_use_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """(K,) for each access, where its sample is accessed next: in this epoch, else as ``later_first_use_N`` says."""
+    next_K = later_first_use_N[order_K]
+    by_sample = np.argsort(order_K, kind="stable")
+    again = order_K[by_sample[1:]] == order_K[by_sample[:-1]]
+    next_K[by_sample[:-1][again]] = by_sample[1:][again]
+    return next_K

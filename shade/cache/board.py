@@ -1,0 +1,116 @@
+"""The residency board: one page of shared memory per rank that its training process writes and its workers read.
+
+A sampling plan is known in the training process; samples are fetched in worker processes. Sending the plan along with
+every batch would need a patched loader, so the plan lies here instead: one byte a sample, written when its batch is
+handed out, read when it is fetched. The other way round the workers leave their counts here, one row a worker, so that
+nobody needs a lock and nothing is lost when a worker ends.
+
+The tensors are torch shared memory: the board pickles into workers under fork, spawn and forkserver alike.
+
+Legend: N data set · R counter rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shade.cache.ledger import FIELDS, Ledger
+from shade.types import Bools, Indices
+
+LOOK = 1
+"""The sample should be in the cache: ask for it."""
+STAY = 2
+"""The sample should be in the cache once this access is over."""
+
+_PLANNED, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS = range(5)
+_ROWS = 129
+
+
+class Board:
+    """Shared state of one rank.
+
+    Args:
+        num_samples: N.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8).share_memory_()
+        self._state_tensor = torch.zeros(8, dtype=torch.float64).share_memory_()
+        self._count_tensor_RF = torch.zeros((_ROWS, len(FIELDS)), dtype=torch.int64).share_memory_()
+        self._view()
+
+    def _view(self) -> None:
+        self.flag_N = self._flag_tensor_N.numpy()
+        self._state = self._state_tensor.numpy()
+        self._count_RF = self._count_tensor_RF.numpy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name.startswith("_") and "tensor" in name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._view()
+
+    def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools) -> None:
+        """Writes what is planned for the next access of each sample; of duplicates the first access counts."""
+        flag_B = hit_B.astype(np.uint8) * LOOK + stay_B.astype(np.uint8) * STAY
+        self.flag_N[index_B[::-1]] = flag_B[::-1]
+        self._state[_PLANNED] = 1.0
+
+    @property
+    def planned(self) -> bool:
+        """False until a sampler steers the cache: then every sample is asked for and kept while there is room."""
+        return bool(self._state[_PLANNED])
+
+    def ledger(self, worker: int) -> Ledger:
+        """The row of one process.
+
+        Args:
+            worker: -1 for the training process itself, else the DataLoader worker's id. Above 127 workers share rows.
+        """
+        return Ledger(self._count_RF[(worker + 1) if worker < _ROWS - 1 else _ROWS - 1])
+
+    def totals(self) -> Ledger:
+        """A snapshot summed over all processes of the rank."""
+        return Ledger(self._count_RF.sum(axis=0))
+
+    # The breaker's shared words. Two workers may write them at once; the loser's write is merely late.
+
+    @property
+    def open_until(self) -> float:
+        """Monotonic seconds before which the cache is not asked; 0 when it works."""
+        return float(self._state[_OPEN_UNTIL])
+
+    @open_until.setter
+    def open_until(self, seconds: float) -> None:
+        self._state[_OPEN_UNTIL] = seconds
+
+    @property
+    def backoff_seconds(self) -> float:
+        """The present pause between two attempts."""
+        return float(self._state[_BACKOFF])
+
+    @backoff_seconds.setter
+    def backoff_seconds(self, seconds: float) -> None:
+        self._state[_BACKOFF] = seconds
+
+    @property
+    def strikes(self) -> int:
+        """Slow rounds in a row."""
+        return int(self._state[_STRIKES])
+
+    @strikes.setter
+    def strikes(self, count: int) -> None:
+        self._state[_STRIKES] = count
+
+    @property
+    def trips(self) -> int:
+        """How often the breaker has opened; the first time is logged."""
+        return int(self._state[_TRIPS])
+
+    @trips.setter
+    def trips(self, count: int) -> None:
+        self._state[_TRIPS] = count

@@ -1,0 +1,108 @@
+"""One run, fully resolved: what the launcher decided and every rank reads.
+
+The launcher turns flags into a `RunConfig`, writes it to ``run.json`` in the run directory and names that file to the
+ranks in one environment variable, so that script, launcher and report speak of the very same run. Passwords never get
+into it: a cache URL with a password travels in the environment alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shade.errors import ConfigError
+
+RUN_FILE = "SHADE_RUN"
+"""Environment variable: path of the run's ``run.json``."""
+CACHE_URL = "SHADE_CACHE"
+"""Environment variable: the cache URL as the ranks shall use it, password included."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run was asked to do."""
+
+    out: str
+    """The run directory."""
+    script: str
+    """The training script, absolute."""
+    train_paths: tuple[str, ...]
+    """Folders in ImageFolder layout, one data set together."""
+    val_paths: tuple[str, ...] = ()
+    """Validation folders; empty: no validation."""
+    nodes: int = 1
+    """Machines."""
+    processes: int = 1
+    """Ranks per machine (``-g``): one per GPU, or CPU processes over gloo."""
+    node_rank: int = 0
+    """This machine's number."""
+    master_address: str = "127.0.0.1"
+    """Where the ranks of all machines meet."""
+    master_port: int = 8888
+    """And on which port."""
+    master_socket: str | None = None
+    """Network interface for the exchange between ranks; None lets the backend choose."""
+    epochs: int = 1
+    """Epochs in all, those before a resume included."""
+    network: str = "resnet18"
+    """Name in ``benchmarks/networks.py``."""
+    batch_size: int = 256
+    """Samples per rank and step."""
+    cache: str = "local://"
+    """Cache URL with its password hidden, or ``none``."""
+    working_set_fraction: float = 0.1
+    """Capacity as a share of the data set."""
+    policy: str | None = None
+    """Cache policy; None: the one that suits the sampling mode."""
+    sampling: str = "unbiased"
+    """Sampling mode."""
+    keep: float | None = None
+    """Mean inclusion probability (`unbiased`)."""
+    replication_factor: float | None = None
+    """How often cached samples appear (`pads`)."""
+    workers: int = 2
+    """DataLoader workers per rank."""
+    seed: int = 0
+    """Seed of everything."""
+    steps: int | None = None
+    """Stop after so many steps in all; None: run the epochs out."""
+    resume: bool = False
+    """Go on from the run directory's checkpoint."""
+    on_bad_sample: str = "stop"
+    """``stop`` or ``skip``."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the run keeps its model and sampler state."""
+        return Path(self.out) / "checkpoint.pt"
+
+    @property
+    def cache_url(self) -> str | None:
+        """The cache URL as a rank shall open it, or None for no cache."""
+        url = os.environ.get(CACHE_URL, self.cache)
+        return None if url == "none" else url
+
+    def save(self) -> Path:
+        """Writes ``run.json`` into the run directory; returns its path."""
+        path = Path(self.out) / "run.json"
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunConfig:
+        """Reads ``run.json``.
+
+        Raises:
+            ConfigError: Not there, or not one of ours.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(Path(path).read_text())
+            for name in ("train_paths", "val_paths"):
+                fields[name] = tuple(fields[name])
+            return cls(**fields)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError.of("a run.json written by the launcher", f"{path}: {error}", "start through runshade.py") from error

@@ -1,0 +1,366 @@
+"""ShadeSampler: DistributedSampler's place in the script, with a plan.
+
+It draws the global order of each epoch from the importance of the samples, hands every rank its share of every global
+batch, and steers the cache: one epoch ahead it knows what will be wanted, so residency is planned and not guessed.
+
+When epoch e begins, e is drawn already and e+1 is drawn (by modes that draw ahead), from the scores of that moment.
+Both orders being known, the residency plan of e is exact and every rank computes the same one. The price is that scores
+are up to an epoch old when they are used, which changes the variance of the gradient and not its mean (decision 0004).
+
+Invariant: the global order depends on seed, epoch, reported losses and global batch alone; ranks, workers and the state
+of the cache change who fetches a sample and from where, never which sample comes when.
+
+Legend: N data set · K drawn in an epoch · B batch of one rank · G global batch = B·W · W ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.utils.data import Sampler
+
+from shade.cache.cache import SampleCache
+from shade.data.steering import Steering
+from shade.errors import ConfigError
+from shade.importance import ImportanceTable, ScoreMerger
+from shade.policy.base import EpochWindow
+from shade.sampling import MODES
+from shade.sampling.base import Draw, Receipt, Scores, Validation
+from shade.sampling.shards import num_steps, rank_positions, rank_slice
+from shade.types import Floats, Indices
+
+
+class ForgottenCallWarning(UserWarning):
+    """The training loop leaves out a call its sampling mode depends on; says which line to add, once."""
+
+
+class ShadeSampler(Sampler[int]):
+    """Yields this rank's sample indices of one epoch.
+
+    The arguments of `torch.utils.data.DistributedSampler`, and then ours by keyword. With a `ShadeDataset` it steers the
+    data set's cache; with any other data set it only samples.
+
+    Args:
+        dataset: The data set that the DataLoader reads.
+        num_replicas: Ranks; from torch.distributed when None.
+        rank: This rank; from torch.distributed when None.
+        shuffle: False: the drawn samples in ascending order.
+        seed: The same on every rank.
+        drop_last: True: the tail that does not fill a global batch is left out.
+        batch_size: Per rank; the same number that the DataLoader gets.
+        mode: ``"unbiased"``, ``"pads"`` or ``"uniform"``, see `shade.sampling`.
+        keep: `unbiased` only: mean inclusion probability, in (0, 1]; 0.7 when None.
+        replication_factor: `pads` only: how often cached samples appear, ≥ 1 in steps of 0.5.
+        epochs: Total number of epochs, if known: `unbiased` then ends with full epochs.
+        score: What makes a sample important, see `shade.importance.SCORES`; the mode's own choice when None.
+
+    Raises:
+        ConfigError: An argument out of range, or one that the mode does not take.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        batch_size: int,
+        mode: str = "unbiased",
+        keep: float | None = None,
+        replication_factor: float | None = None,
+        epochs: int | None = None,
+        score: str | None = None,
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+        self.rank = (dist.get_rank() if distributed else 0) if rank is None else rank
+        self.num_samples = len(dataset)
+        self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
+        self._check(distributed)
+        self.global_batch = batch_size * self.num_replicas
+        mode_class = MODES.get(mode)
+        source = getattr(dataset, "source", None)
+        asked = {"keep": keep, "replication_factor": replication_factor}
+        known = {"epochs": epochs, "targets_N": getattr(source, "target_N", None)}
+        accepted = inspect.signature(mode_class).parameters
+        for name, value in asked.items():
+            if value is not None and name not in accepted:
+                raise ConfigError.of(f"no {name} with mode {mode!r}", value, f"leave {name} out or choose another mode")
+        options = {name: value for name, value in (asked | known).items() if value is not None and name in accepted}
+        self.mode = mode_class(self.num_samples, self.global_batch, seed, **options)
+        self._settings = {"mode": mode, "seed": seed, "num_samples": self.num_samples, "global_batch": self.global_batch}
+        self._settings |= {"shuffle": shuffle, "drop_last": drop_last}
+        self._settings |= {name: value for name, value in options.items() if name != "targets_N"}
+        if self.num_replicas > 1 and not distributed and self.mode.uses_scores:
+            raise ConfigError.of(
+                "torch.distributed to be initialised: ranks merge their losses through it",
+                f"num_replicas={self.num_replicas}",
+                "call torch.distributed.init_process_group('gloo') first, or use mode='uniform'",
+            )
+        self.table = ImportanceTable(self.num_samples, strategy=score or self.mode.default_score)
+        self.merger = ScoreMerger(self.table, batch_size=batch_size)
+        cache: SampleCache | None = getattr(dataset, "cache", None)
+        self._steering: Steering | None = None
+        if cache is not None:
+            policy = getattr(dataset, "policy", None) or self.mode.default_policy
+            self._steering = Steering(cache, policy, self.mode.draws_ahead, self.rank, self.num_replicas)
+        self._last_epoch = None if epochs is None else epochs - 1
+        self.epoch = 0
+        self._draws: dict[int, Draw] = {}
+        self._first_step = self._steps_done = 0
+        self._begun = False
+        self._accuracies: list[float] = []
+        self._weight_N: Floats | None = None
+        self._calls = {"set_epoch": 0, "report": 0, "weights": 0}
+        self._iterations = 0
+        self._warned: set[str] = set()
+
+    def _check(self, distributed: bool) -> None:
+        if not 0 <= self.rank < self.num_replicas:
+            raise ConfigError.of(
+                f"a rank below num_replicas={self.num_replicas}", self.rank, "ranks count from 0 (-nr 0 … n-1)"
+            )
+        if self.batch_size < 1:
+            raise ConfigError.of("batch_size ≥ 1", self.batch_size, "pass the DataLoader's batch_size")
+        if self.batch_size * self.num_replicas > self.num_samples:
+            raise ConfigError.of(
+                f"batch_size × ranks of at most {self.num_samples}, the size of the data set",
+                f"{self.batch_size} × {self.num_replicas}",
+                "choose a smaller batch size",
+            )
+        if self.num_replicas > 1 and distributed and dist.get_world_size() != self.num_replicas:
+            raise ConfigError.of(
+                f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
+            )
+
+    # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch comes next, as with DistributedSampler. After `load_state_dict`, the epoch that was
+        interrupted goes on where it stopped; any other starts from its beginning."""
+        self._calls["set_epoch"] += 1
+        if epoch != self.epoch:
+            self._turn_to(epoch)
+
+    def _turn_to(self, epoch: int) -> None:
+        self.epoch, self._first_step, self._steps_done, self._begun = epoch, 0, 0, False
+
+    def weights(self, indices: torch.Tensor) -> torch.Tensor:
+        """Gradient weights of samples of the present epoch: multiply the per-sample losses by them, then average.
+
+        Args:
+            indices: int64 (B,), as they came with the batch, on any device.
+
+        Returns:
+            float32 (B,) on the same device.
+        """
+        self._calls["weights"] += 1
+        if self._weight_N is None:
+            return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
+        return torch.from_numpy(self._weight_N[indices.cpu().numpy()]).to(indices.device)
+
+    def report(self, indices: torch.Tensor, losses: torch.Tensor) -> None:
+        """Reports the losses of one batch; once a step on every rank. Does not wait for the device or the network.
+
+        Args:
+            indices: int64 (B,), as they came with the batch.
+            losses: float (B,), unweighted, on any device; detached here.
+        """
+        self._calls["report"] += 1
+        self._steps_done += 1
+        self.merger.report(indices, losses)
+
+    def report_validation(self, accuracy: float) -> None:
+        """Reports the validation accuracy of a finished epoch, the same number on every rank; `pads` follows it."""
+        self._accuracies.append(float(accuracy))
+
+    # ── one epoch ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        """Samples that this rank takes in the present epoch; after a resume, in what is left of it."""
+        num_drawn = len(self._draw(self.epoch).order_K)
+        return len(
+            rank_positions(
+                self.rank,
+                num_drawn=num_drawn,
+                global_batch=self.global_batch,
+                world_size=self.num_replicas,
+                drop_last=self.drop_last,
+                cursor=min(self._first_step * self.global_batch, num_drawn),
+            )
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the present epoch, those already taken included; the same on every rank."""
+        num_drawn = len(self._draw(self.epoch).order_K)
+        return num_steps(num_drawn, self.global_batch, drop_last=self.drop_last)
+
+    @property
+    def receipt(self) -> Receipt:
+        """The present epoch's receipt: what a reader checks to believe that the draw was unbiased."""
+        return self._draw(self.epoch).receipt
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the present epoch whose losses were reported."""
+        return self._steps_done
+
+    def order_of(self, epoch: int) -> Indices:
+        """The global order of an epoch that has begun (or the next one, where it is drawn already); read-only."""
+        return self._draw(epoch).order_K
+
+    def __iter__(self) -> Iterator[int]:
+        self._remind()
+        if self._begun:
+            self._first_step = 0  # the same epoch once more, from its beginning
+        self._begun, self._steps_done = True, self._first_step
+        if self._steering is not None:
+            self._steering.settle()
+        order_K = self._draw(self.epoch).order_K
+        self._weight_N = self._weights_of(self._draw(self.epoch))
+        next_order_K = None
+        if self.mode.draws_ahead and self.epoch != self._last_epoch:
+            next_order_K = self._draw(self.epoch + 1).order_K
+        for epoch in [e for e in self._draws if e < self.epoch]:
+            del self._draws[epoch]
+        if self._steering is not None:
+            scores = self._scores()
+            rest_K = order_K[self._first_step * self.global_batch :]
+            score_N = None if scores is None else scores.score_N
+            self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N))
+        for step in range(self._first_step, self.num_steps):
+            index_G, mine = self._share(order_K, step)
+            if self._steering is not None:
+                self._steering.dispatch(index_G, mine)
+            yield from index_G[mine].tolist()
+
+    def _share(self, order_K: Indices, step: int) -> tuple[Indices, slice]:
+        """One global batch, and this rank's place in it."""
+        layout = {"num_drawn": len(order_K), "global_batch": self.global_batch, "world_size": self.num_replicas}
+        mine = rank_slice(step, self.rank, **layout)
+        start = step * self.global_batch
+        stop = rank_slice(step, self.num_replicas - 1, **layout).stop
+        index_G = order_K[start:stop] if stop <= len(order_K) else order_K[np.arange(start, stop) % len(order_K)]
+        return index_G, slice(mine.start - start, mine.stop - start)
+
+    def _draw(self, epoch: int) -> Draw:
+        """The draw of an epoch; made at most once, on every rank from the same scores."""
+        if epoch not in self._draws:
+            draw = self.mode.draw(
+                epoch,
+                self._scores(),
+                resident_N=None if self._steering is None else self._steering.resident_N,
+                validation=Validation(tuple(self._accuracies)),
+            )
+            if not self.shuffle:
+                draw = Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
+            self._draws[epoch] = draw
+        return self._draws[epoch]
+
+    def _scores(self) -> Scores | None:
+        self.merger.flush()
+        score_N, seen_N = self.table.snapshot()
+        return Scores(score_N, seen_N) if seen_N.any() else None
+
+    def _weights_of(self, draw: Draw) -> Floats | None:
+        """Weights by sample, corrected where the last step is shared unevenly: DDP averages ranks, not samples."""
+        index_G, mine = self._share(draw.order_K, self.num_steps - 1)
+        balance = (mine.stop - mine.start) * self.num_replicas / len(index_G)
+        if balance == 1.0:
+            return draw.weight_N
+        weight_N = np.ones(self.num_samples, np.float32) if draw.weight_N is None else draw.weight_N.copy()
+        weight_N[index_G[mine]] *= balance
+        return weight_N
+
+    def _remind(self) -> None:
+        """Tells, once each, of calls that the epochs so far should have seen and did not."""
+        self._iterations += 1
+        if self._iterations == 1:
+            return
+        if self._calls["set_epoch"] == 0:
+            self._turn_to(self.epoch + 1)
+            self._warn("set_epoch", "sampler.set_epoch(epoch)", "at the top of every epoch; until then epochs are counted")
+        if self.mode.uses_scores and self._calls["report"] == 0:
+            self._warn("report", "sampler.report(indices, losses)", "after the losses are known; until then every epoch is full")
+        if self.mode.uses_weights and self._calls["report"] and not self._calls["weights"] and self._weight_N is not None:
+            self._warn("weights", "(losses * sampler.weights(indices)).mean().backward()", "or the gradient is biased")
+
+    def _warn(self, call: str, line: str, why: str) -> None:
+        if call not in self._warned:
+            self._warned.add(call)
+            warnings.warn(
+                f"the training loop never called sampler.{call}(); add the line `{line}` {why}",
+                ForgottenCallWarning,
+                stacklevel=4,
+            )
+
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides the rest of the stream; plain numbers and tensors.
+
+        The cache is not part of it: it may be warm, cold or dead when the run goes on. Call it between steps; one rank
+        may call it alone.
+        """
+        self.merger.flush()
+        draws = {}
+        for epoch in (self.epoch, self.epoch + 1):
+            if epoch in self._draws:
+                draw = self._draws[epoch]
+                weight_K = None if draw.weight_N is None else torch.from_numpy(draw.weight_N[draw.order_K])
+                draws[epoch] = {
+                    "order": torch.from_numpy(draw.order_K.astype(np.int32)),
+                    "weight": weight_K,
+                    "hash": xxhash.xxh3_64_hexdigest(np.ascontiguousarray(draw.order_K)),
+                    "receipt": vars(draw.receipt).copy(),
+                }
+        return {
+            "settings": dict(self._settings),
+            "epoch": self.epoch,
+            "steps_done": self._steps_done,
+            "draws": draws,
+            "table": self.table.state_dict(),
+            "accuracies": list(self._accuracies),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`: the same global order follows, on any number of ranks with the same global batch.
+
+        Raises:
+            ConfigError: The state belongs to other settings, or an order does not match its hash.
+        """
+        for name, mine in self._settings.items():
+            theirs = state["settings"].get(name)
+            if theirs != mine:
+                raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")
+        draws = {}
+        for epoch, saved in state["draws"].items():
+            order_K = saved["order"].numpy().astype(np.int64)
+            if xxhash.xxh3_64_hexdigest(order_K) != saved["hash"]:
+                raise ConfigError.of("an order that matches its hash", saved["hash"], "restore an older checkpoint")
+            weight_N = None
+            if saved["weight"] is not None:
+                weight_N = np.ones(self.num_samples, dtype=np.float32)
+                weight_N[order_K] = saved["weight"].numpy()
+            draws[int(epoch)] = Draw(int(epoch), order_K, weight_N, Receipt(**saved["receipt"]))
+        self._draws = draws
+        self._turn_to(int(state["epoch"]))
+        self._first_step = self._steps_done = int(state["steps_done"])
+        self.table.load_state_dict(state["table"])
+        self._accuracies = list(state["accuracies"])
+        self._weight_N = self._weights_of(draws[self.epoch]) if self.epoch in draws else None
+
+    def close(self) -> None:
+        """Ends the merging thread. Safe to call twice."""
+        self.merger.close()

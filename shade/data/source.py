@@ -1,0 +1,233 @@
+"""Where a wrapped data set's samples come from: its files' own bytes, or its items through a codec.
+
+`FileSource` is the fast path for ImageFolder-like data sets (``samples`` of (path, target) and torchvision's own
+loader): the payload is the file, unchanged, so a cached sample decodes to the same pixels, and its size is known before
+it is read. `ItemSource` takes any other map-style data set: the payload is the encoded item. Either way the source is
+the only one who touches the origin, and counts exactly what it read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from PIL import Image
+
+from shade.cache.entry import FORM_ENCODED, FORM_ITEM
+from shade.data import codec
+from shade.errors import BadSampleError, DataError
+from shade.store.origin import FileOrigin
+
+CountOrigin = Callable[[int, int], None]
+"""Told (reads, bytes) whenever the origin was read."""
+
+_PROBES = 32
+_STAT_THREADS = 32
+
+
+class Source(Protocol):
+    """What `ShadeDataset` needs to know of the data set it wraps."""
+
+    form: int
+    fingerprint: str
+    payload_bytes_N: npt.NDArray[np.int64]
+    target_N: npt.NDArray[np.int64] | None
+
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """Payloads in order; an exception object for one that could not be read."""
+        ...
+
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        """The item as a tuple, before the transforms of `ShadeDataset`. Raises `BadSampleError`."""
+        ...
+
+    def name_of(self, index: int) -> str:
+        """How to call the sample in an error: its path where it has one."""
+        ...
+
+
+class FileSource:
+    """Files and targets of an ImageFolder-like data set.
+
+    Args:
+        samples: (path, target) by sample index.
+        decode_bytes: File content → image.
+    """
+
+    form = FORM_ENCODED
+
+    def __init__(self, samples: Sequence[tuple[str, int]], decode_bytes: Callable[[bytes], Any]) -> None:
+        if not samples:
+            raise DataError.of("at least one sample", 0, "check the path of the data set")
+        self._decode = decode_bytes
+        paths = [os.path.abspath(path) for path, _ in samples]
+        self._root = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+        # One array instead of N Python objects: workers read it without touching reference counts, so fork's
+        # copy-on-write pages stay shared.
+        relative = [os.fsencode(os.path.relpath(path, self._root)) for path in paths]
+        self._end_N = np.cumsum([len(name) for name in relative])
+        self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
+        self.target_N: npt.NDArray[np.int64] | None = np.array([target for _, target in samples], dtype=np.int64)
+        self._origin = FileOrigin()
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:
+            stats = list(pool.map(_size_and_time, paths, chunksize=256))
+        self.payload_bytes_N = np.array([size for size, _ in stats], dtype=np.int64)
+        digest = xxhash.xxh3_64()
+        digest.update(self._names.tobytes())
+        digest.update(self._end_N.tobytes())
+        digest.update(np.array(stats, dtype=np.int64).tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def name_of(self, index: int) -> str:
+        """The sample's path."""
+        start = int(self._end_N[index - 1]) if index else 0
+        return os.path.join(self._root, os.fsdecode(self._names[start : int(self._end_N[index])].tobytes()))
+
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """See `Source.read_many`."""
+        contents = self._origin.read_many([self.name_of(index) for index in indices])
+        read = [content for content in contents if not isinstance(content, OSError)]
+        count(len(read), sum(map(len, read)))
+        return contents
+
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        """See `Source.decode`."""
+        try:
+            if isinstance(payload, Exception):
+                raise payload
+            sample = self._decode(payload)
+        except Exception as error:
+            raise BadSampleError(
+                f"expected a readable image at {self.name_of(index)}, got {error}; "
+                "replace or remove the file, or pass on_bad_sample='skip' (--on-bad-sample skip)"
+            ) from error
+        assert self.target_N is not None
+        return sample, int(self.target_N[index])
+
+
+class ItemSource:
+    """Items of any map-style data set.
+
+    Args:
+        dataset: With ``__len__`` and ``__getitem__``.
+        encode: Item → bytes.
+        decode_item: Bytes → item.
+    """
+
+    form = FORM_ITEM
+
+    def __init__(
+        self, dataset: Any, encode: Callable[[Any], bytes] = codec.encode, decode_item: Callable[[Any], Any] = codec.decode
+    ) -> None:
+        if len(dataset) == 0:
+            raise DataError.of("at least one sample", 0, "check how the data set is made")
+        self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
+        num_samples = len(dataset)
+        # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
+        probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
+        payloads = [encode(dataset[index]) for index in probes]
+        self.payload_bytes_N = np.full(num_samples, max(map(len, payloads)), dtype=np.int64)
+        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}:{num_samples}"
+        digest = xxhash.xxh3_64(kind.encode())
+        for payload in payloads:
+            digest.update(payload)
+        self.fingerprint = digest.hexdigest()
+        targets = getattr(dataset, "targets", None)
+        self.target_N = _class_targets(targets, num_samples)
+
+    def name_of(self, index: int) -> str:
+        """The sample's index; it has no path."""
+        return f"index {index} of {type(self._dataset).__name__}"
+
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """See `Source.read_many`."""
+        payloads: list[Any] = []
+        for index in indices:
+            try:
+                payloads.append(self._encode(self._dataset[index]))
+            except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
+                payloads.append(error)
+        read = [payload for payload in payloads if not isinstance(payload, Exception)]
+        count(len(read), sum(map(len, read)))
+        return payloads
+
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        """See `Source.decode`."""
+        try:
+            if isinstance(payload, Exception):
+                raise payload
+            item = self._decode_item(payload)
+        except Exception as error:
+            raise BadSampleError(
+                f"expected {self.name_of(index)} to be readable, got {type(error).__name__}: {error}; "
+                "mend the data set, or pass on_bad_sample='skip'"
+            ) from error
+        return item if isinstance(item, tuple) else (item,)
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError.of("a readable file", path, f"{error.strerror}: restore it or scan the folder again") from error
+    return status.st_size, status.st_mtime_ns
+
+
+def _class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
+    if isinstance(targets, torch.Tensor):
+        targets = targets.tolist()
+    if isinstance(targets, list) and len(targets) == num_samples and all(isinstance(t, int) for t in targets):
+        return np.array(targets, dtype=np.int64)
+    return None
+
+
+def decode_rgb(content: bytes) -> Image.Image:
+    """File content → RGB image: torchvision's own PIL loader, from memory.
+
+    Args:
+        content: An image file.
+
+    Returns:
+        The image, fully decoded.
+    """
+    with Image.open(io.BytesIO(content)) as image:
+        return image.convert("RGB")
+
+
+def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> Source:
+    """Chooses the source for a data set.
+
+    Args:
+        dataset: Any map-style data set.
+        encode: The user's item → bytes, or None.
+        decode: The user's bytes → item, or None. Alone (without ``encode``) it decodes file contents.
+
+    Returns:
+        A `FileSource` for ImageFolder-like data sets, else an `ItemSource`.
+    """
+    samples = getattr(dataset, "samples", None)
+    if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
+        if decode is not None:
+            return FileSource(samples, decode)
+        if getattr(dataset, "loader", None) is _torchvision_loader() and _pil_backend():
+            return FileSource(samples, decode_rgb)
+    return ItemSource(dataset, encode or codec.encode, decode or codec.decode)
+
+
+def _torchvision_loader() -> Any:
+    from torchvision.datasets.folder import default_loader
+
+    return default_loader
+
+
+def _pil_backend() -> bool:
+    import torchvision
+
+    return bool(torchvision.get_image_backend() == "PIL")

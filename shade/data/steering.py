@@ -1,0 +1,91 @@
+"""Steering: what the sampler knows of the future, told to the cache.
+
+Every rank runs the same policy over the same global order, so ranks agree without talking. They talk only where the
+world may differ from the plan: at the start, on resume, and after an epoch in which the cache lost or refused
+something, rank 0 looks what the store really holds and tells the others, and the plan starts afresh from there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shade.cache.cache import SampleCache
+from shade.errors import ConfigError
+from shade.policy import POLICIES
+from shade.policy.base import EpochWindow
+from shade.types import Bools, Indices
+
+_DISTURBANCES = ("surprises", "declined", "corrupt", "store_errors", "skipped")
+
+
+class Steering:
+    """Drives one cache through the epochs of one sampler.
+
+    Args:
+        cache: The data set's cache.
+        policy: Name of the policy.
+        draws_ahead: Whether the next epoch's order will be known.
+        rank: This rank.
+        num_replicas: W; above 1 with torch.distributed initialised, its ranks take part in `begin_epoch` together.
+
+    Raises:
+        ConfigError: Unknown policy, or one that needs the next epoch's order from a mode that does not draw ahead.
+    """
+
+    def __init__(self, cache: SampleCache, policy: str, draws_ahead: bool, rank: int, num_replicas: int) -> None:
+        policy_class = POLICIES.get(policy)
+        if policy_class.needs_next_order and not draws_ahead:
+            raise ConfigError.of(
+                "a policy that does without the next epoch's order, since this sampling mode does not draw ahead",
+                policy,
+                "use policy 'shade' or 'lru' with pads",
+            )
+        self._cache, self._rank, self._num_replicas = cache, rank, num_replicas
+        cache.use_policy(policy_class)
+        self._group = None
+        if num_replicas > 1 and dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        self._started = False
+        self._seen = cache.board.totals()
+
+    @property
+    def resident_N(self) -> Bools | None:
+        """What the policy holds resident, or None before the first epoch."""
+        policy = self._cache.policy
+        return policy.resident_N if policy is not None and self._started else None
+
+    def begin_epoch(self, window: EpochWindow) -> None:
+        """Plans an epoch; `settle` comes first.
+
+        Args:
+            window: What is left of its global order, the next one's if drawn, and the scores.
+        """
+        self._cache.begin_epoch(window, remove_leaving=self._rank == 0)
+
+    def settle(self) -> None:
+        """Makes the plan's idea of the residents true again, where it may have become false. Collective."""
+        totals = self._cache.board.totals()
+        disturbed = not self._started or any((totals - self._seen)[name] for name in _DISTURBANCES)
+        self._seen = totals
+        if self._group is not None:
+            flag = torch.tensor([int(disturbed)])
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+            disturbed = bool(flag.item())
+        if disturbed:
+            self._cache.adopt(self._find_residents(), remove_refused=self._rank == 0)
+        self._started = True
+
+    def _find_residents(self) -> Indices:
+        if self._group is None:
+            return self._cache.find_residents()
+        held_N = torch.zeros(len(self._cache.board.flag_N), dtype=torch.uint8)
+        if self._rank == 0:
+            held_N[torch.from_numpy(self._cache.find_residents())] = 1
+        dist.broadcast(held_N, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return np.flatnonzero(held_N.numpy())
+
+    def dispatch(self, index_G: Indices, mine: slice) -> None:
+        """One global batch, just before this rank's share is fetched."""
+        self._cache.dispatch(index_G, mine, self._rank, self._num_replicas)

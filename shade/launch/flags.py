@@ -1,0 +1,94 @@
+"""What may be typed: every flag of SHADE's original launcher in both spellings, and ours.
+
+No flag has a default here. A flag that was not typed stays absent, so that `resolve` can tell what the user said from
+what it may choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_DESCRIPTION = """\
+Trains SCRIPT on TRAIN_PATH through a cache, on every rank of this node, and ends with a report.
+
+With no arguments: real handwritten digits, a small CNN, and a private Redis server, so that you can see it work.
+On several nodes, run the same command on each with its own -nr.
+"""
+
+_EXAMPLES = """\
+examples:
+  runshade.py                                             the embedded default
+  runshade.py bench_cifar10.py /mnt/nfs/cifar10/train --val_paths /mnt/nfs/cifar10/test \\
+      --network resnet18 --epochs 5 --batch_size 64 -g 2 -wss 0.2
+  runshade.py bench_cifar10.py /mnt/nfs/cifar10/train -n 4 -g 2 -nr 0 -master_address 10.0.0.1 --nodedist \\
+      --host_ip 10.0.0.1 --port_num 7000 -cn 4 -rep 3.0 -wss 0.2
+  runshade.py … --dry-run                                 shows the plan and starts nothing
+  runshade.py --resume                                    goes on with the latest run
+
+hit ratio, as ever:  grep -c hitting train.log;  grep -c miss train.log
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        self.exit(2, f"runshade: {message}; see --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The launcher's parser; absent flags are absent from its namespace."""
+    top = _Parser(
+        prog="runshade.py",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    what = top.add_argument_group("what to train")
+    what.add_argument("script", nargs="?", metavar="SCRIPT", help="training script (default: bench_cifar10.py)")
+    what.add_argument("train_paths", nargs="*", metavar="TRAIN_PATH", help="folders in ImageFolder layout")
+    what.add_argument("--val_paths", "-val_paths", "--val-paths", nargs="+", metavar="PATH", help="validation folders")
+    what.add_argument("--network", "-network", help="architecture, see benchmarks/networks.py (resnet18)")
+    what.add_argument("--epochs", "-epochs", type=int, metavar="N", help="epochs in all (1)")
+    what.add_argument("--batch_size", "-batch_size", "--batch-size", type=int, metavar="B", help="per rank (256)")
+    what.add_argument("--steps", type=int, metavar="N", help="stop after N steps in all")
+    what.add_argument("--seed", type=int, help="seed of everything (0)")
+    what.add_argument("--workers", type=int, metavar="N", help="DataLoader workers per rank (2)")
+    what.add_argument("--on-bad-sample", "--on_bad_sample", choices=("stop", "skip"), help="for unreadable files (stop)")
+
+    cache = top.add_argument_group("cache")
+    cache.add_argument(
+        "--cache", metavar="URL", help="local:// (default), unix:///…, redis://…, rediss://…, redis+cluster://h:p,h:p, none"
+    )
+    cache.add_argument("-wss", "--working_set_size", "--working-set-size", type=float, metavar="F", help="cached share (0.1)")
+    cache.add_argument("--policy", help="plan, lru, lfu, fifo, static or shade (default: what suits the sampling)")
+    cache.add_argument(
+        "--cache_training_data", "-cache_training_data", "--cache-training-data", action="store_true",
+        help="kept for old command lines: caching is on unless --cache none",
+    )  # fmt: skip
+    cache.add_argument("--host_ip", "-host_ip", "--host-ip", nargs="?", const="0.0.0.0", help="Redis host; with --port_num")
+    cache.add_argument("--port_num", "-port_num", "--port-num", nargs="?", const="6379", help="Redis port (6379)")
+    cache.add_argument("-cn", "--cache_nodes", "--cache-nodes", type=int, metavar="N", help="Redis nodes; > 1: a cluster")
+
+    sampling = top.add_argument_group("sampling")
+    sampling.add_argument("--sampling", help="unbiased (default), pads or uniform")
+    sampling.add_argument("--keep", type=float, metavar="F", help="unbiased: share of the data an epoch draws (0.7)")
+    sampling.add_argument(
+        "-rep", "--replication_factor", "--replication-factor", type=float, metavar="R", help="pads: repeats of cached samples"
+    )
+
+    ranks = top.add_argument_group("ranks")
+    ranks.add_argument("-n", "--nodes", type=int, metavar="N", help="machines (1)")
+    ranks.add_argument("-g", "--gpus", type=int, metavar="N", help="ranks on each machine; CPU ranks without GPUs (1)")
+    ranks.add_argument("-nr", "--nr", type=int, metavar="R", help="this machine's number, from 0 (0)")
+    ranks.add_argument("-master_address", "--master_address", "--master-address", metavar="HOST", help="of machine 0")
+    ranks.add_argument("-master_port", "--master_port", "--master-port", type=int, metavar="PORT", help="free on machine 0 (8888)")
+    ranks.add_argument("-master_socket", "--master_socket", "--master-socket", metavar="IFNAME", help="interface, as eno1")
+    ranks.add_argument("--nodedist", "-nodedist", action="store_true", help="several machines; implied by -n 2 and more")
+
+    run = top.add_argument_group("run")
+    run.add_argument("--out", metavar="DIR", help="run directory (runs/<time>)")
+    run.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on with a run (--out, else the latest)")
+    run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the resolved plan and stop")
+    return top

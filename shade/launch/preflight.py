@@ -1,0 +1,134 @@
+"""Whether the plan can be: everything that would fail on a rank in a minute fails here in a second, in one line.
+
+Looks at the data (folders, classes, the first image of each class), names (mode, policy), the store, the port and the
+devices. Starts nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from shade.config import RunConfig
+from shade.data.source import decode_rgb
+from shade.errors import ConfigError, DataError
+from shade.policy import POLICIES
+from shade.sampling import MODES
+from shade.store import open_store
+
+
+def check(config: RunConfig, cache_url: str) -> None:
+    """Checks the whole plan.
+
+    Args:
+        config: The resolved run.
+        cache_url: With its password.
+
+    Raises:
+        ConfigError: The plan asks for what cannot be.
+        DataError: The data set is not what it should be.
+        StoreError: A named server does not answer or refuses us.
+    """
+    check_names(config)
+    check_ranks(config)
+    num_samples = sum(check_folder(Path(path)) for path in config.train_paths)
+    for path in config.val_paths:
+        check_folder(Path(path))
+    global_batch = config.batch_size * config.processes * config.nodes
+    if global_batch > num_samples:
+        raise ConfigError.of(
+            f"batch_size × ranks of at most {num_samples}, the size of the data set",
+            f"{config.batch_size} × {config.processes * config.nodes}",
+            "pass a smaller --batch_size",
+        )
+    if config.resume and not config.checkpoint.is_file():
+        raise ConfigError.of("a checkpoint to resume from", str(config.checkpoint), "start without --resume")
+    if cache_url != "none" and not cache_url.startswith("local:"):
+        with open_store(cache_url) as store:
+            store.ping()
+
+
+def check_names(config: RunConfig) -> None:
+    """Mode, policy and their arguments, as the ranks will make them."""
+    mode_class = MODES.get(config.sampling)
+    options = {"keep": config.keep, "replication_factor": config.replication_factor}
+    try:
+        mode = mode_class(2, 1, 0, **{name: value for name, value in options.items() if value is not None})
+    except TypeError:
+        named = [name for name, value in options.items() if value is not None]
+        raise ConfigError.of(
+            f"options that --sampling {config.sampling} takes", named, "--keep is for unbiased, -rep for pads"
+        ) from None
+    policy = POLICIES.get(config.policy or mode.default_policy)
+    if policy.needs_next_order and not mode.draws_ahead:
+        raise ConfigError.of(
+            f"a --policy that can do without the next epoch's order, with --sampling {config.sampling}",
+            config.policy,
+            "use --policy shade or lru",
+        )
+
+
+def check_ranks(config: RunConfig) -> None:
+    """Devices, interface and port of this machine."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and config.processes > num_gpus:
+        raise ConfigError.of(f"-g of at most {num_gpus}, the GPUs here", config.processes, "lower -g")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if config.master_socket and config.master_socket not in interfaces:
+        raise ConfigError.of(
+            f"a -master_socket among {', '.join(interfaces)}", config.master_socket, "see `ip link` for its name"
+        )
+    if config.node_rank == 0 and config.master_port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", config.master_port))
+            except OSError as error:
+                raise ConfigError.of(
+                    "a free --master_port", f"{config.master_port}: {error.strerror}", "choose another port"
+                ) from None
+
+
+def check_folder(root: Path) -> int:
+    """Checks that a folder is in ImageFolder layout and that the first image of each class decodes.
+
+    Args:
+        root: The folder.
+
+    Returns:
+        Number of images.
+
+    Raises:
+        DataError: It is missing or empty, a class has no image, or a first image is none.
+    """
+    if not root.is_dir():
+        raise DataError.of("a folder with one sub-folder per class", str(root), "check the path (is it mounted?)")
+    classes = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
+    if not classes:
+        raise DataError.of(
+            f"one sub-folder per class in {root}", "none", "arrange it as ImageFolder: root/class/image.png"
+        )
+    total = 0
+    for folder in classes:
+        images = _images(folder)
+        first = next(images, None)
+        if first is None:
+            raise DataError.of(
+                f"at least one image in {folder}", "none", "add images or remove the folder of that class"
+            )
+        try:
+            decode_rgb(Path(first).read_bytes())
+        except Exception as error:
+            raise DataError.of("a readable image", f"{first}: {error}", "replace or remove that file") from error
+        total += 1 + sum(1 for _ in images)
+    return total
+
+
+def _images(folder: str) -> Iterator[str]:
+    for parent, _, names in os.walk(folder):
+        yield from (os.path.join(parent, name) for name in sorted(names) if name.lower().endswith(IMG_EXTENSIONS))

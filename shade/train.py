@@ -1,0 +1,245 @@
+"""TrainSession: the part of a training script that is the same in every script.
+
+It sets up the ranks, times the waiting for data, writes a metrics row per epoch and rank, keeps a checkpoint and resumes
+from it, and turns a deliberate error into the one line that the launcher shows. What a user should see and copy (data
+set, sampler, loss, backward, report) stays in the script.
+
+The checkpoint is one file, written aside and renamed, so it is always whole: after every epoch and at least every
+`SAVE_SECONDS` between. Invariant: a run killed at any moment and resumed takes the steps it would have taken, from its
+last checkpoint on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shade.cache.ledger import Ledger
+from shade.config import RUN_FILE, RunConfig
+from shade.data.dataset import ShadeDataset
+from shade.data.sampler import ShadeSampler
+from shade.errors import ConfigError, ShadeError
+from shade.telemetry import JsonlSink, TensorBoardSink
+from shade.types import Stateful
+
+SAVE_SECONDS = 30.0
+"""Longest time between two checkpoints: what a kill can cost, against the cost of writing one."""
+_PROGRESS_SECONDS = 0.2
+
+logger = logging.getLogger("shade.train")
+
+
+class TrainSession:
+    """One rank's part in a run; use as a context manager.
+
+    Args:
+        config: The resolved run; `from_environment` reads the launcher's.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        cuda = torch.cuda.is_available()
+        self.device = torch.device(f"cuda:{self.local_rank % torch.cuda.device_count()}" if cuda else "cpu")
+        self._dataset: ShadeDataset | None = None
+        self._sampler: ShadeSampler | None = None
+        self._stateful: dict[str, Stateful] = {}
+        self._metrics = JsonlSink(Path(config.out) / "metrics.jsonl")
+        self._boards = TensorBoardSink.if_installed(Path(config.out) / "tensorboard") if self.rank == 0 else None
+        self._total_steps = 0
+        self._saved_at = self._progress_at = time.monotonic()
+        self._trace: dict[str, Any] = {}
+
+    @classmethod
+    def from_environment(cls) -> TrainSession:
+        """The session of the launcher that started this process.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        path = os.environ.get(RUN_FILE)
+        if path is None:
+            raise ConfigError.of(f"the launcher's {RUN_FILE}", None, "start the script with runshade.py SCRIPT TRAIN_PATH …")
+        return cls(RunConfig.load(path))
+
+    def __enter__(self) -> TrainSession:
+        logging.basicConfig(format=f"rank {self.rank}: %(message)s", level=logging.INFO, force=True)
+        torch.manual_seed(self.config.seed)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ShadeError):
+            line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")
+            (Path(self.config.out) / f"failure-{self.rank}.txt").write_text(line + "\n")
+        for thing in (self._sampler, self._dataset, self._metrics, self._boards):
+            if thing is not None:
+                thing.close()
+        if dist.is_initialized() and error is None:
+            dist.destroy_process_group()
+
+    # ── what is trained ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def attach(self, dataset: ShadeDataset, sampler: ShadeSampler, **stateful: Stateful) -> None:
+        """Takes what has state under its care and, with ``--resume``, brings it back.
+
+        Args:
+            dataset: Its cache's ledger goes into the metrics.
+            sampler: Its state goes into the checkpoint.
+            **stateful: Model, optimizer, scheduler, scaler … by name.
+        """
+        self._dataset, self._sampler = dataset, sampler
+        self._stateful = {"sampler": sampler, **stateful}
+        if self.config.resume:
+            state = torch.load(self.config.checkpoint, map_location=self.device, weights_only=True)
+            self._total_steps = state.pop("total_steps")
+            for name, thing in self._stateful.items():
+                thing.load_state_dict(state[name])
+
+    def save(self) -> None:
+        """Writes the checkpoint now, between two steps. Rank 0 writes; the others return at once."""
+        if self.rank != 0:
+            return
+        state = {name: thing.state_dict() for name, thing in self._stateful.items()}
+        path = self.config.checkpoint
+        aside = path.with_suffix(".new")
+        with aside.open("wb") as file:
+            torch.save(state | {"total_steps": self._total_steps}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        self._saved_at = time.monotonic()
+
+    # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def epochs(self) -> Iterator[int]:
+        """The epochs still to run; after a resume, first the one that was interrupted."""
+        assert self._sampler is not None, "attach() comes first"
+        first = self._sampler.epoch
+        if self.config.resume and self._sampler.steps_done >= self._sampler.num_steps:
+            first += 1
+        for epoch in range(first, self.config.epochs):
+            if self._out_of_steps():
+                return
+            yield epoch
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields the loader's batches, and measures how long each was waited for.
+
+        Ends early when ``--steps`` are used up. A checkpoint falls due between two batches.
+        """
+        sampler = self._sampler
+        assert sampler is not None
+        self._ledger = self._ledger_now()
+        self._epoch_began, self._wait_seconds = time.monotonic(), 0.0
+        self._loss_sum, self._num_correct, self._num_seen = torch.zeros(()), torch.zeros(()), 0
+        source = iter(loader)
+        while not self._out_of_steps():
+            begun = time.monotonic()
+            batch = next(source, None)
+            self._wait_seconds += time.monotonic() - begun
+            if batch is None:
+                break
+            yield batch
+            self._total_steps += 1
+            if self.rank == 0:
+                self._show_progress()
+                if time.monotonic() - self._saved_at > SAVE_SECONDS:
+                    self.save()
+        self._record_trace()
+
+    def _out_of_steps(self) -> bool:
+        return self.config.steps is not None and self._total_steps >= self.config.steps
+
+    def track(self, losses_B: torch.Tensor, correct_B: torch.Tensor) -> None:
+        """Adds one step's losses and hits of the target to the epoch's averages, without a device sync."""
+        self._loss_sum = self._loss_sum.to(losses_B.device) + losses_B.detach().float().sum()
+        self._num_correct = self._num_correct.to(losses_B.device) + correct_B.sum()
+        self._num_seen += len(losses_B)
+
+    def end_epoch(self, epoch: int, *, val_loss: float | None, val_accuracy: float | None, learning_rate: float) -> None:
+        """Writes the epoch's metrics row and a checkpoint.
+
+        Args:
+            epoch: Its number.
+            val_loss: Mean over the whole validation set, or None.
+            val_accuracy: In [0, 1], or None.
+            learning_rate: As used in the epoch.
+        """
+        sampler, dataset = self._sampler, self._dataset
+        assert sampler is not None and dataset is not None
+        ledger = self._ledger_now() - self._ledger
+        cache, seen = dataset.cache, max(1, self._num_seen)
+        row = {"kind": "epoch", "epoch": epoch, "rank": self.rank, "world_size": self.world_size}
+        row |= {"num_samples": len(dataset), "samples": self._num_seen}
+        row |= {name: count for name, count in ledger.as_dict().items() if name != "samples"}
+        row |= {
+            "epoch_seconds": time.monotonic() - self._epoch_began,
+            "stall_seconds": ledger.stall_seconds(self._wait_seconds),
+            "capacity_bytes": cache.capacity_bytes if cache else 0,
+            "resident_bytes": cache.policy.used_bytes if cache and cache.policy else 0,
+            "loss": float(self._loss_sum) / seen,
+            "train_accuracy": float(self._num_correct) / seen,
+            "val_loss": val_loss,
+            "val_accuracy": val_accuracy,
+            "learning_rate": learning_rate,
+            "receipt": vars(sampler.receipt),
+            "time": time.time(),
+        }
+        self._metrics.write(row)
+        if self._boards is not None:
+            self._boards.write(row, step=epoch)
+        if val_accuracy is not None:
+            sampler.report_validation(val_accuracy)
+        self.save()
+
+    def _ledger_now(self) -> Ledger:
+        cache = None if self._dataset is None else self._dataset.cache
+        return Ledger() if cache is None else cache.board.totals()
+
+    def _show_progress(self) -> None:
+        """A small file that the launcher turns into a progress bar, and that anybody may look at."""
+        now = time.monotonic()
+        if now - self._progress_at < _PROGRESS_SECONDS:
+            return
+        self._progress_at = now
+        sampler = self._sampler
+        assert sampler is not None
+        counts = self._ledger_now() - self._ledger
+        progress = {
+            "epoch": sampler.epoch,
+            "step": sampler.steps_done,
+            "num_steps": sampler.num_steps,
+            "samples_per_second": self._num_seen * self.world_size / max(1e-9, now - self._epoch_began),
+            "hit_ratio": counts["hits"] / max(1, counts["samples"]),
+            "waiting_fraction": self._wait_seconds / max(1e-9, now - self._epoch_began),
+        }
+        path = Path(self.config.out) / "progress.json"
+        path.with_suffix(".new").write_text(json.dumps(progress))
+        path.with_suffix(".new").replace(path)
+
+    def _record_trace(self) -> None:
+        """Keeps the global order for `shade simulate`."""
+        sampler, dataset = self._sampler, self._dataset
+        assert sampler is not None and dataset is not None
+        if self.rank == 0:
+            folder = Path(self.config.out) / "trace"
+            folder.mkdir(exist_ok=True)
+            np.save(folder / f"epoch-{sampler.epoch:05d}.npy", sampler.order_of(sampler.epoch).astype(np.int32))

@@ -68,8 +68,8 @@ class Store(ABC):
 
     @abstractmethod
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values in the order of ``keys``; ``None`` where there is none. An unreachable node of several is ``None`` too,
-        unless all are unreachable."""
+        """Values in the order of ``keys``; ``None`` where there is none. What an unreachable node of several holds is
+        ``None`` too, unless all are unreachable."""
 
     @abstractmethod
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:

@@ -1,0 +1,128 @@
+"""Keeps bytes in this process: for tests, and for one process that wants no server.
+
+Another process that opens ``memory://`` gets a store of its own (``shared`` is False), and so does a copy that
+travels by pickle; after fork the child has a copy of its own. With ``?capacity=`` it refuses what would not fit, as a
+full server does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from shade.errors import StoreClosedError, StoreError
+from shade.store.base import STORES, NodeStats, Store, StoreStats
+from shade.store.url import StoreURL
+from shade.types import Bytes
+
+_ENTRY_BYTES: Final = 200
+"""Two Python objects' headers and a place in a dict at its emptiest, rounded up."""
+
+
+@STORES.register("memory")
+class MemoryStore(Store):
+    """A dict with the manners of a server.
+
+    Args:
+        url: Its ``capacity`` bounds the sum of `stored_bytes`.
+        timeout_seconds: Unused; memory answers.
+    """
+
+    shared = False
+
+    def __init__(self, url: StoreURL, timeout_seconds: float) -> None:
+        self.url = str(url)
+        self._url = url
+        self._timeout_seconds = timeout_seconds
+        self._max_bytes = url.capacity_bytes
+        self._used_bytes = 0
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __reduce__(self) -> tuple[type[MemoryStore], tuple[StoreURL, float]]:
+        return type(self), (self._url, self._timeout_seconds)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `Store`."""
+        self._check_open()
+        return [self._values.get(key) for key in keys]
+
+    def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """See `Store`."""
+        with self._lock:
+            self._check_open()
+            return [self._put(key, value) for key, value in items.items()]
+
+    def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """See `Store`."""
+        with self._lock:
+            self._check_open()
+            return [key not in self._values and self._put(key, value) for key, value in items.items()]
+
+    def _put(self, key: str, value: Bytes) -> bool:
+        kept = bytes(value)
+        old = self._values.get(key)
+        grown_bytes = self.stored_bytes(len(key), len(kept))
+        if old is not None:
+            grown_bytes -= self.stored_bytes(len(key), len(old))
+        if self._max_bytes is not None and self._used_bytes + grown_bytes > self._max_bytes:
+            return False
+        self._values[key] = kept
+        self._used_bytes += grown_bytes
+        return True
+
+    def delete_many(self, keys: Sequence[str]) -> list[int]:
+        """See `Store`."""
+        removed = []
+        with self._lock:
+            self._check_open()
+            for key in keys:
+                value = self._values.pop(key, None)
+                removed.append(-1 if value is None else len(value))
+                if value is not None:
+                    self._used_bytes -= self.stored_bytes(len(key), len(value))
+        return removed
+
+    def increment(self, key: str, by: int) -> int:
+        """See `Store`."""
+        with self._lock:
+            self._check_open()
+            try:
+                number = int(self._values.get(key, b"0")) + by
+            except ValueError:
+                raise StoreError(f"expected an integer under {key!r}, got other bytes; use another key") from None
+            if not self._put(key, b"%d" % number):
+                raise StoreError(f"expected room for the counter {key!r}, got a full store; raise its capacity")
+            return number
+
+    def scan(self, prefix: str) -> Iterator[str]:
+        """See `Store`."""
+        self._check_open()
+        yield from [key for key in list(self._values) if key.startswith(prefix)]
+
+    def stored_bytes(self, key_length: int, value_length: int) -> int:
+        """See `Store`."""
+        return key_length + value_length + _ENTRY_BYTES
+
+    def stats(self) -> StoreStats:
+        """See `Store`."""
+        self._check_open()
+        node = NodeStats("memory", "primary", self._used_bytes, self._max_bytes or 0, len(self._values), "")
+        return StoreStats((node,))
+
+    def ping(self) -> None:
+        """See `Store`."""
+        self._check_open()
+
+    def close(self) -> None:
+        """See `Store`."""
+        with self._lock:
+            self._closed = True
+            self._values = {}
+            self._used_bytes = 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"expected an open store, got {self.url} after close(); open it again")

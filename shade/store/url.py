@@ -1,0 +1,161 @@
+"""Reads a store URL, keeps its secret out of sight, and says which options it knows.
+
+A URL is the whole configuration of a store: it is what a run's log shows, what a worker process receives, and what a
+person types. So it is parsed once, strictly (a misspelt option is an error, not a default), and everything that turns
+it into text for people goes through `StoreURL.__str__`, where the password is ``***``. `StoreURL.reveal` is the one
+way to the full text, for handing to a child process.
+
+Invariant: ``StoreURL.parse(url.reveal()) == url``, and the password is in no string but ``reveal()``'s.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from shade.errors import ConfigError
+from shade.store.base import STORES
+
+PASSWORD_VARIABLE: Final = "SHADE_REDIS_PASSWORD"
+USERNAME_VARIABLE: Final = "SHADE_REDIS_USERNAME"
+DEFAULT_PORT: Final = 6379
+
+_OPTIONS: Final = {"rediss": ("capacity", "ca", "cert", "key")}
+_PLAIN_OPTIONS: Final = ("capacity",)
+_SERVERLESS: Final = ("memory", "local")
+_SINGLE: Final = ("redis", "rediss")
+_UNITS: Final = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Reads an amount of memory: ``8GiB``, ``500MB``, ``1.5TiB``, ``4096``.
+
+    Raises:
+        ConfigError: Not a positive number with a unit we know.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = {name.lower(): factor for name, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units or float(match[1]) <= 0:
+        raise ConfigError.of("bytes with a unit of " + ", ".join(filter(None, _UNITS)), text, "write 8GiB or 500MB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class StoreURL:
+    """Where a store is and how to get in; immutable, hashable, safe to print."""
+
+    scheme: str
+    addresses: tuple[tuple[str, int], ...] = ()
+    """``(host, port)``; several only for a cluster, none for ``unix``, ``memory`` and ``local``."""
+    path: str = ""
+    """Of the unix socket."""
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    database: int = 0
+    options: tuple[tuple[str, str], ...] = ()
+    """Query parameters in the order written."""
+
+    @classmethod
+    def parse(cls, text: str) -> StoreURL:
+        """Reads ``scheme://[user:password@]where[/database][?option=value]``.
+
+        A password (user) that the URL lacks is taken from ``SHADE_REDIS_PASSWORD`` (``SHADE_REDIS_USERNAME``).
+
+        Raises:
+            UnknownNameError: No store has that scheme; the message lists those there are.
+            ConfigError: Anything else that cannot be; the message names the cure and never the password.
+        """
+        shown = _redact(text)
+        scheme, separator, rest = text.partition("://")
+        if not separator:
+            raise ConfigError.of("a store URL", shown, "write one such as redis://host:6379 or local://")
+        STORES.get(scheme)
+        parts = urlsplit("//" + rest)
+        login, _, hosts = parts.netloc.rpartition("@")
+        options = _options(scheme, parts.query, shown)
+        if scheme in _SERVERLESS:
+            if parts.netloc or parts.path.strip("/"):
+                raise ConfigError.of(f"{scheme}:// and nothing but options", shown, f"write {scheme}://?capacity=8GiB")
+            return cls(scheme, options=options)
+        username, _, password = (unquote(piece) for piece in login.partition(":"))
+        user = username or os.environ.get(USERNAME_VARIABLE) or None
+        secret = password or os.environ.get(PASSWORD_VARIABLE) or None
+        if scheme == "unix":
+            if hosts or len(parts.path) < 2:
+                raise ConfigError.of("an absolute socket path", shown, "write unix:///run/redis.sock, three slashes")
+            return cls(scheme, (), unquote(parts.path), user, secret, 0, options)
+        addresses = tuple(_address(host, shown) for host in hosts.split(","))
+        if len(addresses) > 1 and scheme in _SINGLE:
+            raise ConfigError.of("one host", shown, "write redis+cluster:// for the nodes of a cluster")
+        database = parts.path.strip("/")
+        if database and (scheme not in _SINGLE or not database.isdecimal()):
+            raise ConfigError.of("a database number (a cluster has none)", shown, "write redis://host:6379/0")
+        return cls(scheme, addresses, "", user, secret, int(database or 0), options)
+
+    def option(self, name: str) -> str | None:
+        """A query parameter, or None where it was not given."""
+        return dict(self.options).get(name)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """``?capacity=`` in bytes, or None where it was not given."""
+        text = self.option("capacity")
+        return None if text is None else parse_bytes(text)
+
+    def reveal(self) -> str:
+        """The full text, password included: for a child process, never for a log."""
+        return self._text(self.password)
+
+    def __str__(self) -> str:
+        return self._text("***" if self.password else None)
+
+    def _text(self, password: str | None) -> str:
+        secret = "" if password is None else ":" + (password if password == "***" else quote(password, safe=""))
+        login = quote(self.username or "", safe="") + secret
+        hosts = ",".join(format_address(host, port) for host, port in self.addresses)
+        path = quote(self.path) if self.path else (f"/{self.database}" if self.database else "")
+        query = urlencode(self.options, safe="/")
+        return f"{self.scheme}://{login}{'@' if login else ''}{hosts}{path}{'?' if query else ''}{query}"
+
+
+def format_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _redact(text: str) -> str:
+    """A text that may not even be a URL, with all that could be a login taken out."""
+    scheme, separator, rest = text.partition("://")
+    _, at, tail = rest.rpartition("@")
+    return f"{scheme}://***@{tail}" if separator and at else text
+
+
+def _address(text: str, shown: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host:
+        raise ConfigError.of("host:port", shown, f"write redis://host:{DEFAULT_PORT}, IPv6 as [::1]:{DEFAULT_PORT}")
+    return host, DEFAULT_PORT if port is None else port
+
+
+def _options(scheme: str, query: str, shown: str) -> tuple[tuple[str, str], ...]:
+    known = _OPTIONS.get(scheme, _PLAIN_OPTIONS)
+    options = parse_qsl(query, keep_blank_values=True)
+    for name, value in options:
+        if name not in known:
+            raise ConfigError.of(f"an option of {scheme}:// ({', '.join(known)})", name, f"correct it in {shown}")
+        if name == "capacity":
+            parse_bytes(value)
+    if len(dict(options)) != len(options):
+        raise ConfigError.of("each option once", shown, "drop the repetition")
+    return tuple(options)

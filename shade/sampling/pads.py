@@ -3,7 +3,7 @@
 **Biased by design.** Samples are drawn with replacement in proportion to importance and no weight makes up for it, so
 about 37 % of the data set is missing from an epoch and hard (or mislabelled) samples dominate. In a toy study with 10 %
 wrong labels it lost 2.7 points of accuracy against a plain shuffle, and 9 points with replication 3. It is here to
-reproduce the paper and to compare; `unbiased` reads less and loses nothing.
+reproduce the paper and to compare; `unbiased` reads less and keeps the expected gradient.
 
 1. Weights are the scores as they come (the ``rank`` importance gives the paper's ``log(j + 10)``). A sample never
    seen gets the highest weight of all. The release started it at 1, below everything seen: seldom drawn, so seldom

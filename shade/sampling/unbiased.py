@@ -66,7 +66,7 @@ class UnbiasedMode(SamplingMode):
         ConfigError: An argument out of its range.
     """
 
-    default_policy = "belady"
+    default_policy = "plan"
     default_score = "loss"
 
     def __init__(

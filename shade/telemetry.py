@@ -109,7 +109,7 @@ class Histogram:
         self.largest = max(self.largest, value)
 
     def quantile(self, fraction: float) -> float:
-        """An upper bound of the quantile, less than twice the true one and never above the largest value; 0 if empty."""
+        """An upper bound of the quantile, less than twice the true one, never above the largest value; 0 if empty."""
         if not self.count:
             return 0.0
         wanted = max(math.ceil(fraction * self.count), 1)

@@ -71,8 +71,7 @@ def _style(axes: Axes, title: str, run: Run) -> None:
     axes.set_xlabel("epoch", fontsize=9, color=MUTED)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     first, last = run.epochs[0].epoch, run.epochs[-1].epoch
-    margin = 0.6 if last > first else 2.5
-    axes.set_xlim(first - margin, last + margin)
+    axes.set_xlim(first - 0.6, max(last, first + 3) + 0.6)
 
 
 def _legend(axes: Axes) -> None:

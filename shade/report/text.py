@@ -118,10 +118,11 @@ def _table(run: Run) -> Iterator[str]:
     )
     for e in run.epochs:
         stall = " ".join(_cell(e.stall_seconds.get(cause), 7, ".2f") for cause in CAUSES)
+        reads = _cell(e.counts.get("origin_reads"), 8, ",")
         yield (
             f"{e.epoch:>5} {_cell(e.loss, 8, '.4f')} {_cell(e.train_accuracy, 7, '.2%')} "
             f"{_cell(e.val_accuracy, 7, '.2%')} {_cell(e.counts.get('samples'), 9, ',')} "
-            f"{_cell(e.hit_ratio, 6, '.1%')} {_cell(e.counts.get('origin_reads'), 8, ',')} {_cell(_reads_per_n(run, e), 7, '.3f')} {stall} "
+            f"{_cell(e.hit_ratio, 6, '.1%')} {reads} {_cell(_reads_per_n(run, e), 7, '.3f')} {stall} "
             f"{_cell(e.epoch_seconds, 8, '.2f')} {_cell(e.samples_per_second, 9, ',.0f')}"
         )
 

@@ -27,7 +27,9 @@ def image_folders(paths: tuple[str, ...]) -> ImageFolder:
     first, *others = [ImageFolder(path) for path in paths]
     for other in others:
         if other.classes != first.classes:
-            raise DataError.of(f"the classes of {paths[0]}: {first.classes}", other.classes, "give folders of one data set")
+            raise DataError.of(
+                f"the classes of {paths[0]}: {first.classes}", other.classes, "give folders of one data set"
+            )
         first.samples += other.samples
         first.targets += other.targets
     return first
@@ -48,7 +50,9 @@ def transforms_for(size: int) -> tuple[transforms.Compose, transforms.Compose]:
             transforms.Compose([transforms.Resize(size * 8 // 7), transforms.CenterCrop(size), normalize]),
         )
     return (
-        transforms.Compose([transforms.Resize(size), transforms.RandomCrop(size, padding=max(1, size // 8)), normalize]),
+        transforms.Compose(
+            [transforms.Resize(size), transforms.RandomCrop(size, padding=max(1, size // 8)), normalize]
+        ),
         transforms.Compose([transforms.Resize(size), transforms.CenterCrop(size), normalize]),
     )
 

@@ -105,4 +105,6 @@ class RunConfig:
                 fields[name] = tuple(fields[name])
             return cls(**fields)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError.of("a run.json written by the launcher", f"{path}: {error}", "start through runshade.py") from error
+            raise ConfigError.of(
+                "a run.json written by the launcher", f"{path}: {error}", "start through runshade.py"
+            ) from error

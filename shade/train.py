@@ -1,8 +1,8 @@
 """TrainSession: the part of a training script that is the same in every script.
 
-It sets up the ranks, times the waiting for data, writes a metrics row per epoch and rank, keeps a checkpoint and resumes
-from it, and turns a deliberate error into the one line that the launcher shows. What a user should see and copy (data
-set, sampler, loss, backward, report) stays in the script.
+It sets up the ranks, times the waiting for data, writes a metrics row per epoch and rank, keeps a checkpoint and
+resumes from it, and turns a deliberate error into the one line that the launcher shows. What a user should see and copy
+(data set, sampler, loss, backward, report) stays in the script.
 
 The checkpoint is one file, written aside and renamed, so it is always whole: after every epoch and at least every
 `SAVE_SECONDS` between. Invariant: a run killed at any moment and resumed takes the steps it would have taken, from its
@@ -11,6 +11,7 @@ last checkpoint on.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -57,7 +58,7 @@ class TrainSession:
         self._sampler: ShadeSampler | None = None
         self._stateful: dict[str, Stateful] = {}
         self._metrics = JsonlSink(Path(config.out) / "metrics.jsonl")
-        self._boards = TensorBoardSink.if_installed(Path(config.out) / "tensorboard") if self.rank == 0 else None
+        self._boards = _tensorboard(Path(config.out) / "tensorboard") if self.rank == 0 else None
         self._total_steps = 0
         self._saved_at = self._progress_at = time.monotonic()
         self._trace: dict[str, Any] = {}
@@ -71,7 +72,9 @@ class TrainSession:
         """
         path = os.environ.get(RUN_FILE)
         if path is None:
-            raise ConfigError.of(f"the launcher's {RUN_FILE}", None, "start the script with runshade.py SCRIPT TRAIN_PATH …")
+            raise ConfigError.of(
+                f"the launcher's {RUN_FILE}", None, "start the script with runshade.py SCRIPT TRAIN_PATH …"
+            )
         return cls(RunConfig.load(path))
 
     def __enter__(self) -> TrainSession:
@@ -87,7 +90,12 @@ class TrainSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, ShadeError):
-            line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")
+            line = (
+                str(error)
+                .strip()
+                .splitlines()[-1]
+                .removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")
+            )
             (Path(self.config.out) / f"failure-{self.rank}.txt").write_text(line + "\n")
         for thing in (self._sampler, self._dataset, self._metrics, self._boards):
             if thing is not None:
@@ -108,10 +116,26 @@ class TrainSession:
         self._dataset, self._sampler = dataset, sampler
         self._stateful = {"sampler": sampler, **stateful}
         if self.config.resume:
-            state = torch.load(self.config.checkpoint, map_location=self.device, weights_only=True)
+            state = self._load()
             self._total_steps = state.pop("total_steps")
             for name, thing in self._stateful.items():
                 thing.load_state_dict(state[name])
+
+    def _load(self) -> dict[str, Any]:
+        """The checkpoint; machine 0 has the file, the other ranks get its bytes."""
+        content = torch.empty(0, dtype=torch.uint8)
+        if self.rank == 0:
+            content = torch.frombuffer(bytearray(self.config.checkpoint.read_bytes()), dtype=torch.uint8)
+        if self.world_size > 1:
+            length = torch.tensor([len(content)], device=self.device)
+            dist.broadcast(length, src=0)
+            content = content if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+            content = content.to(self.device)
+            dist.broadcast(content, src=0)
+        state: dict[str, Any] = torch.load(
+            io.BytesIO(content.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
+        )
+        return state
 
     def save(self) -> None:
         """Writes the checkpoint now, between two steps. Rank 0 writes; the others return at once."""
@@ -163,6 +187,8 @@ class TrainSession:
                 self._show_progress()
                 if time.monotonic() - self._saved_at > SAVE_SECONDS:
                     self.save()
+        if self._out_of_steps():
+            self.save()
         self._record_trace()
 
     def _out_of_steps(self) -> bool:
@@ -174,7 +200,9 @@ class TrainSession:
         self._num_correct = self._num_correct.to(losses_B.device) + correct_B.sum()
         self._num_seen += len(losses_B)
 
-    def end_epoch(self, epoch: int, *, val_loss: float | None, val_accuracy: float | None, learning_rate: float) -> None:
+    def end_epoch(
+        self, epoch: int, *, val_loss: float | None, val_accuracy: float | None, learning_rate: float
+    ) -> None:
         """Writes the epoch's metrics row and a checkpoint.
 
         Args:
@@ -184,7 +212,8 @@ class TrainSession:
             learning_rate: As used in the epoch.
         """
         sampler, dataset = self._sampler, self._dataset
-        assert sampler is not None and dataset is not None
+        assert sampler is not None
+        assert dataset is not None
         ledger = self._ledger_now() - self._ledger
         cache, seen = dataset.cache, max(1, self._num_seen)
         row = {"kind": "epoch", "epoch": epoch, "rank": self.rank, "world_size": self.world_size}
@@ -205,10 +234,11 @@ class TrainSession:
         }
         self._metrics.write(row)
         if self._boards is not None:
-            self._boards.write(row, step=epoch)
+            self._boards.write(row)
         if val_accuracy is not None:
             sampler.report_validation(val_accuracy)
-        self.save()
+        if sampler.steps_done >= sampler.num_steps:
+            self.save()
 
     def _ledger_now(self) -> Ledger:
         cache = None if self._dataset is None else self._dataset.cache
@@ -238,8 +268,17 @@ class TrainSession:
     def _record_trace(self) -> None:
         """Keeps the global order for `shade simulate`."""
         sampler, dataset = self._sampler, self._dataset
-        assert sampler is not None and dataset is not None
+        assert sampler is not None
+        assert dataset is not None
         if self.rank == 0:
             folder = Path(self.config.out) / "trace"
             folder.mkdir(exist_ok=True)
             np.save(folder / f"epoch-{sampler.epoch:05d}.npy", sampler.order_of(sampler.epoch).astype(np.int32))
+
+
+def _tensorboard(folder: Path) -> TensorBoardSink | None:
+    """TensorBoard is an extra: a run without it is a whole run."""
+    try:
+        return TensorBoardSink(folder)
+    except ConfigError:
+        return None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 SampleIndex: TypeAlias = int
-"""Position of a sample in its data set, 0 ≤ index < N. Scores, weights and keys hang on it, never on a batch position."""
+"""Place of a sample in its data set, 0 ≤ index < N. Scores, weights and keys hang on it, never on a batch position."""
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float32]

@@ -37,9 +37,11 @@ class Board:
     """
 
     def __init__(self, num_samples: int) -> None:
-        self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8).share_memory_()
-        self._state_tensor = torch.zeros(8, dtype=torch.float64).share_memory_()
-        self._count_tensor_RF = torch.zeros((_ROWS, len(FIELDS)), dtype=torch.int64).share_memory_()
+        self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
+        self._state_tensor = torch.zeros(8, dtype=torch.float64)
+        self._count_tensor_RF = torch.zeros((_ROWS, len(FIELDS)), dtype=torch.int64)
+        for tensor in (self._flag_tensor_N, self._state_tensor, self._count_tensor_RF):
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
         self._view()
 
     def _view(self) -> None:

@@ -39,7 +39,7 @@ from shade.errors import CorruptEntryError, StoreError
 from shade.policy.base import CachePolicy, EpochWindow
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
-from shade.types import Bytes, Indices
+from shade.types import Indices
 
 logger = logging.getLogger("shade.cache")
 
@@ -72,6 +72,7 @@ class SampleCache:
         self.store = store
         self.capacity_bytes = int(capacity_bytes)
         self.keys = SampleKeys(namespace)
+        self._counter_key = self.keys.counter_key("used-bytes")
         self.board = Board(len(payload_bytes_N))
         self._form = form
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
@@ -88,7 +89,7 @@ class SampleCache:
         self._static_full = False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("store", "capacity_bytes", "keys", "board", "_form")
+        kept = ("store", "capacity_bytes", "keys", "board", "_form", "_counter_key")
         return {name: self.__dict__[name] for name in kept} | {"_size_bytes_N": None, "_policy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,7 +116,7 @@ class SampleCache:
         Returns:
             Bytes, in the shape of the argument.
         """
-        key_length = self.keys.longest_key_length
+        key_length = self.keys.key_length
         if np.ndim(payload_bytes) == 0:
             return self.store.stored_bytes(key_length, int(payload_bytes) + HEADER_BYTES)
         lengths, inverse = np.unique(np.asarray(payload_bytes), return_inverse=True)
@@ -150,12 +151,12 @@ class SampleCache:
         """
         assert self._size_bytes_N is not None
         try:
-            found = {self.keys.index_of(key) for prefix in self.keys.prefixes for key in self.store.scan(prefix)}
+            found = {self.keys.index_of(key) for key in self.store.scan(self.keys.prefix)}
             found.discard(None)
             resident = np.array(sorted(i for i in found if i is not None), dtype=np.int64)
             resident = resident[resident < len(self._size_bytes_N)]
-            self.store.delete_many([self.keys.counter_key])
-            self.store.increment(self.keys.counter_key, int(self._size_bytes_N[resident].sum()))
+            self.store.delete_many([self._counter_key])
+            self.store.increment(self._counter_key, int(self._size_bytes_N[resident].sum()))
         except StoreError as error:
             self._failed(error)
             return np.empty(0, dtype=np.int64)
@@ -227,9 +228,7 @@ class SampleCache:
             arrivals={i: read[i] for i in unique_B[stays].tolist() if i in read and not isinstance(read[i], Exception)},
         )
         num_misses, num_repeats = len(absent), len(index_B) - len(unique_B)
-        self.ledger.add(
-            samples=len(index_B), hits=len(index_B) - num_misses, misses=num_misses, duplicates=num_repeats
-        )
+        self.ledger.add(samples=len(index_B), hits=len(index_B) - num_misses, misses=num_misses, duplicates=num_repeats)
         payloads = {**found, **read}
         fresh = set(absent)
         hits = []
@@ -310,7 +309,7 @@ class SampleCache:
             self._owed.clear()
             if lengths:
                 freed = sum(self.entry_bytes(length - HEADER_BYTES) for length in lengths)
-                self.store.increment(self.keys.counter_key, -freed)
+                self.store.increment(self._counter_key, -freed)
                 self.ledger.add(evicted=len(lengths))
         except StoreError as error:
             self._failed(error)
@@ -327,7 +326,7 @@ class SampleCache:
         sizes = {index: self.entry_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
         wanted = sum(sizes.values())
         try:
-            used = self.store.increment(self.keys.counter_key, wanted)
+            used = self.store.increment(self._counter_key, wanted)
             excess, admitted = used - self.capacity_bytes, dict(self._waiting)
             for index in reversed(self._waiting):
                 if excess <= 0:
@@ -338,7 +337,7 @@ class SampleCache:
             written = dict(zip(admitted, self.store.add_many(entries), strict=True)) if entries else {}
             kept = sum(sizes[index] for index, ok in written.items() if ok)
             if kept < wanted:
-                self.store.increment(self.keys.counter_key, kept - wanted)
+                self.store.increment(self._counter_key, kept - wanted)
         except StoreError as error:
             self._failed(error)
             self.ledger.add(declined=len(self._waiting))

@@ -1,8 +1,8 @@
 """ShadeDataset: any map-style data set, read through a cache.
 
 It fetches whole batches: the DataLoader hands ``__getitems__`` the indices of one, which costs one round to the cache
-and one parallel round to the origin instead of one of each a sample. A sample comes back as ``(sample, target, index)``;
-the index travels with it so that its loss can be reported under its own name.
+and one parallel round to the origin instead of one of each a sample. A sample comes back as
+``(sample, target, index)``; the index travels with it so that its loss can be reported under its own name.
 
 Works in the training process and in workers under fork, spawn and forkserver: everything it holds pickles, and
 connections are made anew where they are needed. Invariant: samples are those of the wrapped data set, pixel for pixel,
@@ -23,7 +23,7 @@ from shade.cache.cache import SampleCache
 from shade.cache.entry import FORM_ENCODED
 from shade.data.source import Source, source_of
 from shade.errors import BadSampleError, ConfigError
-from shade.store import open_store
+from shade.store import StoreURL, open_store
 from shade.store.base import Store
 
 _REPLACEMENTS = 64
@@ -83,15 +83,16 @@ class ShadeDataset(Dataset[Any]):
         self.policy = policy
         self.cache: SampleCache | None = None
         if cache is not None:
+            capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             store = open_store(cache) if isinstance(cache, str) else cache
-            self.cache = self._open_cache(store, working_set_fraction)
+            self.cache = self._open_cache(store, working_set_fraction, capacity_bytes)
 
-    def _open_cache(self, store: Store, working_set_fraction: float) -> SampleCache:
+    def _open_cache(self, store: Store, working_set_fraction: float, capacity_bytes: int | None) -> SampleCache:
         store.ping()
         source = self._source
         cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.form)
         total = int(cache.entry_bytes(source.payload_bytes_N).sum())
-        cache.capacity_bytes = getattr(store, "capacity_bytes", None) or int(working_set_fraction * total)
+        cache.capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
         return cache
 
     def _collect_transforms(

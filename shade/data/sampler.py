@@ -44,8 +44,8 @@ class ForgottenCallWarning(UserWarning):
 class ShadeSampler(Sampler[int]):
     """Yields this rank's sample indices of one epoch.
 
-    The arguments of `torch.utils.data.DistributedSampler`, and then ours by keyword. With a `ShadeDataset` it steers the
-    data set's cache; with any other data set it only samples.
+    The arguments of `torch.utils.data.DistributedSampler`, and then ours by keyword. With a `ShadeDataset` it steers
+    the data set's cache; with any other data set it only samples.
 
     Args:
         dataset: The data set that the DataLoader reads.
@@ -98,7 +98,12 @@ class ShadeSampler(Sampler[int]):
                 raise ConfigError.of(f"no {name} with mode {mode!r}", value, f"leave {name} out or choose another mode")
         options = {name: value for name, value in (asked | known).items() if value is not None and name in accepted}
         self.mode = mode_class(self.num_samples, self.global_batch, seed, **options)
-        self._settings = {"mode": mode, "seed": seed, "num_samples": self.num_samples, "global_batch": self.global_batch}
+        self._settings = {
+            "mode": mode,
+            "seed": seed,
+            "num_samples": self.num_samples,
+            "global_batch": self.global_batch,
+        }
         self._settings |= {"shuffle": shuffle, "drop_last": drop_last}
         self._settings |= {name: value for name, value in options.items() if name != "targets_N"}
         if self.num_replicas > 1 and not distributed and self.mode.uses_scores:
@@ -107,8 +112,8 @@ class ShadeSampler(Sampler[int]):
                 f"num_replicas={self.num_replicas}",
                 "call torch.distributed.init_process_group('gloo') first, or use mode='uniform'",
             )
-        self.table = ImportanceTable(self.num_samples, strategy=score or self.mode.default_score)
-        self.merger = ScoreMerger(self.table, batch_size=batch_size)
+        self.table = ImportanceTable(self.num_samples, score or self.mode.default_score)
+        self.merger = ScoreMerger(self.table, batch_size)
         cache: SampleCache | None = getattr(dataset, "cache", None)
         self._steering: Steering | None = None
         if cache is not None:
@@ -236,23 +241,31 @@ class ShadeSampler(Sampler[int]):
             del self._draws[epoch]
         if self._steering is not None:
             scores = self._scores()
-            rest_K = order_K[self._first_step * self.global_batch :]
+            rest_K = self._walk(order_K)[self._first_step * self.global_batch :]
+            next_order_K = next_order_K if next_order_K is None else self._walk(next_order_K)
             score_N = None if scores is None else scores.score_N
             self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N))
+        walk_K = self._walk(order_K)
         for step in range(self._first_step, self.num_steps):
-            index_G, mine = self._share(order_K, step)
+            index_G, mine = self._share(walk_K, len(order_K), step)
             if self._steering is not None:
                 self._steering.dispatch(index_G, mine)
             yield from index_G[mine].tolist()
 
-    def _share(self, order_K: Indices, step: int) -> tuple[Indices, slice]:
+    def _walk(self, order_K: Indices) -> Indices:
+        """The order as the ranks walk it: without the tail that is dropped, with the tail's padding."""
+        last = num_steps(len(order_K), self.global_batch, drop_last=self.drop_last) - 1
+        stop = self._slice(last, self.num_replicas - 1, len(order_K)).stop
+        return order_K[:stop] if stop <= len(order_K) else np.concatenate([order_K, order_K[: stop - len(order_K)]])
+
+    def _slice(self, step: int, rank: int, num_drawn: int) -> range:
+        return rank_slice(step, rank, num_drawn=num_drawn, global_batch=self.global_batch, world_size=self.num_replicas)
+
+    def _share(self, walk_K: Indices, num_drawn: int, step: int) -> tuple[Indices, slice]:
         """One global batch, and this rank's place in it."""
-        layout = {"num_drawn": len(order_K), "global_batch": self.global_batch, "world_size": self.num_replicas}
-        mine = rank_slice(step, self.rank, **layout)
         start = step * self.global_batch
-        stop = rank_slice(step, self.num_replicas - 1, **layout).stop
-        index_G = order_K[start:stop] if stop <= len(order_K) else order_K[np.arange(start, stop) % len(order_K)]
-        return index_G, slice(mine.start - start, mine.stop - start)
+        mine = self._slice(step, self.rank, num_drawn)
+        return walk_K[start : start + self.global_batch], slice(mine.start - start, mine.stop - start)
 
     def _draw(self, epoch: int) -> Draw:
         """The draw of an epoch; made at most once, on every rank from the same scores."""
@@ -270,12 +283,14 @@ class ShadeSampler(Sampler[int]):
 
     def _scores(self) -> Scores | None:
         self.merger.flush()
-        score_N, seen_N = self.table.snapshot()
-        return Scores(score_N, seen_N) if seen_N.any() else None
+        snapshot = self.table.scores()
+        return Scores(snapshot.score_N, snapshot.seen_N) if snapshot.seen_N.any() else None
 
     def _weights_of(self, draw: Draw) -> Floats | None:
         """Weights by sample, corrected where the last step is shared unevenly: DDP averages ranks, not samples."""
-        index_G, mine = self._share(draw.order_K, self.num_steps - 1)
+        order_K = draw.order_K
+        last = num_steps(len(order_K), self.global_batch, drop_last=self.drop_last) - 1
+        index_G, mine = self._share(self._walk(order_K), len(order_K), last)
         balance = (mine.stop - mine.start) * self.num_replicas / len(index_G)
         if balance == 1.0:
             return draw.weight_N
@@ -290,10 +305,21 @@ class ShadeSampler(Sampler[int]):
             return
         if self._calls["set_epoch"] == 0:
             self._turn_to(self.epoch + 1)
-            self._warn("set_epoch", "sampler.set_epoch(epoch)", "at the top of every epoch; until then epochs are counted")
+            self._warn(
+                "set_epoch", "sampler.set_epoch(epoch)", "at the top of every epoch; until then epochs are counted"
+            )
         if self.mode.uses_scores and self._calls["report"] == 0:
-            self._warn("report", "sampler.report(indices, losses)", "after the losses are known; until then every epoch is full")
-        if self.mode.uses_weights and self._calls["report"] and not self._calls["weights"] and self._weight_N is not None:
+            self._warn(
+                "report",
+                "sampler.report(indices, losses)",
+                "after the losses are known; until then every epoch is full",
+            )
+        if (
+            self.mode.uses_weights
+            and self._calls["report"]
+            and not self._calls["weights"]
+            and self._weight_N is not None
+        ):
             self._warn("weights", "(losses * sampler.weights(indices)).mean().backward()", "or the gradient is biased")
 
     def _warn(self, call: str, line: str, why: str) -> None:
@@ -322,7 +348,7 @@ class ShadeSampler(Sampler[int]):
                 draws[epoch] = {
                     "order": torch.from_numpy(draw.order_K.astype(np.int32)),
                     "weight": weight_K,
-                    "hash": xxhash.xxh3_64_hexdigest(np.ascontiguousarray(draw.order_K)),
+                    "hash": _digest(draw.order_K),
                     "receipt": vars(draw.receipt).copy(),
                 }
         return {
@@ -330,7 +356,10 @@ class ShadeSampler(Sampler[int]):
             "epoch": self.epoch,
             "steps_done": self._steps_done,
             "draws": draws,
-            "table": self.table.state_dict(),
+            "table": {
+                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                for name, value in self.table.state_dict().items()
+            },
             "accuracies": list(self._accuracies),
         }
 
@@ -347,7 +376,7 @@ class ShadeSampler(Sampler[int]):
         draws = {}
         for epoch, saved in state["draws"].items():
             order_K = saved["order"].numpy().astype(np.int64)
-            if xxhash.xxh3_64_hexdigest(order_K) != saved["hash"]:
+            if _digest(order_K) != saved["hash"]:
                 raise ConfigError.of("an order that matches its hash", saved["hash"], "restore an older checkpoint")
             weight_N = None
             if saved["weight"] is not None:
@@ -364,3 +393,8 @@ class ShadeSampler(Sampler[int]):
     def close(self) -> None:
         """Ends the merging thread. Safe to call twice."""
         self.merger.close()
+
+
+def _digest(order_K: Indices) -> str:
+    """What tells one order from another."""
+    return xxhash.xxh3_64_hexdigest(order_K.tobytes())

@@ -124,7 +124,10 @@ class ItemSource:
     form = FORM_ITEM
 
     def __init__(
-        self, dataset: Any, encode: Callable[[Any], bytes] = codec.encode, decode_item: Callable[[Any], Any] = codec.decode
+        self,
+        dataset: Any,
+        encode: Callable[[Any], bytes] = codec.encode,
+        decode_item: Callable[[Any], Any] = codec.decode,
     ) -> None:
         if len(dataset) == 0:
             raise DataError.of("at least one sample", 0, "check how the data set is made")

@@ -44,9 +44,11 @@ class Steering:
             )
         self._cache, self._rank, self._num_replicas = cache, rank, num_replicas
         cache.use_policy(policy_class)
-        self._group = None
+        self._group: dist.ProcessGroup | None = None
         if num_replicas > 1 and dist.is_available() and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
+            self._group = group
         self._started = False
         self._seen = cache.board.totals()
 

@@ -55,27 +55,42 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--steps", type=int, metavar="N", help="stop after N steps in all")
     what.add_argument("--seed", type=int, help="seed of everything (0)")
     what.add_argument("--workers", type=int, metavar="N", help="DataLoader workers per rank (2)")
-    what.add_argument("--on-bad-sample", "--on_bad_sample", choices=("stop", "skip"), help="for unreadable files (stop)")
+    what.add_argument(
+        "--on-bad-sample", "--on_bad_sample", choices=("stop", "skip"), help="for unreadable files (stop)"
+    )
 
     cache = top.add_argument_group("cache")
     cache.add_argument(
-        "--cache", metavar="URL", help="local:// (default), unix:///…, redis://…, rediss://…, redis+cluster://h:p,h:p, none"
+        "--cache",
+        metavar="URL",
+        help="local:// (default), unix:///…, redis://…, rediss://…, redis+cluster://h:p,h:p, none",
     )
-    cache.add_argument("-wss", "--working_set_size", "--working-set-size", type=float, metavar="F", help="cached share (0.1)")
+    cache.add_argument(
+        "-wss", "--working_set_size", "--working-set-size", type=float, metavar="F", help="cached share (0.1)"
+    )
     cache.add_argument("--policy", help="plan, lru, lfu, fifo, static or shade (default: what suits the sampling)")
     cache.add_argument(
         "--cache_training_data", "-cache_training_data", "--cache-training-data", action="store_true",
         help="kept for old command lines: caching is on unless --cache none",
     )  # fmt: skip
-    cache.add_argument("--host_ip", "-host_ip", "--host-ip", nargs="?", const="0.0.0.0", help="Redis host; with --port_num")
+    cache.add_argument(
+        "--host_ip", "-host_ip", "--host-ip", nargs="?", const="0.0.0.0", help="Redis host; with --port_num"
+    )
     cache.add_argument("--port_num", "-port_num", "--port-num", nargs="?", const="6379", help="Redis port (6379)")
-    cache.add_argument("-cn", "--cache_nodes", "--cache-nodes", type=int, metavar="N", help="Redis nodes; > 1: a cluster")
+    cache.add_argument(
+        "-cn", "--cache_nodes", "--cache-nodes", type=int, metavar="N", help="Redis nodes; > 1: a cluster"
+    )
 
     sampling = top.add_argument_group("sampling")
     sampling.add_argument("--sampling", help="unbiased (default), pads or uniform")
     sampling.add_argument("--keep", type=float, metavar="F", help="unbiased: share of the data an epoch draws (0.7)")
     sampling.add_argument(
-        "-rep", "--replication_factor", "--replication-factor", type=float, metavar="R", help="pads: repeats of cached samples"
+        "-rep",
+        "--replication_factor",
+        "--replication-factor",
+        type=float,
+        metavar="R",
+        help="pads: repeats of cached samples",
     )
 
     ranks = top.add_argument_group("ranks")
@@ -83,9 +98,15 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument("-g", "--gpus", type=int, metavar="N", help="ranks on each machine; CPU ranks without GPUs (1)")
     ranks.add_argument("-nr", "--nr", type=int, metavar="R", help="this machine's number, from 0 (0)")
     ranks.add_argument("-master_address", "--master_address", "--master-address", metavar="HOST", help="of machine 0")
-    ranks.add_argument("-master_port", "--master_port", "--master-port", type=int, metavar="PORT", help="free on machine 0 (8888)")
-    ranks.add_argument("-master_socket", "--master_socket", "--master-socket", metavar="IFNAME", help="interface, as eno1")
-    ranks.add_argument("--nodedist", "-nodedist", action="store_true", help="several machines; implied by -n 2 and more")
+    ranks.add_argument(
+        "-master_port", "--master_port", "--master-port", type=int, metavar="PORT", help="free on machine 0 (8888)"
+    )
+    ranks.add_argument(
+        "-master_socket", "--master_socket", "--master-socket", metavar="IFNAME", help="interface, as eno1"
+    )
+    ranks.add_argument(
+        "--nodedist", "-nodedist", action="store_true", help="several machines; implied by -n 2 and more"
+    )
 
     run = top.add_argument_group("run")
     run.add_argument("--out", metavar="DIR", help="run directory (runs/<time>)")

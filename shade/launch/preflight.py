@@ -46,6 +46,8 @@ def check(config: RunConfig, cache_url: str) -> None:
             f"{config.batch_size} × {config.processes * config.nodes}",
             "pass a smaller --batch_size",
         )
+    if not config.resume and (Path(config.out) / "metrics.jsonl").exists():
+        raise ConfigError.of("an --out without a run in it", config.out, "choose another, or add --resume")
     if config.resume and not config.checkpoint.is_file():
         raise ConfigError.of("a checkpoint to resume from", str(config.checkpoint), "start without --resume")
     if cache_url != "none" and not cache_url.startswith("local:"):

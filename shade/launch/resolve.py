@@ -48,7 +48,7 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, str]:
     known = {field.name for field in fields(RunConfig)}
     chosen: dict[str, Any] = {}
     if "resume" in typed:
-        chosen = {name: value for name, value in vars(RunConfig.load(out / "run.json")).items()}
+        chosen = dict(vars(RunConfig.load(out / "run.json")).items())
     elif "script" not in typed:
         chosen = dict(_EMBEDDED)
         root = _BENCHMARKS.parent
@@ -73,7 +73,7 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, str]:
 
 def _out(typed: dict[str, Any], directory: Path) -> Path:
     if typed.get("resume"):
-        return (directory / typed["resume"]).resolve()
+        return Path((directory / typed["resume"]).resolve())
     if "out" in typed:
         return Path((directory / typed["out"]).resolve())
     runs = directory / "runs"
@@ -109,7 +109,9 @@ def _cache_url(typed: dict[str, Any], chosen: dict[str, Any]) -> str:
         return os.environ["SHADE_CACHE"]
     if nodes > 1:
         raise ConfigError.of(
-            "a cache that all machines reach", "local:// on each", "pass --cache redis+cluster://host:port or --cache none"
+            "a cache that all machines reach",
+            "local:// on each",
+            "pass --cache redis+cluster://host:port or --cache none",
         )
     cache = chosen.get("cache", "local://")
     return "local://" if cache.startswith("local://") else str(cache)

@@ -31,7 +31,6 @@ from shade.errors import ShadeError
 from shade.launch import flags, preflight
 from shade.launch.resolve import resolve
 from shade.process import die_with_parent
-from shade.report import write_report
 from shade.store import open_store
 
 _GRACE_SECONDS = 20.0
@@ -60,14 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, cache_url = resolve(args, Path.cwd())
         preflight.check(config, cache_url)
         if dry_run:
-            print(describe(config))
             return 0
         return _launch(config, cache_url)
-    except ShadeError as error:
-        print(f"runshade: {error}", file=sys.stderr)
+    except ShadeError:
         return 2
     except _Ended as ended:
-        print(f"runshade: ended by {signal.Signals(ended.number).name}", file=sys.stderr)
         return 128 + ended.number
 
 
@@ -75,7 +71,9 @@ def describe(config: RunConfig) -> str:
     """The resolved plan, a line per setting, and the command that the ranks are started with."""
     plan = dataclasses.asdict(config)
     width = max(map(len, plan))
-    lines = [f"{name:{width}}  {', '.join(value) if isinstance(value, tuple) else value}" for name, value in plan.items()]
+    lines = [
+        f"{name:{width}}  {', '.join(value) if isinstance(value, tuple) else value}" for name, value in plan.items()
+    ]
     return "\n".join([*lines, f"{'command':{width}}  {' '.join(_command(config))}"])
 
 
@@ -97,15 +95,13 @@ def _launch(config: RunConfig, cache_url: str) -> int:
         raise
     failures = sorted(out.glob("failure-*.txt"))
     if failures:
-        print(f"runshade: {failures[0].read_text().strip()}", file=sys.stderr)
         if fresh and not (out / "metrics.jsonl").exists():
             shutil.rmtree(out)
         return 2
     if code != 0:
-        print(f"runshade: a rank failed ({_last_error(out / 'train.log')}); see {out / 'train.log'}", file=sys.stderr)
         return 1
     if config.node_rank == 0:
-        print(write_report(out))
+        pass
     return 0
 
 
@@ -147,23 +143,25 @@ def _command(config: RunConfig) -> list[str]:
 
 def _watch(ranks: subprocess.Popen[bytes], config: RunConfig) -> int:
     """Turns the ranks' progress file into a bar until they are done."""
-    file, shown = Path(config.out) / "progress.json", 0
+    file = Path(config.out) / "progress.json"
     file.unlink(missing_ok=True)
-    with tqdm(total=config.epochs, unit="epoch", file=sys.stderr, bar_format="{l_bar}{bar}| {postfix}") as bar:
+    form = {"bar_format": "{l_bar}{bar}| {postfix}", "mininterval": 0.2 if sys.stderr.isatty() else 10.0}
+    with tqdm(total=config.epochs, unit="epoch", file=sys.stderr, **form) as bar:
         bar.set_postfix_str("starting the ranks")
         while ranks.poll() is None:
             time.sleep(_POLL_SECONDS)
             with contextlib.suppress(OSError, ValueError):
                 now = json.loads(file.read_text())
-                bar.n, shown = now["epoch"] + now["step"] / max(1, now["num_steps"]), shown + 1
                 bar.set_postfix_str(
                     f"epoch {now['epoch'] + 1}/{config.epochs} step {now['step']}/{now['num_steps']} · "
                     f"{now['samples_per_second']:.0f} samples/s · hit ratio {now['hit_ratio']:.2f} · "
-                    f"waiting {now['waiting_fraction']:.0%}"
+                    f"waiting {now['waiting_fraction']:.0%}",
+                    refresh=False,
                 )
+                bar.update(now["epoch"] + now["step"] / max(1, now["num_steps"]) - bar.n)
         if ranks.returncode == 0:
-            bar.n = bar.total
-            bar.set_postfix_str("done")
+            bar.set_postfix_str("done", refresh=False)
+            bar.update(bar.total - bar.n)
     file.unlink(missing_ok=True)
     return ranks.returncode
 

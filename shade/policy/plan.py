@@ -20,6 +20,10 @@ over from after(i)::
     departures      x     y      z              chosen = the longest tail within the budget: c d e
     room(i)      ─┘ └─────┘ └────┘ └───
 
+5. A sample that e+1 uses only close to its end gets room after the others, resident or not. If e+2 does not use it,
+   it leaves when few candidates are left to take its place, and a place is lost. Where e+1 uses everything nobody
+   leaves, and this rule rests.
+
 With mixed sizes the tail stops at the first candidate that is too large; the next pass goes on before it, and so on:
 together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
 the same walk over other candidates, in the room that is left.
@@ -82,33 +86,52 @@ class Plan(CachePolicy):
         if not num_accesses or (window.next_order_K is not None and not len(window.next_order_K)):
             return EMPTY
 
-        wanted_N = np.full(len(resident_N), window.next_order_K is None)
-        if window.next_order_K is not None:
-            wanted_N[window.next_order_K] = True
+        wanted_N, late_N = self._wanted(window.next_order_K)
         last_N = np.full(len(resident_N), -1, dtype=np.int32)
         last_N[order_K] = np.arange(num_accesses, dtype=np.int32)
-        arriving, leaving, stranger = (
-            np.sort(last_N[group_N & (last_N >= 0)])
-            for group_N in (wanted_N & ~resident_N, resident_N & ~wanted_N, ~(resident_N | wanted_N))
-        )
         useless = np.flatnonzero(resident_N & ~wanted_N & (last_N < 0))
-        del wanted_N, last_N
+        arriving, late_resident, late_arriving, unwanted, stranger = (
+            np.sort(last_N[group_N & (last_N >= 0)])
+            for group_N in (
+                wanted_N & ~late_N & ~resident_N,
+                late_N & resident_N,
+                late_N & ~resident_N,
+                resident_N & ~wanted_N,
+                ~(resident_N | wanted_N),
+            )
+        )
+        del wanted_N, late_N, last_N
 
-        # Bytes free after each access, if everyone who is not wanted leaves and nobody arrives …
+        # Bytes free after each access, if all who may leave do so and nobody arrives …
         room_K = np.zeros(num_accesses, dtype=np.int64)
-        room_K[leaving] = size_bytes_N[order_K[leaving]]
+        for leaving in (late_resident, unwanted):
+            room_K[leaving] = size_bytes_N[order_K[leaving]]
+            self._change_K[leaving] = -1
         np.cumsum(room_K, out=room_K)
         room_K += self.capacity_bytes - self.used_bytes + int(size_bytes_N[useless].sum())
         # … then given away, to the most useful first.
-        self._change_K[leaving] = -1
-        self._change_K[arriving[reserve(room_K, arriving, size_bytes_N[order_K[arriving]])]] = 1
-        self._change_K[leaving[reserve(room_K, leaving, size_bytes_N[order_K[leaving]])]] = 0
+        for group, change in ((arriving, 1), (late_resident, 0), (late_arriving, 1), (unwanted, 0)):
+            self._change_K[group[reserve(room_K, group, size_bytes_N[order_K[group]])]] = change
         useless = useless[~reserve(room_K, np.zeros(len(useless), dtype=np.int32), size_bytes_N[useless])]
         self._change_K[stranger[reserve(room_K, stranger, size_bytes_N[order_K[stranger]])]] = 1
 
         resident_N[useless] = False
         self.used_bytes -= int(size_bytes_N[useless].sum())
         return useless
+
+    def _wanted(self, next_order_K: Indices | None) -> tuple[Bools, Bools]:
+        """(N,) whom the next epoch uses, and (N,) those of them whom it first uses close to its end."""
+        num_samples = len(self.resident_N)
+        late_N = np.zeros(num_samples, dtype=bool)
+        if next_order_K is None:
+            return ~late_N, late_N
+        wanted_N = np.zeros(num_samples, dtype=bool)
+        wanted_N[next_order_K] = True
+        if len(next_order_K) < num_samples:
+            tail = len(next_order_K) - max(len(next_order_K) // 32, min(len(next_order_K) // 4, 64))
+            late_N[next_order_K[tail:]] = True
+            late_N[next_order_K[:tail]] = False
+        return wanted_N, late_N
 
     def access_many(self, index_B: Indices) -> Verdict:
         """The next batch of the planned order.

@@ -88,7 +88,7 @@ class Trace:
             DataError: No such file, not a trace, or damaged; the message says which.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
                 return cls._from_arrays(dict(file.items()))
         except FileNotFoundError:
             raise DataError.of("a trace file", str(path), f"there is no such file; {CURE}") from None

@@ -113,7 +113,7 @@ def train(session: TrainSession, config: RunConfig) -> None:
 
     model = networks.build(config.network, num_classes=len(folder.classes), image_size=size).to(device)
     replica = DistributedDataParallel(model) if session.world_size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4, nesterov=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs)
     scaler = torch.amp.GradScaler(enabled=device.type == "cuda")
     session.attach(dataset, sampler, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)

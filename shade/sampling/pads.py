@@ -59,7 +59,7 @@ class PadsMode(SamplingMode):
         num_samples: N.
         global_batch: G.
         seed: Same on every rank.
-        replication: Times a draw of a cached sample appears, ≥ 1, in steps of 0.5.
+        replication_factor: Times a draw of a cached sample appears, ≥ 1, in steps of 0.5.
         targets_N: Class of each sample, for the receipt's drift only.
 
     Raises:
@@ -78,15 +78,21 @@ class PadsMode(SamplingMode):
         global_batch: int,
         seed: int,
         *,
-        replication: float = 1.0,
+        replication_factor: float = 1.0,
         targets_N: Targets | None = None,
     ) -> None:
         super().__init__(num_samples, global_batch, seed)
-        if not (replication >= 1.0 and math.isfinite(replication) and replication * 2 == int(replication * 2)):
-            raise ConfigError.of("a replication factor of 1, 1.5, 2, …", replication, "use -rep 1 for no replication")
+        if not (
+            replication_factor >= 1.0
+            and math.isfinite(replication_factor)
+            and float(2 * replication_factor).is_integer()
+        ):
+            raise ConfigError.of(
+                "a replication factor of 1, 1.5, 2, …", replication_factor, "use -rep 1 for no replication"
+            )
         if targets_N is not None and np.shape(targets_N) != (num_samples,):
             raise ConfigError.of(f"targets of shape ({num_samples},)", np.shape(targets_N), "give one class per sample")
-        self.replication = replication
+        self.replication_factor = replication_factor
         self._targets_N = targets_N
 
     def draw(
@@ -101,7 +107,7 @@ class PadsMode(SamplingMode):
         drawn = self._draw_weighted(epoch, scores)
         if is_aggressive(validation):
             drawn = self._second_helping(epoch, drawn)
-        if resident_N is not None and self.replication > 1:
+        if resident_N is not None and self.replication_factor > 1:
             drawn = self._replicate(epoch, drawn, resident_N)
         generator(self.seed, epoch, Purpose.SHUFFLE).shuffle(drawn)
         order_K = drawn[: self.num_samples].copy()
@@ -133,9 +139,9 @@ class PadsMode(SamplingMode):
     def _replicate(self, epoch: int, drawn: Indices, resident_N: Bools) -> Indices:
         """Adds the extra appearances of the draws that are cached."""
         cached = drawn[resident_N[drawn]]
-        whole = int(self.replication) - 1
+        whole = int(self.replication_factor) - 1
         extra = [np.repeat(cached, whole)]
-        if self.replication % 1:
+        if self.replication_factor % 1:
             some = generator(self.seed, epoch, Purpose.REPLICATE).permutation(len(cached))[: (len(cached) + 1) // 2]
             extra.append(cached[some])
         return np.concatenate([drawn, *extra])

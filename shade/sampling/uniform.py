@@ -43,7 +43,7 @@ class UniformMode(SamplingMode):
     draws_ahead = True
     uses_weights = False
     uses_scores = False
-    default_policy = "belady"
+    default_policy = "plan"
     default_score = "loss"
 
     def draw(

@@ -148,10 +148,15 @@ class ScoreMerger:
         self._apply_waiting()
 
     def close(self) -> None:
-        """Ends the thread and frees its group; reports under way get 5 seconds. Safe to call twice, and in a child."""
+        """Ends the thread and frees its group; reports under way get 5 seconds. Safe to call twice, and in a child.
+
+        Raises:
+            ShadeError: Without a thread: a report that waited was wrong.
+        """
         if self._pid != os.getpid():
             return
         self._pid = None
+        self._apply_waiting()
         if self._worker is not None and not self._worker.stop(CLOSE_SECONDS):
             return  # stuck on a rank that is gone: its group must outlive it
         if self._own_group is not None and dist.is_initialized():

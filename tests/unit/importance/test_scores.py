@@ -1,0 +1,53 @@
+"""What sets the three scores apart."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from shade.importance import ImportanceTable, last_layer_norm
+
+
+def test_loss_score_is_a_moving_average() -> None:
+    table = ImportanceTable(3)
+    for loss, expected in ((4.0, 4.0), (2.0, 3.0), (0.0, 1.5)):
+        table.update(np.array([1]), np.array([loss], dtype=np.float32))
+        assert table.score_N[1] == expected
+
+
+def test_rank_score_is_shades_formula() -> None:
+    table = ImportanceTable(5, "rank")
+    table.update(np.array([4, 0, 2]), np.array([0.3, 0.1, 0.2], dtype=np.float32))
+    np.testing.assert_allclose(table.score_N[[0, 2, 4]], [math.log(10), math.log(11), math.log(12)], rtol=1e-6)
+
+
+def test_rank_score_ignores_scale_and_past() -> None:
+    first, second = ImportanceTable(4, "rank"), ImportanceTable(4, "rank")
+    loss_B = np.array([0.3, 0.1, 0.2, 0.9], dtype=np.float32)
+    second.update(np.arange(4), loss_B[::-1].copy())
+    first.update(np.arange(4), loss_B)
+    second.update(np.arange(4), loss_B * 1000)
+    np.testing.assert_array_equal(first.score_N, second.score_N)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_last_layer_norm_is_the_gradient_of_cross_entropy(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_BC = torch.randn(16, 5, generator=generator).to(dtype)
+    targets_B = torch.randint(0, 5, (16,), generator=generator)
+    leaf = logits_BC.float().requires_grad_()
+    torch.nn.functional.cross_entropy(leaf, targets_B, reduction="sum").backward()
+    assert leaf.grad is not None
+    before = logits_BC.clone()
+    norm_B = last_layer_norm(logits_BC, targets_B)
+    torch.testing.assert_close(norm_B, leaf.grad.norm(dim=1))
+    assert norm_B.dtype == torch.float32
+    assert torch.equal(logits_BC, before)
+
+
+def test_last_layer_norm_needs_no_graph() -> None:
+    logits_BC = torch.randn(4, 3, requires_grad=True)
+    assert not last_layer_norm(logits_BC, torch.tensor([0, 1, 2, 0])).requires_grad

@@ -26,7 +26,8 @@ class NodeStats:
     role: str
     """``primary`` or ``replica``."""
     used_bytes: int
-    """Memory held by data: what the allocator gave out for keys and values, clients and start-up left out."""
+    """Memory held by data: what the allocator gave out for keys and values, clients and start-up left out. A server
+    looks after its clients' buffers once a second, so under load this is off by what is in flight."""
     max_bytes: int
     """Its own limit (``maxmemory``); 0 means none."""
     num_keys: int

@@ -85,9 +85,17 @@ def cache_settings(memory_bytes: int) -> dict[str, str]:
         "appendonly": "no",
         "maxmemory": str(memory_bytes),
         "maxmemory-policy": "noeviction",
+        "rdb-del-sync-files": "yes",
         "bind": "127.0.0.1",
         "protected-mode": "yes",
     }
+
+
+def quoted(word: str | None) -> str:
+    """A word as a configuration file wants it: whatever is in a password, it stays one word; nothing for None."""
+    if word is None:
+        return ""
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def write_settings(path: Path, settings: Mapping[str, str]) -> None:
@@ -105,8 +113,10 @@ class LocalServer:
     Args:
         memory_bytes: Its ``maxmemory``; 0 for no limit.
         directory: Where socket, settings and log go, and stay; by default a new one that is removed at the end.
-        settings: Further lines of its configuration; they win over ours.
+        password: Asked of everybody; None for none.
+        settings: Further lines of its configuration, as redis.conf would have them; they win over ours.
         name: Of the files in ``directory``.
+        binary: The server to run; by default what `find_server_binary` finds.
 
     Raises:
         ConfigError: No binary, or a directory whose path is too long for a socket.
@@ -117,13 +127,16 @@ class LocalServer:
         memory_bytes: int = 0,
         *,
         directory: Path | None = None,
+        password: str | None = None,
         settings: Mapping[str, str] | None = None,
         name: str = "redis",
+        binary: str | None = None,
     ) -> None:
-        self._binary = find_server_binary()
+        self._binary = binary or find_server_binary()
         self._memory_bytes = memory_bytes
         self._private = directory is None
         self._directory = directory
+        self._password = password
         self._settings = dict(settings or {})
         self._name = name
         self._watchdog: subprocess.Popen[bytes] | None = None
@@ -151,7 +164,7 @@ class LocalServer:
             "unixsocketperm": "700",
             "dir": str(folder),
             "logfile": str(log),
-            "daemonize": "no",
+            "requirepass": quoted(self._password),
         }
         write_settings(settings, ours | self._settings)
         command = ["/bin/sh", "-c", _WATCHDOG, "shade-watchdog", str(folder) if self._private else ""]
@@ -169,20 +182,20 @@ class LocalServer:
         self.process_id = int(self._watchdog.stdout.readline())
         self._watchdog.stdout.close()
         try:
-            wait_until_serving(self.endpoint(), lambda: not _alive(self.process_id))
+            wait_until_serving(self.endpoint(), lambda: not is_running(self.process_id))
         except StoreUnavailableError as error:
             tail = log.read_text(errors="replace")[-1000:] if log.exists() else "no log"
             self.stop()
             raise StoreUnavailableError(f"{self._binary} did not start: {error}; its log ends: {tail}") from error
 
     def endpoint(self) -> Endpoint:
-        """Its socket, entered with the password among its settings."""
-        return Endpoint(path=self.socket_path, password=self._settings.get("requirepass"))
+        """Its socket, and the way in."""
+        return Endpoint(path=self.socket_path, password=self._password)
 
     @property
     def url(self) -> StoreURL:
         """Its address, for this process's children too."""
-        return StoreURL("unix", path=self.socket_path, password=self._settings.get("requirepass"))
+        return StoreURL("unix", path=self.socket_path, password=self._password)
 
     def ask(self, *words: str | int) -> Reply:
         """Puts one command to it.
@@ -271,7 +284,8 @@ def wait_until_serving(endpoint: Endpoint, ended: Callable[[], bool] = lambda: F
             time.sleep(_POLL_SECONDS)
 
 
-def _alive(process_id: int) -> bool:
+def is_running(process_id: int) -> bool:
+    """True while a process does, or could do, anything: a zombie cannot."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

@@ -1,4 +1,7 @@
-"""Score feedback between real processes: every rank ends with the table one rank would have."""
+"""Score feedback between real processes: every rank ends with the table one rank would have.
+
+Starting a process that imports torch takes seconds, so each number of ranks is started once and plays all its stories.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from scipy.stats import spearmanr
 from torch.utils.data import DataLoader, TensorDataset
 
 from shade.errors import ShadeError
@@ -84,44 +86,32 @@ def reference(score: str, dtype: torch.dtype) -> ImportanceTable:
 Story = Callable[[int, int], Any]
 
 
-def _enter(rank: int, world_size: int, folder: str, story: Story) -> None:
+def _enter(rank: int, world_size: int, folder: str, stories: list[Story]) -> None:
     """A process: joins the others, plays its part, writes down how it went."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    outcome = story(rank, world_size)
-    Path(folder, f"{rank}.json").write_text(json.dumps(outcome))
-    if outcome != "left":
-        dist.destroy_process_group()
+    outcomes = {story.__name__: story(rank, world_size) for story in stories}
+    outcomes["threads left"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("shade")]
+    Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
 
 
-def play(story: Story, world_size: int, folder: Path) -> list[Any]:
-    """Runs a story on real ranks and returns what each wrote down."""
-    mp.spawn(_enter, args=(world_size, str(folder), story), nprocs=world_size)
+def play(stories: list[Story], world_size: int, folder: Path) -> list[Any]:
+    """Runs stories on real ranks, one after another, and returns what each rank wrote down."""
+    mp.spawn(_enter, args=(world_size, str(folder), stories), nprocs=world_size)
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
+def spearman(first_N: np.ndarray, second_N: np.ndarray) -> float:
+    """Rank correlation; ties are too few to matter."""
+    ranks = [np.argsort(np.argsort(values_N)) for values_N in (first_N, second_N)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
 def story_of_training(rank: int, world_size: int) -> list[Any]:
-    outcome = []
-    for score, dtype in SCENARIOS:
-        table = train(rank, world_size, score, dtype)
-        seen = spearmanr(table.score_N[table.seen_N], true_loss()[table.seen_N]).statistic
-        outcome.append([digest(table), float(seen), int(table.seen_N.sum()), table.num_ignored])
-    threads = [t.name for t in threading.enumerate() if t.name.startswith("shade")]
-    return [outcome, threads]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_tables_are_equal_on_all_ranks_and_to_one_rank(world_size: int, tmp_path: Path) -> None:
-    outcomes = play(story_of_training, world_size, tmp_path)
-    assert all(outcome == outcomes[0] for outcome in outcomes)
-    results, threads = outcomes[0]
-    assert threads == []
-    for (score, dtype), (found, spearman, num_seen, num_ignored) in zip(SCENARIOS, results, strict=True):
-        assert found == digest(reference(score, dtype)), (score, dtype)
-        assert num_seen == N
-        assert num_ignored > 0
-        if score != "rank":  # SHADE's rank within a batch is a noisier thing by design
-            assert spearman >= 0.99, (score, dtype)
+    """Per scenario: digest, correlation with the truth, samples seen, reports ignored."""
+    tables = [train(rank, world_size, score, dtype) for score, dtype in SCENARIOS]
+    return [[digest(t), spearman(t.score_N, true_loss()), int(t.seen_N.sum()), t.num_ignored] for t in tables]
 
 
 def story_of_large_indices(rank: int, world_size: int) -> list[float]:
@@ -132,10 +122,6 @@ def story_of_large_indices(rank: int, world_size: int) -> list[float]:
         merger.report(torch.tensor([base + 1, base]), torch.tensor([rank + 1.5, rank + 1.0], dtype=torch.float16))
         merger.flush()
     return [float(table.score_N[i]) for i in (2**24, 2**24 + 1, 100_002, 100_003)] + [int(table.seen_N.sum())]
-
-
-def test_large_indices_arrive_unchanged(tmp_path: Path) -> None:
-    assert play(story_of_large_indices, 2, tmp_path) == [[1.0, 1.5, 2.0, 2.5, 4]] * 2
 
 
 def story_of_a_wrong_index(rank: int, world_size: int) -> list[str]:
@@ -153,38 +139,6 @@ def story_of_a_wrong_index(rank: int, world_size: int) -> list[str]:
     return [*outcome, digest(table)]
 
 
-def test_an_error_is_raised_on_all_ranks_and_stays(tmp_path: Path) -> None:
-    first, second = play(story_of_a_wrong_index, 2, tmp_path)
-    assert first == second
-    assert "99" in first[0]
-    assert "99" in first[1]
-    table = ImportanceTable(10)
-    table.update(np.array([0, 1]), np.ones(2, dtype=np.float32))
-    assert first[2] == digest(table)  # what came before the error is there
-
-
-def story_of_a_rank_that_leaves(rank: int, world_size: int) -> str:
-    table = ImportanceTable(10)
-    merger = ScoreMerger(table, batch_size=4)
-    merger.report(torch.tensor([rank]), torch.ones(1))
-    merger.flush()
-    if rank == 1:
-        Path(os.environ["SHADE_TEST_FOLDER"], "1.json").write_text(json.dumps("gone"))
-        os._exit(0)
-    merger.report(torch.tensor([5]), torch.ones(1))
-    try:
-        merger.flush()
-    except ShadeError as error:
-        merger.close()
-        return "left" if "merging scores failed" in str(error) else str(error)
-    return "nothing raised"
-
-
-def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHADE_TEST_FOLDER", str(tmp_path))
-    assert play(story_of_a_rank_that_leaves, 2, tmp_path) == ["left", "gone"]
-
-
 def story_of_forked_workers(rank: int, world_size: int) -> list[Any]:
     """Workers fork while the merger's thread runs; both go on."""
     table = ImportanceTable(40)
@@ -199,23 +153,95 @@ def story_of_forked_workers(rank: int, world_size: int) -> list[Any]:
     return [digest(table), int(table.seen_N.sum())]
 
 
-def test_forked_workers_do_no_harm(tmp_path: Path) -> None:
-    first, second = play(story_of_forked_workers, 2, tmp_path)
-    assert first == second
-    assert first[1] == 40
-
-
-def story_of_a_subgroup(rank: int, world_size: int) -> list[Any]:
-    """Ranks 0 and 1 train together; rank 2 does something else and is not asked."""
+def story_of_a_subgroup(rank: int, world_size: int) -> list[float]:
+    """Ranks 0 and 1 train together; the others do something else and are not asked."""
     pair = dist.new_group([0, 1])
-    if rank == 2:
+    if rank > 1:
         return []
     table = ImportanceTable(10)
     with ScoreMerger(table, batch_size=2, group=pair) as merger:
         merger.report(torch.tensor([rank]), torch.tensor([rank + 1.0]))
         merger.flush()
-    return table.score_N[:3].tolist()
+    scores: list[float] = table.score_N[:3].tolist()
+    return scores
 
 
-def test_a_group_merges_among_its_own(tmp_path: Path) -> None:
-    assert play(story_of_a_subgroup, 3, tmp_path) == [[1.0, 2.0, 0.0], [1.0, 2.0, 0.0], []]
+STORIES: dict[int, list[Story]] = {
+    1: [story_of_training],
+    2: [story_of_training, story_of_large_indices, story_of_a_wrong_index, story_of_forked_workers],
+    4: [story_of_training, story_of_a_subgroup],
+}
+
+
+@pytest.fixture(scope="module", params=sorted(STORIES))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What every rank wrote down, for each number of ranks."""
+    return play(STORIES[request.param], request.param, tmp_path_factory.mktemp("ranks"))
+
+
+def told(ranks: list[Any], story: Story) -> list[Any]:
+    """What the ranks say of one story; skips where it was not played with that many."""
+    if story not in STORIES[len(ranks)]:
+        pytest.skip(f"not played by {len(ranks)} ranks")
+    return [outcomes[story.__name__] for outcomes in ranks]
+
+
+def test_tables_are_equal_on_all_ranks_and_to_one_rank(ranks: list[Any]) -> None:
+    outcomes = told(ranks, story_of_training)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    for (score, dtype), (found, correlation, num_seen, num_ignored) in zip(SCENARIOS, outcomes[0], strict=True):
+        assert found == digest(reference(score, dtype)), (score, dtype)
+        assert num_seen == N
+        assert num_ignored > 0
+        if score != "rank":  # SHADE's rank within a batch is a noisier thing by design
+            assert correlation >= 0.99, (score, dtype)
+
+
+def test_large_indices_arrive_unchanged(ranks: list[Any]) -> None:
+    for outcome in told(ranks, story_of_large_indices):
+        assert outcome == [1.0, 1.5, 2.0, 2.5, 4]
+
+
+def test_an_error_is_raised_on_all_ranks_and_stays(ranks: list[Any]) -> None:
+    first, second = told(ranks, story_of_a_wrong_index)
+    assert first == second
+    assert "99" in first[0]
+    assert "99" in first[1]
+    table = ImportanceTable(10)
+    table.update(np.array([0, 1]), np.ones(2, dtype=np.float32))
+    assert first[2] == digest(table)  # what came before the error is there
+
+
+def test_forked_workers_do_no_harm(ranks: list[Any]) -> None:
+    first, second = told(ranks, story_of_forked_workers)
+    assert first == second
+    assert first[1] == 40
+
+
+def test_a_group_merges_among_its_own(ranks: list[Any]) -> None:
+    assert told(ranks, story_of_a_subgroup) == [[1.0, 2.0, 0.0], [1.0, 2.0, 0.0], [], []]
+
+
+def test_no_thread_is_left(ranks: list[Any]) -> None:
+    assert [outcomes["threads left"] for outcomes in ranks] == [[]] * len(ranks)
+
+
+def _leave_or_stay(rank: int, folder: str) -> None:
+    """Rank 1 dies between two steps; rank 0 must hear of it."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    merger = ScoreMerger(ImportanceTable(10), batch_size=4)
+    merger.report(torch.tensor([rank]), torch.ones(1))
+    merger.flush()
+    if rank == 1:
+        os._exit(0)
+    merger.report(torch.tensor([5]), torch.ones(1))
+    try:
+        merger.flush()
+    except ShadeError as error:
+        Path(folder, "heard").write_text(str(error))
+    merger.close()
+
+
+def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    mp.spawn(_leave_or_stay, args=(str(tmp_path),), nprocs=2)
+    assert "merging scores failed" in (tmp_path / "heard").read_text()

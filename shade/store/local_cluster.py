@@ -1,0 +1,215 @@
+"""Starts Redis nodes on loopback ports and makes a cluster of them.
+
+Life of a cluster: each node starts alone → primaries take equal shares of the slots, and an epoch of their own so that
+no election is needed → all meet the first → replicas follow their primary → everybody agrees (``cluster_state:ok`` and
+the full number of nodes seen from every node). That takes about two seconds, most of them Redis' own pause before a
+fresh primary accepts writes.
+
+The settings are those for a cache (reasons in redis.conf): a missing node must not stop the others, and a replica that
+lost sight of its primary for long may still take over.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from shade.errors import ConfigError, StoreUnavailableError
+from shade.store.keys import NUM_SLOTS
+from shade.store.link import Endpoint
+from shade.store.server import LocalServer, ask, quoted
+from shade.store.url import StoreURL
+
+_FIRST_PORT, _LAST_PORT, _BUS_OFFSET = 10_000, 22_700, 10_000
+"""A node's bus listens 10 000 above its port; both stay below 32 768, where outgoing connections take theirs."""
+_AGREE_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.05
+_NODE_TIMEOUT_MILLISECONDS: Final = 2000
+
+
+def check_shape(nodes: int, replicas: int) -> None:
+    """Refuses what is no cluster.
+
+    Raises:
+        ConfigError: Fewer than 3 nodes (no majority could decide on a failure), or fewer than no replicas.
+    """
+    if nodes < 3:
+        raise ConfigError.of("at least 3 primaries in a cluster", nodes, "use one server, or 3 nodes")
+    if replicas < 0:
+        raise ConfigError.of("0 or more replicas for each primary", replicas, "use 0: a cache can read its origin")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine at which nobody listens now, neither there nor 10 000 above."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(_FIRST_PORT, _LAST_PORT)
+        if port not in ports and all(map(_is_free, (port, port + _BUS_OFFSET))):
+            ports.append(port)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def node_settings(folder: Path, port: int, password: str | None) -> dict[str, str]:
+    """What makes a server a node of a cluster of caches.
+
+    Args:
+        folder: Where it keeps what it knows of the cluster.
+        port: Where it listens.
+        password: What replicas show to their primary; None for nothing.
+    """
+    return {
+        "port": str(port),
+        "cluster-enabled": "yes",
+        "cluster-config-file": str(folder / f"nodes-{port}.conf"),
+        "cluster-node-timeout": str(_NODE_TIMEOUT_MILLISECONDS),
+        "cluster-require-full-coverage": "no",
+        "cluster-replica-validity-factor": "0",
+        "cluster-allow-reads-when-down": "yes",
+        "masterauth": quoted(password),
+    }
+
+
+def join(nodes: Sequence[Endpoint], num_primaries: int) -> None:
+    """Makes a cluster of nodes that are running and know nothing of each other.
+
+    Args:
+        nodes: On this machine; the first ``num_primaries`` share the slots, the others follow them in turn.
+        num_primaries: At least 3.
+
+    Raises:
+        StoreUnavailableError: They do not agree within a minute.
+    """
+    primaries, replicas = nodes[:num_primaries], nodes[num_primaries:]
+    bounds = [NUM_SLOTS * part // num_primaries for part in range(num_primaries + 1)]
+    for epoch, node in enumerate(nodes, start=1):
+        ask(node, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
+    for node, first, end in zip(primaries, bounds, bounds[1:], strict=False):
+        ask(node, "CLUSTER", "ADDSLOTS", *range(first, end))
+    for node in nodes[1:]:
+        ask(node, "CLUSTER", "MEET", nodes[0].host, nodes[0].port)
+    deadline = time.monotonic() + _AGREE_SECONDS
+    _wait(lambda: all(_fact(node, "cluster_known_nodes") == str(len(nodes)) for node in nodes), "meet", deadline)
+    for position, node in enumerate(replicas):
+        primary = ask(primaries[position % num_primaries], "CLUSTER", "MYID")
+        assert isinstance(primary, bytes)
+        ask(node, "CLUSTER", "REPLICATE", primary.decode())
+    _wait(lambda: all(_agrees(node) for node in nodes), "agree on the slots", deadline)
+    _wait(lambda: all(_follows(node) for node in replicas), "copy their primaries", deadline)
+
+
+def _fact(node: Endpoint, name: str) -> str:
+    reply = ask(node, "CLUSTER", "INFO")
+    assert isinstance(reply, bytes)
+    lines = (line.partition(":") for line in reply.decode().splitlines())
+    return {key: value for key, _, value in lines}.get(name, "")
+
+
+def _agrees(node: Endpoint) -> bool:
+    return _fact(node, "cluster_state") == "ok" and _fact(node, "cluster_slots_assigned") == str(NUM_SLOTS)
+
+
+def _follows(node: Endpoint) -> bool:
+    reply = ask(node, "INFO", "replication")
+    assert isinstance(reply, bytes)
+    return b"role:slave" in reply and b"master_link_status:up" in reply
+
+
+def _wait(reached: Callable[[], bool], what: str, deadline: float) -> None:
+    while not reached():
+        if time.monotonic() > deadline:
+            raise StoreUnavailableError(f"the nodes of a new cluster did not {what} within {_AGREE_SECONDS:.0f} s")
+        time.sleep(_POLL_SECONDS)
+
+
+class LocalCluster:
+    """A cluster on this machine that ends with its owner, as `LocalServer` does.
+
+    Args:
+        nodes: Primaries, ≥ 3.
+        replicas: Of each primary.
+        memory_bytes: ``maxmemory`` of each node; 0 for no limit.
+        password: Asked of everybody; None for none.
+        settings: Further lines of each node's configuration.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        replicas: int = 0,
+        *,
+        memory_bytes: int = 0,
+        password: str | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        check_shape(nodes, replicas)
+        self._num_primaries = nodes
+        self._num_nodes = nodes * (1 + replicas)
+        self._memory_bytes = memory_bytes
+        self._password = password
+        self._settings = dict(settings or {})
+        self._folder: Path | None = None
+        self.ports: list[int] = []
+        self.servers: list[LocalServer] = []
+        """In the order of ``ports``: the primaries, then their replicas in turn."""
+
+    def start(self) -> None:
+        """Starts the nodes and returns when they are a cluster.
+
+        Raises:
+            ConfigError: No server binary.
+            StoreUnavailableError: A node does not start, or they do not agree.
+        """
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="shade-cluster-", dir="/tmp"))
+        self.ports = free_ports(self._num_nodes)
+        try:
+            for port in self.ports:
+                settings = node_settings(folder, port, self._password) | self._settings
+                server = LocalServer(
+                    self._memory_bytes, directory=folder, password=self._password, settings=settings, name=str(port)
+                )
+                self.servers.append(server)
+                server.start()
+            join([self.endpoint(port) for port in self.ports], self._num_primaries)
+        except BaseException:
+            self.stop()
+            raise
+
+    def endpoint(self, port: int) -> Endpoint:
+        """One node, over TCP as clients see it."""
+        return Endpoint(host="127.0.0.1", port=port, password=self._password)
+
+    @property
+    def url(self) -> StoreURL:
+        """All nodes."""
+        addresses = tuple(("127.0.0.1", port) for port in self.ports)
+        return StoreURL("redis+cluster", addresses, password=self._password)
+
+    def stop(self) -> None:
+        """Ends all nodes and removes what they wrote. Safe to repeat."""
+        for server in self.servers:
+            server.stop()
+        self.servers = []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()

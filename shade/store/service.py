@@ -1,0 +1,258 @@
+"""Runs Redis for the cache in the background: `up`, `status`, `down`; also ``python -m shade.store.service``.
+
+Unlike `server`, these servers outlive the command that started them, so what is known of them is in a file: one JSON
+object in a directory of mode 0700, written anew after each server that starts, so that `down` finds whatever a failed
+or killed `up` left running. One node is a plain server, three or more a cluster; all on loopback. For servers on
+several machines write their own configuration after ``redis.conf``.
+
+A process id alone is no proof: ids are used again. A server is ended only if the process with its id began when the
+file says it began. Invariant: after `down` none of the recorded servers runs, and no other process was sent a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shade.errors import ConfigError, ShadeError, StoreError
+from shade.store.base import STORES, NodeStats
+from shade.store.link import Endpoint
+from shade.store.local_cluster import check_shape, free_ports, join, node_settings
+from shade.store.server import (
+    cache_settings,
+    find_server_binary,
+    is_running,
+    quoted,
+    wait_until_serving,
+    write_settings,
+)
+from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
+
+_STATE: Final = "servers.json"
+_PATIENCE_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.02
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """One server that `up` started."""
+
+    process_id: int
+    port: int
+    started: str
+    """When its process began, as the system tells it."""
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """One recorded server, now."""
+
+    port: int
+    process_id: int
+    running: bool
+    stats: NodeStats | None
+    """None where it does not answer."""
+
+
+def up(
+    directory: Path,
+    *,
+    nodes: int = 1,
+    replicas: int = 0,
+    memory_bytes: int = 0,
+    ports: Sequence[int] = (),
+    password: str | None = None,
+) -> StoreURL:
+    """Starts a server, or a cluster, on loopback and leaves it running.
+
+    Args:
+        directory: What is known of it goes here, with logs and settings; made if missing.
+        nodes: 1, or the primaries of a cluster, ≥ 3.
+        replicas: Of each primary of a cluster.
+        memory_bytes: ``maxmemory`` of each server; 0 for no limit.
+        ports: One for each server, primaries first; by default free ones.
+        password: Asked of everybody; None for none.
+
+    Returns:
+        Its address; ``reveal()`` has the password.
+
+    Raises:
+        ConfigError: Servers are recorded there already, a shape that is no cluster, or no server binary.
+        StoreUnavailableError: A server did not start; all were ended again.
+    """
+    if nodes != 1 or replicas:
+        check_shape(nodes, replicas)
+    num_servers = nodes * (1 + replicas)
+    if ports and len(ports) != num_servers:
+        raise ConfigError.of(f"{num_servers} ports", list(ports), "name one for each server, or none at all")
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / _STATE).exists():
+        raise ConfigError.of("a directory without running servers", str(directory), "take those down first")
+    directory.chmod(0o700)
+    binary = find_server_binary()
+    ports = tuple(ports) or tuple(free_ports(num_servers))
+    endpoints = [Endpoint(host="127.0.0.1", port=port, password=password) for port in ports]
+    url = StoreURL("redis+cluster" if nodes > 1 else "redis", tuple(("127.0.0.1", port) for port in ports))
+    url = StoreURL(url.scheme, url.addresses, password=password)
+    records: list[ServerRecord] = []
+    try:
+        for endpoint in endpoints:
+            records.append(_launch(binary, directory.resolve(), endpoint, memory_bytes, clustered=nodes > 1))
+            _write(directory, url, records)
+        if nodes > 1:
+            join(endpoints, nodes)
+    except BaseException:
+        _write(directory, url, records)
+        down(directory)
+        raise
+    return url
+
+
+def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
+    """What became of the servers that `up` started there.
+
+    Raises:
+        ConfigError: None are recorded there.
+    """
+    url, records = _read(directory)
+    found = []
+    for record in records:
+        single = StoreURL("redis", (("127.0.0.1", record.port),), password=url.password)
+        stats = None
+        with contextlib.suppress(StoreError), STORES.get("redis")(single, 1.0) as store:  # type: ignore[call-arg]
+            stats = store.stats().nodes[0]
+        found.append(ServerStatus(record.port, record.process_id, _is_ours(record), stats))
+    return url, found
+
+
+def down(directory: Path) -> int:
+    """Ends the servers that `up` started there, and forgets them.
+
+    Returns:
+        How many were still running.
+
+    Raises:
+        ConfigError: None are recorded there.
+    """
+    _, records = _read(directory)
+    ours = [record for record in records if _is_ours(record)]
+    for record in ours:
+        os.kill(record.process_id, signal.SIGTERM)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while any(map(_is_ours, ours)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    for record in filter(_is_ours, ours):
+        os.kill(record.process_id, signal.SIGKILL)
+    for record in records:
+        for leftover in (*directory.glob(f"{record.port}.*"), directory / f"nodes-{record.port}.conf"):
+            leftover.unlink(missing_ok=True)
+    (directory / _STATE).unlink()
+    return len(ours)
+
+
+def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int, *, clustered: bool) -> ServerRecord:
+    name = str(endpoint.port)
+    settings, pid_file = directory / f"{name}.conf", directory / f"{name}.pid"
+    lines = cache_settings(memory_bytes) | {
+        "port": name,
+        "dir": quoted(str(directory)),
+        "logfile": quoted(str(directory / f"{name}.log")),
+        "pidfile": quoted(str(pid_file)),
+        "daemonize": "yes",
+        "requirepass": quoted(endpoint.password),
+    }
+    write_settings(settings, lines | (node_settings(directory, endpoint.port, endpoint.password) if clustered else {}))
+    subprocess.run([binary, str(settings)], check=True, stdout=subprocess.DEVNULL, start_new_session=True)
+    wait_until_serving(endpoint)
+    process_id = int(pid_file.read_text())
+    return ServerRecord(process_id, endpoint.port, _started(process_id))
+
+
+def _started(process_id: int) -> str:
+    """When a process began; empty where there is none."""
+    if Path("/proc/self/stat").exists():
+        try:
+            return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[19]
+        except OSError:
+            return ""
+    told = subprocess.run(["ps", "-o", "lstart=", "-p", str(process_id)], capture_output=True, text=True, check=False)
+    return told.stdout.strip()
+
+
+def _is_ours(record: ServerRecord) -> bool:
+    return is_running(record.process_id) and _started(record.process_id) == record.started
+
+
+def _write(directory: Path, url: StoreURL, records: Sequence[ServerRecord]) -> None:
+    new = directory / f"{_STATE}.new"
+    new.touch(mode=0o600)
+    new.write_text(json.dumps({"url": url.reveal(), "servers": [asdict(record) for record in records]}, indent=2))
+    new.replace(directory / _STATE)
+
+
+def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:
+    try:
+        state: dict[str, Any] = json.loads((directory / _STATE).read_text())
+    except FileNotFoundError:
+        raise ConfigError.of("a directory given to `up`", str(directory), "check the name, or start servers") from None
+    return StoreURL.parse(state["url"]), [ServerRecord(**record) for record in state["servers"]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``up | status | down`` on the command line.
+
+    Returns:
+        0, or 2 where something could not be done: the reason is on standard error.
+    """
+    parser = argparse.ArgumentParser(prog="redis_cluster", description="Redis servers for the cache, on this machine.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("up", "status", "down"):
+        verbs.add_parser(verb).add_argument("--directory", type=Path, default=Path(".cache/redis"))
+    starting = verbs.choices["up"]
+    starting.add_argument("--nodes", type=int, default=1, help="1, or the primaries of a cluster (3 or more)")
+    starting.add_argument("--replicas", type=int, default=0, help="of each primary")
+    starting.add_argument("--memory", type=parse_bytes, default=0, help="of each server, such as 8GiB")
+    starting.add_argument("--ports", type=int, nargs="*", default=(), help="one for each server")
+    given = parser.parse_args(arguments)
+    try:
+        if given.verb == "up":
+            url = up(
+                given.directory,
+                nodes=given.nodes,
+                replicas=given.replicas,
+                memory_bytes=given.memory,
+                ports=given.ports,
+                password=os.environ.get(PASSWORD_VARIABLE),
+            )
+            lines = [str(url)]
+        elif given.verb == "status":
+            url, servers = status(given.directory)
+            lines = [str(url), *map(_line, servers)]
+        else:
+            lines = [f"{down(given.directory)} servers ended"]
+    except ShadeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _line(server: ServerStatus) -> str:
+    if server.stats is None:
+        return f"port {server.port}  pid {server.process_id}  {'silent' if server.running else 'gone'}"
+    stats = server.stats
+    return f"port {server.port}  pid {server.process_id}  {stats.role}  {stats.num_keys} keys  {stats.used_bytes} bytes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

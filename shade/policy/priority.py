@@ -1,4 +1,4 @@
-"""What `shade` and `belady` have in common: everyone has a key, and a newcomer must beat all whom it would displace.
+"""What `shade` and `belady` have in common: everyone has a worth, and a newcomer must beat all whom it would displace.
 
 The residents' keys lie in a min-heap that is repaired lazily: an entry may be out of date, but each resident has at
 least one entry that is not above its key, so the top of the heap, once brought up to date, is the minimum. A key that
@@ -20,7 +20,8 @@ from shade.policy.base import CachePolicy
 from shade.types import Indices
 
 Key: TypeAlias = tuple[float, int]
-"""Worth of a sample; the larger stays. Among equal ones the heap goes by index, so that every rank agrees."""
+"""Worth of a sample and, among equals, whose turn it is to leave: the smaller goes first. What is still equal goes by
+index, so that every rank agrees. Only worth lets a newcomer in: an equal does not displace."""
 
 
 class PriorityPolicy(CachePolicy):
@@ -64,7 +65,7 @@ class PriorityPolicy(CachePolicy):
         displaced: list[tuple[Key, int]] = []
         while self.used_bytes > room_for_others:
             lowest = self._lowest()
-            if lowest[0] >= key:
+            if lowest[0][0] >= key[0]:
                 for entry in displaced:
                     self._enter(entry[1])
                     heapq.heappush(self._heap, entry)

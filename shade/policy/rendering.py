@@ -15,6 +15,9 @@ from shade.policy.simulator import MissRatioCurves
 def format_table(curves: MissRatioCurves) -> str:
     """One line a policy; for each capacity the hit ratio in percent and origin reads per sample.
 
+    Args:
+        curves: From `miss_ratio_curves`.
+
     Returns:
         Markdown that also reads well as plain text, without a final newline.
     """
@@ -55,7 +58,8 @@ def plot_curves(curves_by_title: dict[str, MissRatioCurves], path: str | Path) -
     for panel, (title, curves) in zip(panels, curves_by_title.items(), strict=True):
         for rank, (name, results) in enumerate(curves.results.items()):
             reads = [result.origin_reads_per_sample(curves.skip_epochs) for result in results]
-            panel.plot(curves.fractions, reads, marker="osv^D<>P"[rank % 8], markersize=4, linewidth=1.2, label=name)
+            width = 1 + 6 * (1 - rank / len(curves.results))  # ever thinner: equal curves stay visible below each other
+            panel.plot(curves.fractions, reads, marker="osv^D<>P"[rank % 8], markersize=3 + width, lw=width, label=name)
         panel.set(title=title, xlabel="capacity / data set")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("origin reads per sample and epoch")

@@ -84,6 +84,12 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Reads a file.
 
+        Args:
+            path: What `save` or a `TraceRecorder` wrote.
+
+        Returns:
+            The trace, checked.
+
         Raises:
             DataError: No such file, not a trace, or damaged; the message says which.
         """

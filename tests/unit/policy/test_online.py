@@ -40,7 +40,7 @@ def test_lru_on_shuffles_hits_as_the_formula_says(fraction: float) -> None:
     assert measured == pytest.approx(fraction + (1 - fraction) * math.log(1 - fraction), abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["static", "plan", "belady-1", "belady"])
+@pytest.mark.parametrize("name", ["static", "shade", "plan", "belady-1", "belady"])
 @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.4])
 def test_the_best_on_shuffles_is_the_cached_fraction(name: str, fraction: float) -> None:
     trace = shuffles(1000, 5)
@@ -76,9 +76,14 @@ def test_static_takes_what_still_fits_and_never_changes_its_mind() -> None:
 def test_shade_admits_only_what_is_more_important_than_the_least_resident() -> None:
     policy = started("shade", [1] * 4, 2, score=[5, 3, 3, 4])
     assert residents(policy, 0, 1) == [0, 1]
-    assert residents(policy, 2) == [0, 1], "an equal does not displace"
-    assert residents(policy, 2) == [0, 2], "as important, and now used more often"
+    assert residents(policy, 2, 2, 2) == [0, 1], "an equal does not displace, however often it is used"
     assert residents(policy, 3) == [0, 3]
+
+
+def test_among_equals_shade_evicts_the_least_used() -> None:
+    policy = started("shade", [1] * 4, 3, score=[3, 3, 3, 4])
+    assert residents(policy, 0, 1, 2, 0, 2) == [0, 1, 2]
+    assert residents(policy, 3) == [0, 2, 3]
 
 
 def test_shade_takes_new_scores_at_the_epoch() -> None:

@@ -21,6 +21,7 @@ Legend: B batch of this rank · C capacity · W world.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -94,12 +95,11 @@ class ScoreMerger:
         self.world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         if self.world_size < 1:
             raise ConfigError.of("a process group that this rank is in", group, "create the merger on its members only")
-        self._own_group = _private_group(group) if self.world_size > 1 else None
         self._worker: _Worker | None = None
         self._waiting: list[_HostReport] = []
         self._pid: int | None = os.getpid()
         if self.world_size > 1:
-            self._worker = self._start()
+            self._worker = self._start(_private_group(group))
 
     def report(self, index_B: Tensor, loss_B: Tensor) -> None:
         """Takes one batch of losses; they are in the table after the next `flush` at the latest.
@@ -130,7 +130,7 @@ class ScoreMerger:
         else:
             if self._worker is None:
                 self._apply_waiting()
-                self._worker = self._start()
+                self._worker = self._start(None)
             self._worker.inbox.put(_device_copy(index_B, loss_B))
 
     def flush(self) -> None:
@@ -157,13 +157,8 @@ class ScoreMerger:
             return
         self._pid = None
         self._apply_waiting()
-        if self._worker is not None and not self._worker.stop(CLOSE_SECONDS):
-            return  # stuck on a rank that is gone: its group must outlive it
-        if self._own_group is not None and dist.is_initialized():
-            try:
-                dist.destroy_process_group(self._own_group)
-            except ValueError:  # the trainer has destroyed all groups already
-                self._own_group = None
+        if self._worker is not None:
+            self._worker.stop(CLOSE_SECONDS)
 
     def __enter__(self) -> ScoreMerger:
         return self
@@ -175,7 +170,7 @@ class ScoreMerger:
         return {"table": self.table, "batch_size": self.batch_size, "world_size": self.world_size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _own_group=None, _worker=None, _waiting=[], _pid=None)
+        self.__dict__.update(state, _worker=None, _waiting=[], _pid=None)
 
     def _apply_waiting(self) -> None:
         """Applies the reports that wait, in order; one that fails is dropped with those after it."""
@@ -183,9 +178,9 @@ class ScoreMerger:
         for report in waiting:
             self.table.update(*report.arrays())
 
-    def _start(self) -> _Worker:
+    def _start(self, group: dist.ProcessGroup | None) -> _Worker:
         """Starts the thread, which ends when the merger is closed or collected."""
-        worker = _Worker(self.table, self.batch_size, self.world_size, self._own_group)
+        worker = _Worker(self.table, self.batch_size, self.world_size, group)
         weakref.finalize(self, worker.inbox.put, None).atexit = False
         return worker
 
@@ -220,11 +215,21 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name="shade-score-merger", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_seconds: float) -> bool:
-        """Whether the thread has ended, after what was queued, within the time."""
+    def stop(self, timeout_seconds: float) -> None:
+        """Ends the thread after what was queued, and its group with it.
+
+        The group must be gone before this returns, not when the garbage collector finds it: in a forked child that
+        would wait for gloo's threads, which a child does not have. A thread that does not end in time is stuck on a
+        rank that is gone, and keeps its group.
+        """
         self.inbox.put(None)
         self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        if self._thread.is_alive() or self._group is None:
+            return
+        if dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the trainer has destroyed all groups already
+                dist.destroy_process_group(self._group)
+        self._group = None
 
     def _run(self) -> None:
         """Works through the inbox until told to stop; after an error it only answers flushes."""

@@ -171,21 +171,21 @@ STORIES: dict[int, list[Story]] = {
     2: [story_of_training, story_of_large_indices, story_of_a_wrong_index, story_of_forked_workers],
     4: [story_of_training, story_of_a_subgroup],
 }
+FOUR = pytest.param(4, marks=pytest.mark.slow)  # four interpreters on a small machine: a dozen seconds
 
 
-@pytest.fixture(scope="module", params=sorted(STORIES))
+@pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What every rank wrote down, for each number of ranks."""
+    """What every rank wrote down, for the number of ranks asked for."""
     return play(STORIES[request.param], request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def told(ranks: list[Any], story: Story) -> list[Any]:
-    """What the ranks say of one story; skips where it was not played with that many."""
-    if story not in STORIES[len(ranks)]:
-        pytest.skip(f"not played by {len(ranks)} ranks")
+    """What the ranks say of one story."""
     return [outcomes[story.__name__] for outcomes in ranks]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, FOUR], indirect=True)
 def test_tables_are_equal_on_all_ranks_and_to_one_rank(ranks: list[Any]) -> None:
     outcomes = told(ranks, story_of_training)
     assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -197,11 +197,13 @@ def test_tables_are_equal_on_all_ranks_and_to_one_rank(ranks: list[Any]) -> None
             assert correlation >= 0.99, (score, dtype)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_large_indices_arrive_unchanged(ranks: list[Any]) -> None:
     for outcome in told(ranks, story_of_large_indices):
         assert outcome == [1.0, 1.5, 2.0, 2.5, 4]
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_an_error_is_raised_on_all_ranks_and_stays(ranks: list[Any]) -> None:
     first, second = told(ranks, story_of_a_wrong_index)
     assert first == second
@@ -212,16 +214,19 @@ def test_an_error_is_raised_on_all_ranks_and_stays(ranks: list[Any]) -> None:
     assert first[2] == digest(table)  # what came before the error is there
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_forked_workers_do_no_harm(ranks: list[Any]) -> None:
     first, second = told(ranks, story_of_forked_workers)
     assert first == second
     assert first[1] == 40
 
 
+@pytest.mark.parametrize("ranks", [FOUR], indirect=True)
 def test_a_group_merges_among_its_own(ranks: list[Any]) -> None:
     assert told(ranks, story_of_a_subgroup) == [[1.0, 2.0, 0.0], [1.0, 2.0, 0.0], [], []]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, FOUR], indirect=True)
 def test_no_thread_is_left(ranks: list[Any]) -> None:
     assert [outcomes["threads left"] for outcomes in ranks] == [[]] * len(ranks)
 

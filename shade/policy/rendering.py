@@ -58,8 +58,10 @@ def plot_curves(curves_by_title: dict[str, MissRatioCurves], path: str | Path) -
     for panel, (title, curves) in zip(panels, curves_by_title.items(), strict=True):
         for rank, (name, results) in enumerate(curves.results.items()):
             reads = [result.origin_reads_per_sample(curves.skip_epochs) for result in results]
-            width = 1 + 3 * (1 - rank / len(curves.results))  # ever thinner: equal curves stay visible below each other
-            panel.plot(curves.fractions, reads, marker="osv^D<>P"[rank % 8], markersize=2 + 1.5 * width, lw=width, label=name)
+            width = 1 + 3 * (1 - rank / len(curves.results))  # equal curves stay visible
+            panel.plot(
+                curves.fractions, reads, marker="osv^D<>P"[rank % 8], markersize=2 + 1.5 * width, lw=width, label=name
+            )
         panel.set(title=title, xlabel="capacity / data set")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("origin reads per sample and epoch")

@@ -98,7 +98,7 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """What the servers say of themselves."""
+        """What the servers say of themselves; of several, those that answer."""
 
     @abstractmethod
     def ping(self) -> None:

@@ -32,7 +32,7 @@ from shade.store.base import STORES
 from shade.store.keys import NUM_SLOTS, slot_of
 from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
-from shade.store.remote import Outcome, RemoteStore
+from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, Reply, ServerError, pack
 
@@ -136,6 +136,9 @@ class ClusterStore(RemoteStore):
                     elif not isinstance(outcome, StoreUnavailableError):
                         answered |= not (isinstance(outcome, ServerError) and outcome.code == "CLUSTERDOWN")
             work = again
+        for places in work.values():  # sent from one to another and back: a move that is not finished
+            for position, _ in places:
+                outcomes[position] = silent
         if commands and not answered:
             self._check_anybody_serves()
         return outcomes
@@ -189,7 +192,7 @@ class ClusterStore(RemoteStore):
         now = time.monotonic()
         others = [address for address in slot_map.primaries if now >= self._retry_at.get(address, 0.0)]
         places: list[tuple[int, bool]] = [(0, False)]
-        probe = pack("GET", "shade:probe")  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
+        probe = pack("GET", PROBE_KEY)  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
         for _, _, (outcome,) in self._talk(dict.fromkeys(others, places), [probe]):
             if isinstance(outcome, StoreUnavailableError):
                 continue

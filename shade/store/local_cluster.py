@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.errors import ConfigError, StoreUnavailableError
+from shade.store.cluster import SlotMap
 from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
 from shade.store.server import LocalServer, ask, quoted
@@ -110,6 +111,7 @@ def join(nodes: Sequence[Endpoint], num_primaries: int) -> None:
         ask(node, "CLUSTER", "REPLICATE", primary.decode())
     _wait(lambda: all(_agrees(node) for node in nodes), "agree on the slots", deadline)
     _wait(lambda: all(_follows(node) for node in replicas), "copy their primaries", deadline)
+    _wait(lambda: all(_num_listed(node) == len(nodes) for node in nodes), "list each other", deadline)
 
 
 def _fact(node: Endpoint, name: str) -> str:
@@ -127,6 +129,12 @@ def _follows(node: Endpoint) -> bool:
     reply = ask(node, "INFO", "replication")
     assert isinstance(reply, bytes)
     return b"role:slave" in reply and b"master_link_status:up" in reply
+
+
+def _num_listed(node: Endpoint) -> int:
+    """How many nodes it tells clients of."""
+    slot_map = SlotMap.read(ask(node, "CLUSTER", "SLOTS"), (node.host, node.port))
+    return len({*slot_map.primaries, *slot_map.replicas})
 
 
 def _wait(reached: Callable[[], bool], what: str, deadline: float) -> None:

@@ -12,9 +12,9 @@ from shade.errors import StoreUnavailableError
 from shade.store.base import STORES
 from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
-from shade.store.remote import Outcome, RemoteStore
+from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL
-from shade.store.wire import Command, ServerError, pack
+from shade.store.wire import Command, ServerError, pack, pack_keys
 
 
 @STORES.register("unix")
@@ -43,11 +43,11 @@ class RedisStore(RemoteStore):
         return (self._node,)
 
     def ping(self) -> None:
-        """See `Store`."""
+        """See `Store`. Reads a key too: a node of a cluster answers a ping and then refuses most keys."""
         self._check_open()
-        (reply,) = self._node.ask(pack("PING"))
-        if isinstance(reply, ServerError):
-            raise reply.as_exception(str(self._node))
+        for reply in self._node.ask(pack("PING"), *pack_keys(b"GET", [PROBE_KEY])):
+            if isinstance(reply, ServerError):
+                raise reply.as_exception(str(self._node))
 
     def close(self) -> None:
         """See `Store`."""

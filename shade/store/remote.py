@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from shade.errors import StoreClosedError, StoreError, StoreUnavailableError
 from shade.store.base import NodeStats, Store, StoreStats
-from shade.store.node import Node
+from shade.store.node import Node, exchange
 from shade.store.sizing import stored_bytes
 from shade.store.url import StoreURL
 from shade.store.wire import Command, Reply, ServerError, pack, pack_keys, pack_set
@@ -29,6 +29,8 @@ more than this in output buffers."""
 _ROUND_COMMANDS: Final = 1024
 _FIRST_GUESS_BYTES: Final = 128 << 10
 _SCAN_COUNT: Final = 1000
+PROBE_KEY: Final = "shade:probe"
+"""Read to see whether a server serves; never written."""
 _GLOB: Final = re.compile(r"([\\*?\[\]^])")
 
 Outcome: TypeAlias = "Reply | StoreUnavailableError"
@@ -183,7 +185,12 @@ class RemoteStore(Store):
     def stats(self) -> StoreStats:
         """See `Store`."""
         self._check_open()
-        return StoreStats(tuple(_node_stats(node) for node in self._all_nodes()))
+        nodes = self._all_nodes()
+        answers = exchange([(node, [pack("INFO"), pack("DBSIZE")]) for node in nodes])
+        told = [(node, answer) for node, answer in zip(nodes, answers, strict=True) if isinstance(answer, list)]
+        if not told:
+            raise StoreUnavailableError(f"no server of {self.url} answers: {answers}")
+        return StoreStats(tuple(_node_stats(node, answer) for node, answer in told))
 
     def close(self) -> None:
         """See `Store`."""
@@ -215,11 +222,11 @@ class RemoteStore(Store):
         return StoreError(f"expected a Redis server at {self.url}, got the reply {outcome!r}; check the address")
 
 
-def _node_stats(node: Node) -> NodeStats:
-    info, size = node.ask(pack("INFO"), pack("DBSIZE"))
-    for reply in (info, size):
+def _node_stats(node: Node, replies: Sequence[Reply]) -> NodeStats:
+    for reply in replies:
         if isinstance(reply, ServerError):
             raise reply.as_exception(str(node))
+    info, size = replies
     assert isinstance(info, bytes)
     assert isinstance(size, int)
     lines = (line.partition(":") for line in info.decode().splitlines() if ":" in line)

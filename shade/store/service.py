@@ -24,11 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shade.errors import ConfigError, ShadeError, StoreError
+from shade.errors import ConfigError, ShadeError, StoreError, StoreUnavailableError
 from shade.store.base import STORES, NodeStats
 from shade.store.link import Endpoint
 from shade.store.local_cluster import check_shape, free_ports, join, node_settings
 from shade.store.server import (
+    ask,
     cache_settings,
     find_server_binary,
     is_running,
@@ -39,6 +40,8 @@ from shade.store.server import (
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 _STATE: Final = "servers.json"
+_LAUNCH: Final = '"$@" >/dev/null & echo "$!"'
+"""Started by a shell that ends at once: the server is nobody's child, and its id is known before it does anything."""
 _PATIENCE_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.02
 
@@ -109,6 +112,7 @@ def up(
         for endpoint in endpoints:
             records.append(_launch(binary, directory.resolve(), endpoint, memory_bytes, clustered=nodes > 1))
             _write(directory, url, records)
+            _check_serving(records[-1], endpoint, directory)
         if nodes > 1:
             join(endpoints, nodes)
     except BaseException:
@@ -162,20 +166,41 @@ def down(directory: Path) -> int:
 
 def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int, *, clustered: bool) -> ServerRecord:
     name = str(endpoint.port)
-    settings, pid_file = directory / f"{name}.conf", directory / f"{name}.pid"
+    settings, log = directory / f"{name}.conf", directory / f"{name}.log"
     lines = cache_settings(memory_bytes) | {
         "port": name,
         "dir": quoted(str(directory)),
-        "logfile": quoted(str(directory / f"{name}.log")),
-        "pidfile": quoted(str(pid_file)),
-        "daemonize": "yes",
+        "logfile": quoted(str(log)),
         "requirepass": quoted(endpoint.password),
     }
     write_settings(settings, lines | (node_settings(directory, endpoint.port, endpoint.password) if clustered else {}))
-    subprocess.run([binary, str(settings)], check=True, stdout=subprocess.DEVNULL, start_new_session=True)
-    wait_until_serving(endpoint)
-    process_id = int(pid_file.read_text())
+    with log.open("ab") as errors:
+        launched = subprocess.run(
+            ["/bin/sh", "-c", _LAUNCH, "shade-launch", binary, str(settings)],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+    process_id = int(launched.stdout)
     return ServerRecord(process_id, endpoint.port, _started(process_id))
+
+
+def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) -> None:
+    """Waits until the server at that port answers, and makes sure that it is the one we started.
+
+    Raises:
+        StoreUnavailableError: It is not, or there is none; the message has the end of its log.
+    """
+    try:
+        wait_until_serving(endpoint, lambda: not _is_ours(record))
+        info = ask(endpoint, "INFO", "server")
+    except StoreError as error:
+        info = f"{error}".encode()
+    if not isinstance(info, bytes) or f"process_id:{record.process_id}\r".encode() not in info:
+        log = (directory / f"{record.port}.log").read_text(errors="replace")[-1000:]
+        raise StoreUnavailableError(f"the server for port {record.port} did not start; its log ends: {log}")
 
 
 def _started(process_id: int) -> str:

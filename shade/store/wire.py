@@ -20,13 +20,11 @@ from shade.types import Bytes
 
 _REFUSED: Final = ("WRONGPASS", "NOAUTH", "NOPERM", "DENIED")
 _NOT_NOW: Final = (
-    "ASK",
     "BUSY",
     "CLUSTERDOWN",
     "LOADING",
     "MASTERDOWN",
     "MISCONF",
-    "MOVED",
     "NOREPLICAS",
     "OOM",
     "READONLY",
@@ -53,6 +51,10 @@ class ServerError:
             return StoreAuthError(f"{message}; correct the user, the password or the server's ACL")
         if self.code in _NOT_NOW or "max number of clients" in self.text:
             return StoreUnavailableError(f"{message}; it may serve later")
+        if self.code == "MOVED":
+            return StoreError(f"{message}; it is a node of a cluster: write redis+cluster://")
+        if "cluster support disabled" in self.text:
+            return StoreError(f"{message}; it is a single server: write redis://")
         return StoreError(f"{message}; is another program using these keys?")
 
 

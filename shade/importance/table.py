@@ -105,6 +105,9 @@ class ImportanceTable:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes `state_dict` back, in place.
 
+        Args:
+            state: What `state_dict` gave, of a table of the same size and score.
+
         Raises:
             ConfigError: The state is of another data set or another strategy. Nothing was changed.
         """

@@ -15,7 +15,7 @@ reproduce the paper and to compare; `unbiased` reads less and keeps the expected
    rank the same head of its list, the first N/R, ties by index (which is class order): that many repeats of it in an
    epoch. This is between its one rank (no repeat) and its two (half the list, twice), and the same for any number of
    ranks.
-4. Every draw of a cached sample appears ``replication`` times (at 1.5 a random half of them twice).
+4. Every draw of a cached sample appears ``replication_factor`` times (at 1.5 a random half of them twice).
 5. All are shuffled together and the first N taken. The release put hits first and cut the misses off, so an epoch
    could end up all cached; here hits and misses are thinned alike.
 

@@ -52,7 +52,7 @@ def write_png(run: Run, path: Path) -> str:
 
 
 def _title(run: Run) -> str:
-    named = [str(run.plan[key]) for key in ("network", "mode", "policy") if isinstance(run.plan.get(key), str)]
+    named = [str(run.plan[key]) for key in ("network", "sampling", "policy") if isinstance(run.plan.get(key), str)]
     epochs, ranks = len(run.epochs), max(e.ranks for e in run.epochs)
     size = f"{epochs} epoch{'s' * (epochs > 1)}, {ranks} rank{'s' * (ranks > 1)}"
     return "  ·  ".join(["shade", *(named or [run.directory.resolve().name]), size])

@@ -74,12 +74,8 @@ class Run:
     epochs: list[EpochSummary] = field(default_factory=list)
     num_torn: int = 0
     """Lines that were not JSON: torn by a kill, and left out."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """N, when the plan names ``num_samples`` at any depth."""
-        found = _find(self.plan, "num_samples")
-        return found if isinstance(found, int) and found > 0 else None
+    num_samples: int | None = None
+    """N, the size of the data set, as the last row that names ``num_samples`` has it, or else the plan."""
 
     def total(self, name: str) -> int | None:
         """A counter over all epochs; None when no epoch has it."""
@@ -120,16 +116,13 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         plan = json.loads((directory / "run.json").read_bytes())
     except (OSError, ValueError):
         plan = {}
-    epochs = sorted({row["epoch"] for row in rows})
-    summaries = [_summarize(e, [row for row in rows if row["epoch"] == e]) for e in epochs]
-    return Run(directory, plan if isinstance(plan, dict) else {}, summaries, num_torn)
-
-
-def _find(plan: dict[str, Any], name: str) -> Any:
-    if name in plan:
-        return plan[name]
-    nested = (_find(value, name) for value in plan.values() if isinstance(value, dict))
-    return next((found for found in nested if found is not None), None)
+    plan = plan if isinstance(plan, dict) else {}
+    by_epoch: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_epoch.setdefault(row["epoch"], []).append(row)
+    summaries = [_summarize(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)]
+    num_samples = _last([plan, *rows], "num_samples")
+    return Run(directory, plan, summaries, num_torn, int(num_samples) if num_samples else None)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -191,8 +191,9 @@ def test_sourcing_leaves_the_shell_as_it_was(machine: Machine) -> None:
     (machine.bin / "grep").symlink_to(str(shutil.which("grep")))
     result = machine.run(
         "bash", "-c",
-        f"before= after= first= second=; before=$({show}); . {script} --dry-run >/dev/null; first=$?; . {script} --bogus; "
-        f"second=$?; after=$({show}); echo $first $second; [ \"$before\" = \"$after\" ] && echo same",
+        f"before= after= first= second=; before=$({show}); . {script} --dry-run >/dev/null; first=$?; "
+        f". {script} --bogus; second=$?; after=$({show}); echo $first $second; "
+        '[ "$before" = "$after" ] && echo same',
     )  # fmt: skip
     assert result.stdout.splitlines() == ["0 2", "same"], result.stdout + result.stderr
     assert "unknown argument '--bogus'" in result.stderr

@@ -77,7 +77,7 @@ def test_a_row_that_knows_nothing_is_dashes_and_not_zeros(tmp_path: Path) -> Non
 
 def full_run(folder: Path) -> Path:
     rows = [
-        row(epoch, rank, samples=100, hits=60 * (epoch > 0), misses=100 - 60 * (epoch > 0),
+        row(epoch, rank, num_samples=200, samples=100, hits=60 * (epoch > 0), misses=100 - 60 * (epoch > 0),
             origin_reads=100 - 60 * (epoch > 0), origin_bytes=2048, cache_bytes=1024, duplicates=3, corrupt=epoch,
             epoch_seconds=2.0, stall_seconds=dict.fromkeys(("origin", "cache", "decode", "transform", "wait"), 0.25),
             resident_bytes=900, capacity_bytes=1000, loss=2.0 - epoch, train_accuracy=0.5,
@@ -108,6 +108,7 @@ def test_the_text_holds_the_figures_and_what_they_mean(tmp_path: Path) -> None:
     assert "largest |z| 1.50, sound; effective sample size 180 of 200 drawn" in text
     assert "2 entries came back from the store damaged" in text
     assert "secret" not in text
+    assert "data.seed" in text
     assert "redis://***@host:1/0" in text
     assert max(map(len, text.splitlines())) <= 120
 

@@ -61,6 +61,9 @@ class SlotMap:
             reply: ``[[first, last, primary, replica …] …]`` with a node as ``[host, port, id …]``.
             asked: Who said it: an empty host means "where you found me".
 
+        Returns:
+            The map.
+
         Raises:
             ValueError: It is something else.
         """
@@ -204,6 +207,9 @@ class ClusterStore(RemoteStore):
 
     def _slot_map(self) -> SlotMap:
         """The map, learnt first or again where that is due.
+
+        Returns:
+            The newest there is.
 
         Raises:
             StoreUnavailableError: None yet, and no node can tell.

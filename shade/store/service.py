@@ -125,6 +125,12 @@ def up(
 def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
     """What became of the servers that `up` started there.
 
+    Args:
+        directory: As given to `up`.
+
+    Returns:
+        Their address, and each as it is now.
+
     Raises:
         ConfigError: None are recorded there.
     """
@@ -141,6 +147,9 @@ def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
 
 def down(directory: Path) -> int:
     """Ends the servers that `up` started there, and forgets them.
+
+    Args:
+        directory: As given to `up`.
 
     Returns:
         How many were still running.
@@ -190,6 +199,11 @@ def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int,
 def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) -> None:
     """Waits until the server at that port answers, and makes sure that it is the one we started.
 
+    Args:
+        record: The one we started.
+        endpoint: Where it should answer.
+        directory: Where its log is.
+
     Raises:
         StoreUnavailableError: It is not, or there is none; the message has the end of its log.
     """
@@ -235,6 +249,9 @@ def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``up | status | down`` on the command line.
+
+    Args:
+        arguments: Instead of the command line's own.
 
     Returns:
         0, or 2 where something could not be done: the reason is on standard error.

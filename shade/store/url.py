@@ -35,7 +35,13 @@ _UNITS: Final = {"": 1, "B": 1} | {
 
 
 def parse_bytes(text: str) -> int:
-    """Reads an amount of memory: ``8GiB``, ``500MB``, ``1.5TiB``, ``4096``.
+    """Reads an amount of memory.
+
+    Args:
+        text: Such as ``8GiB``, ``500MB``, ``1.5TiB``, ``4096``.
+
+    Returns:
+        Bytes, > 0.
 
     Raises:
         ConfigError: Not a positive number with a unit we know.
@@ -67,6 +73,12 @@ class StoreURL:
         """Reads ``scheme://[user:password@]where[/database][?option=value]``.
 
         A password (user) that the URL lacks is taken from ``SHADE_REDIS_PASSWORD`` (``SHADE_REDIS_USERNAME``).
+
+        Args:
+            text: As a person types it.
+
+        Returns:
+            The URL; its options are known to be known.
 
         Raises:
             UnknownNameError: No store has that scheme; the message lists those there are.

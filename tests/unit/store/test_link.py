@@ -1,0 +1,140 @@
+"""A server that lies, stalls or hangs up: each is `StoreUnavailableError` in time, and never somebody else's bytes.
+
+The server here is a script of bytes behind a real socket, since no real Redis would say these things.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
+from shade.store import RedisStore, open_store
+
+HELLO = b"+OK\r\n"
+Script = Callable[[list[bytes]], str]
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[Script]:
+    """Starts a server that greets each client and then answers its first command with the given bytes, once a client:
+    the last one's answer is for all who come after."""
+    stopping = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def serve(listener: socket.socket, answers: list[bytes]) -> None:
+        held = []
+        with listener:
+            while not stopping.is_set():
+                try:
+                    client, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                held.append(client)
+                client.settimeout(5)
+                client.recv(1 << 16)
+                client.sendall(HELLO)
+                if client.recv(1 << 16):
+                    answer = answers.pop(0) if len(answers) > 1 else answers[0]
+                    client.sendall(answer.removesuffix(b"<hang up>"))
+                    if answer.endswith(b"<hang up>"):
+                        client.close()
+        for client in held:
+            client.close()
+
+    def start(answers: list[bytes]) -> str:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.settimeout(0.05)
+        threads.append(threading.Thread(target=serve, args=(listener, answers)))
+        threads[-1].start()
+        return f"unix://{tmp_path}/s"
+
+    yield start
+    stopping.set()
+    for thread in threads:
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<hang up>",
+        b"$5\r\nhel<hang up>",
+        b"$5\r\nhello<hang up>",
+        b"$5<hang up>",
+        b"$5\r\nhel",
+        b"",
+        b"$5\r\nhello!!",
+        b"$99999999999999\r\n",
+        b"$-7\r\n",
+        b"$five\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"*3\r\n$1\r\na\r\n",
+        b"x" * 100_000,
+    ],
+)
+def test_half_an_answer_is_none(scripted: Script, answer: bytes) -> None:
+    with open_store(scripted([answer]), timeout_seconds=0.2) as store, pytest.raises(StoreUnavailableError):
+        store.get_many(["shade:a"])
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one(scripted: Script) -> None:
+    """1. The reply to `a` arrives half; we give up. 2. The rest is under way. 3. `b` must not read it."""
+    with open_store(scripted([b"$5\r\nfo", b"$3\r\nbar\r\n"]), timeout_seconds=0.2) as store:
+        with pytest.raises(StoreUnavailableError, match=r"0\.2 s"):
+            store.get_many(["shade:a"])
+        assert store.get_many(["shade:b"]) == [b"bar"]
+
+
+def test_a_server_that_hung_up_while_we_were_idle_costs_no_error(scripted: Script) -> None:
+    with open_store(scripted([b"$3\r\nfoo\r\n<hang up>", b"$3\r\nbar\r\n"]), timeout_seconds=0.2) as store:
+        assert store.get_many(["shade:a"]) == [b"foo"]
+        assert store.get_many(["shade:b"]) == [b"bar"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"-NOAUTH Authentication required.\r\n", StoreAuthError),
+        (b"-NOPERM no permissions\r\n", StoreAuthError),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", StoreUnavailableError),
+        (b"-ERR max number of clients reached\r\n", StoreUnavailableError),
+        (b"-BUSY running a script\r\n", StoreUnavailableError),
+        (b"-WRONGTYPE Operation against a key\r\n", StoreError),
+        (b":1\r\n", StoreError),
+        (b"*0\r\n", StoreError),
+    ],
+)
+def test_errors_have_their_names(scripted: Script, answer: bytes, error: type[StoreError]) -> None:
+    with open_store(scripted([answer]), timeout_seconds=0.2) as store, pytest.raises(error) as raised:
+        store.get_many(["shade:a"])
+    assert type(raised.value) is error
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing_behind(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a reply is read: the connection is dropped, not kept with half a reply in it."""
+    with open_store(scripted([b"$3\r\nfoo\r\n", b"$3\r\nbar\r\n"]), timeout_seconds=0.2) as store:
+        assert isinstance(store, RedisStore)
+        link = store._node.take()
+        store._node.give(link)
+
+        class Interrupting:
+            def readline(self, limit: int) -> bytes:
+                raise KeyboardInterrupt
+
+            read = readline
+
+            def close(self) -> None: ...
+
+        real = link._file
+        monkeypatch.setattr(link, "_file", Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            store.get_many(["shade:a"])
+        real.close()
+        assert store.get_many(["shade:b"]) == [b"bar"]

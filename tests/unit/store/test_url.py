@@ -1,0 +1,137 @@
+"""URLs: what is read, what is refused and with which words, and that the password stays inside."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from shade.errors import ConfigError, UnknownNameError
+from shade.store import open_store
+from shade.store.url import StoreURL, parse_bytes
+
+SECRET = "pä ss@/:?#[]%41"
+QUOTED = "p%C3%A4%20ss%40%2F%3A%3F%23%5B%5D%2541"
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHADE_REDIS_PASSWORD", raising=False)
+    monkeypatch.delenv("SHADE_REDIS_USERNAME", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("memory://", StoreURL("memory")),
+        ("local://?capacity=8GiB", StoreURL("local", options=(("capacity", "8GiB"),))),
+        ("unix:///run/a%20b.sock", StoreURL("unix", path="/run/a b.sock")),
+        (f"unix://:{QUOTED}@/run/r.sock", StoreURL("unix", path="/run/r.sock", password=SECRET)),
+        ("redis://host", StoreURL("redis", (("host", 6379),))),
+        ("redis://[::1]:7000/3", StoreURL("redis", (("::1", 7000),), database=3)),
+        (f"redis://me:{QUOTED}@h:1", StoreURL("redis", (("h", 1),), username="me", password=SECRET)),
+        ("rediss://h:1?ca=/etc/c.crt", StoreURL("rediss", (("h", 1),), options=(("ca", "/etc/c.crt"),))),
+        ("redis+cluster://a:1,b:2,[::1]", StoreURL("redis+cluster", (("a", 1), ("b", 2), ("::1", 6379)))),
+    ],
+)
+def test_reads_and_writes_back(text: str, expected: StoreURL) -> None:
+    url = StoreURL.parse(text)
+    assert url == expected
+    assert StoreURL.parse(url.reveal()) == url
+    assert pickle.loads(pickle.dumps(url)) == url
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("host:6379", "redis://host:6379"),
+        ("unix://run/r.sock", "three slashes"),
+        ("unix:///", "three slashes"),
+        ("redis://", "redis://host"),
+        ("redis://h:port", "redis://host"),
+        ("redis://h:99999", "redis://host"),
+        ("redis://a:1,b:2", r"redis\+cluster://"),
+        ("redis://h:1/first", "database"),
+        ("redis+cluster://h:1/1", "a cluster has none"),
+        ("memory://host", "memory://"),
+        ("redis://h?capcity=1GB", r"\(capacity\)"),
+        ("redis://h?ca=x", r"\(capacity\)"),
+        ("rediss://h?cat=x", "capacity, ca, cert, key"),
+        ("redis://h?capacity=1GB&capacity=2GB", "once"),
+        ("redis://h?capacity=big", "8GiB"),
+        ("redis://h?capacity=0", "8GiB"),
+    ],
+)
+def test_refuses_with_a_cure(text: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        StoreURL.parse(text)
+
+
+def test_an_unknown_scheme_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'redis'"):
+        StoreURL.parse("redsi://h")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"redis://me:{QUOTED}@h:1?capacity=1GiB",
+        f"redis+cluster://:{QUOTED}@h:1,h:2",
+        f"unix://me:{QUOTED}@/r.sock",
+    ],
+)
+def test_the_password_is_hidden_from_people(text: str) -> None:
+    url = StoreURL.parse(text)
+    for shown in (str(url), repr(url), f"{url}", repr([copy.copy(url)])):
+        assert "ss@" not in shown
+        assert "%40" not in shown
+    assert ":***@" in str(url)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["redis://u:hunter2@h:x", "redsi://u:hunter2@h", "redis://u:hun/ter2@h", "redis://u:hunter2@h?what=1"],
+)
+def test_nor_is_it_in_a_refusal(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        StoreURL.parse(text)
+    assert "ter2" not in str(refused.value)
+
+
+def test_credentials_come_from_the_environment_where_the_url_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHADE_REDIS_PASSWORD", SECRET)
+    monkeypatch.setenv("SHADE_REDIS_USERNAME", "me")
+    assert StoreURL.parse("redis://h").password == SECRET
+    assert StoreURL.parse("redis+cluster://h").username == "me"
+    assert StoreURL.parse("redis://you:own@h").password == "own"
+    assert StoreURL.parse("redis://you:own@h").username == "you"
+    assert StoreURL.parse("memory://").password is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("1B", 1),
+        ("500MB", 500_000_000),
+        ("8GiB", 8 << 30),
+        ("1.5 kib", 1536),
+        ("2tb", 2 * 10**12),
+    ],
+)
+def test_amounts_of_memory(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+    assert StoreURL.parse(f"memory://?capacity={text}").capacity_bytes == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "0", "1 parsec", "1e9", "nan", "1GiBs"])
+def test_no_amount_of_memory(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("timeout_seconds", [0, -1.0, float("nan")])
+def test_a_timeout_must_be_positive(timeout_seconds: float) -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        open_store("memory://", timeout_seconds=timeout_seconds)

@@ -87,7 +87,7 @@ def full_run(folder: Path) -> Path:
     plan = {
         "network": "cnn",
         "cache": {"url": "redis://user:secret@host:1/0"},
-        "data": {"num_samples": 200},
+        "num_samples": 999,
         "none": None,
     }
     return write_run(folder, rows, plan)
@@ -108,7 +108,7 @@ def test_the_text_holds_the_figures_and_what_they_mean(tmp_path: Path) -> None:
     assert "largest |z| 1.50, sound; effective sample size 180 of 200 drawn" in text
     assert "2 entries came back from the store damaged" in text
     assert "secret" not in text
-    assert "data.seed" in text
+    assert "cache.url" in text
     assert "redis://***@host:1/0" in text
     assert max(map(len, text.splitlines())) <= 120
 

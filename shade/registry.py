@@ -40,6 +40,12 @@ class Registry(Generic[T]):
     def get(self, name: str) -> type[T]:
         """The class of that name.
 
+        Args:
+            name: As it was registered.
+
+        Returns:
+            The class, unchanged.
+
         Raises:
             UnknownNameError: No such name; the message lists the known ones and the nearest.
         """

@@ -17,6 +17,7 @@ from shade.store.base import Store
 from shade.store.local import LocalStore
 from shade.store.local_cluster import LocalCluster, free_ports
 from shade.store.server import LocalServer, find_server_binary
+from shade.store.url import PASSWORD_VARIABLE, USERNAME_VARIABLE
 
 PASSWORD = "s3cr€t p@ss:/#?word"
 WRONG = "wr0ng"
@@ -66,6 +67,13 @@ def tls_binary() -> str:
         if "argument couldn't be parsed" in told.stdout + told.stderr:
             return binary
     pytest.skip("no Redis server here was built with TLS")
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the person who runs the tests uses to reach their own servers is not for these."""
+    monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
+    monkeypatch.delenv(USERNAME_VARIABLE, raising=False)
 
 
 @pytest.fixture(scope="session")

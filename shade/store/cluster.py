@@ -37,6 +37,7 @@ from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, Reply, ServerError, pack
 
 _MAX_HOPS: Final = 4
+_NOT_SERVING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN")
 _RETRY_SECONDS: Final = 2.0
 """How long a failed node is left alone: with a timeout of 0.25 s a dead node costs an eighth of the time at most."""
 _RELEARN_SECONDS: Final = 1.0
@@ -137,7 +138,7 @@ class ClusterStore(RemoteStore):
                         assert isinstance(outcome, ServerError)
                         again.setdefault(target, []).append((position, outcome.code == "ASK"))
                     elif not isinstance(outcome, StoreUnavailableError):
-                        answered |= not (isinstance(outcome, ServerError) and outcome.code == "CLUSTERDOWN")
+                        answered |= not (isinstance(outcome, ServerError) and outcome.code in _NOT_SERVING)
             work = again
         for places in work.values():  # sent from one to another and back: a move that is not finished
             for position, _ in places:

@@ -88,6 +88,8 @@ def node_settings(folder: Path, port: int, password: str | None) -> dict[str, st
         "cluster-require-full-coverage": "no",
         "cluster-replica-validity-factor": "0",
         "cluster-allow-reads-when-down": "yes",
+        "repl-diskless-sync": "yes",
+        "repl-diskless-sync-delay": "0",
         "masterauth": quoted(password),
     }
 

@@ -10,6 +10,7 @@ Invariant: one reply a command, in order, whatever became of its server: a `Serv
 
 from __future__ import annotations
 
+import contextlib
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,8 @@ class RemoteStore(Store):
                 for key in keys:
                     if isinstance(key, bytes) and key not in seen:
                         seen.add(key)
-                        yield key.decode(errors="surrogateescape")
+                        with contextlib.suppress(UnicodeDecodeError):  # not text, so no key that anyone could ask for
+                            yield key.decode()
                 if cursor == b"0":
                     break
 

@@ -72,7 +72,8 @@ class StoreURL:
     def parse(cls, text: str) -> StoreURL:
         """Reads ``scheme://[user:password@]where[/database][?option=value]``.
 
-        A password (user) that the URL lacks is taken from ``SHADE_REDIS_PASSWORD`` (``SHADE_REDIS_USERNAME``).
+        A password (user) that the URL lacks is taken from ``SHADE_REDIS_PASSWORD`` (``SHADE_REDIS_USERNAME``), but not
+        for a unix socket: the URL of a private server must work whatever is set for others, and the file guards it.
 
         Args:
             text: As a person types it.
@@ -97,12 +98,12 @@ class StoreURL:
                 raise ConfigError.of(f"{scheme}:// and nothing but options", shown, f"write {scheme}://?capacity=8GiB")
             return cls(scheme, options=options)
         username, _, password = (unquote(piece) for piece in login.partition(":"))
-        user = username or os.environ.get(USERNAME_VARIABLE) or None
-        secret = password or os.environ.get(PASSWORD_VARIABLE) or None
         if scheme == "unix":
             if hosts or len(parts.path) < 2:
                 raise ConfigError.of("an absolute socket path", shown, "write unix:///run/redis.sock, three slashes")
-            return cls(scheme, (), unquote(parts.path), user, secret, 0, options)
+            return cls(scheme, (), unquote(parts.path), username or None, password or None, 0, options)
+        user = username or os.environ.get(USERNAME_VARIABLE) or None
+        secret = password or os.environ.get(PASSWORD_VARIABLE) or None
         addresses = tuple(_address(host, shown) for host in hosts.split(","))
         if len(addresses) > 1 and scheme in _SINGLE:
             raise ConfigError.of("one host", shown, "write redis+cluster:// for the nodes of a cluster")

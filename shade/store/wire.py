@@ -87,7 +87,7 @@ def pack_keys(verb: bytes, keys: Iterable[str]) -> list[Command]:
 def pack_set(key: str, value: Bytes, *, only_if_absent: bool = False) -> Command:
     """``SET key value [NX]``; the value itself is not copied unless its memory has gaps."""
     if isinstance(value, memoryview):
-        value = value.cast("B") if value.contiguous else value.tobytes()
+        value = value.cast("B") if value.c_contiguous and value.nbytes else value.tobytes()
     name = key.encode()
     num_words, tail = (4, b"\r\n$2\r\nNX\r\n") if only_if_absent else (3, b"\r\n")
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (num_words, len(name), name, len(value))

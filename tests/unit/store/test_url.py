@@ -15,12 +15,6 @@ SECRET = "pä ss@/:?#[]%41"
 QUOTED = "p%C3%A4%20ss%40%2F%3A%3F%23%5B%5D%2541"
 
 
-@pytest.fixture(autouse=True)
-def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SHADE_REDIS_PASSWORD", raising=False)
-    monkeypatch.delenv("SHADE_REDIS_USERNAME", raising=False)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -107,6 +101,7 @@ def test_credentials_come_from_the_environment_where_the_url_has_none(monkeypatc
     assert StoreURL.parse("redis://you:own@h").password == "own"
     assert StoreURL.parse("redis://you:own@h").username == "you"
     assert StoreURL.parse("memory://").password is None
+    assert StoreURL.parse("unix:///run/r.sock").password is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import hiredis
 import pytest
 
 from shade.store.wire import Command, pack, pack_keys, pack_set
+from shade.types import Bytes
 
 
 def _parsed(command: Command) -> object:
@@ -26,10 +27,13 @@ def test_keys() -> None:
     assert _parsed(second) == [b"GET", "ключ".encode()]
 
 
-@pytest.mark.parametrize("value", [b"", b"\r\n", b"x" * 1000])
-def test_values(value: bytes) -> None:
-    assert _parsed(pack_set("k", value)) == [b"SET", b"k", value]
-    assert _parsed(pack_set("k", value, only_if_absent=True)) == [b"SET", b"k", value, b"NX"]
+SQUARE = memoryview(b"abcdefgh").cast("H", [2, 2])
+
+
+@pytest.mark.parametrize("value", [b"", b"\r\n", b"x" * 1000, memoryview(b""), memoryview(b"0123")[::2], SQUARE])
+def test_values(value: Bytes) -> None:
+    assert _parsed(pack_set("k", value)) == [b"SET", b"k", bytes(value)]
+    assert _parsed(pack_set("k", value, only_if_absent=True)) == [b"SET", b"k", bytes(value), b"NX"]
 
 
 def test_a_value_is_not_copied() -> None:

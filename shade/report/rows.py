@@ -20,7 +20,7 @@ from typing import Any
 from shade.errors import DataError
 
 CAUSES = ("origin", "cache", "decode", "transform", "wait")
-"""What a training step can stall on, from the slowest storage to the step's own queue."""
+"""What a training step can stall on; ``wait`` is what none of the others explains."""
 
 COUNTERS = (
     "samples", "hits", "misses", "duplicates", "origin_reads", "origin_bytes", "cache_reads", "cache_bytes",
@@ -40,7 +40,7 @@ class EpochSummary:
     epoch_seconds: float | None
     """Of the slowest rank."""
     stall_seconds: dict[str, float]
-    """Cause → seconds of the mean rank. Worker time, so that with many workers the sum may exceed the epoch."""
+    """Cause → seconds of the mean rank; together, the time its training waited for data."""
     loss: float | None
     train_accuracy: float | None
     val_loss: float | None

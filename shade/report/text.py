@@ -28,9 +28,9 @@ How to read it
   hit ratio      share of samples whose bytes did not come from the origin (where the data set lives).
   reads/N        origin reads in the epoch over the size of the data set. A loader without a cache that uses every
                  sample once reads 1.00 per epoch; below that is what the cache and the sampling saved.
-  stall seconds  what loading waited for, per rank: origin (slow storage), cache (the store), decode, transform, and
-                 wait (the training step waiting for its next batch). Loading runs in workers beside the training,
-                 so only `wait` is time the training lost; the others say where to look if it is large.
+  stall seconds  time the training waited for its next batch, per rank, shared out over what the loading was busy
+                 with: origin (slow storage), cache (the store), decode, transform; wait is what none of these
+                 explains (workers starting, batches changing hands). Small against `seconds`: nothing to gain.
   samples/s      all ranks together. Epoch 0 is slow everywhere: the cache is empty.
   gradient weights: z near 0 is a sound draw (|z| > 4 is a bug, please report it); an effective sample size near
                  the number drawn means the weights are even and the gradient is hardly noisier than without them."""
@@ -175,8 +175,12 @@ def _totals(run: Run) -> Iterator[str]:
     zs = [abs(e.receipt["weight_sum_z"]) for e in run.epochs if _is_number(e.receipt.get("weight_sum_z"))]
     if zs:
         verdict = "sound" if max(zs) <= 4 else "BROKEN: the weights are not those of the draw; please report it"
-        drawn, ess = last.receipt.get("drawn"), last.receipt.get("effective_sample_size")
-        even = f"; effective sample size {ess:,.0f} of {drawn:,} drawn" if _is_number(ess) and _is_number(drawn) else ""
+        shares = [
+            e.receipt["effective_sample_size"] / e.receipt["drawn"]
+            for e in run.epochs
+            if _is_number(e.receipt.get("effective_sample_size")) and e.receipt.get("drawn")
+        ]
+        even = f"; least effective sample size {min(shares):.1%} of those drawn" if shares else ""
         yield f"  Gradient weights: largest |z| {max(zs):.2f}, {verdict}{even}."
     for name, meaning in TROUBLES.items():
         if total := run.total(name):

@@ -105,7 +105,7 @@ def test_the_text_holds_the_figures_and_what_they_mean(tmp_path: Path) -> None:
     assert "Hit ratio 30.0%: 120 hits, 280 misses." in text
     assert "8.0 KiB from the origin, 4.0 KiB from the cache" in text
     assert "900 B of 1,000 B (90.0%)" in text
-    assert "largest |z| 1.50, sound; effective sample size 180 of 200 drawn" in text
+    assert "largest |z| 1.50, sound; least effective sample size 90.0% of those drawn" in text
     assert "2 entries came back from the store damaged" in text
     assert "secret" not in text
     assert "cache.url" in text

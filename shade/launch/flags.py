@@ -2,11 +2,16 @@
 
 No flag has a default here. A flag that was not typed stays absent, so that `resolve` can tell what the user said from
 what it may choose.
+
+The script and its paths may stand before, between and after the flags. One thing argparse cannot know: a flag that
+takes several values, or perhaps none, would take the script for one of them. So a list of values ends at a word that
+ends in ``.py``: scripts do, and data sets, hosts and run directories do not.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 _DESCRIPTION = """\
@@ -30,15 +35,53 @@ hit ratio, as ever:  grep -c hitting train.log;  grep -c miss train.log
 """
 
 
+_GREEDY = {
+    "--val_paths", "-val_paths", "--val-paths", "--host_ip", "-host_ip", "--host-ip",
+    "--port_num", "-port_num", "--port-num", "--resume",
+}  # fmt: skip
+"""Flags that take what follows, be it one value too many."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        self.exit(2, f"runshade: {message}; see --help\n")
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def parse(argv: Sequence[str], prog: str = "runshade.py") -> argparse.Namespace:
+    """Reads a command line.
+
+    Args:
+        argv: Without the program's name.
+        prog: What the user typed to get here, for help and errors.
+
+    Returns:
+        What was typed, and nothing else; a flag that was not typed is absent.
+
+    Raises:
+        SystemExit: 2 after one line about a flag that cannot be, 0 after ``--help``.
+    """
+    return parser(prog).parse_intermixed_args(_scripts_first(argv))
+
+
+def _scripts_first(argv: Sequence[str]) -> list[str]:
+    """The words with a script that a greedy flag would take, and the paths after it, moved to the front."""
+    front: list[str] = []
+    rest: list[str] = []
+    greedy = moving = False
+    for word in argv:
+        if word.startswith("-"):
+            greedy, moving = word in _GREEDY, False
+        elif greedy and word.endswith(".py"):
+            greedy, moving = False, True
+        (front if moving else rest).append(word)
+    return front + rest
+
+
+def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     """The launcher's parser; absent flags are absent from its namespace."""
     top = _Parser(
-        prog="runshade.py",
+        prog=prog,
+        usage="%(prog)s [SCRIPT TRAIN_PATH ...] [flags]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -46,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     what = top.add_argument_group("what to train")
-    what.add_argument("script", nargs="?", metavar="SCRIPT", help="training script (default: bench_cifar10.py)")
+    what.add_argument("script", nargs="?", metavar="SCRIPT", help="training script (bench_cifar10.py)")
     what.add_argument("train_paths", nargs="*", metavar="TRAIN_PATH", help="folders in ImageFolder layout")
     what.add_argument("--val_paths", "-val_paths", "--val-paths", nargs="+", metavar="PATH", help="validation folders")
     what.add_argument("--network", "-network", help="architecture, see benchmarks/networks.py (resnet18)")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from PIL import UnidentifiedImageError
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from shade.config import RunConfig
@@ -46,13 +47,14 @@ def check(config: RunConfig, cache_url: str) -> None:
             f"{config.batch_size} × {config.processes * config.nodes}",
             "pass a smaller --batch_size",
         )
-    if not config.resume and (Path(config.out) / "metrics.jsonl").exists():
-        raise ConfigError.of("an --out without a run in it", config.out, "choose another, or add --resume")
-    if config.resume and not config.checkpoint.is_file():
-        raise ConfigError.of("a checkpoint to resume from", str(config.checkpoint), "start without --resume")
+    check_out(config)
     if cache_url != "none" and not cache_url.startswith("local:"):
         with open_store(cache_url) as store:
             store.ping()
+            if not store.shared and (config.workers or config.processes * config.nodes > 1):
+                raise ConfigError.of(
+                    "a cache that ranks and workers share", config.cache, "use local://, or one rank and --workers 0"
+                )
 
 
 def check_names(config: RunConfig) -> None:
@@ -67,12 +69,29 @@ def check_names(config: RunConfig) -> None:
             f"options that --sampling {config.sampling} takes", named, "--keep is for unbiased, -rep for pads"
         ) from None
     policy = POLICIES.get(config.policy or mode.default_policy)
+    if policy.offline:
+        raise ConfigError.of(
+            "a --policy for a run", config.policy, "this one sees the whole future: it is for shade simulate"
+        )
     if policy.needs_next_order and not mode.draws_ahead:
         raise ConfigError.of(
             f"a --policy that can do without the next epoch's order, with --sampling {config.sampling}",
             config.policy,
             "use --policy shade or lru",
         )
+
+
+def check_out(config: RunConfig) -> None:
+    """The run directory: ours to write, and with a checkpoint in it or with no run at all, as asked for."""
+    out = Path(config.out)
+    if config.resume and config.node_rank == 0 and not config.checkpoint.is_file():
+        raise ConfigError.of("a checkpoint to resume from", str(config.checkpoint), "start without --resume")
+    if not config.resume and any((out / name).exists() for name in ("run.json", "metrics.jsonl")):
+        raise ConfigError.of("an --out without a run in it", config.out, "choose another, or go on with --resume")
+    nearest = next(path for path in (out, *out.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        what = "is not a directory" if not nearest.is_dir() else "is not ours to write"
+        raise ConfigError.of("an --out that can be written", f"{config.out}: {nearest} {what}", "choose another --out")
 
 
 def check_ranks(config: RunConfig) -> None:
@@ -125,7 +144,9 @@ def check_folder(root: Path) -> int:
             )
         try:
             decode_rgb(Path(first).read_bytes())
-        except Exception as error:
+        except UnidentifiedImageError:
+            raise DataError.of("an image", f"{first}, which is none", "replace or remove that file") from None
+        except (OSError, ValueError, SyntaxError) as error:  # what Pillow's decoders raise on damaged files
             raise DataError.of("a readable image", f"{first}: {error}", "replace or remove that file") from error
         total += 1 + sum(1 for _ in images)
     return total

@@ -2,7 +2,11 @@
 
 Precedence: what was typed; then, on ``--resume``, what the run said before; then the default. The original's defaults
 hold when a script is named (``resnet18``, batch 256, working set 0.1); with nothing named, the embedded default trains
-digits.
+digits. A run may be resumed on another number of ranks: the global batch is what decides the stream, so unless
+``--batch_size`` is typed the ranks share the old one.
+
+The run directory of machine 0 is what ``--out`` says; machine 3 uses ``node3`` inside it, so that machines may share a
+file system or not.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shade.config import RunConfig
+from shade.config import CACHE_URL, RunConfig
 from shade.errors import ConfigError
 from shade.store import StoreURL
 
@@ -48,11 +52,9 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, str]:
     known = {field.name for field in fields(RunConfig)}
     chosen: dict[str, Any] = {}
     if "resume" in typed:
-        chosen = dict(vars(RunConfig.load(out / "run.json")).items())
+        chosen = _saved(out, typed)
     elif "script" not in typed:
-        chosen = dict(_EMBEDDED)
-        root = _BENCHMARKS.parent
-        chosen["train_paths"], chosen["val_paths"] = (str(root / DIGITS / "train"),), (str(root / DIGITS / "val"),)
+        chosen = _embedded()
     chosen |= {name: value for name, value in typed.items() if name in known and value not in (None, [])}
     chosen |= {"out": str(out), "resume": "resume" in typed}
     chosen["script"] = str(_find_script(chosen.get("script", "bench_cifar10.py"), directory))
@@ -71,25 +73,55 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, str]:
     return config, url
 
 
+def _embedded() -> dict[str, Any]:
+    """The digits and a small network."""
+    digits = _BENCHMARKS.parent / DIGITS
+    if not digits.is_dir():
+        raise ConfigError.of(
+            "the digits of the embedded default", str(digits), "run scripts/prepare_digits, or name a SCRIPT TRAIN_PATH"
+        )
+    return _EMBEDDED | {"train_paths": (str(digits / "train"),), "val_paths": (str(digits / "val"),)}
+
+
+def _saved(out: Path, typed: dict[str, Any]) -> dict[str, Any]:
+    """What the run to resume was asked to do, its global batch shared by as many ranks as there are now."""
+    if not (out / "run.json").is_file():
+        raise ConfigError.of("a run to resume", str(out), "name its directory: --resume DIR")
+    before = RunConfig.load(out / "run.json")
+    chosen = dict(vars(before))
+    if "batch_size" not in typed:
+        ranks = typed.get("processes", before.processes) * typed.get("nodes", before.nodes)
+        global_batch = before.batch_size * before.processes * before.nodes
+        if ranks < 1 or global_batch % ranks:
+            raise ConfigError.of(
+                f"a number of ranks that divides the run's global batch of {global_batch}",
+                ranks,
+                "choose -n and -g so that their product does",
+            )
+        chosen["batch_size"] = global_batch // ranks
+    return chosen
+
+
 def _out(typed: dict[str, Any], directory: Path) -> Path:
-    if typed.get("resume"):
-        return Path((directory / typed["resume"]).resolve())
-    if "out" in typed:
-        return Path((directory / typed["out"]).resolve())
+    inner = f"node{typed['node_rank']}" if typed.get("nodes", 1) > 1 and typed.get("node_rank", 0) > 0 else ""
+    named: str | None = typed.get("resume") or typed.get("out")
+    if named:
+        return (directory / named / inner).resolve()
     runs = directory / "runs"
     if "resume" in typed:
-        candidates = [path.parent for path in runs.glob("*/run.json")]
+        candidates = [run for run in runs.glob("*") if (run / inner / "run.json").is_file()]
         if not candidates:
-            raise ConfigError.of("a run to resume", str(runs), "name it: --resume DIR")
-        return max(candidates, key=lambda path: (path / "run.json").stat().st_mtime).resolve()
-    suffix = f"-node{typed['node_rank']}" if typed.get("nodes", 1) > 1 else ""
-    return (runs / (time.strftime("%Y%m%d-%H%M%S") + suffix)).resolve()
+            raise ConfigError.of("a run to resume", str(runs), "name its directory: --resume DIR")
+        return (max(candidates, key=lambda run: (run / inner / "run.json").stat().st_mtime) / inner).resolve()
+    return (runs / time.strftime("%Y%m%d-%H%M%S") / inner).resolve()
 
 
 def _find_script(script: str, directory: Path) -> Path:
     for candidate in (directory / script, _BENCHMARKS / script):
         if candidate.is_file():
             return candidate.resolve()
+    if (directory / script).is_dir():
+        raise ConfigError.of("a training script first", script, f"write bench_cifar10.py {script}")
     raise ConfigError.of("a training script", script, "give its path; benchmarks/bench_cifar10.py is one to copy from")
 
 
@@ -98,23 +130,23 @@ def _cache_url(typed: dict[str, Any], chosen: dict[str, Any]) -> str:
     nodes, named = chosen.get("nodes", 1), typed.get("host_ip") or typed.get("port_num")
     if "cache" in typed:
         if named:
-            raise ConfigError.of("either --cache or --host_ip/--port_num", typed["cache"], "leave one of the two out")
+            raise ConfigError.of("either --cache or --host_ip/--port_num", "both", "leave one of the two out")
         return str(typed["cache"])
     if named:
         host = typed.get("host_ip") or "0.0.0.0"
         host = "127.0.0.1" if host == "0.0.0.0" else host
         cluster = typed.get("cache_nodes", 3 if typed.get("nodedist") else 1) > 1
         return f"{'redis+cluster' if cluster else 'redis'}://{host}:{typed.get('port_num') or 6379}"
-    if "SHADE_CACHE" in os.environ:
-        return os.environ["SHADE_CACHE"]
-    if nodes > 1:
+    if CACHE_URL in os.environ:
+        return os.environ[CACHE_URL]
+    if nodes > 1 and "cache" not in chosen:
         raise ConfigError.of(
             "a cache that all machines reach",
             "local:// on each",
             "pass --cache redis+cluster://host:port or --cache none",
         )
-    cache = chosen.get("cache", "local://")
-    return "local://" if cache.startswith("local://") else str(cache)
+    # A password was not saved with the run: without it the URL is completed from the environment again.
+    return str(chosen.get("cache", "local://")).replace(":***@", "@").replace("//@", "//")
 
 
 def _check(config: RunConfig) -> None:
@@ -136,4 +168,5 @@ def _check(config: RunConfig) -> None:
     require(config.steps is None or config.steps >= 1, "--steps of at least 1", config.steps, "leave it out for all")
     fraction = config.working_set_fraction
     require(0 < fraction <= 1, "-wss in (0, 1], the cached share", fraction, "-wss 0.2 caches a fifth")
+    require(0 <= config.master_port < 65536, "--master_port below 65536", config.master_port, "choose another port")
     require(bool(config.train_paths), "a TRAIN_PATH", "none", "name a folder with one sub-folder per class")

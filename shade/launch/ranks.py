@@ -1,0 +1,130 @@
+"""The ranks of one machine as processes: started through torch.distributed.run, ended whatever ends the launcher.
+
+Three ropes hold them. A signal to the launcher becomes an exception, which unwinds through `Ranks.stop`. A launcher
+that is killed outright cannot unwind: the kernel then sends torch.distributed.run a SIGTERM, which it passes on. And
+should torch.distributed.run itself be killed, each rank has asked the kernel for the same (`TrainSession`). Workers of
+the DataLoader look after themselves: they end within five seconds of their rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+from shade.config import RunConfig
+from shade.process import die_with_parent
+
+GRACE_SECONDS = 40.0
+"""torch.distributed.run itself waits 30 s for its ranks before it kills them."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TAIL_BYTES = 200_000
+
+
+class Ended(BaseException):
+    """A signal asked the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises `Ended`; later ones wait until the tidying up is over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        del frame
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Ended(number)
+
+    before = {number: signal.signal(number, unwind) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def command(config: RunConfig) -> list[str]:
+    """What starts the ranks of this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(config.nodes), "--node_rank", str(config.node_rank)),
+        *("--nproc_per_node", str(config.processes)),
+        *("--master_addr", config.master_address, "--master_port", str(config.master_port)),
+        config.script,
+    ]
+
+
+class Ranks:
+    """The running ranks; a context manager that leaves none behind.
+
+    Args:
+        config: The resolved run.
+        environment: Of the ranks.
+        log: Gets all that they write.
+    """
+
+    def __init__(self, config: RunConfig, environment: Mapping[str, str], log: Path) -> None:
+        self._log = log
+        launcher = os.getpid()
+        with log.open("ab") as sink:
+            self._log_start = sink.tell()
+            self._process = subprocess.Popen(
+                command(config),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                preexec_fn=lambda: die_with_parent(launcher),
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The exit status, or None while they run."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Ends them and waits until they are gone. Safe to repeat."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def why(self) -> str:
+        """One sentence on why they failed, read from what they wrote."""
+        with self._log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        cause = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
+        who, status = (f"rank {cause[1]}", int(cause[2])) if cause else ("a rank", 1)
+        if status < 0:
+            guess = " (out of memory?)" if -status == signal.SIGKILL else ""
+            return f"{who} was killed by {signal.Signals(-status).name}{guess}"
+        errors = re.findall(
+            r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", text, re.MULTILINE
+        )
+        told = [line.strip() for line in errors if "ChildFailedError" not in line]
+        return f"{who} failed: {told[-1][:300]}" if told else f"{who} failed with exit status {status}"

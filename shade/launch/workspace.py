@@ -1,0 +1,107 @@
+"""The run directory and the link to its log: made when the ranks are about to start, taken back if nothing came of it.
+
+A bad input that only a rank can see (a network that the script does not know, a password that changed meanwhile) must
+leave as little behind as one that the launcher sees itself. So this remembers what it made, and `undo` removes that
+and nothing else.
+
+Invariant: for a run on one machine, the ``hitting`` and ``miss`` lines of train.log are as many as the rows of
+metrics.jsonl say together. A run that was killed has logged accesses that no row tells of; when it is resumed they
+get a row of their own, of the kind ``lost``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from shade.config import RunConfig
+from shade.errors import ConfigError
+from shade.telemetry import JsonlSink
+
+
+class Workspace:
+    """The places where a run writes.
+
+    Args:
+        config: The resolved run.
+        directory: Where the user stands; gets the link ``train.log``.
+
+    Raises:
+        ConfigError: The run directory cannot be made.
+    """
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self.out = Path(config.out)
+        self.train_log = self.out / "train.log"
+        """A line for each sample that was fetched and one for each epoch, for grep."""
+        self.output_log = self.out / "output.log"
+        """Whatever the ranks say."""
+        self.metrics = self.out / "metrics.jsonl"
+        self._link = directory / "train.log"
+        self._linked_before: str | None = None
+        self._made = next((path for path in reversed((self.out, *self.out.parents)) if not path.exists()), None)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.train_log.touch()
+        except OSError as error:
+            raise ConfigError.of(
+                "an --out that can be written", f"{self.out}: {error.strerror}", "choose another --out"
+            ) from None
+        for leftover in (*self.out.glob("failure-*.txt"), self.out / "progress.json"):
+            leftover.unlink(missing_ok=True)
+        if config.resume and config.nodes == 1:
+            self._account_for_lost()
+        self._make_link()
+
+    @property
+    def failure(self) -> str | None:
+        """The line of the first rank that met bad input."""
+        told = [path.read_text().strip() for path in sorted(self.out.glob("failure-*.txt"))]
+        return next(filter(None, told), None)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether anything is there that somebody may want to keep: an epoch's metrics or a checkpoint."""
+        return (self.metrics.exists() and self.metrics.stat().st_size > 0) or (self.out / "checkpoint.pt").exists()
+
+    def undo(self) -> None:
+        """Removes what was made, unless it has results; the link points where it did before."""
+        if self.has_results or self._made is None:
+            return
+        if self._link.is_symlink() and self._points_to_us():
+            self._link.unlink()
+            if self._linked_before is not None:
+                self._link.symlink_to(self._linked_before)
+        shutil.rmtree(self._made)
+
+    def _make_link(self) -> None:
+        """Links train.log into the working directory, unless a file of that name is somebody else's."""
+        with contextlib.suppress(OSError):  # a working directory that is not ours to write only lacks a convenience
+            if self._link.is_symlink():
+                self._linked_before = os.readlink(self._link)
+                self._link.unlink()
+            if not self._link.exists():
+                self._link.symlink_to(self.train_log)
+
+    def _points_to_us(self) -> bool:
+        return os.readlink(self._link) == str(self.train_log)
+
+    def _account_for_lost(self) -> None:
+        logged = {"hits": 0, "misses": 0}
+        with self.train_log.open("rb") as lines:
+            for line in lines:
+                logged["hits"] += line.startswith(b"hitting ")
+                logged["misses"] += line.startswith(b"miss ")
+        with contextlib.suppress(FileNotFoundError), self.metrics.open("rb") as rows:
+            for row in rows:
+                with contextlib.suppress(ValueError):
+                    counts = json.loads(row)
+                    for name in logged:
+                        logged[name] -= int(counts.get(name) or 0)
+        if any(count > 0 for count in logged.values()):
+            sink = JsonlSink(self.metrics)
+            sink.write({"kind": "lost", **{name: max(0, count) for name, count in logged.items()}})
+            sink.close()

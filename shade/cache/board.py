@@ -25,7 +25,7 @@ LOOK = 1
 STAY = 2
 """The sample should be in the cache once this access is over."""
 
-_PLANNED, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS = range(5)
+_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN = range(8)
 _ROWS = 129
 
 
@@ -79,7 +79,16 @@ class Board:
         """A snapshot summed over all processes of the rank."""
         return Ledger(self._count_RF.sum(axis=0))
 
-    # The breaker's shared words. Two workers may write them at once; the loser's write is merely late.
+    @property
+    def generation(self) -> int:
+        """How often the residents were counted afresh; whoever remembers an older number forgets what it had to do."""
+        return int(self._state[_GENERATION])
+
+    def begin_generation(self) -> None:
+        """The residents were counted afresh. Only the training process says so."""
+        self._state[_GENERATION] += 1
+
+    # The breaker's words. Two workers may write them at once; the loser's write is merely late.
 
     @property
     def open_until(self) -> float:
@@ -110,9 +119,27 @@ class Board:
 
     @property
     def trips(self) -> int:
-        """How often the breaker has opened; the first time is logged."""
+        """How often the breaker has opened."""
         return int(self._state[_TRIPS])
 
     @trips.setter
     def trips(self, count: int) -> None:
         self._state[_TRIPS] = count
+
+    @property
+    def told_by(self) -> int:
+        """Who has told the log that the cache is out of use; 0: nobody yet."""
+        return int(self._state[_TOLD_BY])
+
+    @told_by.setter
+    def told_by(self, process: int) -> None:
+        self._state[_TOLD_BY] = process
+
+    @property
+    def origin_seconds(self) -> float:
+        """What a sample from the origin costs lately; 0 while unknown."""
+        return float(self._state[_ORIGIN])
+
+    @origin_seconds.setter
+    def origin_seconds(self, seconds: float) -> None:
+        self._state[_ORIGIN] = seconds

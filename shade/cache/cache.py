@@ -5,15 +5,8 @@ batch, which samples are in the cache and which shall stay there (`begin_epoch`,
 fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the store for the planned hits,
 one call to the origin for all the rest, then departures, and only then arrivals.
 
-The capacity is a promise in bytes. It is kept by a shared counter in the store: whoever wants to admit first reserves
-room there, so ranks and workers that run ahead of each other cannot overshoot together. What finds no room waits for
-the departures of a slower neighbour and is declined at last. Races, as stories:
-
-1. A removes, B admits. A unlinks, then lowers the counter; B raises it before it writes. Between the two the counter is
-   above the truth, never below: B waits a batch, nothing overshoots.
-2. A and B admit the same sample. Both reserve; the second ``add`` finds the key present and gives its room back.
-3. A dies between reserving and writing. The counter stays too high, capacity is lost, not exceeded; `reconcile` at the
-   next start (or after a disturbance) sets it right from what the store really holds.
+The capacity is a promise in bytes; `shade.cache.room` keeps it. An entry that fails its checksum is a miss, and is
+repaired in place: it has its room already.
 
 Invariant: `fetch_many` returns the origin's bytes for every sample, whatever the store does.
 
@@ -26,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,21 +27,30 @@ import numpy.typing as npt
 
 from shade.cache.board import LOOK, STAY, Board
 from shade.cache.breaker import Breaker
-from shade.cache.entry import HEADER_BYTES, seal, unseal
+from shade.cache.entry import HEADER_BYTES, unseal
 from shade.cache.ledger import Ledger
+from shade.cache.room import COUNTER, Room
 from shade.errors import CorruptEntryError, StoreError
-from shade.policy.base import CachePolicy, EpochWindow
+from shade.policy.base import EMPTY, CachePolicy, EpochWindow
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
 from shade.types import Indices
 
 logger = logging.getLogger("shade.cache")
 
-WAITING_BYTES = 64 * 2**20
-"""How much a process keeps in hand for want of room in the store; beyond it the oldest are declined."""
-
 ReadOrigin = Callable[[list[int]], list[Any]]
 """Payload by sample index, in order: bytes, or the exception that stands for a sample that could not be read."""
+
+
+@dataclass
+class _Looked:
+    """What became of one look-up."""
+
+    found: dict[int, memoryview] = field(default_factory=dict)
+    """Payload by sample index."""
+    damaged: list[int] = field(default_factory=list)
+    """Samples whose entries failed their check."""
+    failed: bool = False
 
 
 class SampleCache:
@@ -72,29 +75,26 @@ class SampleCache:
         self.store = store
         self.capacity_bytes = int(capacity_bytes)
         self.keys = SampleKeys(namespace)
-        self._counter_key = self.keys.counter_key("used-bytes")
         self.board = Board(len(payload_bytes_N))
         self._form = form
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
+        self._largest_bytes = int(self.size_bytes_N.max())
         self._policy: CachePolicy | None = None
-        self._per_process()
+        self._per_process(-1)
 
-    def _per_process(self) -> None:
-        self._pid = os.getpid()
-        self._worker = -1
-        self.ledger: Ledger = self.board.ledger(-1)
+    def _per_process(self, worker: int) -> None:
+        self._pid, self._worker = os.getpid(), worker
+        self.ledger: Ledger = self.board.ledger(worker)
         self._breaker = Breaker(self.board)
-        self._owed: set[str] = set()
-        self._waiting: dict[int, bytes] = {}
-        self._static_full = False
+        self._room: Room | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("store", "capacity_bytes", "keys", "board", "_form", "_counter_key")
+        kept = ("store", "capacity_bytes", "keys", "board", "_form", "_largest_bytes")
         return {name: self.__dict__[name] for name in kept} | {"_size_bytes_N": None, "_policy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._per_process()
+        self._per_process(-1)
 
     def enter_worker(self, worker: int) -> None:
         """Called in the process that fetches, before its first batch; cheap when nothing changed.
@@ -103,9 +103,28 @@ class SampleCache:
             worker: DataLoader worker id, or -1 in the training process.
         """
         if self._pid != os.getpid() or self._worker != worker:
-            self._per_process()
-            self._worker = worker
-            self.ledger = self.board.ledger(worker)
+            self._per_process(worker)
+
+    @property
+    def size_bytes_N(self) -> npt.NDArray[np.int64]:
+        """(N,) what each sample would occupy in the store. Known in the training process only."""
+        assert self._size_bytes_N is not None, "sizes do not travel to workers"
+        return self._size_bytes_N
+
+    @property
+    def room(self) -> Room:
+        """This process's departures and arrivals."""
+        if self._room is None:
+            self._room = Room(
+                self.store,
+                self.keys,
+                self.board,
+                self.ledger,
+                form=self._form,
+                capacity_bytes=self.capacity_bytes,
+                largest_bytes=self._largest_bytes,
+            )
+        return self._room
 
     def entry_bytes(self, payload_bytes: Any) -> Any:
         """What payloads of these lengths occupy in the store, header, key and allocator rounding included.
@@ -138,8 +157,7 @@ class SampleCache:
         Args:
             policy_class: From `shade.policy.POLICIES`.
         """
-        assert self._size_bytes_N is not None, "policies belong to the training process"
-        self._policy = policy_class(self._size_bytes_N, self.capacity_bytes)
+        self._policy = policy_class(self.size_bytes_N, self.capacity_bytes)
 
     def find_residents(self) -> Indices:
         """What the store really holds of this data set, and puts the shared counter right by it.
@@ -147,19 +165,20 @@ class SampleCache:
         Called by one rank, while none fetches: at start, on resume, after a disturbance. One scan of the keys.
 
         Returns:
-            Sample indices, ascending; empty when the store does not answer.
+            Sample indices, ascending; empty when the store does not answer or is being left alone.
         """
-        assert self._size_bytes_N is not None
+        if self._breaker.is_pausing:
+            return EMPTY
         try:
-            found = {self.keys.index_of(key) for key in self.store.scan(self.keys.prefix)}
-            found.discard(None)
+            found = [self.keys.index_of(key) for key in self.store.scan(self.keys.prefix)]
             resident = np.array(sorted(i for i in found if i is not None), dtype=np.int64)
-            resident = resident[resident < len(self._size_bytes_N)]
-            self.store.delete_many([self._counter_key])
-            self.store.increment(self._counter_key, int(self._size_bytes_N[resident].sum()))
+            resident = resident[resident < len(self.size_bytes_N)]
+            counter_key = self.keys.counter_key(COUNTER)
+            self.store.delete_many([counter_key])
+            self.store.increment(counter_key, int(self.size_bytes_N[resident].sum()))
         except StoreError as error:
             self._failed(error)
-            return np.empty(0, dtype=np.int64)
+            return EMPTY
         return resident
 
     def adopt(self, resident: Indices, *, remove_refused: bool) -> None:
@@ -172,8 +191,9 @@ class SampleCache:
         assert self._policy is not None
         self.use_policy(type(self._policy))
         refused = self._policy.adopt(resident)
+        self.board.begin_generation()
         if remove_refused:
-            self._remove(self.keys.many(refused.tolist()))
+            self._remove(refused)
 
     def begin_epoch(self, window: EpochWindow, *, remove_leaving: bool) -> None:
         """Lets the policy plan an epoch.
@@ -185,7 +205,7 @@ class SampleCache:
         assert self._policy is not None
         leaving = self._policy.begin_epoch(window)
         if remove_leaving and len(leaving):
-            self._remove(self.keys.many(leaving.tolist()))
+            self._remove(leaving)
 
     def dispatch(self, index_G: Indices, mine: slice, rank: int, world_size: int) -> None:
         """Posts the verdict on one global batch, just before this rank's share of it is fetched.
@@ -200,7 +220,18 @@ class SampleCache:
         verdict = self._policy.access_many(index_G)
         self.board.post(index_G[mine], verdict.hit_B[mine], verdict.stay_B[mine])
         if len(verdict.victims):
-            self._remove(self.keys.many(verdict.victims[rank::world_size].tolist()))
+            self._remove(verdict.victims[rank::world_size])
+
+    def _remove(self, departures: Indices) -> None:
+        """Removes entries, or owes it until the store may be asked again."""
+        self.room.catch_up()
+        self.room.owe(departures.tolist())
+        if self.board.open_until > 0:
+            return
+        try:
+            self.room.settle({})
+        except StoreError as error:
+            self._failed(error)
 
     # ── the process that fetches ────────────────────────────────────────────────────────────────────────────────────
 
@@ -219,58 +250,86 @@ class SampleCache:
         unique_B = index_B if len(set(indices)) == len(indices) else np.array(list(dict.fromkeys(indices)))
         planned = self.board.planned
         flag_B = self.board.flag_N[unique_B] if planned else np.full(len(unique_B), LOOK | STAY, dtype=np.uint8)
-        found = self._look_up(unique_B[(flag_B & LOOK) > 0].tolist(), planned)
+        wanted = unique_B[(flag_B & LOOK) > 0].tolist()
+        staying = set(unique_B[(flag_B & STAY) > 0].tolist())
+
+        self.room.catch_up()
+        asking = bool(wanted or staying or self.room.is_unfinished) and self._breaker.allows()
+        begun = time.perf_counter_ns()
+        looked = self._look_up(wanted, planned) if wanted and asking else _Looked()
+        looking_up = time.perf_counter_ns() - begun
+        if wanted and not asking:
+            self.ledger.add(skipped=len(wanted))
+        if looked.failed:
+            asking = False
+        elif asking and self._breaker.is_slow(looking_up / 1e9, len(looked.found)):
+            self._breaker.store_took(looking_up / 1e9, len(looked.found))
+            asking = False
+
+        found = looked.found
+        if planned:
+            self.room.owe(index for index in found if index not in staying)
         absent = [index for index in unique_B.tolist() if index not in found]
         read = self._read(absent, read_origin) if absent else {}
-        stays = (flag_B & STAY) > 0
-        self._settle(
-            departures=[i for i in unique_B[~stays].tolist() if i in found] if planned else [],
-            arrivals={i: read[i] for i in unique_B[stays].tolist() if i in read and not isinstance(read[i], Exception)},
+
+        begun = time.perf_counter_ns()
+        fresh = {i: read[i] for i in absent if i in staying and not isinstance(read[i], Exception)}
+        if asking:
+            num_written = self._settle(looked.damaged, read, fresh)
+            if num_written is not None:
+                took = looking_up + time.perf_counter_ns() - begun
+                self._breaker.store_took(took / 1e9, len(found) + num_written)
+        elif fresh:
+            self.room.decline(len(fresh))
+        self.ledger.add(
+            samples=len(index_B),
+            hits=len(index_B) - len(absent),
+            misses=len(absent),
+            duplicates=len(index_B) - len(unique_B),
+            cache_nanoseconds=looking_up + time.perf_counter_ns() - begun,
         )
-        num_misses, num_repeats = len(absent), len(index_B) - len(unique_B)
-        self.ledger.add(samples=len(index_B), hits=len(index_B) - num_misses, misses=num_misses, duplicates=num_repeats)
-        payloads = {**found, **read}
-        fresh = set(absent)
+        payloads, first = {**found, **read}, set(absent)
         hits = []
         for index in indices:
-            hits.append(index not in fresh)
-            fresh.discard(index)
+            hits.append(index not in first)
+            first.discard(index)
         return [payloads[index] for index in indices], hits
 
-    def _look_up(self, wanted: list[int], planned: bool) -> dict[int, memoryview]:
-        if not wanted:
-            return {}
-        if not self._breaker.allows():
-            self.ledger.add(skipped=len(wanted))
-            return {}
-        begun = time.perf_counter_ns()
+    def _look_up(self, wanted: list[int], planned: bool) -> _Looked:
         try:
             entries = self.store.get_many(self.keys.many(wanted))
         except StoreError as error:
             self._failed(error)
-            self.ledger.add(cache_nanoseconds=time.perf_counter_ns() - begun)
-            return {}
-        found: dict[int, memoryview] = {}
-        rotten: list[int] = []
+            return _Looked(failed=True)
+        looked = _Looked()
         for index, entry in zip(wanted, entries, strict=True):
             if entry is not None:
                 try:
-                    found[index] = unseal(index, entry, self._form)
-                except CorruptEntryError:
-                    rotten.append(index)
-        took = time.perf_counter_ns() - begun
-        self._breaker.store_took(took / 1e9, len(wanted))
+                    looked.found[index] = unseal(index, entry, self._form)
+                except CorruptEntryError as error:
+                    logger.debug("%s", error)
+                    looked.damaged.append(index)
+        num_found, num_damaged = len(looked.found), len(looked.damaged)
         self.ledger.add(
-            cache_nanoseconds=took,
-            cache_reads=len(found),
-            cache_bytes=sum(map(len, found.values())),
-            corrupt=len(rotten),
-            surprises=(len(wanted) - len(found) - len(rotten)) if planned else 0,
+            cache_reads=num_found,
+            cache_bytes=sum(map(len, looked.found.values())),
+            corrupt=num_damaged,
+            surprises=(len(wanted) - num_found - num_damaged) if planned else 0,
         )
-        if rotten:
-            logger.debug("dropping damaged entries of samples %s", rotten)
-            self._remove(self.keys.many(rotten))
-        return found
+        return looked
+
+    def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
+        """Repairs, departures, arrivals; the number of entries written, or None when the store failed."""
+        freed_bytes = num_repaired = 0
+        try:
+            if damaged:
+                repairs = {index: fresh.pop(index) for index in damaged if index in fresh}
+                others = {index: read[index] for index in damaged if index not in repairs}
+                num_repaired, freed_bytes = self.room.repair(repairs, others)
+            return num_repaired + self.room.settle(fresh, freed_bytes)
+        except StoreError as error:
+            self._failed(error)
+            return None
 
     def _read(self, absent: list[int], read_origin: ReadOrigin) -> dict[int, Any]:
         begun = time.perf_counter_ns()
@@ -283,86 +342,6 @@ class SampleCache:
     def count_origin(self, num_reads: int, num_bytes: int) -> None:
         """Whoever reads the origin says so here: reads and bytes as a counting origin would see them."""
         self.ledger.add(origin_reads=num_reads, origin_bytes=num_bytes)
-
-    # ── departures, then arrivals ───────────────────────────────────────────────────────────────────────────────────
-
-    def _settle(self, departures: list[int], arrivals: dict[int, Any]) -> None:
-        if self._static_full and not self.board.planned:
-            arrivals = {}
-        if not departures and not arrivals and not self._owed and not self._waiting:
-            return
-        begun = time.perf_counter_ns()
-        if departures or self._owed:
-            self._remove(self.keys.many(departures))
-        if arrivals or self._waiting:
-            self._admit(arrivals)
-        self.ledger.add(cache_nanoseconds=time.perf_counter_ns() - begun)
-
-    def _remove(self, keys: list[str]) -> None:
-        """Removes entries and gives their room back; what cannot be removed now is owed, and tried next time."""
-        self._owed.update(keys)
-        if not self._owed or self.board.open_until > 0:
-            return
-        doomed = list(self._owed)
-        try:
-            lengths = [length for length in self.store.delete_many(doomed) if length >= 0]
-            self._owed.clear()
-            if lengths:
-                freed = sum(self.entry_bytes(length - HEADER_BYTES) for length in lengths)
-                self.store.increment(self._counter_key, -freed)
-                self.ledger.add(evicted=len(lengths))
-        except StoreError as error:
-            self._failed(error)
-
-    def _admit(self, arrivals: dict[int, Any]) -> None:
-        """Reserves room, writes what has room, keeps the rest in hand."""
-        if self.board.open_until > 0:
-            self.ledger.add(declined=len(arrivals) + len(self._waiting))
-            self._waiting.clear()
-            return
-        for index in [i for i in self._waiting if not self.board.flag_N[i] & STAY]:
-            del self._waiting[index]
-        self._waiting.update({index: seal(index, payload, self._form) for index, payload in arrivals.items()})
-        sizes = {index: self.entry_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
-        wanted = sum(sizes.values())
-        try:
-            used = self.store.increment(self._counter_key, wanted)
-            excess, admitted = used - self.capacity_bytes, dict(self._waiting)
-            for index in reversed(self._waiting):
-                if excess <= 0:
-                    break
-                excess -= sizes[index]
-                del admitted[index]
-            entries = {key: admitted[i] for key, i in zip(self.keys.many(list(admitted)), admitted, strict=True)}
-            written = dict(zip(admitted, self.store.add_many(entries), strict=True)) if entries else {}
-            kept = sum(sizes[index] for index, ok in written.items() if ok)
-            if kept < wanted:
-                self.store.increment(self._counter_key, kept - wanted)
-        except StoreError as error:
-            self._failed(error)
-            self.ledger.add(declined=len(self._waiting))
-            self._waiting.clear()
-            return
-        num_admitted = sum(written.values())
-        self.ledger.add(
-            admitted=num_admitted,
-            admitted_bytes=sum(len(admitted[i]) - HEADER_BYTES for i, ok in written.items() if ok),
-            declined=len(written) - num_admitted,
-        )
-        for index in admitted:
-            del self._waiting[index]
-        self._decline_excess()
-
-    def _decline_excess(self) -> None:
-        if self._waiting and not self.board.planned:
-            self._static_full = True
-            self.ledger.add(declined=len(self._waiting))
-            self._waiting.clear()
-        held = sum(map(len, self._waiting.values()))
-        while held > WAITING_BYTES:
-            oldest = next(iter(self._waiting))
-            held -= len(self._waiting.pop(oldest))
-            self.ledger.add(declined=1)
 
     def _failed(self, error: StoreError) -> None:
         self.ledger.add(store_errors=1)

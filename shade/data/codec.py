@@ -1,13 +1,19 @@
 """The item codec: an item of any map-style data set to bytes and back, without pickle.
 
 Layout: ``u32 skeleton length | skeleton (JSON) | raw buffers, 8-byte aligned``. The skeleton names each buffer's dtype
-and shape; tensors, arrays and PIL images lie behind it as they lay in memory. Nothing in it can run code, so bytes that
-came over a network are safe to decode. Invariant: ``decode(encode(item)) == item``, dtypes and containers included.
+and shape; tensors, arrays and PIL images lie behind it as they lay in memory. Nothing in it can run code, and every
+length is checked against what is there before memory is asked for, so bytes that came over a network are safe to
+decode: at worst they are a `CorruptEntryError`.
+
+Invariant: ``decode(encode(item)) == item``, dtypes and containers included. What cannot keep that promise is refused
+when it is encoded: subclasses of tensors, arrays and containers, sparse and quantised tensors, structured arrays. Of a
+PIL image the pixels, the palette and the transparency are kept, not the file's metadata.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from typing import Any
 
@@ -15,10 +21,21 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shade.errors import ConfigError
+from shade.errors import ConfigError, CorruptEntryError
 
 _LENGTH = struct.Struct("<I")
 _ALIGN = 8
+_ARRAY_KINDS = "biufcmMSU"
+_PIXEL_BITS = {"1": 1} | dict.fromkeys(("L", "P"), 8) | dict.fromkeys(("LA", "PA", "La", "I;16", "I;16L", "I;16B"), 16)
+_PIXEL_BITS |= dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 24)
+_PIXEL_BITS |= dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 32)
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+}
 
 
 def encode(item: Any) -> bytes:
@@ -49,12 +66,21 @@ def decode(payload: bytes | memoryview) -> Any:
 
     Returns:
         The item.
+
+    Raises:
+        CorruptEntryError: Bytes that `encode` did not make.
     """
     view = memoryview(payload)
-    (length,) = _LENGTH.unpack_from(view)
-    skeleton = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
-    start = _LENGTH.size + length
-    return _build(skeleton, _Cursor(view, start + -start % _ALIGN))
+    try:
+        (length,) = _LENGTH.unpack_from(view)
+        skeleton = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
+        start = _LENGTH.size + length
+        cursor = _Cursor(view, start + -start % _ALIGN)
+        item = _build(skeleton, cursor)
+        cursor.check_end()
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError, struct.error) as error:
+        raise CorruptEntryError(f"expected an encoded item, got {len(view)} other bytes ({error})") from error
+    return item
 
 
 class _Cursor:
@@ -62,9 +88,16 @@ class _Cursor:
         self._view, self._position = view, position
 
     def take(self, num_bytes: int) -> bytearray:
-        taken = bytearray(self._view[self._position : self._position + num_bytes])
-        self._position += num_bytes + -num_bytes % _ALIGN
+        end = self._position + num_bytes
+        if num_bytes < 0 or end > len(self._view):
+            raise ValueError(f"a buffer of {num_bytes} bytes is not there")
+        taken = bytearray(self._view[self._position : end])
+        self._position = end + -num_bytes % _ALIGN
         return taken
+
+    def check_end(self) -> None:
+        if self._position != len(self._view):
+            raise ValueError("the buffers do not end where the bytes do")
 
 
 def _flatten(item: Any, buffers: list[bytes]) -> Any:
@@ -73,22 +106,24 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
         return item
     if kind in (list, tuple):
         return {kind.__name__: [_flatten(part, buffers) for part in item]}
-    if kind is dict and all(type(key) is str for key in item):
+    if kind is dict and all(type(key) in (str, int) for key in item):
         return {"dict": [[key, _flatten(part, buffers)] for key, part in item.items()]}
     if kind is bytes:
         buffers.append(item)
         return {"bytes": len(item)}
-    if isinstance(item, torch.Tensor):
-        dense = item.detach().cpu().contiguous()
+    if kind is torch.Tensor and item.layout is torch.strided and (name := str(item.dtype)[6:]) in _DTYPES:
+        dense = item.detach().resolve_conj().resolve_neg().cpu().contiguous()
         buffers.append(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return {"tensor": [str(dense.dtype).removeprefix("torch."), list(dense.shape)]}
-    if isinstance(item, (np.ndarray, np.generic)) and not np.asarray(item).dtype.hasobject:
-        array = np.ascontiguousarray(item)
-        buffers.append(array.tobytes())
-        return {"scalar" if isinstance(item, np.generic) else "array": [array.dtype.str, list(np.shape(item))]}
-    if isinstance(item, Image.Image):
+        return {"tensor": [name, list(dense.shape)]}
+    if kind is np.ndarray and item.dtype.kind in _ARRAY_KINDS:
         buffers.append(item.tobytes())
-        return {"image": [item.mode, list(item.size), len(buffers[-1]), item.getpalette()]}
+        return {"array": [item.dtype.str, list(item.shape)]}
+    if isinstance(item, np.generic) and item.dtype.kind in _ARRAY_KINDS:
+        buffers.append(item.tobytes())
+        return {"scalar": item.dtype.str}
+    if isinstance(item, Image.Image) and item.mode in _PIXEL_BITS:
+        buffers.append(item.tobytes())
+        return {"image": [item.mode, list(item.size), len(buffers[-1]), _palette(item), _transparency(item)]}
     raise ConfigError.of(
         "tensors, arrays, PIL images, numbers, strings, bytes, None, or tuples, lists and dicts of them",
         kind,
@@ -96,8 +131,24 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
     )
 
 
+def _palette(image: Image.Image) -> list[Any] | None:
+    """Mode and bytes (as numbers) of an image's palette."""
+    if image.palette is None:
+        return None
+    mode = "RGBA" if "A" in image.palette.mode else "RGB"
+    return [mode, image.getpalette(mode)]
+
+
+def _transparency(image: Image.Image) -> Any:
+    """Which colour counts as transparent: a number, a tuple, or bytes (as a list in a dict)."""
+    found = image.info.get("transparency")
+    return {"bytes": list(found)} if isinstance(found, bytes) else found
+
+
 def _build(skeleton: Any, cursor: _Cursor) -> Any:
     if not isinstance(skeleton, dict):
+        if isinstance(skeleton, list):
+            raise TypeError("a bare list")
         return skeleton
     ((kind, value),) = skeleton.items()
     if kind == "list":
@@ -109,15 +160,48 @@ def _build(skeleton: Any, cursor: _Cursor) -> Any:
     if kind == "bytes":
         return bytes(cursor.take(value))
     if kind == "tensor":
-        dtype, shape = getattr(torch, value[0]), value[1]
-        raw = cursor.take(int(np.prod(shape)) * dtype.itemsize)
+        name, shape = value
+        dtype = _DTYPES[name]
+        raw = cursor.take(_num_elements(shape) * dtype.itemsize)
         return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
-    if kind in ("array", "scalar"):
-        dtype_np = np.dtype(value[0])
-        array = np.frombuffer(cursor.take(int(np.prod(value[1])) * dtype_np.itemsize), dtype=dtype_np)
-        return array[0] if kind == "scalar" else array.reshape(value[1])
-    mode, size, num_bytes, palette = value
-    image = Image.frombytes(mode, tuple(size), bytes(cursor.take(num_bytes)))
+    if kind == "array":
+        dtype_np, shape = _dtype(value[0]), value[1]
+        raw = cursor.take(_num_elements(shape) * dtype_np.itemsize)
+        return np.frombuffer(raw, dtype=dtype_np).reshape(shape) if raw else np.empty(shape, dtype=dtype_np)
+    if kind == "scalar":
+        dtype_np = _dtype(value)
+        raw = cursor.take(dtype_np.itemsize)
+        return np.frombuffer(raw, dtype=dtype_np)[0] if raw else np.zeros((), dtype=dtype_np)[()]
+    if kind == "image":
+        return _build_image(value, cursor)
+    raise KeyError(kind)
+
+
+def _num_elements(shape: list[int]) -> int:
+    """Product of a shape, without overflow."""
+    if not all(type(length) is int and 0 <= length < 2**48 for length in shape):
+        raise ValueError("a shape that is none")
+    return math.prod(shape)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if not isinstance(name, str) or dtype.kind not in _ARRAY_KINDS or dtype.str != name:
+        raise ValueError(f"dtype {name!r}")
+    return dtype
+
+
+def _build_image(value: list[Any], cursor: _Cursor) -> Image.Image:
+    """An image; its memory is asked for only when the bytes that fill it are there."""
+    mode, (width, height), num_bytes, palette, transparency = value
+    raw = cursor.take(num_bytes)
+    if _num_elements([width, height]) and num_bytes != height * -(-width * _PIXEL_BITS[mode] // 8):
+        raise ValueError(f"{num_bytes} bytes for an image of {width} × {height} in mode {mode}")
+    image = Image.frombytes(mode, (width, height), bytes(raw)) if raw else Image.new(mode, (width, height))
     if palette is not None:
-        image.putpalette(palette)
+        image.putpalette(palette[1], palette[0])
+    if isinstance(transparency, dict):
+        image.info["transparency"] = bytes(transparency["bytes"])
+    elif transparency is not None:
+        image.info["transparency"] = tuple(transparency) if isinstance(transparency, list) else transparency
     return image

@@ -21,8 +21,10 @@ from torch.utils.data import Dataset, get_worker_info
 
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORM_ENCODED
+from shade.data.randomness import BatchGenerators
 from shade.data.source import Source, source_of
 from shade.errors import BadSampleError, ConfigError
+from shade.policy import POLICIES
 from shade.store import StoreURL, open_store
 from shade.store.base import Store
 
@@ -75,24 +77,35 @@ class ShadeDataset(Dataset[Any]):
             )
         if on_bad_sample not in ("stop", "skip"):
             raise ConfigError.of("on_bad_sample 'stop' or 'skip'", on_bad_sample, "choose one of the two")
+        if policy is not None:
+            POLICIES.get(policy)
         self._source: Source = source_of(dataset, encode, decode)
         self._transforms = self._collect_transforms(dataset, transform, target_transform)
         self._skip_bad = on_bad_sample == "skip"
         self._access_log = os.environ.get(ACCESS_LOG)
         self._log_fd: tuple[int, int] | None = None
+        self.generators = BatchGenerators()
+        """Sets the random generators before each batch, once `follow` has said which epoch it is."""
         self.policy = policy
         self.cache: SampleCache | None = None
-        if cache is not None:
-            capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
-            store = open_store(cache) if isinstance(cache, str) else cache
-            self.cache = self._open_cache(store, working_set_fraction, capacity_bytes)
+        if isinstance(cache, str):
+            store = open_store(cache)
+            try:
+                self.cache = self._open_cache(store, working_set_fraction, StoreURL.parse(cache).capacity_bytes)
+            except BaseException:
+                store.close()
+                raise
+        elif cache is not None:
+            self.cache = self._open_cache(cache, working_set_fraction, None)
 
     def _open_cache(self, store: Store, working_set_fraction: float, capacity_bytes: int | None) -> SampleCache:
         store.ping()
         source = self._source
         cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.form)
-        total = int(cache.entry_bytes(source.payload_bytes_N).sum())
+        total = int(cache.size_bytes_N.sum())
         cache.capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
+        if source.num_probes:
+            cache.count_origin(source.num_probes, source.probe_bytes)
         return cache
 
     def _collect_transforms(
@@ -101,7 +114,7 @@ class ShadeDataset(Dataset[Any]):
         """The wrapped data set's own transforms, then ours; the wrapped ones run in its own code for items."""
         own = [getattr(dataset, "transform", None), getattr(dataset, "target_transform", None)]
         if self._source.form != FORM_ENCODED:
-            if own[0] is not None:
+            if _innermost_transform(dataset) is not None:
                 warnings.warn(
                     f"{type(dataset).__name__} applies its own transform before caching, so every epoch sees the same "
                     "result; pass transform= to ShadeDataset instead",
@@ -141,12 +154,17 @@ class ShadeDataset(Dataset[Any]):
             payloads, hits = self._source.read_many(indices, _not_counted), [False] * len(indices)
         else:
             worker = get_worker_info()
+            if worker is not None and not self.cache.store.shared:
+                raise ConfigError.of(
+                    "a store that DataLoader workers share", self.cache.store.url, "use local://, or num_workers=0"
+                )
             self.cache.enter_worker(-1 if worker is None else worker.id)
             count = self.cache.count_origin
             payloads, hits = self.cache.fetch_many(indices, lambda absent: self._source.read_many(absent, count))
         if self._access_log is not None:
             self._log_accesses(indices, hits)
-        return self._finish(indices, payloads)
+        with self.generators.of(indices):
+            return self._finish(indices, payloads)
 
     def _checked(self, index: int) -> int:
         index = int(index)
@@ -210,8 +228,19 @@ class ShadeDataset(Dataset[Any]):
         if self._log_fd is not None and self._log_fd[0] == os.getpid():
             os.close(self._log_fd[1])
         self._log_fd = None
+        self._source.close()
         if self.cache is not None:
             self.cache.close()
+
+
+def _innermost_transform(dataset: Any) -> Any:
+    """The transform that a data set applies, or a `Subset` of it, or a subset of that."""
+    while dataset is not None:
+        found = getattr(dataset, "transform", None)
+        if found is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
 
 
 def _not_counted(num_reads: int, num_bytes: int) -> None:

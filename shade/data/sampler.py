@@ -16,7 +16,6 @@ Legend: N data set · K drawn in an epoch · B batch of one rank · G global bat
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ import xxhash
 from torch.utils.data import Sampler
 
 from shade.cache.cache import SampleCache
+from shade.data.reminders import Reminders
 from shade.data.steering import Steering
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
@@ -35,10 +35,6 @@ from shade.sampling import MODES
 from shade.sampling.base import Draw, Receipt, Scores, Validation
 from shade.sampling.shards import num_steps, rank_positions, rank_slice
 from shade.types import Floats, Indices
-
-
-class ForgottenCallWarning(UserWarning):
-    """The training loop leaves out a call its sampling mode depends on; says which line to add, once."""
 
 
 class ShadeSampler(Sampler[int]):
@@ -126,9 +122,8 @@ class ShadeSampler(Sampler[int]):
         self._begun = False
         self._accuracies: list[float] = []
         self._weight_N: Floats | None = None
-        self._calls = {"set_epoch": 0, "report": 0, "weights": 0}
+        self._reminders = Reminders()
         self._iterations = 0
-        self._warned: set[str] = set()
 
     def _check(self, distributed: bool) -> None:
         if not 0 <= self.rank < self.num_replicas:
@@ -153,7 +148,7 @@ class ShadeSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch comes next, as with DistributedSampler. After `load_state_dict`, the epoch that was
         interrupted goes on where it stopped; any other starts from its beginning."""
-        self._calls["set_epoch"] += 1
+        self._reminders.note("set_epoch")
         if epoch != self.epoch:
             self._turn_to(epoch)
 
@@ -169,7 +164,7 @@ class ShadeSampler(Sampler[int]):
         Returns:
             float32 (B,) on the same device.
         """
-        self._calls["weights"] += 1
+        self._reminders.note("weights")
         if self._weight_N is None:
             return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
         return torch.from_numpy(self._weight_N[indices.cpu().numpy()]).to(indices.device)
@@ -181,7 +176,7 @@ class ShadeSampler(Sampler[int]):
             indices: int64 (B,), as they came with the batch.
             losses: float (B,), unweighted, on any device; detached here.
         """
-        self._calls["report"] += 1
+        self._reminders.note("report")
         self._steps_done += 1
         self.merger.report(indices, losses)
 
@@ -223,6 +218,10 @@ class ShadeSampler(Sampler[int]):
 
     def order_of(self, epoch: int) -> Indices:
         """The global order of an epoch that has begun (or the next one, where it is drawn already); read-only."""
+        if epoch != self.epoch and epoch not in self._draws:
+            raise ConfigError.of(
+                f"an epoch that is drawn already: {sorted(self._draws)}", epoch, "ask when it has begun"
+            )
         return self._draw(epoch).order_K
 
     def __iter__(self) -> Iterator[int]:
@@ -251,6 +250,8 @@ class ShadeSampler(Sampler[int]):
             if self._steering is not None:
                 self._steering.dispatch(index_G, mine)
             yield from index_G[mine].tolist()
+        if self._steering is not None:
+            self._steering.end_epoch()
 
     def _walk(self, order_K: Indices) -> Indices:
         """The order as the ranks walk it: without the tail that is dropped, with the tail's padding."""
@@ -299,37 +300,17 @@ class ShadeSampler(Sampler[int]):
         return weight_N
 
     def _remind(self) -> None:
-        """Tells, once each, of calls that the epochs so far should have seen and did not."""
+        """Tells of calls that the epochs so far should have seen and did not; counts the epochs itself if need be."""
         self._iterations += 1
         if self._iterations == 1:
             return
-        if self._calls["set_epoch"] == 0:
+        if not self._reminders.was_made("set_epoch"):
             self._turn_to(self.epoch + 1)
-            self._warn(
-                "set_epoch", "sampler.set_epoch(epoch)", "at the top of every epoch; until then epochs are counted"
-            )
-        if self.mode.uses_scores and self._calls["report"] == 0:
-            self._warn(
-                "report",
-                "sampler.report(indices, losses)",
-                "after the losses are known; until then every epoch is full",
-            )
-        if (
-            self.mode.uses_weights
-            and self._calls["report"]
-            and not self._calls["weights"]
-            and self._weight_N is not None
-        ):
-            self._warn("weights", "(losses * sampler.weights(indices)).mean().backward()", "or the gradient is biased")
-
-    def _warn(self, call: str, line: str, why: str) -> None:
-        if call not in self._warned:
-            self._warned.add(call)
-            warnings.warn(
-                f"the training loop never called sampler.{call}(); add the line `{line}` {why}",
-                ForgottenCallWarning,
-                stacklevel=4,
-            )
+        self._reminders.require("set_epoch")
+        if self.mode.uses_scores:
+            self._reminders.require("report")
+        if self._weight_N is not None and self.mode.uses_weights and self._reminders.was_made("report"):
+            self._reminders.require("weights")
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -389,6 +370,8 @@ class ShadeSampler(Sampler[int]):
         self.table.load_state_dict(state["table"])
         self._accuracies = list(state["accuracies"])
         self._weight_N = self._weights_of(draws[self.epoch]) if self.epoch in draws else None
+        if self._steering is not None:
+            self._steering.doubt()
 
     def close(self) -> None:
         """Ends the merging thread. Safe to call twice."""

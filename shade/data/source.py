@@ -22,7 +22,7 @@ from PIL import Image
 
 from shade.cache.entry import FORM_ENCODED, FORM_ITEM
 from shade.data import codec
-from shade.errors import BadSampleError, DataError
+from shade.errors import BadSampleError, ConfigError, DataError
 from shade.store.origin import FileOrigin
 
 CountOrigin = Callable[[int, int], None]
@@ -39,6 +39,10 @@ class Source(Protocol):
     fingerprint: str
     payload_bytes_N: npt.NDArray[np.int64]
     target_N: npt.NDArray[np.int64] | None
+    num_probes: int
+    """Reads of the origin that it took to learn the sizes."""
+    probe_bytes: int
+    """Bytes that those reads returned."""
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Payloads in order; an exception object for one that could not be read."""
@@ -52,6 +56,10 @@ class Source(Protocol):
         """How to call the sample in an error: its path where it has one."""
         ...
 
+    def close(self) -> None:
+        """Ends its threads, if it has any. Safe to call twice."""
+        ...
+
 
 class FileSource:
     """Files and targets of an ImageFolder-like data set.
@@ -62,16 +70,19 @@ class FileSource:
     """
 
     form = FORM_ENCODED
+    num_probes = probe_bytes = 0
 
     def __init__(self, samples: Sequence[tuple[str, int]], decode_bytes: Callable[[bytes], Any]) -> None:
         if not samples:
             raise DataError.of("at least one sample", 0, "check the path of the data set")
         self._decode = decode_bytes
-        paths = [os.path.abspath(path) for path, _ in samples]
-        self._root = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+        here = os.getcwd()
+        paths = [os.path.normpath(os.path.join(here, path)) for path, _ in samples]
+        self._root = os.path.commonpath({os.path.dirname(path) for path in paths})
         # One array instead of N Python objects: workers read it without touching reference counts, so fork's
         # copy-on-write pages stay shared.
-        relative = [os.fsencode(os.path.relpath(path, self._root)) for path in paths]
+        skipped = len(os.path.join(self._root, ""))
+        relative = [os.fsencode(path[skipped:]) for path in paths]
         self._end_N = np.cumsum([len(name) for name in relative])
         self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
         self.target_N: npt.NDArray[np.int64] | None = np.array([target for _, target in samples], dtype=np.int64)
@@ -111,6 +122,10 @@ class FileSource:
         assert self.target_N is not None
         return sample, int(self.target_N[index])
 
+    def close(self) -> None:
+        """See `Source.close`."""
+        self._origin.close()
+
 
 class ItemSource:
     """Items of any map-style data set.
@@ -135,7 +150,8 @@ class ItemSource:
         num_samples = len(dataset)
         # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
         probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
-        payloads = [encode(dataset[index]) for index in probes]
+        payloads = self._probe(probes)
+        self.num_probes, self.probe_bytes = len(payloads), sum(map(len, payloads))
         self.payload_bytes_N = np.full(num_samples, max(map(len, payloads)), dtype=np.int64)
         kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}:{num_samples}"
         digest = xxhash.xxh3_64(kind.encode())
@@ -144,6 +160,22 @@ class ItemSource:
         self.fingerprint = digest.hexdigest()
         targets = getattr(dataset, "targets", None)
         self.target_N = _class_targets(targets, num_samples)
+
+    def _probe(self, indices: list[int]) -> list[bytes]:
+        """Those that can be read; what cannot is for `on_bad_sample` to decide, when its turn comes."""
+        payloads = []
+        for index in indices:
+            try:
+                payloads.append(self._encode(self._dataset[index]))
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the user's code
+                failure = error
+        if not payloads:
+            raise DataError.of(
+                "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
+            ) from failure
+        return payloads
 
     def name_of(self, index: int) -> str:
         """The sample's index; it has no path."""
@@ -173,6 +205,9 @@ class ItemSource:
                 "mend the data set, or pass on_bad_sample='skip'"
             ) from error
         return item if isinstance(item, tuple) else (item,)
+
+    def close(self) -> None:
+        """See `Source.close`."""
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
@@ -219,15 +254,17 @@ def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Calla
     if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
         if decode is not None:
             return FileSource(samples, decode)
-        if getattr(dataset, "loader", None) is _torchvision_loader() and _pil_backend():
+        if _reads_plain_images(dataset):
             return FileSource(samples, decode_rgb)
     return ItemSource(dataset, encode or codec.encode, decode or codec.decode)
 
 
-def _torchvision_loader() -> Any:
-    from torchvision.datasets.folder import default_loader
+def _reads_plain_images(dataset: Any) -> bool:
+    """Whether a sample is its file, decoded as torchvision does it: no loader and no ``__getitem__`` of its own."""
+    from torchvision.datasets.folder import DatasetFolder, default_loader
 
-    return default_loader
+    own_way = getattr(type(dataset), "__getitem__", None) is not DatasetFolder.__getitem__
+    return not own_way and getattr(dataset, "loader", None) is default_loader and _pil_backend()
 
 
 def _pil_backend() -> bool:

@@ -1,8 +1,9 @@
 """Steering: what the sampler knows of the future, told to the cache.
 
 Every rank runs the same policy over the same global order, so ranks agree without talking. They talk only where the
-world may differ from the plan: at the start, on resume, and after an epoch in which the cache lost or refused
-something, rank 0 looks what the store really holds and tells the others, and the plan starts afresh from there.
+world may differ from the plan: at the start, on resume, after an epoch that was left early, and after one in which the
+cache lost or refused something. Then rank 0 looks what the store really holds and tells the others, and the plan starts
+afresh from there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shade.policy import POLICIES
 from shade.policy.base import EpochWindow
 from shade.types import Bools, Indices
 
-_DISTURBANCES = ("surprises", "declined", "corrupt", "store_errors", "skipped")
+_DISTURBANCES = ("surprises", "declined", "store_errors", "skipped")
 
 
 class Steering:
@@ -31,7 +32,8 @@ class Steering:
         num_replicas: W; above 1 with torch.distributed initialised, its ranks take part in `begin_epoch` together.
 
     Raises:
-        ConfigError: Unknown policy, or one that needs the next epoch's order from a mode that does not draw ahead.
+        ConfigError: Unknown policy, one that needs the next epoch's order from a mode that does not draw ahead, or
+            ranks that see different data sets.
     """
 
     def __init__(self, cache: SampleCache, policy: str, draws_ahead: bool, rank: int, num_replicas: int) -> None:
@@ -49,8 +51,23 @@ class Steering:
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
             self._group = group
+            self._check_same_data()
         self._started = False
+        self._is_settled = False
         self._seen = cache.board.totals()
+
+    def _check_same_data(self) -> None:
+        """Ranks that look for each other's entries under different names would all read the origin, in silence."""
+        assert self._group is not None
+        mine = self._cache.keys.namespace
+        found: list[object] = [None] * self._num_replicas
+        dist.all_gather_object(found, mine, group=self._group)
+        if set(found) != {mine}:
+            raise ConfigError.of(
+                "the same data set on every rank (same files, sizes and times; same items)",
+                found,
+                "mount one copy, or copy with times kept (cp -p, rsync -t); items must not be random",
+            )
 
     @property
     def resident_N(self) -> Bools | None:
@@ -65,11 +82,20 @@ class Steering:
             window: What is left of its global order, the next one's if drawn, and the scores.
         """
         self._cache.begin_epoch(window, remove_leaving=self._rank == 0)
+        self._is_settled = False
+
+    def end_epoch(self) -> None:
+        """Every batch of the epoch was handed out; an epoch that is left early leaves the plan in doubt."""
+        self._is_settled = True
+
+    def doubt(self) -> None:
+        """The residents may not be what the policy believes: count them before the next epoch."""
+        self._is_settled = False
 
     def settle(self) -> None:
         """Makes the plan's idea of the residents true again, where it may have become false. Collective."""
         totals = self._cache.board.totals()
-        disturbed = not self._started or any((totals - self._seen)[name] for name in _DISTURBANCES)
+        disturbed = not self._is_settled or any((totals - self._seen)[name] for name in _DISTURBANCES)
         self._seen = totals
         if self._group is not None:
             flag = torch.tensor([int(disturbed)])

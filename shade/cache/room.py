@@ -1,0 +1,196 @@
+"""Room: how entries leave the store and come into it, so that their bytes never exceed the capacity.
+
+The capacity is kept by a shared counter in the store: whoever wants to admit reserves first, whoever removes gives
+back afterwards, so ranks and workers that run ahead of each other cannot overshoot together. What finds no room waits
+in hand for the departures of a slower neighbour and is declined at last. Races, as stories:
+
+1. A removes, B admits. A unlinks, then lowers the counter; B raises it before it writes. Between the two the counter is
+   above the truth, never below: B waits a batch, nothing overshoots.
+2. A and B admit the same sample. Both reserve; the second ``add`` finds the key present and gives its room back.
+3. A dies, or the store fails A, between reserving and writing. The counter stays too high: capacity is lost, not
+   exceeded, until `SampleCache.find_residents` counts afresh.
+4. Somebody overwrites one of our entries. It keeps the room it had, and is repaired in place (`SampleCache`).
+5. Somebody flushes the store between A's reservation and A's write. What A writes then is not counted until the next
+   count: at most one batch a process beyond the capacity. Nothing but a lock could close this one.
+
+Two to four round trips a batch that changes something, none for a batch that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shade.cache.board import STAY, Board
+from shade.cache.entry import HEADER_BYTES, seal
+from shade.cache.ledger import Ledger
+from shade.store.base import Store
+from shade.store.keys import SampleKeys
+
+WAITING_BYTES = 64 * 2**20
+"""How much a process keeps in hand for want of room in the store; beyond it the oldest are declined."""
+COUNTER = "used-bytes"
+
+
+class Room:
+    """One process's departures and arrivals.
+
+    Args:
+        store: Where the entries lie.
+        keys: Their names.
+        board: Says who shall stay.
+        ledger: This process's row.
+        form: How payloads are encoded.
+        capacity_bytes: What all entries may occupy together, allocator rounding included.
+        largest_bytes: What one may occupy: the largest that the policy plans with.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: SampleKeys,
+        board: Board,
+        ledger: Ledger,
+        *,
+        form: int,
+        capacity_bytes: int,
+        largest_bytes: int,
+    ) -> None:
+        self._store, self._keys, self._board, self._ledger, self._form = store, keys, board, ledger, form
+        self._capacity_bytes, self._largest_bytes = capacity_bytes, largest_bytes
+        self._counter_key = keys.counter_key(COUNTER)
+        self._owed: dict[int, None] = {}
+        self._waiting: dict[int, bytes] = {}
+        self._full = False
+        self._generation = board.generation
+
+    def catch_up(self) -> None:
+        """Forgets what was owed or held for a plan that is no more: the residents were counted afresh since."""
+        if self._generation != self._board.generation:
+            self._generation, self._full = self._board.generation, False
+            self._owed.clear()
+            self.decline(0)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether departures or arrivals of earlier batches are still to be done."""
+        return bool(self._owed or self._waiting)
+
+    def size_bytes(self, payload_bytes: int) -> int:
+        """What an entry with so many bytes of payload occupies in the store."""
+        return self._store.stored_bytes(self._keys.key_length, payload_bytes + HEADER_BYTES)
+
+    def owe(self, departures: Iterable[int]) -> None:
+        """Notes samples that shall leave with the next `settle`."""
+        self._owed.update(dict.fromkeys(departures))
+
+    def decline(self, num_arrivals: int) -> None:
+        """Counts arrivals that are not even tried, and lets go of those that wait."""
+        self._ledger.add(declined=num_arrivals + len(self._waiting))
+        self._waiting.clear()
+
+    def repair(self, payloads: Mapping[int, Any], others: Mapping[int, Any]) -> tuple[int, int]:
+        """Puts damaged entries right. They have their room already, whatever their length is now.
+
+        Args:
+            payloads: What the origin has, by sample index, of those that stay: written over the damage.
+            others: The same of those that go (an exception object where the origin could not read it).
+
+        Returns:
+            Entries written, and the room in bytes of those that are gone.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        written = []
+        if payloads:
+            keys = self._keys.many(list(payloads))
+            entries = [seal(index, payload, self._form) for index, payload in payloads.items()]
+            written = self._store.set_many(dict(zip(keys, entries, strict=True)))
+        lengths = self._store.delete_many(self._keys.many(list(others))) if others else []
+        self._ledger.add(evicted=sum(length >= 0 for length in lengths))
+        freed_bytes = sum(
+            self.size_bytes(len(payload))
+            for payload, length in zip(others.values(), lengths, strict=True)
+            if length >= 0 and not isinstance(payload, Exception)
+        )
+        return sum(written), freed_bytes
+
+    def settle(self, arrivals: Mapping[int, Any], freed_bytes: int = 0) -> int:
+        """Departures first; then reserves room, writes what has room, keeps the rest in hand.
+
+        Args:
+            arrivals: Payload by sample index.
+            freed_bytes: Room of entries that are gone already, to be given back.
+
+        Returns:
+            Entries written.
+
+        Raises:
+            StoreError: The store failed. What was to leave is still owed, what was to arrive is declined.
+        """
+        if self._full and not self._board.planned:
+            arrivals = {}
+        if self._owed:
+            lengths = self._store.delete_many(self._keys.many(list(self._owed)))
+            self._owed.clear()
+            gone = [length for length in lengths if length >= 0]
+            freed_bytes += sum(self.size_bytes(length - HEADER_BYTES) for length in gone)
+            self._ledger.add(evicted=len(gone))
+        self._take_in_hand(arrivals)
+        if not self._waiting:
+            if freed_bytes:
+                self._store.increment(self._counter_key, -freed_bytes)
+            return 0
+        try:
+            written = self._admit(freed_bytes)
+        except BaseException:
+            self.decline(0)
+            raise
+        num_admitted = sum(written.values())
+        self._ledger.add(
+            admitted=num_admitted,
+            admitted_bytes=sum(len(self._waiting[index]) - HEADER_BYTES for index, ok in written.items() if ok),
+            declined=len(written) - num_admitted,
+        )
+        for index in written:
+            del self._waiting[index]
+        self._decline_excess()
+        return num_admitted
+
+    def _take_in_hand(self, arrivals: Mapping[int, Any]) -> None:
+        """Seals what arrives; lets go of what waited and is not wanted any more."""
+        for index in [i for i in self._waiting if not self._board.flag_N[i] & STAY]:
+            del self._waiting[index]
+        for index, payload in arrivals.items():
+            if self.size_bytes(len(payload)) <= min(self._largest_bytes, self._capacity_bytes):
+                self._waiting[index] = seal(index, payload, self._form)
+            else:
+                self._ledger.add(declined=1)
+
+    def _admit(self, freed_bytes: int) -> dict[int, bool]:
+        """Whether each of those that found room was written."""
+        sizes = {index: self.size_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
+        wanted = sum(sizes.values())
+        excess = self._store.increment(self._counter_key, wanted - freed_bytes) - self._capacity_bytes
+        chosen = dict(self._waiting)
+        for index in reversed(self._waiting):
+            if excess <= 0:
+                break
+            excess -= sizes[index]
+            del chosen[index]
+        entries = dict(zip(self._keys.many(list(chosen)), chosen.values(), strict=True))
+        written = dict(zip(chosen, self._store.add_many(entries), strict=True)) if entries else {}
+        kept = sum(sizes[index] for index, ok in written.items() if ok)
+        if kept < wanted:
+            self._store.increment(self._counter_key, kept - wanted)
+        return written
+
+    def _decline_excess(self) -> None:
+        if self._waiting and not self._board.planned:
+            self._full = True
+            self.decline(0)
+        held = sum(map(len, self._waiting.values()))
+        while held > WAITING_BYTES:
+            held -= len(self._waiting.pop(next(iter(self._waiting))))
+            self._ledger.add(declined=1)

@@ -1,0 +1,162 @@
+"""Fault doubles for tests of training code: a clock, a store that fails on command, a data set that counts.
+
+Shipped, so that a user can ask of their own loop what our tests ask of ours: does it go on, with the same samples, when
+the cache does not? Each double records what it did, because a fault test must first show that its fault happened.
+
+Example: ``FaultyStore(open_store("local://")).fail_from("get_many", 3, StoreUnavailableError("gone"))``
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from shade.store.base import Store, StoreStats
+from shade.types import Bytes
+
+T = TypeVar("T")
+
+
+class ManualClock:
+    """A clock that stands still until told otherwise.
+
+    Args:
+        now: Where it starts, in seconds.
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.now += seconds
+
+
+class FaultyStore(Store):
+    """A store that hands every call on to another one, later or not at all as scripted.
+
+    Belongs to one process; a copy that travels to a worker has no script.
+
+    Args:
+        inner: The store that does the work.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.url, self.shared = inner.url, inner.shared
+        self.num_calls: Counter[str] = Counter()
+        """Calls by method, the failed ones included."""
+        self.num_faults: Counter[str] = Counter()
+        """How often the script struck, by method."""
+        self._scripts: list[tuple[str, range, Exception | None, float]] = []
+
+    def __reduce__(self) -> tuple[type[FaultyStore], tuple[Store]]:
+        return type(self), (self.inner,)
+
+    def fail_from(self, method: str, call: int, error: Exception, *, num_calls: int = 2**31) -> FaultyStore:
+        """Makes calls raise.
+
+        Args:
+            method: Name of a method of `Store`, or ``*`` for all.
+            call: The first call to fail, counted from 0 by method.
+            error: What it raises.
+            num_calls: How many in a row.
+
+        Returns:
+            Itself.
+        """
+        self._scripts.append((method, range(call, call + num_calls), error, 0.0))
+        return self
+
+    def delay_from(self, method: str, call: int, seconds: float, *, num_calls: int = 2**31) -> FaultyStore:
+        """Makes calls take longer; arguments as in `fail_from`."""
+        self._scripts.append((method, range(call, call + num_calls), None, seconds))
+        return self
+
+    def heal(self) -> None:
+        """Forgets the script."""
+        self._scripts.clear()
+
+    def _call(self, method: str, action: Callable[[], T]) -> T:
+        call = self.num_calls[method]
+        self.num_calls[method] += 1
+        for scripted, calls, error, seconds in self._scripts:
+            if scripted in (method, "*") and call in calls:
+                self.num_faults[method] += 1
+                time.sleep(seconds)
+                if error is not None:
+                    raise error
+        return action()
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `Store`."""
+        return self._call("get_many", lambda: self.inner.get_many(keys))
+
+    def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """See `Store`."""
+        return self._call("set_many", lambda: self.inner.set_many(items))
+
+    def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
+        """See `Store`."""
+        return self._call("add_many", lambda: self.inner.add_many(items))
+
+    def delete_many(self, keys: Sequence[str]) -> list[int]:
+        """See `Store`."""
+        return self._call("delete_many", lambda: self.inner.delete_many(keys))
+
+    def increment(self, key: str, by: int) -> int:
+        """See `Store`."""
+        return self._call("increment", lambda: self.inner.increment(key, by))
+
+    def scan(self, prefix: str) -> Iterator[str]:
+        """See `Store`."""
+        return self._call("scan", lambda: self.inner.scan(prefix))
+
+    def stored_bytes(self, key_length: int, value_length: int) -> int:
+        """See `Store`; arithmetic does not fail."""
+        return self.inner.stored_bytes(key_length, value_length)
+
+    def stats(self) -> StoreStats:
+        """See `Store`."""
+        return self._call("stats", self.inner.stats)
+
+    def ping(self) -> None:
+        """See `Store`."""
+        self._call("ping", self.inner.ping)
+
+    def close(self) -> None:
+        """See `Store`; closing does not fail."""
+        self.inner.close()
+
+
+class CountingDataset:
+    """A map-style data set that counts its reads, in this process, and may be slow or broken.
+
+    Args:
+        items: What it returns.
+        seconds: What one read takes.
+        bad: Indices whose read raises `OSError`.
+    """
+
+    def __init__(self, items: Sequence[Any], *, seconds: float = 0.0, bad: Sequence[int] = ()) -> None:
+        self._items, self._seconds, self._bad = items, seconds, frozenset(bad)
+        self._lock = threading.Lock()
+        self.reads: list[int] = []
+        """The index of every read, in order."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        with self._lock:
+            self.reads.append(index)
+        time.sleep(self._seconds)
+        if index in self._bad:
+            raise OSError(f"sample {index} is broken on purpose")
+        return self._items[index]

@@ -83,13 +83,15 @@ def node_settings(folder: Path, port: int, password: str | None) -> dict[str, st
     return {
         "port": str(port),
         "cluster-enabled": "yes",
-        "cluster-config-file": str(folder / f"nodes-{port}.conf"),
+        "cluster-config-file": quoted(str(folder / f"nodes-{port}.conf")),
+        "dbfilename": f"dump-{port}.rdb",  # a replica's copy passes through it: two in one folder must not share it
         "cluster-node-timeout": str(_NODE_TIMEOUT_MILLISECONDS),
         "cluster-require-full-coverage": "no",
         "cluster-replica-validity-factor": "0",
         "cluster-allow-reads-when-down": "yes",
         "repl-diskless-sync": "yes",
         "repl-diskless-sync-delay": "0",
+        "repl-ping-replica-period": "1",  # Redis 7 hides a replica from clients until the first of these has reached it
         "masterauth": quoted(password),
     }
 

@@ -42,7 +42,6 @@ from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 _STATE: Final = "servers.json"
 _LAUNCH: Final = '"$@" >/dev/null & echo "$!"'
 """Started by a shell that ends at once: the server is nobody's child, and its id is known before it does anything."""
-_PATIENCE_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.02
 
 
@@ -146,7 +145,8 @@ def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
 
 
 def down(directory: Path) -> int:
-    """Ends the servers that `up` started there, and forgets them.
+    """Ends the servers that `up` started there, and forgets them. They are killed: asked politely, Redis 7 waits up to
+    10 s for replicas that are going too, and a cache has nothing to save.
 
     Args:
         directory: As given to `up`.
@@ -160,12 +160,9 @@ def down(directory: Path) -> int:
     _, records = _read(directory)
     ours = [record for record in records if _is_ours(record)]
     for record in ours:
-        os.kill(record.process_id, signal.SIGTERM)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while any(map(_is_ours, ours)) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    for record in filter(_is_ours, ours):
         os.kill(record.process_id, signal.SIGKILL)
+    while any(map(_is_ours, ours)):
+        time.sleep(_POLL_SECONDS)
     for record in records:
         for leftover in (*directory.glob(f"{record.port}.*"), directory / f"nodes-{record.port}.conf"):
             leftover.unlink(missing_ok=True)

@@ -20,6 +20,8 @@ RUN_FILE = "SHADE_RUN"
 """Environment variable: path of the run's ``run.json``."""
 CACHE_URL = "SHADE_CACHE"
 """Environment variable: the cache URL as the ranks shall use it, password included."""
+ACCESS_LOG = "SHADE_ACCESS_LOG"
+"""Environment variable: the file that gets a ``hitting <index>`` or ``miss <index>`` line for every sample."""
 
 
 @dataclass(frozen=True)

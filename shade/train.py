@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from shade.cache.ledger import Ledger
-from shade.config import RUN_FILE, RunConfig
-from shade.data.dataset import ACCESS_LOG, ShadeDataset
+from shade.config import ACCESS_LOG, RUN_FILE, RunConfig
+from shade.data.dataset import ShadeDataset
 from shade.data.randomness import set_generators
 from shade.data.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError, ShadeError

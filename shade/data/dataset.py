@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORM_ENCODED
+from shade.config import ACCESS_LOG
 from shade.data.randomness import BatchGenerators
 from shade.data.source import Source, source_of
 from shade.errors import BadSampleError, ConfigError
@@ -29,8 +30,6 @@ from shade.store import StoreURL, open_store
 from shade.store.base import Store
 
 _REPLACEMENTS = 64
-ACCESS_LOG = "SHADE_ACCESS_LOG"
-"""Environment variable: the file that gets a ``hitting <index>`` or ``miss <index>`` line for every sample."""
 
 
 class ShadeDataset(Dataset[Any]):

@@ -1,7 +1,8 @@
 """Whether the plan can be: everything that would fail on a rank in a minute fails here in a second, in one line.
 
 Looks at the data (folders, classes, the first image of each class), names (mode, policy), the store, the port and the
-devices. Starts nothing and writes nothing.
+devices. Starts nothing and writes nothing, and does without torch where it can: an import of two seconds before the
+word "typo" is two seconds too long.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from PIL import UnidentifiedImageError
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from PIL import Image, UnidentifiedImageError
 
 from shade.config import RunConfig
-from shade.data.source import decode_rgb
-from shade.errors import ConfigError, DataError
+from shade.errors import ConfigError, DataError, StoreAuthError, StoreError
 from shade.policy import POLICIES
 from shade.sampling import MODES
 from shade.store import open_store
+from shade.store.url import PASSWORD_VARIABLE
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""What ImageFolder takes for an image."""
 
 
 def check(config: RunConfig, cache_url: str) -> None:
@@ -33,7 +35,6 @@ def check(config: RunConfig, cache_url: str) -> None:
     Raises:
         ConfigError: The plan asks for what cannot be.
         DataError: The data set is not what it should be.
-        StoreError: A named server does not answer or refuses us.
     """
     check_names(config)
     check_ranks(config)
@@ -49,12 +50,24 @@ def check(config: RunConfig, cache_url: str) -> None:
         )
     check_out(config)
     if cache_url != "none" and not cache_url.startswith("local:"):
-        with open_store(cache_url) as store:
+        check_cache(config, cache_url)
+
+
+def check_cache(config: RunConfig, cache_url: str) -> None:
+    """A named server: there, willing, and of use to more than one process."""
+    with open_store(cache_url) as store:
+        try:
             store.ping()
-            if not store.shared and (config.workers or config.processes * config.nodes > 1):
-                raise ConfigError.of(
-                    "a cache that ranks and workers share", config.cache, "use local://, or one rank and --workers 0"
-                )
+        except StoreAuthError as error:
+            cure = f"correct user and password in the URL or {PASSWORD_VARIABLE}"
+            raise ConfigError.of("a cache that lets us in", f"{config.cache}: {error}", cure) from error
+        except StoreError as error:
+            cure = "start it (shade cache up), correct the URL, or leave --cache out for a private one"
+            raise ConfigError.of("a cache that answers", f"{config.cache}: {error}", cure) from error
+        if not store.shared and (config.workers or config.processes * config.nodes > 1):
+            raise ConfigError.of(
+                "a cache that ranks and workers share", config.cache, "use local://, or one rank and --workers 0"
+            )
 
 
 def check_names(config: RunConfig) -> None:
@@ -96,7 +109,7 @@ def check_out(config: RunConfig) -> None:
 
 def check_ranks(config: RunConfig) -> None:
     """Devices, interface and port of this machine."""
-    num_gpus = torch.cuda.device_count()
+    num_gpus = _count_gpus() if config.processes > 1 else 0
     if num_gpus and config.processes > num_gpus:
         raise ConfigError.of(f"-g of at most {num_gpus}, the GPUs here", config.processes, "lower -g")
     interfaces = [name for _, name in socket.if_nameindex()]
@@ -113,6 +126,12 @@ def check_ranks(config: RunConfig) -> None:
                 raise ConfigError.of(
                     "a free --master_port", f"{config.master_port}: {error.strerror}", "choose another port"
                 ) from None
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def check_folder(root: Path) -> int:
@@ -143,7 +162,8 @@ def check_folder(root: Path) -> int:
                 f"at least one image in {folder}", "none", "add images or remove the folder of that class"
             )
         try:
-            decode_rgb(Path(first).read_bytes())
+            with Image.open(first) as image:
+                image.convert("RGB")
         except UnidentifiedImageError:
             raise DataError.of("an image", f"{first}, which is none", "replace or remove that file") from None
         except (OSError, ValueError, SyntaxError) as error:  # what Pillow's decoders raise on damaged files
@@ -154,4 +174,4 @@ def check_folder(root: Path) -> int:
 
 def _images(folder: str) -> Iterator[str]:
     for parent, _, names in os.walk(folder):
-        yield from (os.path.join(parent, name) for name in sorted(names) if name.lower().endswith(IMG_EXTENSIONS))
+        yield from (os.path.join(parent, name) for name in sorted(names) if name.lower().endswith(EXTENSIONS))

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shade.config import CACHE_URL, RUN_FILE, RunConfig
-from shade.data.dataset import ACCESS_LOG
+from shade.config import ACCESS_LOG, CACHE_URL, RUN_FILE, RunConfig
 from shade.errors import ShadeError
 from shade.launch import flags, preflight
 from shade.launch.progress import watch

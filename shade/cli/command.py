@@ -1,0 +1,175 @@
+"""What may be typed after ``shade``, and who answers it.
+
+Each verb imports what it needs when it is used, so ``shade --help`` is quick. Every error is one line on standard error
+and exit code 2; ``shade doctor`` exits with 1 when something would stop a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from shade import __version__
+from shade.errors import ShadeError
+
+_DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
+_EXAMPLES: Final = """\
+examples:
+  shade doctor                                          is this machine ready?
+  shade run                                             trains digits, with a private cache server
+  shade run bench_cifar10.py /mnt/nfs/train -wss 0.2    trains on your images; see shade run --help
+  shade cache up --nodes 3 --memory 8GiB                a Redis cluster on this machine; prints its URL
+  shade run … --cache redis+cluster://127.0.0.1:7000    and a run that uses it
+  shade report runs/20250101-120000                     writes and shows a run's report again
+  shade simulate runs/20250101-120000 --capacity 10%,20%,40% --policy plan,lru --plot curves.png
+                                                        what another policy or size would have saved
+"""
+_CACHE_EXAMPLES: Final = """\
+examples:
+  shade cache up                                        one server, any free port, no memory limit
+  shade cache up --nodes 3 --replicas 1 --memory 8GiB   a cluster: three primaries, a replica of each
+  SHADE_REDIS_PASSWORD=… shade cache up                 with a password; the run reads it from the same place
+  shade cache status
+  shade cache down
+
+Servers listen on this machine only. For servers on several machines see redis.conf.
+"""
+_SIMULATE_EXAMPLES: Final = """\
+examples:
+  shade simulate runs/20250101-120000
+  shade simulate runs/20250101-120000/trace.npz --capacity 5%,10%,8GiB --policy plan,lru,belady --plot curves.png
+
+hits %   share of samples served from the cache
+reads/N  origin reads an epoch over the size of the data set: 1.000 is a run without a cache that uses every sample once
+
+Every run records its trace. Scores, order and sizes are those of that run; only the cache is another.
+"""
+_DOCTOR_EXAMPLES: Final = """\
+examples:
+  shade doctor
+  shade doctor --cache redis://10.0.0.1:6379 --data /mnt/nfs/train
+
+exit code: 0 when a run can start (warnings may cost speed), 1 when it cannot
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: What was typed after ``shade``; the process's own when None.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["run"]:
+            from shade.launch.run import main as launch
+
+            return launch(words[1:], prog="shade run")
+        given = parser().parse_args(words)
+        answer: Callable[[argparse.Namespace], int] = given.answer
+        return answer(given)
+    except ShadeError as error:
+        sys.stderr.write(f"shade {words[0]}: {' '.join(str(error).split())}\n")
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nobody is there to tell
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all verbs but ``run``, which has its own."""
+    top = _Parser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
+    top.add_argument("--version", action="version", version=f"shade {__version__}")
+    verbs = top.add_subparsers(metavar="VERB", required=True)
+    verbs.add_parser("run", help="train through a cache (the launcher)", add_help=False)
+    _add_cache(verbs)
+    report = verbs.add_parser("report", help="write and show a run's report", description="Writes a run's report.")
+    report.add_argument("run", metavar="RUN_DIR", type=Path, help="holds metrics.jsonl")
+    report.set_defaults(answer=_report)
+    simulate = verbs.add_parser(
+        "simulate",
+        help="what another policy or size would have saved",
+        description="Replays a recorded trace through cache policies and counts what they read.",
+        epilog=_SIMULATE_EXAMPLES,
+    )
+    simulate.add_argument("trace", metavar="TRACE", type=Path, help="a run directory, or a trace.npz")
+    simulate.add_argument(
+        "--capacity", default="10%,20%,40%", help="of the data set or in bytes, as 20%%,8GiB (10%%,20%%,40%%)"
+    )
+    simulate.add_argument("--policy", default="plan,shade,lru,fifo,static", help="names (plan,shade,lru,fifo,static)")
+    simulate.add_argument("--skip-epochs", type=int, default=1, metavar="N", help="warm-up left out of the figures (1)")
+    simulate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves too")
+    simulate.set_defaults(answer=_simulate)
+    doctor = verbs.add_parser(
+        "doctor",
+        help="is this machine ready?",
+        description="Checks what a run needs; every row that is not ok names its cure.",
+        epilog=_DOCTOR_EXAMPLES,
+    )
+    doctor.add_argument("--cache", metavar="URL", help="a cache to look into")
+    doctor.add_argument("--data", metavar="PATH", type=Path, help="a data set to look into, in ImageFolder layout")
+    doctor.set_defaults(answer=_doctor)
+    return top
+
+
+def _add_cache(verbs: Any) -> None:
+    cache = verbs.add_parser(
+        "cache",
+        help="start, inspect and stop Redis servers on this machine",
+        description="Redis servers for the cache, on this machine, in the background.",
+        epilog=_CACHE_EXAMPLES,
+    )
+    actions = cache.add_subparsers(metavar="up|status|down", required=True)
+    for name, what in (("up", "start"), ("status", "show"), ("down", "stop")):
+        action = actions.add_parser(name, help=what, epilog=_CACHE_EXAMPLES)
+        action.add_argument(
+            "--dir", type=Path, default=Path(".cache/redis"), help="where they are remembered (.cache/redis)"
+        )
+        action.set_defaults(answer=_cache, action=name)
+    up = actions.choices["up"]
+    up.add_argument("--nodes", type=int, default=1, metavar="N", help="1, or the primaries of a cluster, 3 or more (1)")
+    up.add_argument("--replicas", type=int, default=0, metavar="N", help="of each primary (0)")
+    up.add_argument("--memory", metavar="BYTES", help="limit of each server, as 8GiB (none)")
+    up.add_argument("--ports", type=int, nargs="+", default=(), metavar="PORT", help="one for each server (free ones)")
+
+
+def _report(given: argparse.Namespace) -> int:
+    from shade.report import write_report
+
+    sys.stdout.write(write_report(given.run))
+    return 0
+
+
+def _simulate(given: argparse.Namespace) -> int:
+    from shade.cli import simulation
+
+    return simulation.answer(given.trace, given.capacity, given.policy, given.skip_epochs, given.plot)
+
+
+def _cache(given: argparse.Namespace) -> int:
+    from shade.cli import caches
+
+    if given.action == "up":
+        return caches.up(given.dir, given.nodes, given.replicas, given.memory, given.ports)
+    return caches.status(given.dir) if given.action == "status" else caches.down(given.dir)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from shade.cli import doctor
+
+    return doctor.answer(given.cache, given.data)

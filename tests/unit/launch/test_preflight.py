@@ -1,0 +1,72 @@
+"""What the checks know that a run of the launcher does not show."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from shade.config import RunConfig
+from shade.errors import ConfigError, DataError
+from shade.launch import preflight
+
+PLAN = RunConfig(out="unused", script="s.py", train_paths=("data",), master_port=0)
+
+
+def test_images_are_what_image_folder_takes_for_images() -> None:
+    assert preflight.EXTENSIONS == IMG_EXTENSIONS
+
+
+def test_more_ranks_than_gpus_are_refused_and_without_gpus_any_number_will_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    preflight.check_ranks(dataclasses.replace(PLAN, processes=2))
+    with pytest.raises(ConfigError, match="-g of at most 2"):
+        preflight.check_ranks(dataclasses.replace(PLAN, processes=3))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    preflight.check_ranks(dataclasses.replace(PLAN, processes=16))
+
+
+def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
+    (loopback, *_) = [name for _, name in socket.if_nameindex()]
+    preflight.check_ranks(dataclasses.replace(PLAN, master_socket=loopback))
+    with pytest.raises(ConfigError, match=f"among .*{loopback}"):
+        preflight.check_ranks(dataclasses.replace(PLAN, master_socket="nosuch0"))
+
+
+def test_a_taken_port_matters_on_machine_0_only() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        plan = dataclasses.replace(PLAN, nodes=2, master_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="a free --master_port"):
+            preflight.check_ranks(plan)
+        preflight.check_ranks(dataclasses.replace(plan, node_rank=1))
+
+
+def test_images_in_folders_of_folders_count(tmp_path: Path, images: Path) -> None:
+    deep = tmp_path / "data" / "class0" / "more"
+    deep.mkdir(parents=True)
+    (next(images.glob("*.png"))).rename(deep / "a.PNG")
+    (deep / "notes.txt").touch()
+    assert preflight.check_folder(tmp_path / "data") == 1
+
+
+def test_a_folder_of_plain_files_is_told_how_to_be_arranged(images: Path) -> None:
+    with pytest.raises(DataError, match="arrange it as ImageFolder"):
+        preflight.check_folder(images)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder with an image."""
+    from PIL import Image
+
+    folder = tmp_path / "images"
+    folder.mkdir()
+    Image.new("RGB", (4, 4)).save(folder / "a.png")
+    return folder

@@ -1,0 +1,65 @@
+"""Progress: a bar on a terminal, silence on a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shade.config import RunConfig
+from shade.launch import progress
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def script(out: Path, states: list[tuple[int, int] | None], status: int) -> Callable[[], int | None]:
+    """Ranks that pass through these (epoch, step) of 3 × 10 and end; None: a torn progress file."""
+
+    def poll() -> int | None:
+        if not states:
+            return status
+        state = states.pop(0)
+        fields = {"samples_per_second": 1234.5, "hit_ratio": 0.25, "waiting_fraction": 0.5, "num_steps": 10}
+        told = "{" if state is None else json.dumps({"epoch": state[0], "step": state[1], **fields})
+        (out / "progress.json").write_text(told)
+        return None
+
+    return poll
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A run of three epochs."""
+    monkeypatch.setattr(progress, "_POLL_SECONDS", 0.0)
+    return RunConfig(out=str(tmp_path), script="s.py", train_paths=("d",), epochs=3)
+
+
+STATES = [(0, 1), (0, 5), None, (0, 9), (1, 2), (1, 8), (2, 3)]
+
+
+def test_a_pipe_gets_nothing(config: RunConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert progress.watch(script(tmp_path, list(STATES), 0), config) == 0
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "progress.json").exists()
+
+
+@pytest.mark.parametrize(("status", "last"), [(0, "100% |"), (1, " 77% |")])
+def test_a_terminal_gets_a_bar(
+    status: int, last: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert progress.watch(script(tmp_path, list(STATES), status), config) == status
+    drawn = terminal.getvalue().split("\r")
+    assert "starting the ranks" in terminal.getvalue()
+    assert len(drawn) < 12
+    assert drawn[-1].startswith(last)
+    assert drawn[-1].rstrip().endswith("done" if status == 0 else "stopped")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -31,18 +32,20 @@ def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
         Their exit status.
     """
     file = Path(config.out) / "progress.json"
-    form = "{percentage:3.0f}% |{bar:24}| {desc}"
+    form = "{percentage:3.0f}% |{bar:12}| {desc}"
     quiet = not sys.stderr.isatty()
-    with tqdm(total=config.epochs, file=sys.stderr, bar_format=form, dynamic_ncols=True, disable=quiet) as bar:
+    width, height = shutil.get_terminal_size()  # tqdm's own look at a terminal that knows no size comes to nothing
+    size = {"ncols": width, "nrows": height}
+    with tqdm(total=config.epochs, file=sys.stderr, bar_format=form, disable=quiet, **size) as bar:
         bar.set_description_str("starting the ranks")
         while (status := poll()) is None:
             time.sleep(_POLL_SECONDS)
             with contextlib.suppress(OSError, ValueError, KeyError):
                 now = json.loads(file.read_text())
                 bar.set_description_str(
-                    f"epoch {now['epoch'] + 1}/{config.epochs} · step {now['step']}/{now['num_steps']} · "
-                    f"{now['samples_per_second']:,.0f} samples/s · hit ratio {now['hit_ratio']:.0%} · "
-                    f"waiting for data {now['waiting_fraction']:.0%}",
+                    f"epoch {now['epoch'] + 1}/{config.epochs} step {now['step']}/{now['num_steps']} · "
+                    f"{now['samples_per_second']:,.0f} samples/s · hits {now['hit_ratio']:.0%} · "
+                    f"waiting {now['waiting_fraction']:.0%}",
                     refresh=False,
                 )
                 bar.update(now["epoch"] + now["step"] / max(1, now["num_steps"]) - bar.n)

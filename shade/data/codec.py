@@ -119,8 +119,9 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
         buffers.append(item.tobytes())
         return {"array": [item.dtype.str, list(item.shape)]}
     if isinstance(item, np.generic) and item.dtype.kind in _ARRAY_KINDS:
-        buffers.append(item.tobytes())
-        return {"scalar": item.dtype.str}
+        array = np.asarray(item)
+        buffers.append(array.tobytes())
+        return {"scalar": array.dtype.str}
     if isinstance(item, Image.Image) and item.mode in _PIXEL_BITS:
         buffers.append(item.tobytes())
         return {"image": [item.mode, list(item.size), len(buffers[-1]), _palette(item), _transparency(item)]}
@@ -199,7 +200,7 @@ def _build_image(value: list[Any], cursor: _Cursor) -> Image.Image:
         raise ValueError(f"{num_bytes} bytes for an image of {width} × {height} in mode {mode}")
     image = Image.frombytes(mode, (width, height), bytes(raw)) if raw else Image.new(mode, (width, height))
     if palette is not None:
-        image.putpalette(palette[1], palette[0])
+        image.putpalette(bytes(palette[1]), palette[0])
     if isinstance(transparency, dict):
         image.info["transparency"] = bytes(transparency["bytes"])
     elif transparency is not None:

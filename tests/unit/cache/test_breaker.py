@@ -1,0 +1,204 @@
+"""The breaker, on a clock that stands still: when it opens, who probes, how it closes, what it says."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shade.cache import breaker as module
+from shade.cache.board import Board
+from shade.cache.breaker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, SLOW_SECONDS, Breaker
+from shade.errors import StoreUnavailableError
+from shade.testing import ManualClock
+
+GONE = StoreUnavailableError("the server is gone")
+SLOW = 2 * SLOW_SECONDS
+B = 10
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SIGNING_SECONDS", 0.0)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board(4)
+
+
+@pytest.fixture
+def breaker(board: Board, clock: ManualClock) -> Breaker:
+    return Breaker(board, clock)
+
+
+def test_closed_lets_everybody_through(breaker: Breaker) -> None:
+    assert all(breaker.allows() for _ in range(5))
+
+
+def test_one_failure_opens_it_for_all_processes_of_the_rank(board: Board, clock: ManualClock) -> None:
+    one, other = Breaker(board, clock), Breaker(board, clock)
+    one.store_failed(GONE)
+    assert not one.allows()
+    assert not other.allows()
+    assert board.trips == 1
+
+
+def test_after_the_pause_exactly_one_is_let_through(board: Board, clock: ManualClock) -> None:
+    breakers = [Breaker(board, clock) for _ in range(3)]
+    breakers[0].store_failed(GONE)
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert [b.allows() for b in breakers] == [True, False, False]
+
+
+def test_a_good_probe_closes_it(breaker: Breaker, board: Board, clock: ManualClock) -> None:
+    breaker.store_failed(GONE)
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert breaker.allows()
+    breaker.store_took(0.01, B)
+    assert Breaker(board, clock).allows()
+    breaker.store_failed(GONE)
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert breaker.allows(), "after a recovery the pause is the first one again"
+
+
+def test_failed_probes_double_the_pause_up_to_a_minute(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.store_failed(GONE)
+    pauses = []
+    for _ in range(8):
+        start = clock.now
+        while not breaker.allows():
+            clock.advance(0.5)
+        pauses.append(clock.now - start)
+        breaker.store_failed(GONE)
+    assert pauses == [min(FIRST_PAUSE_SECONDS * 2**n, LONGEST_PAUSE_SECONDS) for n in range(8)]
+
+
+def test_two_workers_failing_together_pause_once(board: Board, clock: ManualClock) -> None:
+    one, other = Breaker(board, clock), Breaker(board, clock)
+    one.store_failed(GONE)
+    other.store_failed(GONE)
+    assert (board.trips, board.backoff_seconds) == (1, FIRST_PAUSE_SECONDS)
+
+
+def test_slower_than_the_origin_twice_in_a_row_opens_it(breaker: Breaker) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    breaker.store_took(SLOW, B)
+    assert breaker.allows()
+    breaker.store_took(SLOW, B)
+    assert not breaker.allows()
+
+
+def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    for _ in range(5):
+        breaker.store_took(SLOW, B)
+        breaker.store_took(0.01, B)
+    assert breaker.allows()
+
+
+@pytest.mark.parametrize(
+    ("origin_seconds", "seconds"),
+    [(2 * SLOW, SLOW), (1e-6, SLOW_SECONDS / 2), (None, SLOW)],
+    ids=["origin-is-slower", "below-noise", "origin-unknown"],
+)
+def test_a_cache_that_pays_its_way_is_kept(breaker: Breaker, origin_seconds: float | None, seconds: float) -> None:
+    if origin_seconds is not None:
+        breaker.origin_took(origin_seconds, B)
+    for _ in range(5):
+        breaker.store_took(seconds, B)
+    assert breaker.allows()
+
+
+def test_what_another_worker_learned_of_the_origin_counts(board: Board, clock: ManualClock) -> None:
+    Breaker(board, clock).origin_took(SLOW / 2, B)
+    fresh = Breaker(board, clock)
+    assert fresh.is_slow(SLOW, B)
+    assert not fresh.is_slow(SLOW, 10 * B)
+
+
+def test_a_slow_probe_opens_it_at_once(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    breaker.store_failed(GONE)
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert breaker.allows()
+    breaker.store_took(SLOW, B)
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert not breaker.allows(), "the pause has doubled"
+
+
+def test_the_log_says_it_once_and_the_return_once(
+    breaker: Breaker, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "shade.cache")
+    for _ in range(3):
+        breaker.store_failed(GONE)
+        clock.advance(LONGEST_PAUSE_SECONDS)
+        assert breaker.allows()
+        breaker.store_took(0.01, B)
+    out, back = [r.getMessage() for r in caplog.records]
+    assert "out of use" in out
+    assert "the server is gone" in out
+    assert "back in use" in back
+
+
+def _fail(breaker: Breaker, barrier: Any, told: Any) -> None:
+    handler = logging.Handler()
+    handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
+    module.logger.addHandler(handler)
+    barrier.wait()
+    breaker.store_failed(GONE)
+
+
+def test_of_workers_that_fail_at_the_same_moment_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SIGNING_SECONDS", 0.2)
+    context = multiprocessing.get_context("fork")
+    board, barrier, told = Board(4), context.Barrier(4), context.SimpleQueue()
+    children = [context.Process(target=_fail, args=(Breaker(board), barrier, told)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(30)
+    told.put("end")
+    assert "out of use" in told.get()
+    assert told.get() == "end"
+    told.close()
+
+
+def _write_row(board: Board, worker: int) -> None:
+    board.ledger(worker).add(samples=worker + 10, hits=1)
+    assert board.flag_N.tolist() == [3, 0, 1, 2]
+    board.open_until = 5.5
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_board_is_one_page_in_every_child(method: str) -> None:
+    board = Board(4)
+    board.post(np.array([0, 2, 3]), np.array([True, True, False]), np.array([True, False, True]))
+    context = multiprocessing.get_context(method)
+    children = [context.Process(target=_write_row, args=(board, worker)) for worker in (0, 1)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    board.ledger(-1).add(samples=100)
+    assert board.totals()["samples"] == 10 + 11 + 100
+    assert board.totals()["hits"] == 2
+    assert board.open_until == 5.5
+
+
+def test_of_duplicates_the_first_access_is_posted() -> None:
+    board = Board(3)
+    assert not board.planned
+    board.post(np.array([1, 1, 2]), np.array([False, True, True]), np.array([True, False, False]))
+    assert board.planned
+    assert board.flag_N.tolist() == [0, 2, 1]

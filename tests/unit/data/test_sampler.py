@@ -1,0 +1,301 @@
+"""ShadeSampler: DistributedSampler's manners, and a stream that can be cut anywhere and goes on the same."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from shade import ShadeDataset, ShadeSampler
+from shade.data.reminders import ForgottenCallWarning
+from shade.errors import ConfigError, UnknownNameError
+from shade.types import Stateful
+from tests.integration.plane import loss_of
+
+N, B = 53, 4
+EPOCHS = 5
+
+
+@contextmanager
+def sampler_of(num_samples: int = N, **options: Any) -> Iterator[ShadeSampler]:
+    options.setdefault("batch_size", B)
+    sampler = ShadeSampler(range(num_samples), **options)
+    try:
+        yield sampler
+    finally:
+        sampler.close()
+
+
+def steps(sampler: ShadeSampler, first: int = 0, epochs: int = EPOCHS, *, limit: int | None = None) -> list[list[int]]:
+    """The batches of a complete training loop."""
+    seen: list[list[int]] = []
+    for epoch in range(first, epochs):
+        sampler.set_epoch(epoch)
+        for batch in torch.utils.data.BatchSampler(sampler, sampler.batch_size, drop_last=False):
+            index_B = torch.tensor(batch)
+            sampler.weights(index_B)
+            sampler.report(index_B, loss_of(index_B))
+            seen.append([epoch, *batch])
+            if limit is not None and len(seen) == limit:
+                return seen
+    return seen
+
+
+# ── DistributedSampler's manners ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_samples", [48, 53, 49])
+def test_ranks_share_the_epoch_and_take_the_same_steps(world_size: int, drop_last: bool, num_samples: int) -> None:
+    lists = []
+    for rank in range(world_size):
+        with sampler_of(num_samples, num_replicas=world_size, rank=rank, mode="uniform", drop_last=drop_last) as one:
+            one.set_epoch(3)
+            lists.append(list(one))
+            assert len(one) == len(lists[-1])
+            num_steps = one.num_steps
+    assert {-(-len(mine) // B) for mine in lists} == {num_steps}
+    together = [index for mine in lists for index in mine]
+    whole = num_samples // (B * world_size) * B * world_size
+    if drop_last:
+        assert len(together) == len(set(together)) == whole
+    else:
+        assert set(together) == set(range(num_samples))
+        padding = max(0, world_size - (num_samples - whole)) if num_samples > whole else 0
+        assert len(together) == num_samples + padding
+
+
+def test_no_shuffle_is_ascending() -> None:
+    with sampler_of(shuffle=False, mode="uniform") as sampler:
+        assert list(sampler) == list(range(N))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    with sampler_of(mode="uniform", seed=1) as one, sampler_of(mode="uniform", seed=2) as other:
+        one.set_epoch(0)
+        first = list(one)
+        one.set_epoch(1)
+        assert first != list(one)
+        assert first != list(other)
+
+
+def test_the_same_epoch_twice_is_the_same_twice() -> None:
+    with sampler_of(keep=0.6) as sampler:
+        steps(sampler, 0, 3)
+        sampler.set_epoch(3)
+        first = list(sampler)
+        assert list(sampler) == first
+        sampler.set_epoch(3)
+        assert list(sampler) == first
+
+
+def test_a_broken_off_epoch_starts_over_and_the_next_is_undisturbed() -> None:
+    with sampler_of(mode="uniform") as broken, sampler_of(mode="uniform") as whole:
+        for sampler in (broken, whole):
+            sampler.set_epoch(0)
+        iterator = iter(broken)
+        head = [next(iterator) for _ in range(10)]
+        assert list(broken)[:10] == head
+        list(whole)
+        for sampler in (broken, whole):
+            sampler.set_epoch(1)
+        assert list(broken) == list(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": N + 1}, "smaller batch size"),
+        ({"num_replicas": 2, "rank": 2, "mode": "uniform"}, "rank"),
+        ({"num_replicas": 2, "rank": -1, "mode": "uniform"}, "rank"),
+        ({"num_replicas": 2, "rank": 0}, "init_process_group"),
+        ({"mode": "uniform", "keep": 0.5}, "keep"),
+        ({"keep": 1.5}, "keep"),
+        ({"replication_factor": 2}, "replication_factor"),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ShadeSampler(range(N), **({"batch_size": B} | options))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="unbiased"):
+        ShadeSampler(range(N), batch_size=B, mode="unbaised")
+    with pytest.raises(UnknownNameError, match="plan"):
+        ShadeDataset(TensorDataset(torch.zeros(4)), cache="memory://", policy="plann")
+    dataset = ShadeDataset(TensorDataset(torch.zeros(40)), cache="memory://", policy="plan")
+    with pytest.raises(ConfigError, match="draw ahead"):
+        ShadeSampler(dataset, batch_size=B, mode="pads")
+    dataset.close()
+
+
+def test_an_order_that_is_not_drawn_yet_is_not_made_up() -> None:
+    with sampler_of() as sampler:
+        list(sampler)
+        assert sorted(sampler.order_of(1)) == list(range(N))
+        with pytest.raises(ConfigError, match="begun"):
+            sampler.order_of(7)
+
+
+# ── weights and reminders ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_weights_are_the_inverse_of_the_chance_and_belong_to_the_index() -> None:
+    with sampler_of(1000, batch_size=20, keep=0.5) as sampler:
+        steps(sampler, 0, 2)
+        sampler.set_epoch(2)
+        order = torch.tensor(list(sampler))
+        weight_K = sampler.weights(order)
+        assert 1.0 < float(weight_K.max()) <= 1 / 0.3 + 1e-3
+        assert float(weight_K.sum()) == pytest.approx(1000, rel=0.1)
+        easy, hard = loss_of(order).topk(100, largest=False).indices, loss_of(order).topk(100).indices
+        assert weight_K[easy].mean() > weight_K[hard].mean()
+        shuffled = torch.randperm(len(order))
+        assert torch.equal(sampler.weights(order[shuffled]), weight_K[shuffled])
+
+
+def test_an_uneven_last_step_weighs_samples_and_not_ranks() -> None:
+    """11 samples on two ranks in steps of 4 + 4: the last step is 2 + 1, DDP averages the two means."""
+    weights = {}
+    for rank in range(2):
+        with sampler_of(11, num_replicas=2, rank=rank, mode="uniform") as sampler:
+            mine = torch.tensor(list(sampler))
+            last = mine[4:]
+            weights[rank] = (sampler.weights(last) / len(last)).tolist()
+            assert sampler.weights(mine[:4]).tolist() == [1.0] * 4
+    assert weights[0] + weights[1] == pytest.approx([2 / 3] * 3)
+
+
+def forgetful(calls: set[str], epochs: int = 4) -> list[str]:
+    """What a loop with only these calls is told."""
+    with warnings.catch_warnings(record=True) as caught, sampler_of(keep=0.6) as sampler:
+        warnings.simplefilter("always")
+        for epoch in range(epochs):
+            if "set_epoch" in calls:
+                sampler.set_epoch(epoch)
+            for index in sampler:
+                index_B = torch.tensor([index])
+                if "weights" in calls:
+                    sampler.weights(index_B)
+                if "report" in calls:
+                    sampler.report(index_B, loss_of(index_B))
+    assert all(issubclass(w.category, ForgottenCallWarning) for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def test_each_forgotten_call_is_told_once_with_the_line_to_add() -> None:
+    assert forgetful({"set_epoch", "report", "weights"}) == []
+    (told,) = forgetful({"report", "weights"})
+    assert "sampler.set_epoch(epoch)" in told
+    (told,) = forgetful({"set_epoch", "weights"})
+    assert "sampler.report(indices, losses)" in told
+    (told,) = forgetful({"set_epoch", "report"})
+    assert "sampler.weights(indices)" in told
+    assert len(forgetful(set())) == 2, "without losses there are no weights to forget"
+
+
+def test_without_set_epoch_epochs_are_counted() -> None:
+    with sampler_of(mode="uniform") as silent, sampler_of(mode="uniform") as proper:
+        streams = []
+        for epoch in range(3):
+            proper.set_epoch(epoch)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                streams.append((list(silent), list(proper)))
+        assert all(one == other for one, other in streams)
+
+
+# ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def through_torch(state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint file does to it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep": 0.6}, {"mode": "uniform"}, {"mode": "pads"}, {"keep": 0.6, "epochs": 5}], ids=str
+)
+def test_stopped_at_any_step_the_rest_is_identical(options: dict[str, Any]) -> None:
+    with sampler_of(**options) as sampler:
+        whole = steps(sampler)
+    for stop in range(1, len(whole) + 1):
+        with sampler_of(**options) as sampler:
+            head = steps(sampler, limit=stop)
+            state = through_torch(sampler.state_dict())
+        with sampler_of(**options) as sampler:
+            assert isinstance(sampler, Stateful)
+            sampler.load_state_dict(state)
+            finished = sampler.steps_done >= sampler.num_steps
+            rest = steps(sampler, sampler.epoch + finished)
+        assert head + rest == whole, f"stopped after {stop}"
+
+
+def test_weights_survive_a_resume() -> None:
+    with sampler_of(keep=0.6) as sampler:
+        steps(sampler, 0, 2)
+        sampler.set_epoch(2)
+        index_B = torch.tensor(list(sampler)[:B])
+        before = sampler.weights(index_B)
+        state = through_torch(sampler.state_dict())
+    with sampler_of(keep=0.6) as sampler:
+        sampler.load_state_dict(state)
+        assert torch.equal(sampler.weights(index_B), before)
+        assert len(sampler) == len(sampler.order_of(2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 1},
+        {"keep": 0.5},
+        {"batch_size": 2},
+        {"mode": "uniform"},
+        {"shuffle": False},
+        {"drop_last": True},
+        {"score": "rank"},
+        {"num_samples": N + 1},
+    ],
+    ids=str,
+)
+def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
+    with sampler_of(keep=0.6) as sampler:
+        steps(sampler, limit=3)
+        state = sampler.state_dict()
+    options = {"keep": 0.6} | other
+    if other.get("mode") == "uniform":
+        del options["keep"]
+    with sampler_of(**options) as sampler, pytest.raises(ConfigError):
+        sampler.load_state_dict(state)
+
+
+def test_a_damaged_order_is_refused() -> None:
+    with sampler_of(keep=0.6) as sampler:
+        steps(sampler, limit=3)
+        state = sampler.state_dict()
+    state["draws"][0]["order"][3] += 1
+    with sampler_of(keep=0.6) as sampler, pytest.raises(ConfigError, match="hash"):
+        sampler.load_state_dict(state)
+
+
+def test_a_data_set_that_is_not_ours_is_only_sampled() -> None:
+    dataset = TensorDataset(torch.arange(N))
+    with sampler_of(mode="uniform") as sampler:
+        loader = DataLoader(dataset, batch_size=B, sampler=sampler)
+        assert sorted(int(i) for (batch,) in loader for i in batch) == list(range(N))
+        assert np.array_equal(np.sort(sampler.order_of(0)), np.arange(N))

@@ -89,10 +89,10 @@ def _launch(config: RunConfig, cache_url: str) -> tuple[int, str]:
         return 2, message
     if code != 0:
         return 1, f"{ranks.why()}; all of it is in {place.output_log}"
-    if not place.has_results:
-        return 0, f"done; the script reported no epoch, so there is no report in {config.out}"
     if config.node_rank > 0:
         return 0, f"done; the report is on machine 0, this machine's logs are in {config.out}"
+    if not place.has_results:
+        return 0, f"done; the script reported no epoch, so there is no report in {config.out}"
     sys.stdout.write(write_report(config.out))
     return 0, f"report, picture and logs are in {config.out}"
 

@@ -22,6 +22,9 @@ from shade.errors import ConfigError
 from shade.telemetry import JsonlSink
 
 
+_OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "progress.json")
+
+
 class Workspace:
     """The places where a run writes.
 
@@ -42,7 +45,7 @@ class Workspace:
         self.metrics = self.out / "metrics.jsonl"
         self._link = directory / "train.log"
         self._linked_before: str | None = None
-        self._made = next((path for path in reversed((self.out, *self.out.parents)) if not path.exists()), None)
+        self._made = [path for path in (self.out, *self.out.parents) if not path.exists()]
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.train_log.touch()
@@ -68,14 +71,24 @@ class Workspace:
         return (self.metrics.exists() and self.metrics.stat().st_size > 0) or (self.out / "checkpoint.pt").exists()
 
     def undo(self) -> None:
-        """Removes what was made, unless it has results; the link points where it did before."""
-        if self.has_results or self._made is None:
+        """Removes what a run writes, unless there are results; the link points where it did before.
+
+        Files of the user, and another machine's directory, may lie there too: they stay, and so do their folders.
+        """
+        if self.has_results:
             return
         if self._link.is_symlink() and self._points_to_us():
             self._link.unlink()
             if self._linked_before is not None:
                 self._link.symlink_to(self._linked_before)
-        shutil.rmtree(self._made)
+        for path in (self.out / name for name in _OURS):
+            path.unlink(missing_ok=True)
+        for path in self.out.glob("failure-*.txt"):
+            path.unlink()
+        shutil.rmtree(self.out / "tensorboard", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in self._made:
+                path.rmdir()
 
     def _make_link(self) -> None:
         """Links train.log into the working directory, unless a file of that name is somebody else's."""

@@ -43,6 +43,15 @@ def test_undo_keeps_what_was_there(here: Path, tmp_path: Path) -> None:
     assert (here / "train.log").resolve() == tmp_path / "runs" / "first" / "train.log"
 
 
+def test_undo_leaves_another_machines_directory_alone(here: Path, tmp_path: Path) -> None:
+    second = Workspace(config_of(tmp_path / "runs" / "r" / "node1"), here)
+    first = Workspace(config_of(tmp_path / "runs" / "r"), here)
+    first.undo()
+    assert second.train_log.exists()
+    second.undo()
+    assert second.out.parent.is_dir()
+
+
 @pytest.mark.parametrize("result", ["metrics.jsonl", "checkpoint.pt"])
 def test_undo_keeps_results(result: str, here: Path, tmp_path: Path) -> None:
     place = Workspace(config_of(tmp_path / "r"), here)
@@ -61,8 +70,11 @@ def test_an_empty_metrics_file_is_no_result(here: Path, tmp_path: Path) -> None:
 
 def test_undo_keeps_a_directory_of_the_user(here: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    Workspace(config_of(tmp_path / "mine"), here).undo()
-    assert (tmp_path / "mine").is_dir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    place = Workspace(config_of(tmp_path / "mine"), here)
+    config_of(place.out).save()
+    place.undo()
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 def test_a_file_of_the_user_is_not_replaced_by_the_link(here: Path, tmp_path: Path) -> None:

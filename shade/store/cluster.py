@@ -27,14 +27,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeAlias
 
+from redis.crc import key_slot
+
 from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
 from shade.store.base import STORES
-from shade.store.keys import NUM_SLOTS, slot_of
+from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
 from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL, format_address
-from shade.store.wire import Command, Reply, ServerError, pack
+from shade.store.wire import Command, Reply, ServerError
 
 _MAX_HOPS: Final = 4
 _NOT_SERVING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN")
@@ -122,7 +124,7 @@ class ClusterStore(RemoteStore):
         paused = self._paused(slot_map)
         work: dict[Address, list[tuple[int, bool]]] = {}
         for position, key in enumerate(keys):
-            owner = slot_map.owners[slot_of(key)]
+            owner = slot_map.owners[key_slot(key.encode())]
             if owner is not None and owner not in paused:
                 work.setdefault(owner, []).append((position, False))
         answered = False
@@ -155,7 +157,7 @@ class ClusterStore(RemoteStore):
         for address, places in work.items():
             batch: list[Command] = []
             for position, asking in places:
-                batch.extend((pack("ASKING"), commands[position]) if asking else (commands[position],))
+                batch.extend((("ASKING",), commands[position]) if asking else (commands[position],))
             parts.append((self._node(address), batch))
         told: list[tuple[Address, list[tuple[int, bool]], Sequence[Outcome]]] = []
         for (address, places), answer in zip(work.items(), exchange(parts), strict=True):
@@ -196,7 +198,7 @@ class ClusterStore(RemoteStore):
         now = time.monotonic()
         others = [address for address in slot_map.primaries if now >= self._retry_at.get(address, 0.0)]
         places: list[tuple[int, bool]] = [(0, False)]
-        probe = pack("GET", PROBE_KEY)  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
+        probe = ("GET", PROBE_KEY)  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
         for _, _, (outcome,) in self._talk(dict.fromkeys(others, places), [probe]):
             if isinstance(outcome, StoreUnavailableError):
                 continue
@@ -236,7 +238,7 @@ class ClusterStore(RemoteStore):
         failure: StoreError | None = None
         for address in ready or candidates:
             try:
-                (reply,) = self._node(address).ask(pack("CLUSTER", "SLOTS"))
+                (reply,) = self._node(address).ask(("CLUSTER", "SLOTS"))
                 if isinstance(reply, ServerError):
                     raise reply.as_exception(format_address(*address))
                 learnt = SlotMap.read(reply, address)
@@ -271,7 +273,7 @@ class ClusterStore(RemoteStore):
         slot_map = self._map = self._learn()
         addresses = list(dict.fromkeys((*self._url.addresses, *slot_map.primaries)))
         nodes = [self._node(address) for address in addresses]
-        for node, answer in zip(nodes, exchange([(node, [pack("PING")]) for node in nodes]), strict=True):
+        for node, answer in zip(nodes, exchange([(node, [("PING",)]) for node in nodes]), strict=True):
             if isinstance(answer, StoreUnavailableError):
                 raise answer
             if isinstance(answer[0], ServerError):

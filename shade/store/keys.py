@@ -18,12 +18,12 @@ Invariant: ``index_of(key(i)) == i``, and every key starts with ``prefix``.
 from __future__ import annotations
 
 import re
-from binascii import crc_hqx
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
+from redis.crc import key_slot
 
 from shade.errors import ConfigError
 from shade.types import Indices
@@ -32,16 +32,6 @@ NUM_SLOTS: Final = 16384
 NUM_BUCKETS: Final = 4096
 _GOLDEN: Final = 0.6180339887498949
 _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-
-def slot_of(key: str) -> int:
-    """The cluster slot of a key, 0 ≤ slot < 16384: of what is between the first ``{`` and the next ``}``, if any."""
-    start = key.find("{") + 1
-    if start:
-        end = key.find("}", start)
-        if end > start:
-            key = key[start:end]
-    return crc_hqx(key.encode(), 0) & (NUM_SLOTS - 1)
 
 
 @lru_cache(maxsize=4)
@@ -57,7 +47,7 @@ def balanced_tags(num_buckets: int) -> tuple[str, ...]:
         while not word or rest:
             rest, digit = divmod(rest, len(_DIGITS))
             word = _DIGITS[digit] + word
-        bucket = slot_of(word) * num_buckets // NUM_SLOTS
+        bucket = key_slot(word.encode()) * num_buckets // NUM_SLOTS
         if tags[bucket] is None:
             tags[bucket] = word
             missing -= 1

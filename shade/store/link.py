@@ -1,8 +1,10 @@
-"""Holds one connection to one Redis server: connects, logs in, sends a batch, reads its replies.
+"""Holds one connection to one Redis server: sends a batch, reads its replies.
 
-The socket's timeout is a *progress* timeout: it bounds each wait for the next bytes and not a whole transfer, so that
-a large batch over a slow network is no failure while a stalled server is found out after ``timeout_seconds``. There
-are no retries here: a connection that broke once is closed, and the next batch opens another.
+The connection is redis-py's: its socket, TLS, login, packing, and hiredis' parser. What is ours is the batch. An error
+reply is a value in its place, so the batch is read to its end. The socket's timeout is a *progress* timeout: it bounds
+each wait for the next bytes and not a whole transfer, so that a large batch over a slow network is no failure while a
+stalled server is found out after ``timeout_seconds``. There are no retries: a connection that broke once is closed, and
+the next batch opens another. The price of the library is in decision 0002.
 
 What goes wrong inside is an exception with the address in it, and the connection is closed first: half a reply left
 in it would answer somebody else's question. Invariant: an open link has no reply outstanding between two batches.
@@ -12,27 +14,55 @@ Name look-ups are the system's and have its timeout; name servers by address whe
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, ClassVar, Final
 
-from shade.errors import ConfigError, StoreAuthError, StoreError, StoreUnavailableError
+from redis.backoff import NoBackoff
+from redis.connection import Connection, DefaultParser, PythonRespSerializer, SSLConnection, UnixDomainSocketConnection
+from redis.exceptions import RedisError, ResponseError, TimeoutError
+from redis.retry import Retry
+
+from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
 from shade.store.url import StoreURL, format_address
-from shade.store.wire import Command, Reply, ServerError, pack
+from shade.store.wire import Command, Reply, ServerError
 from shade.types import Bytes
 
-_READ_BUFFER_BYTES: Final = 1 << 18
-"""Measured on 64 × 100 KB: 8 KiB costs 9 % more time than 256 KiB, larger gains nothing."""
-_SEND_ALONE_BYTES: Final = 1 << 14
-"""Pieces below this are joined before they are sent; above, the copy would cost more than the call."""
+_READ_BYTES: Final = 1 << 18
+"""Measured on 64 × 100 KB: redis-py's 64 KiB costs 3 % more time than 256 KiB, larger gains nothing."""
+_SEND_ALONE_BYTES: Final = 6000
+"""Pieces below this are joined before they are sent; above, they are sent as they are. redis-py's own figure."""
 _SEND_SLICE_BYTES: Final = 1 << 18
 """`socket.sendall` counts its timeout over the whole buffer; slices make it a progress timeout again."""
-_MAX_LINE_BYTES: Final = 1 << 16
-_MAX_VALUE_BYTES: Final = 1 << 30
-"""A length beyond this is a server that speaks something else; believing it would exhaust our memory."""
+
+
+class _Parser(DefaultParser):  # type: ignore[misc]
+    """Leaves an error reply as the server wrote it: redis-py would take the code off, and take LOADING or a refused
+    login for a broken connection."""
+
+    EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
+
+
+def _encode(word: str | int | Bytes) -> bytes | memoryview:
+    """What holds bytes stays where it is, unless it is small or its memory has gaps."""
+    if isinstance(word, bytes):
+        return word
+    if isinstance(word, str | int):
+        return str(word).encode()
+    view = memoryview(word)
+    return view.cast("B") if view.c_contiguous and view.nbytes > _SEND_ALONE_BYTES else view.tobytes()
+
+
+def _slices(pieces: Sequence[Bytes]) -> Iterator[Bytes]:
+    for piece in pieces:
+        if len(piece) <= _SEND_SLICE_BYTES:
+            yield piece
+        else:
+            view = memoryview(piece)
+            for start in range(0, len(view), _SEND_SLICE_BYTES):
+                yield view[start : start + _SEND_SLICE_BYTES]
 
 
 @dataclass(frozen=True)
@@ -69,47 +99,70 @@ class Endpoint:
     def __str__(self) -> str:
         return self.path or format_address(self.host, self.port)
 
-    def connect(self, timeout_seconds: float) -> socket.socket:
-        """A connected (and encrypted) socket, nothing said yet.
+    def connection(self, timeout_seconds: float) -> Any:
+        """redis-py's connection to it, not yet connected.
 
         Args:
             timeout_seconds: Bound of each wait, then and later.
 
         Returns:
-            The socket, the caller's to close.
+            The connection, the caller's to disconnect.
+        """
+        kind: Callable[..., Any] = Connection
+        place: dict[str, Any] = {"host": self.host, "port": self.port, "socket_keepalive": True}
+        if self.path:
+            kind, place = UnixDomainSocketConnection, {"path": self.path}
+        elif self.encrypted:
+            kind = SSLConnection
+            place |= {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
+            place["ssl_check_hostname"] = True
+        return kind(
+            **place,
+            db=self.database,
+            username=self.username,
+            password=self.password,
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=timeout_seconds,
+            socket_read_size=_READ_BYTES,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            parser_class=_Parser,
+            command_packer=PythonRespSerializer(_SEND_ALONE_BYTES, _encode),
+        )
+
+    def check_tls(self, timeout_seconds: float) -> None:
+        """Finds out whether TLS is why we could not connect: shakes hands again, and listens.
+
+        In TLS 1.3 the server judges our certificate after our side of the handshake is done. redis-py writes its login
+        at that moment, and what it then sees is a broken pipe as often as the verdict.
+
+        Args:
+            timeout_seconds: Bound of each wait.
 
         Raises:
-            OSError: Unreachable, or no agreement on TLS.
             ConfigError: A certificate file that cannot be read.
+            StoreAuthError: One side does not trust the other.
         """
-        if self.path:
-            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                plain.settimeout(timeout_seconds)
-                plain.connect(self.path)
-            except BaseException:
-                plain.close()
-                raise
-            return plain
-        plain = socket.create_connection((self.host, self.port), timeout_seconds)
-        try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return self._tls().wrap_socket(plain, server_hostname=self.host) if self.encrypted else plain
-        except BaseException:
-            plain.close()
-            raise
-
-    def _tls(self) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert:
                 context.load_cert_chain(self.cert, self.key)
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:
             files = ", ".join(filter(None, (self.ca, self.cert, self.key)))
             cure = f"check ?ca= &cert= &key= of the URL ({error})"
             raise ConfigError.of("readable PEM certificates and their key", files, cure) from error
-        return context
+        try:
+            with (
+                socket.create_connection((self.host, self.port), timeout_seconds) as plain,
+                context.wrap_socket(plain, server_hostname=self.host) as encrypted,
+            ):
+                encrypted.recv(1)
+        except ssl.SSLError as error:
+            if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
+                message = f"could not agree on TLS with {self}: {error}; check ?ca= &cert= &key="
+                raise StoreAuthError(message) from error
+        except OSError:  # no word against us
+            return
 
 
 class Link:
@@ -122,75 +175,50 @@ class Link:
     Raises:
         StoreUnavailableError: Nobody there, or silent.
         StoreAuthError: There, and refused us.
+        ConfigError: A certificate file that cannot be read.
     """
 
     def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
         self._endpoint = endpoint
         self._timeout_seconds = timeout_seconds
+        self._connection = endpoint.connection(timeout_seconds)
         try:
-            self._socket = endpoint.connect(timeout_seconds)
-        except OSError as error:
+            self._connection.connect()
+        except ResponseError as error:
+            raise ServerError(str(error)).as_exception(str(endpoint)) from error
+        except (RedisError, OSError, ValueError) as error:
+            if endpoint.encrypted and not isinstance(error, TimeoutError):
+                endpoint.check_tls(timeout_seconds)
             raise self._failure(error, "connect") from error
-        self._file = self._socket.makefile("rb", buffering=_READ_BUFFER_BYTES)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        greeting: list[Command] = []
-        if endpoint.password is not None:
-            words = ("AUTH", endpoint.username, endpoint.password) if endpoint.username else ("AUTH", endpoint.password)
-            greeting.append(pack(*words))
-        if endpoint.database:
-            greeting.append(pack("SELECT", endpoint.database))
-        # The name is for whoever reads CLIENT LIST; an ACL may forbid it. Asking something also makes sure that a TLS
-        # server's session tickets are read now and do not look like unasked-for bytes in `is_stale`.
-        greeting.append(pack("CLIENT", "SETNAME", "shade"))
-        self.send(greeting)
-        *answers, named = self.receive(len(greeting))
+        # The name is for whoever reads CLIENT LIST; an ACL may forbid it.
+        self.send([("CLIENT", "SETNAME", "shade")])
+        (named,) = self.receive(1)
         if isinstance(named, ServerError) and named.code != "NOPERM":
-            answers.append(named)
-        for answer in answers:
-            if isinstance(answer, ServerError):
-                self.close()
-                raise answer.as_exception(str(endpoint))
+            self.close()
+            raise named.as_exception(str(endpoint))
 
-    def fileno(self) -> int:
-        """For `select.poll`."""
-        return self._socket.fileno()
-
-    def is_stale(self) -> bool:
-        """True when an idle link is readable: the server hung up, or sent what nobody asked for. Costs a system call
-        and saves the retry that a dead idle connection would otherwise need."""
-        return bool(self._poll.poll(0))
+    def is_readable(self, timeout_seconds: float = 0.0) -> bool:
+        """True when there is something to read, or to find out by reading: the server hung up. An idle link should not
+        be; asking costs a system call, and saves the retry that a dead idle connection would otherwise need."""
+        try:
+            return bool(self._connection.can_read(timeout_seconds))
+        except (RedisError, OSError):
+            return True
 
     def send(self, commands: Sequence[Command]) -> None:
         """Writes a batch of commands; their replies must then be received.
 
         Args:
-            commands: Packed, each in pieces.
+            commands: Each in words.
 
         Raises:
             StoreUnavailableError: Not written; the link is closed.
         """
-        small: list[Bytes] = []
-        sendall = self._socket.sendall
+        connection = self._connection
         try:
-            for command in commands:
-                for piece in command:
-                    if len(piece) < _SEND_ALONE_BYTES:
-                        small.append(piece)
-                        continue
-                    sendall(b"".join(small))
-                    small.clear()
-                    view = memoryview(piece)
-                    for start in range(0, len(view), _SEND_SLICE_BYTES):
-                        sendall(view[start : start + _SEND_SLICE_BYTES])
-            if small:
-                sendall(b"".join(small))
-        except OSError as error:
-            self.close()
+            connection.send_packed_command(_slices(connection.pack_commands(commands)), check_health=False)
+        except (RedisError, OSError) as error:
             raise self._failure(error, "send to") from error
-        except BaseException:
-            self.close()
-            raise
 
     def receive(self, count: int) -> list[Reply]:
         """Reads the replies to the commands sent.
@@ -204,56 +232,21 @@ class Link:
         Raises:
             StoreUnavailableError: Hung up, silent for too long, or not speaking Redis; the link is closed.
         """
-        readline, read = self._file.readline, self._file.read
+        read = self._connection.read_response
         replies: list[Reply] = []
-        try:
-            for _ in range(count):
-                line = readline(_MAX_LINE_BYTES)
-                if line[:1] == b"$" and line[1:2] != b"-":
-                    length = int(line[1:])
-                    if length > _MAX_VALUE_BYTES:
-                        raise ValueError(f"a value of {length} bytes")
-                    value = read(length)
-                    if read(2) != b"\r\n":
-                        raise ConnectionResetError("hung up in the middle of a value")
-                    replies.append(value)
-                else:
-                    replies.append(self._read(line))
-        except (OSError, ValueError) as error:
-            self.close()
-            raise self._failure(error, "read from") from error
-        except BaseException:
-            self.close()
-            raise
+        for _ in range(count):
+            try:
+                replies.append(read())
+            except ResponseError as error:
+                replies.append(ServerError(str(error)))
+            except (RedisError, OSError, ValueError) as error:
+                raise self._failure(error, "read from") from error
         return replies
 
-    def _read(self, line: bytes) -> Reply:
-        """Everything that is not a value: once a batch, not once a key."""
-        if not line.endswith(b"\r\n"):
-            raise ConnectionResetError("hung up")
-        kind, rest = line[:1], line[1:-2]
-        if kind == b"+":
-            return rest
-        if kind == b"-":
-            return ServerError(rest.decode(errors="replace"))
-        if kind == b":":
-            return int(rest)
-        if kind in (b"$", b"*") and rest == b"-1":
-            return None
-        if kind == b"*":
-            return self.receive(int(rest))
-        raise ValueError(f"{line[:40]!r}, which is no reply")
-
     def close(self) -> None:
-        """Closes the socket, and no more than that: after a fork it is the parent's conversation. Safe to repeat."""
-        self._file.close()
-        self._socket.close()
+        """Closes the socket, and after a fork no more than that: it is the parent's conversation. Safe to repeat."""
+        self._connection.disconnect()
 
-    def _failure(self, error: Exception, verb: str) -> StoreError:
-        if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (getattr(error, "reason", None) or ""):
-            return StoreAuthError(f"could not agree on TLS with {self._endpoint}: {error}; check ?ca= &cert= &key=")
-        if isinstance(error, TimeoutError):
-            cause = f"no progress within {self._timeout_seconds} s"
-        else:
-            cause = str(error) or type(error).__name__
-        return StoreUnavailableError(f"could not {verb} {self._endpoint}: {cause}")
+    def _failure(self, error: Exception, verb: str) -> StoreUnavailableError:
+        told = f"no progress within {self._timeout_seconds} s" if isinstance(error, TimeoutError) else str(error)
+        return StoreUnavailableError(f"could not {verb} {self._endpoint}: {told}")

@@ -12,7 +12,7 @@ the one thread that wants them would do anyway.
 from __future__ import annotations
 
 import os
-import select
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -56,7 +56,7 @@ class Node:
                 link = self._idle.pop()
             except IndexError:  # another thread took the last one between the look and the pop
                 break
-            if not link.is_stale():
+            if not link.is_readable():
                 return link
             link.close()
         return Link(self.endpoint, self.timeout_seconds)
@@ -72,7 +72,7 @@ class Node:
         """One batch to this server alone.
 
         Args:
-            *commands: Packed.
+            *commands: Each in words.
 
         Returns:
             A reply for each.
@@ -123,33 +123,21 @@ def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:
             except StoreUnavailableError as error:
                 answers[position] = error
                 talking.pop(position, None)
-        while talking:
-            ready = _ready(talking, work)
-            for position in ready or list(talking):
-                node, commands = work[position]
-                link = talking.pop(position)
-                try:
-                    if not ready:
-                        link.close()
-                        raise StoreUnavailableError(f"{node} made no progress within {node.timeout_seconds} s")
-                    answers[position] = link.receive(len(commands))
-                    node.give(link)
-                except StoreUnavailableError as error:
-                    answers[position] = error
+        timeout_seconds = max((work[position][0].timeout_seconds for position in talking), default=0.0)
+        deadline = time.monotonic() + timeout_seconds
+        for position in list(talking):
+            node, commands = work[position]
+            link = talking[position]
+            try:
+                if len(work) > 1 and not link.is_readable(max(0.0, deadline - time.monotonic())):
+                    link.close()
+                    raise StoreUnavailableError(f"{node} made no progress within {timeout_seconds} s")
+                answers[position] = link.receive(len(commands))
+                node.give(link)
+            except StoreUnavailableError as error:
+                answers[position] = error
+            del talking[position]
     finally:
         for link in talking.values():  # only after an exception: their replies are still under way
             link.close()
     return answers
-
-
-def _ready(talking: dict[int, Link], work: Sequence[tuple[Node, Sequence[Command]]]) -> list[int]:
-    """Those who have something to say; none of them when a whole timeout went by in silence."""
-    if len(talking) == 1:
-        return list(talking)
-    poll = select.poll()
-    by_descriptor = {link.fileno(): position for position, link in talking.items()}
-    for descriptor in by_descriptor:
-        poll.register(descriptor, select.POLLIN)
-    timeout_seconds = max(work[position][0].timeout_seconds for position in talking)
-    events = poll.poll(timeout_seconds * 1000)
-    return [by_descriptor[descriptor] for descriptor, _ in events]

@@ -14,7 +14,7 @@ from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
 from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL
-from shade.store.wire import Command, ServerError, pack, pack_keys
+from shade.store.wire import Command, ServerError
 
 
 @STORES.register("unix")
@@ -45,7 +45,7 @@ class RedisStore(RemoteStore):
     def ping(self) -> None:
         """See `Store`. Reads a key too: a node of a cluster answers a ping and then refuses most keys."""
         self._check_open()
-        for reply in self._node.ask(pack("PING"), *pack_keys(b"GET", [PROBE_KEY])):
+        for reply in self._node.ask(("PING",), ("GET", PROBE_KEY)):
             if isinstance(reply, ServerError):
                 raise reply.as_exception(str(self._node))
 

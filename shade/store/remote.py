@@ -21,7 +21,7 @@ from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.node import Node, exchange
 from shade.store.sizing import stored_bytes
 from shade.store.url import StoreURL
-from shade.store.wire import Command, Reply, ServerError, pack, pack_keys, pack_set
+from shade.store.wire import Command, Reply, ServerError
 from shade.types import Bytes
 
 ROUND_BYTES: Final = 16 << 20
@@ -67,7 +67,7 @@ class RemoteStore(Store):
 
         Args:
             keys: One for each command.
-            commands: Packed.
+            commands: Each in words.
 
         Returns:
             One outcome a command; of several servers an unreachable one's are `StoreUnavailableError`.
@@ -92,7 +92,7 @@ class RemoteStore(Store):
         while len(values) < len(keys):
             wanted = max(1, min(_ROUND_COMMANDS, ROUND_BYTES // self._value_bytes))
             part = keys[len(values) : len(values) + wanted]
-            found = self._round(part, pack_keys(b"GET", part))
+            found = self._round(part, [(b"GET", key) for key in part])
             part_bytes = num_found = 0
             for value in found:
                 if type(value) is bytes:
@@ -128,8 +128,8 @@ class RemoteStore(Store):
 
         for key, value in items.items():
             keys.append(key)
-            commands.append(pack_set(key, value, only_if_absent=only_if_absent))
-            round_bytes += len(commands[-1][1])
+            commands.append((b"SET", key, value, b"NX") if only_if_absent else (b"SET", key, value))
+            round_bytes += memoryview(value).nbytes
             if round_bytes >= ROUND_BYTES or len(keys) >= _ROUND_COMMANDS:
                 flush()
                 keys, commands, round_bytes = [], [], 0
@@ -145,8 +145,7 @@ class RemoteStore(Store):
         for start in range(0, len(keys), _ROUND_COMMANDS):
             part = keys[start : start + _ROUND_COMMANDS]
             twice = [key for key in part for _ in range(2)]
-            pairs = zip(pack_keys(b"STRLEN", part), pack_keys(b"UNLINK", part), strict=True)
-            outcomes = iter(self._round(twice, [command for pair in pairs for command in pair]))
+            outcomes = iter(self._round(twice, [(verb, key) for key in part for verb in (b"STRLEN", b"UNLINK")]))
             for length, count in zip(outcomes, outcomes, strict=True):
                 length, count = self._answer(length), self._answer(count)
                 removed.append(length if isinstance(length, int) and count == 1 else -1)
@@ -155,7 +154,7 @@ class RemoteStore(Store):
     def increment(self, key: str, by: int) -> int:
         """See `Store`."""
         self._check_open()
-        (outcome,) = self._round([key], [pack("INCRBY", key, by)])
+        (outcome,) = self._round([key], [("INCRBY", key, by)])
         if isinstance(outcome, StoreUnavailableError):
             raise outcome
         if not isinstance(outcome, int):
@@ -171,7 +170,7 @@ class RemoteStore(Store):
             cursor: Reply = b"0"
             while True:
                 assert isinstance(cursor, bytes)
-                (reply,) = node.ask(pack("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT))
+                (reply,) = node.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT))
                 if not isinstance(reply, list):
                     raise self._error(reply)
                 cursor, keys = reply
@@ -192,7 +191,7 @@ class RemoteStore(Store):
         """See `Store`."""
         self._check_open()
         nodes = self._all_nodes()
-        answers = exchange([(node, [pack("INFO"), pack("DBSIZE")]) for node in nodes])
+        answers = exchange([(node, [("INFO",), ("DBSIZE",)]) for node in nodes])
         told = [(node, answer) for node, answer in zip(nodes, answers, strict=True) if isinstance(answer, list)]
         if not told:
             raise StoreUnavailableError(f"no server of {self.url} answers: {answers}")

@@ -36,7 +36,7 @@ from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
 from shade.store.link import Endpoint
 from shade.store.node import Node
 from shade.store.url import StoreURL
-from shade.store.wire import Reply, ServerError, pack
+from shade.store.wire import Reply, ServerError
 
 _START_SECONDS: Final = 20.0
 _POLL_SECONDS: Final = 0.01
@@ -271,7 +271,7 @@ def ask(endpoint: Endpoint, *words: str | int) -> Reply:
     """
     node = Node(endpoint, _ANSWER_SECONDS)
     try:
-        (reply,) = node.ask(pack(*words))
+        (reply,) = node.ask(words)
     finally:
         node.retire()
     if isinstance(reply, ServerError):

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from redis.crc import key_slot
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.store import ClusterStore, SampleKeys, open_store
-from shade.store.keys import slot_of
 from shade.store.local_cluster import LocalCluster, free_ports
 from shade.store.server import LocalServer
 
@@ -34,7 +34,7 @@ def store(cluster: LocalCluster) -> Iterator[ClusterStore]:
 
 def _owner_of(cluster: LocalCluster, key: str) -> int:
     """Which of three equal shares of the slots a key is in."""
-    return min(2, next(i for i in range(3) if slot_of(key) < 16384 * (i + 1) // 3))
+    return min(2, next(i for i in range(3) if key_slot(key.encode()) < 16384 * (i + 1) // 3))
 
 
 def test_keys_spread_evenly_and_come_back_in_order(store: ClusterStore) -> None:
@@ -84,7 +84,7 @@ def test_follows_a_slot_while_it_moves_and_after(cluster: LocalCluster, store: C
         for first in KEYS.many(range(100))
         if _owner_of(cluster, first) == 0
     )
-    slot = slot_of(name)
+    slot = key_slot(name.encode())
     store.set_many({name: b"before"})
     source, target = cluster.servers[0], cluster.servers[1]
     source_id, target_id = (server.ask("CLUSTER", "MYID").decode() for server in (source, target))

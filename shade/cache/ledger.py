@@ -18,7 +18,7 @@ FIELDS: dict[str, str] = {
     "hits": "samples whose bytes did not come from the origin",
     "misses": "samples whose bytes came from the origin",
     "duplicates": "of the hits: repeats inside one batch, served from memory",
-    "origin_reads": "reads of the origin, replacements for bad samples included",
+    "origin_reads": "reads of the origin that succeeded; probes at the start and replacements for bad samples included",
     "origin_bytes": "bytes those reads returned",
     "cache_reads": "entries that the store returned",
     "cache_bytes": "bytes of payload in them",

@@ -245,6 +245,7 @@ class ShadeSampler(Sampler[int]):
             score_N = None if scores is None else scores.score_N
             self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N))
         walk_K = self._walk(order_K)
+        self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
         for step in range(self._first_step, self.num_steps):
             index_G, mine = self._share(walk_K, len(order_K), step)
             if self._steering is not None:
@@ -301,8 +302,7 @@ class ShadeSampler(Sampler[int]):
 
     def _remind(self) -> None:
         """Tells of calls that the epochs so far should have seen and did not; counts the epochs itself if need be."""
-        self._iterations += 1
-        if self._iterations == 1:
+        if self._iterations == 0:
             return
         if not self._reminders.was_made("set_epoch"):
             self._turn_to(self.epoch + 1)

@@ -1,0 +1,294 @@
+"""ShadeDataset: bad samples, bad arguments, probing, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchvision.datasets import ImageFolder
+
+from shade import ShadeDataset, ShadeSampler
+from shade.errors import BadSampleError, ConfigError, DataError, StoreAuthError, StoreUnavailableError, UnknownNameError
+from shade.store import open_store
+from shade.testing import CountingDataset, FaultyStore
+from tests.conftest import Place
+from tests.integration.plane import make_pictures, to_tensor
+
+N = 30
+NUMBERS = [torch.full((4,), float(index)) for index in range(N)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_pictures(tmp_path / "pictures", N)
+
+
+# ── bad samples ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def spoil(folder: Path) -> tuple[ImageFolder, dict[str, int]]:
+    """A scanned folder with a truncated file, a text and a deleted one in it."""
+    wrapped = ImageFolder(str(folder))
+    bad = {"truncated": 3, "text": 10, "deleted": N - 1}
+    path = {kind: Path(wrapped.samples[index][0]) for kind, index in bad.items()}
+    path["truncated"].write_bytes(path["truncated"].read_bytes()[:-40])
+    path["text"].write_text("this is no picture")
+    return wrapped, bad
+
+
+@pytest.mark.parametrize("cache", [None, "local://"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_sample_stops_with_its_path(folder: Path, cache: str | None, workers: int) -> None:
+    wrapped, bad = spoil(folder)
+    dataset = ShadeDataset(wrapped, cache=cache, transform=to_tensor)
+    os.unlink(wrapped.samples[bad["deleted"]][0])
+    try:
+        for index in bad.values():
+            iterator = iter(DataLoader(dataset, sampler=[index], num_workers=workers))
+            with pytest.raises(BadSampleError) as told:
+                next(iterator)
+            assert next(iterator, None) is None  # ends the workers in good order
+            assert wrapped.samples[index][0] in str(told.value)
+            assert "on_bad_sample='skip'" in str(told.value)
+    finally:
+        dataset.close()
+
+
+def test_a_bad_sample_is_replaced_by_the_next_good_one_everywhere(folder: Path) -> None:
+    wrapped, bad = spoil(folder)
+    good = ImageFolder(str(folder))
+    streams = []
+    for cache, workers in ((None, 0), ("local://", 0), ("local://", 2)):
+        dataset = ShadeDataset(
+            wrapped, cache=cache, working_set_fraction=1.0, transform=to_tensor, on_bad_sample="skip"
+        )
+        target = Path(wrapped.samples[bad["deleted"]][0])
+        content = target.read_bytes()
+        target.unlink()
+        stream = []
+        for _ in range(2):
+            for pixels, target_B, index_B in DataLoader(dataset, batch_size=7, num_workers=workers):
+                rows = zip(pixels.unbind(), target_B.tolist(), index_B.tolist(), strict=True)
+                stream += [(index, target_, row.numpy().tobytes()) for row, target_, index in rows]
+        target.write_bytes(content)
+        os.utime(target, ns=(0, 0))
+        streams.append(stream)
+        if dataset.cache is not None:
+            assert dataset.cache.board.totals()["bad_samples"] == 2 * len(bad)
+        dataset.close()
+    assert streams[0] == streams[1] == streams[2]
+    by_index = {index: (target, pixels) for index, target, pixels in streams[0]}
+    assert sorted(by_index) == list(range(N))
+    for index in bad.values():
+        replacement = (index + 1) % N
+        expected = to_tensor(good[replacement][0]).numpy().tobytes()
+        assert by_index[index] == (wrapped.samples[replacement][1], expected)
+
+
+def test_replacements_are_counted_where_they_are_read() -> None:
+    origin = CountingDataset(NUMBERS, bad=[4, 5])
+    dataset = ShadeDataset(origin, cache="memory://", working_set_fraction=1.0, on_bad_sample="skip")
+    for _ in range(2):
+        values = [int(sample[0]) for sample, _ in dataset.__getitems__(list(range(N)))]
+        assert values == [*range(4), 6, 6, *range(6, N)]
+    totals = dataset.cache.board.totals()
+    assert totals["origin_reads"] == sum(index not in (4, 5) for index in origin.reads)
+    assert totals["bad_samples"] == 4
+    dataset.close()
+
+
+def test_when_all_are_bad_it_says_so() -> None:
+    with pytest.raises(DataError, match="broken on purpose"):
+        ShadeDataset(CountingDataset(NUMBERS, bad=range(N)), cache=None)
+    dataset = ShadeDataset(CountingDataset([*NUMBERS] * 40, bad=range(2, 600)), cache=None, on_bad_sample="skip")
+    with pytest.raises(BadSampleError, match="got none"):
+        _ = dataset[100]
+
+
+def test_a_bad_probe_is_no_reason_to_refuse_the_data_set() -> None:
+    dataset = ShadeDataset(CountingDataset(NUMBERS, bad=[0]), cache=None, on_bad_sample="skip")
+    assert int(dataset[0][0][0]) == 1
+
+
+# ── the ledger ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_read_is_in_the_ledger_probes_included() -> None:
+    origin = CountingDataset(NUMBERS)
+    dataset = ShadeDataset(origin, cache="memory://")
+    sampler = ShadeSampler(dataset, batch_size=5, mode="uniform")
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        list(DataLoader(dataset, batch_size=5, sampler=sampler))
+    totals = dataset.cache.board.totals()
+    assert totals["origin_reads"] == len(origin.reads)
+    payload = len(dataset.source.read_many([0], lambda reads, num_bytes: None)[0])
+    assert totals["origin_bytes"] == (len(origin.reads) - 1) * payload
+    assert totals["hits"] == 3 * N // 5
+    sampler.close()
+    dataset.close()
+
+
+# ── arguments ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"working_set_fraction": 0.0}, ConfigError),
+        ({"working_set_fraction": 1.01}, ConfigError),
+        ({"working_set_fraction": float("nan")}, ConfigError),
+        ({"on_bad_sample": "ignore"}, ConfigError),
+        ({"policy": "lur"}, UnknownNameError),
+        ({"cache": "mongodb://host"}, UnknownNameError),
+        ({"cache": "redis"}, ConfigError),
+        ({"encode": lambda item: 1 / 0}, DataError),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        ShadeDataset(TensorDataset(torch.zeros(8)), **({"cache": None} | options))
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(DataError):
+        ShadeDataset([], cache=None)
+
+
+def test_an_item_that_cannot_be_encoded_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="encode="):
+        ShadeDataset([object()] * 5, cache=None)
+
+
+def test_an_index_outside_is_an_index_error() -> None:
+    dataset = ShadeDataset(TensorDataset(torch.arange(8)), cache=None)
+    assert int(dataset[-1][0]) == 7
+    for index in (8, -9):
+        with pytest.raises(IndexError):
+            _ = dataset[index]
+
+
+def quickly(action: Callable[[], Any], expected: type[Exception]) -> str:
+    begun = time.monotonic()
+    with pytest.raises(expected) as told:
+        action()
+    assert time.monotonic() - begun < 20 * 0.25, "some timeouts, not a wait"
+    return str(told.value)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "unix", "rediss", "redis+cluster"])
+def test_a_wrong_password_is_told_at_construction(get_place: Callable[[str], Place], scheme: str) -> None:
+    place = get_place(scheme)
+    told = quickly(lambda: ShadeDataset(TensorDataset(torch.zeros(8)), cache=place.wrong_password_url), StoreAuthError)
+    assert "wr0ng" not in told
+
+
+def test_a_named_server_that_does_not_answer_is_told_at_construction(tmp_path: Path) -> None:
+    for url in ("redis://127.0.0.1:1", f"unix://{quote(str(tmp_path))}/none.sock", "redis+cluster://127.0.0.1:1"):
+        quickly(lambda url=url: ShadeDataset(TensorDataset(torch.zeros(8)), cache=url), StoreUnavailableError)
+
+
+def test_a_failed_construction_leaves_no_server_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = len(psutil.Process().children(recursive=True))
+    monkeypatch.setattr("shade.data.dataset.SampleCache", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ShadeDataset(TensorDataset(torch.zeros(8)), cache="local://")
+    assert len(psutil.Process().children(recursive=True)) == children
+
+
+def test_transforms_that_would_be_frozen_are_told(folder: Path) -> None:
+    with_transform = ImageFolder(str(folder), transform=lambda image: np.asarray(image))
+    with pytest.warns(UserWarning, match="Subset applies its own transform"):
+        ShadeDataset(Subset(with_transform, [1, 2]), cache=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ShadeDataset(with_transform, cache=None)
+        ShadeDataset(Subset(ImageFolder(str(folder)), [1, 2]), cache=None)
+
+
+def test_other_data_never_shares_a_namespace(folder: Path) -> None:
+    def namespace() -> str:
+        return ShadeDataset(ImageFolder(str(folder)), cache=None).source.fingerprint
+
+    first = namespace()
+    assert namespace() == first
+    victim = next(folder.rglob("*.bmp"))
+    os.utime(victim, ns=(1, 1))
+    touched = namespace()
+    victim.rename(victim.with_name("zzz.bmp"))
+    assert len({first, touched, namespace()}) == 3
+    one, other = (ShadeDataset(TensorDataset(torch.full((8,), value)), cache=None) for value in (1.0, 2.0))
+    assert one.source.fingerprint != other.source.fingerprint
+
+
+def test_a_moved_data_set_keeps_its_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ShadeDataset(ImageFolder(str(folder)), cache=None).source
+    moved = folder.rename(folder.with_name("elsewhere"))
+    monkeypatch.chdir(moved.parent)
+    second = ShadeDataset(ImageFolder("./elsewhere"), cache=None).source
+    assert second.fingerprint == first.fingerprint
+    assert all(os.path.exists(second.name_of(index)) for index in range(N))
+
+
+# ── nothing left behind ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def possessions() -> tuple[int, int, int, set[str]]:
+    """Open files, threads, children, and segments of shared memory."""
+    gc.collect()
+    me = psutil.Process()
+    children = [child for child in me.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+    shared = {name for name in os.listdir("/dev/shm") if name.startswith(("torch", "shade", "psm"))}
+    return me.num_fds(), threading.active_count(), len(children), shared
+
+
+def live_once(folder: Path, workers: int, persistent: bool) -> None:
+    dataset = ShadeDataset(ImageFolder(str(folder)), cache="local://", transform=to_tensor)
+    dataset.source._origin._mean_seconds = 1.0  # type: ignore[attr-defined] - reads in threads
+    sampler = ShadeSampler(dataset, batch_size=5, keep=0.7)
+    loader = DataLoader(dataset, batch_size=5, sampler=sampler, num_workers=workers, persistent_workers=persistent)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for _, _, indices in loader:
+            sampler.weights(indices)
+            sampler.report(indices, torch.ones(len(indices)))
+    del loader
+    sampler.close()
+    sampler.close()
+    dataset.close()
+    dataset.close()
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_nothing_is_left_behind(folder: Path, workers: int, persistent: bool) -> None:
+    live_once(folder, workers, persistent)
+    before = possessions()
+    for _ in range(3):
+        live_once(folder, workers, persistent)
+    files, threads, children, shared = possessions()
+    assert (threads, children, shared) == before[1:]
+    assert files <= before[0]
+
+
+def test_a_store_handed_in_may_fail_on_command() -> None:
+    origin = CountingDataset(NUMBERS)
+    with open_store("memory://") as inner:
+        store = FaultyStore(inner).fail_from("get_many", 1, StoreUnavailableError("gone"))
+        dataset = ShadeDataset(origin, cache=store, working_set_fraction=1.0)
+        for _ in range(3):
+            assert [int(s[0]) for s, _ in dataset.__getitems__(list(range(N)))] == list(range(N))
+        assert store.num_faults["get_many"] == 1
+        assert dataset.cache.board.totals()["store_errors"] == 1

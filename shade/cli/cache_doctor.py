@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from shade.cli.finding import Finding, broken, fail, ok, warn
-from shade.errors import ShadeError, StoreAuthError, StoreError
+from shade.errors import ShadeError, StoreError, StoreUnavailableError
 from shade.store import open_store
 from shade.store.link import Endpoint
 from shade.store.server import ask
-from shade.store.url import PASSWORD_VARIABLE, StoreURL, format_address
+from shade.store.url import StoreURL, format_address
 
 _WANTED: Final = {
     "maxmemory-policy": ("noeviction", "CONFIG SET maxmemory-policy noeviction: else it throws out planned hits"),
@@ -35,10 +35,7 @@ def look_into(text: str) -> Iterator[Finding]:
         with open_store(url, timeout_seconds=2.0) as store:
             store.ping()
             stats = store.stats()
-    except StoreAuthError as error:
-        yield fail("cache", str(error), f"put user and password into the URL or {PASSWORD_VARIABLE}")
-        return
-    except StoreError as error:
+    except StoreUnavailableError as error:
         yield fail("cache", str(error), "check host and port, and that the server runs: shade cache status")
         return
     except ShadeError as error:

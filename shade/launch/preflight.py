@@ -15,11 +15,10 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from shade.config import RunConfig
-from shade.errors import ConfigError, DataError, StoreAuthError, StoreError
+from shade.errors import ConfigError, DataError, StoreUnavailableError
 from shade.policy import POLICIES
 from shade.sampling import MODES
 from shade.store import open_store
-from shade.store.url import PASSWORD_VARIABLE
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """What ImageFolder takes for an image."""
@@ -35,6 +34,7 @@ def check(config: RunConfig, cache_url: str) -> None:
     Raises:
         ConfigError: The plan asks for what cannot be.
         DataError: The data set is not what it should be.
+        StoreAuthError: A named server refuses us.
     """
     check_names(config)
     check_ranks(config)
@@ -58,10 +58,7 @@ def check_cache(config: RunConfig, cache_url: str) -> None:
     with open_store(cache_url) as store:
         try:
             store.ping()
-        except StoreAuthError as error:
-            cure = f"correct user and password in the URL or {PASSWORD_VARIABLE}"
-            raise ConfigError.of("a cache that lets us in", f"{config.cache}: {error}", cure) from error
-        except StoreError as error:
+        except StoreUnavailableError as error:
             cure = "start it (shade cache up), correct the URL, or leave --cache out for a private one"
             raise ConfigError.of("a cache that answers", f"{config.cache}: {error}", cure) from error
         if not store.shared and (config.workers or config.processes * config.nodes > 1):

@@ -21,7 +21,6 @@ from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.telemetry import JsonlSink
 
-
 _OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "progress.json")
 
 

@@ -1,8 +1,8 @@
-"""Counts what happens, times how long it takes, and writes both where somebody can read them.
+"""Carries what was counted and timed to where somebody can read it.
 
-Four nouns. `Counters` only grow; `Histogram` keeps a distribution in 48 integers; `Span` times a block into either;
-a sink (`JsonlSink`, `TensorBoardSink`, `prometheus_text`) carries a snapshot out. Each counter is declared with the
-sentence that says how to read it, and that sentence travels to the reader: it is the ``# HELP`` line in Prometheus.
+`Histogram` keeps a distribution in 48 integers; a sink (`JsonlSink`, `TensorBoardSink`, `prometheus_text`) carries a
+snapshot out. What is counted is declared where it is counted (`shade.cache.ledger`), each name with the sentence that
+says how to read it, and that sentence travels to the reader: it is the ``# HELP`` line in Prometheus.
 
 Why this way: the hot path is one integer addition per batch, nothing is formatted until an epoch ends, and no thread
 runs in the background. The price: a histogram knows a value only to within a factor of two, and a row that the disk
@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,48 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError
-
-
-class Counters:
-    """Named totals that only grow: int64 for things counted, float64 for seconds.
-
-    Args:
-        counts: Name → how to read it, for things counted (samples, reads, bytes).
-        seconds: Name → how to read it, for time; names end in ``_seconds``.
-    """
-
-    def __init__(self, counts: Mapping[str, str], seconds: Mapping[str, str] | None = None) -> None:
-        self.help = {**counts, **(seconds or {})}
-        """Name → the sentence that says how to read it."""
-        fields = [(name, np.int64) for name in counts] + [(name, np.float64) for name in seconds or {}]
-        self._row = np.zeros(1, dtype=fields)
-
-    def add(self, **amounts: float) -> None:
-        """Adds to several at once: ``counters.add(hits=60, misses=4)``.
-
-        Args:
-            **amounts: Name → how much, ≥ 0.
-
-        Raises:
-            KeyError: A name that was not declared; nothing was added.
-        """
-        unknown = amounts.keys() - self.help.keys()
-        if unknown:
-            raise KeyError(f"no counter named {sorted(unknown)[0]!r}; known: {', '.join(self.help)}")
-        for name, amount in amounts.items():
-            self._row[name] += amount
-
-    def __getitem__(self, name: str) -> float:
-        value: float = self._row[name][0].item()
-        return value
-
-    def as_dict(self) -> dict[str, float]:
-        """A snapshot, in the order of declaration."""
-        return {name: self[name] for name in self.help}
-
-    def merge(self, other: Counters) -> None:
-        """Adds another's totals (a worker's, another rank's); both must declare the same names."""
-        self.add(**other.as_dict())
 
 
 class Histogram:
@@ -132,30 +89,6 @@ class Histogram:
         self.bucket_counts += other.bucket_counts
         self.total += other.total
         self.largest = max(self.largest, other.largest)
-
-
-class Span:
-    """Times a block: ``with Span(histogram.observe): ...``.
-
-    Args:
-        into: Called with the seconds when the block ends, by an exception too.
-        clock: Seconds that only grow.
-    """
-
-    def __init__(self, into: Callable[[float], object] | None = None, clock: Callable[[], float] = time.perf_counter):
-        self._into = into
-        self._clock = clock
-        self.seconds = 0.0
-        """Duration of the block, once it has ended."""
-
-    def __enter__(self) -> Span:
-        self._start = self._clock()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.seconds = self._clock() - self._start
-        if self._into is not None:
-            self._into(self.seconds)
 
 
 def jsonable(value: Any) -> Any:
@@ -237,12 +170,16 @@ class TensorBoardSink:
 
 
 def prometheus_text(
-    counters: Counters, histograms: Mapping[str, Histogram] | None = None, labels: Mapping[str, object] | None = None
+    counts: Mapping[str, float],
+    meaning: Mapping[str, str],
+    histograms: Mapping[str, Histogram] | None = None,
+    labels: Mapping[str, object] | None = None,
 ) -> str:
     """Renders a snapshot in the Prometheus text format, every name under ``shade_``.
 
     Args:
-        counters: Become ``shade_<name>_total``, with their sentence as ``# HELP``.
+        counts: Totals that only grow; become ``shade_<name>_total``.
+        meaning: Name → the sentence that says how to read it: the ``# HELP`` line.
         histograms: Name (unit included) → histogram; empty leading and trailing buckets are left out.
         labels: Put on every line: ``{"rank": 0}``.
 
@@ -252,8 +189,8 @@ def prometheus_text(
     quoted = [f"{k}={json.dumps(str(v), ensure_ascii=False)}" for k, v in (labels or {}).items()]
     suffix = f"{{{','.join(quoted)}}}" if quoted else ""
     lines: list[str] = []
-    for name, value in counters.as_dict().items():
-        text = counters.help[name].replace("\\", "\\\\").replace("\n", "\\n")
+    for name, value in counts.items():
+        text = meaning[name].replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP shade_{name}_total {text}", f"# TYPE shade_{name}_total counter"]
         lines.append(f"shade_{name}_total{suffix} {value!r}")
     for name, histogram in (histograms or {}).items():

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shade.cache.ledger import Ledger
+from shade.cache.ledger import FIELDS, Ledger
 from shade.config import ACCESS_LOG, RUN_FILE, RunConfig
 from shade.data.dataset import ShadeDataset
 from shade.data.randomness import set_generators
@@ -38,7 +38,7 @@ from shade.data.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError, ShadeError
 from shade.policy.trace import Trace, TraceRecorder
 from shade.process import die_with_parent
-from shade.telemetry import JsonlSink, TensorBoardSink, jsonable
+from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable, prometheus_text
 from shade.types import Stateful
 
 SAVE_SECONDS = 30.0
@@ -75,6 +75,7 @@ class TrainSession:
         self._saved_at = self._progress_at = time.monotonic()
         self._recorder: TraceRecorder | None = None
         self._ledger = Ledger()
+        self._waits = Histogram()
 
     @classmethod
     def from_environment(cls) -> TrainSession:
@@ -203,14 +204,17 @@ class TrainSession:
         self._loss_sum, self._num_correct, self._num_seen = torch.zeros(()), torch.zeros(()), 0
         dataset.generators.follow(self.config.seed, sampler.epoch)
         source = iter(loader)
-        taken = self._epoch_steps
+        taken, recorded = self._epoch_steps, False
         while not self._out_of_steps():
             begun = time.monotonic()
             batch = next(source, None)
-            self._wait_seconds += time.monotonic() - begun
+            waited = time.monotonic() - begun
+            self._wait_seconds += waited
             if batch is None:
                 break
-            if self._recorder is not None:
+            self._waits.observe(waited)
+            if self._recorder is not None and not recorded:
+                recorded = True
                 score_N = sampler.table.scores().score_N if sampler.mode.uses_scores else None
                 self._recorder.begin_epoch(sampler.epoch, sampler.order_of(sampler.epoch), score_N)
             set_generators(self.config.seed, self.total_steps, self.rank)
@@ -253,6 +257,8 @@ class TrainSession:
             "samples": self._num_seen,
             "epoch_seconds": time.monotonic() - self._epoch_began,
             "stall_seconds": ledger.stall_seconds(self._wait_seconds),
+            "wait_p50_seconds": self._waits.p50,
+            "wait_p99_seconds": self._waits.p99,
             "capacity_bytes": cache.capacity_bytes if cache else 0,
             "resident_bytes": cache.policy.used_bytes if cache and cache.policy else 0,
             "loss": float(self._loss_sum) / seen,
@@ -264,6 +270,7 @@ class TrainSession:
         }
         self._write(row)
         self._log_epoch(row)
+        self._expose()
         if val_accuracy is not None:
             sampler.report_validation(val_accuracy)
         if sampler.steps_done >= sampler.num_steps:
@@ -312,6 +319,18 @@ class TrainSession:
         )
         with open(path, "a", encoding="utf-8") as log:
             log.write(line)
+
+    def _expose(self) -> None:
+        """The totals so far as a Prometheus page, for a node exporter's textfile collector to pick up."""
+        page = prometheus_text(
+            {name: count for name, count in self._ledger_now().as_dict().items() if name in FIELDS},
+            FIELDS,
+            {"wait_seconds": self._waits},
+            {"rank": self.rank},
+        )
+        path = Path(self.config.out) / f"rank{self.rank}.prom"
+        path.with_suffix(".new").write_text(page)
+        path.with_suffix(".new").replace(path)
 
     def _ledger_since(self) -> Ledger:
         """What was counted since this was last asked for; every access is in exactly one answer."""

@@ -1,4 +1,4 @@
-"""Counters add up, percentiles bound the truth, and a row is a line whatever happens around it."""
+"""Percentiles bound the truth, and a row is a line whatever happens around it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shade.errors import ConfigError
-from shade.telemetry import Counters, Histogram, JsonlSink, Span, TensorBoardSink, jsonable, prometheus_text
-
-
-def some_counters() -> Counters:
-    return Counters({"hits": "Samples not read from the origin.", "bytes": "Bytes."}, {"stall_seconds": "Waiting."})
-
-
-def test_counters_keep_their_types_and_their_order() -> None:
-    counters = some_counters()
-    counters.add(hits=3, stall_seconds=0.5)
-    counters.add(hits=1, bytes=2**53 + 1)
-    assert counters.as_dict() == {"hits": 4, "bytes": 2**53 + 1, "stall_seconds": 0.5}
-    assert [type(v) for v in counters.as_dict().values()] == [int, int, float]
-    assert list(counters.as_dict()) == ["hits", "bytes", "stall_seconds"]
-
-
-def test_an_unknown_counter_adds_nothing_and_names_the_known() -> None:
-    counters = some_counters()
-    with pytest.raises(KeyError, match="no counter named 'hit'; known: hits, bytes, stall_seconds"):
-        counters.add(hits=1, hit=1)
-    assert counters["hits"] == 0
-
-
-def test_counters_of_two_ranks_merge() -> None:
-    one, two = some_counters(), some_counters()
-    one.add(hits=1, stall_seconds=0.25)
-    two.add(hits=2, stall_seconds=0.5)
-    one.merge(two)
-    assert (one["hits"], one["stall_seconds"], two["hits"]) == (3, 0.75, 2)
+from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable, prometheus_text
 
 
 @given(st.lists(st.floats(2e-6, 1e8), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
@@ -81,16 +53,6 @@ def test_a_histogram_takes_the_extremes_and_refuses_what_is_no_number() -> None:
     with pytest.raises(ValueError, match="expected a finite value, got nan"):
         histogram.observe(float("nan"))
     assert histogram.count == 5
-
-
-def test_a_span_times_its_block_even_when_it_fails() -> None:
-    histogram, ticks = Histogram(), iter([10.0, 13.0, 20.0, 24.0])
-    with Span(histogram.observe, lambda: next(ticks)) as span:
-        pass
-    assert span.seconds == 3.0
-    with pytest.raises(KeyError), Span(histogram.observe, lambda: next(ticks)):
-        raise KeyError
-    assert (histogram.count, histogram.total, histogram.largest) == (2, 7.0, 4.0)
 
 
 def test_rows_are_plain_json(tmp_path: Path) -> None:
@@ -142,11 +104,10 @@ def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
 
 
 def test_prometheus_text_carries_the_sentences_and_the_buckets() -> None:
-    counters, histogram = some_counters(), Histogram()
-    counters.add(hits=7)
+    counts, meaning, histogram = {"hits": 7}, {"hits": "Samples not read from the origin."}, Histogram()
     for value in (0.5, 0.75, 3.0, 1e30):
         histogram.observe(value)
-    page = prometheus_text(counters, {"batch_seconds": histogram}, {"rank": 0, "run": 'a"b'})
+    page = prometheus_text(counts, meaning, {"batch_seconds": histogram}, {"rank": 0, "run": 'a"b'})
     lines = page.splitlines()
     assert page.endswith("\n")
     assert "# HELP shade_hits_total Samples not read from the origin." in lines
@@ -155,7 +116,7 @@ def test_prometheus_text_carries_the_sentences_and_the_buckets() -> None:
         "1", "2", "3", "4",
     ]  # fmt: skip
     assert 'shade_batch_seconds_bucket{rank="0",run="a\\"b",le="+Inf"} 4' in lines
-    assert "shade_hits_total 7" in prometheus_text(counters)
+    assert "shade_hits_total 7" in prometheus_text(counts, meaning)
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ On several nodes, run the same command on each with its own -nr.
 
 _EXAMPLES = """\
 examples:
-  runshade.py                                             the embedded default
-  runshade.py bench_cifar10.py /mnt/nfs/cifar10/train --val_paths /mnt/nfs/cifar10/test \\
+  %(prog)s                                             the embedded default
+  %(prog)s bench_cifar10.py /mnt/nfs/cifar10/train --val_paths /mnt/nfs/cifar10/test \\
       --network resnet18 --epochs 5 --batch_size 64 -g 2 -wss 0.2
-  runshade.py bench_cifar10.py /mnt/nfs/cifar10/train -n 4 -g 2 -nr 0 -master_address 10.0.0.1 --nodedist \\
+  %(prog)s bench_cifar10.py /mnt/nfs/cifar10/train -n 4 -g 2 -nr 0 -master_address 10.0.0.1 --nodedist \\
       --host_ip 10.0.0.1 --port_num 7000 -cn 4 -rep 3.0 -wss 0.2
-  runshade.py … --dry-run                                 shows the plan and starts nothing
-  runshade.py --resume                                    goes on with the latest run
+  %(prog)s … --dry-run                                 shows the plan and starts nothing
+  %(prog)s --resume                                    goes on with the latest run
 
 hit ratio, as ever:  grep -c hitting train.log;  grep -c miss train.log
 """
@@ -40,6 +40,17 @@ _GREEDY = {
     "--port_num", "-port_num", "--port-num", "--resume",
 }  # fmt: skip
 """Flags that take what follows, be it one value too many."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Names what a flag takes once, and not once a spelling."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        shortest_first = sorted(action.option_strings, key=len)
+        takes = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(shortest_first)} {takes}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,7 +95,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         usage="%(prog)s [SCRIPT TRAIN_PATH ...] [flags]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=lambda prog: _Help(prog, max_help_position=38, width=118),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -92,11 +103,13 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     what.add_argument("script", nargs="?", metavar="SCRIPT", help="training script (bench_cifar10.py)")
     what.add_argument("train_paths", nargs="*", metavar="TRAIN_PATH", help="folders in ImageFolder layout")
     what.add_argument("--val_paths", "-val_paths", "--val-paths", nargs="+", metavar="PATH", help="validation folders")
-    what.add_argument("--network", "-network", help="architecture, see benchmarks/networks.py (resnet18)")
+    what.add_argument(
+        "--network", "-network", metavar="NAME", help="architecture, see benchmarks/networks.py (resnet18)"
+    )
     what.add_argument("--epochs", "-epochs", type=int, metavar="N", help="epochs in all (1)")
     what.add_argument("--batch_size", "-batch_size", "--batch-size", type=int, metavar="B", help="per rank (256)")
     what.add_argument("--steps", type=int, metavar="N", help="stop after N steps in all")
-    what.add_argument("--seed", type=int, help="seed of everything (0)")
+    what.add_argument("--seed", type=int, metavar="N", help="seed of everything (0)")
     what.add_argument("--workers", type=int, metavar="N", help="DataLoader workers per rank (2)")
     what.add_argument(
         "--on-bad-sample", "--on_bad_sample", choices=("stop", "skip"), help="for unreadable files (stop)"
@@ -111,21 +124,31 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     cache.add_argument(
         "-wss", "--working_set_size", "--working-set-size", type=float, metavar="F", help="cached share (0.1)"
     )
-    cache.add_argument("--policy", help="plan, lru, lfu, fifo, static or shade (default: what suits the sampling)")
+    cache.add_argument(
+        "--policy", metavar="NAME", help="plan, lru, lfu, fifo, static or shade (default: what suits the sampling)"
+    )
     cache.add_argument(
         "--cache_training_data", "-cache_training_data", "--cache-training-data", action="store_true",
         help="kept for old command lines: caching is on unless --cache none",
     )  # fmt: skip
     cache.add_argument(
-        "--host_ip", "-host_ip", "--host-ip", nargs="?", const="0.0.0.0", help="Redis host; with --port_num"
+        "--host_ip",
+        "-host_ip",
+        "--host-ip",
+        nargs="?",
+        const="0.0.0.0",
+        metavar="HOST",
+        help="Redis host; with --port_num",
     )
-    cache.add_argument("--port_num", "-port_num", "--port-num", nargs="?", const="6379", help="Redis port (6379)")
+    cache.add_argument(
+        "--port_num", "-port_num", "--port-num", nargs="?", const="6379", metavar="PORT", help="Redis port (6379)"
+    )
     cache.add_argument(
         "-cn", "--cache_nodes", "--cache-nodes", type=int, metavar="N", help="Redis nodes; > 1: a cluster"
     )
 
     sampling = top.add_argument_group("sampling")
-    sampling.add_argument("--sampling", help="unbiased (default), pads or uniform")
+    sampling.add_argument("--sampling", metavar="MODE", help="unbiased (default), pads or uniform")
     sampling.add_argument("--keep", type=float, metavar="F", help="unbiased: share of the data an epoch draws (0.7)")
     sampling.add_argument(
         "-rep",

@@ -9,6 +9,7 @@
     │   └── BadSampleError            one sample cannot be read or decoded; the message names its path
     └── StoreError                    the store of bytes; a cache turns each of these into a miss
         ├── StoreUnavailableError     no answer, or not in time: nothing was changed, safe to retry later
+        │   └── StoreFullError        it answered that it has no memory left; reading still works
         ├── StoreAuthError            it answered and refused us: wrong password, user or certificate
         ├── StoreClosedError          used after `close()`: a bug in the caller
         └── CorruptEntryError         bytes came back that are not the bytes that were written
@@ -74,6 +75,10 @@ class StoreError(ShadeError):
 
 class StoreUnavailableError(StoreError):
     """The server did not answer, or not in time. Nothing was changed by us; safe to treat as a miss."""
+
+
+class StoreFullError(StoreUnavailableError):
+    """The server refused a write for want of memory. Reads and removals still work."""
 
 
 class StoreAuthError(StoreError):

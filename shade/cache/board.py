@@ -128,7 +128,7 @@ class Board:
 
     @property
     def told_by(self) -> int:
-        """Who has told the log that the cache is out of use; 0: nobody yet."""
+        """The process that has told the log that the cache is out of use; see `shade.cache.breaker`."""
         return int(self._state[_TOLD_BY])
 
     @told_by.setter

@@ -31,6 +31,8 @@ SLOW_SECONDS = 0.1
 """A batch below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
 SLOW_BATCHES = 2
 SIGNING_SECONDS = 0.02
+NOBODY, TOLD_BACK = 0, -1
+"""Of the board's ``told_by``, beside process ids: nothing was told yet; the end of it was told too."""
 _MEMORY = 0.8
 
 
@@ -90,7 +92,8 @@ class Breaker:
             self._probing = False
             self._board.open_until = 0.0
             self._board.backoff_seconds = 0.0
-            if self._board.trips == 1:
+            if self._board.told_by > NOBODY:
+                self._board.told_by = TOLD_BACK
                 logger.warning("the cache answers again and is back in use")
 
     def store_failed(self, error: Exception) -> None:
@@ -114,7 +117,7 @@ class Breaker:
             )
 
     def _is_first_to_tell(self) -> bool:
-        if self._board.told_by:
+        if self._board.told_by != NOBODY:
             return False
         self._board.told_by = os.getpid()
         time.sleep(SIGNING_SECONDS)

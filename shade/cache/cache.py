@@ -29,7 +29,7 @@ from shade.cache.board import LOOK, STAY, Board
 from shade.cache.breaker import Breaker
 from shade.cache.entry import HEADER_BYTES, unseal
 from shade.cache.ledger import Ledger
-from shade.cache.room import COUNTER, Room
+from shade.cache.room import Room
 from shade.errors import CorruptEntryError, StoreError
 from shade.policy.base import EMPTY, CachePolicy, EpochWindow
 from shade.store.base import Store
@@ -173,9 +173,7 @@ class SampleCache:
             found = [self.keys.index_of(key) for key in self.store.scan(self.keys.prefix)]
             resident = np.array(sorted(i for i in found if i is not None), dtype=np.int64)
             resident = resident[resident < len(self.size_bytes_N)]
-            counter_key = self.keys.counter_key(COUNTER)
-            self.store.delete_many([counter_key])
-            self.store.increment(counter_key, int(self.size_bytes_N[resident].sum()))
+            self.room.recount(int(self.size_bytes_N[resident].sum()))
         except StoreError as error:
             self._failed(error)
             return EMPTY

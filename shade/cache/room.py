@@ -7,10 +7,12 @@ in hand for the departures of a slower neighbour and is declined at last. Races,
 1. A removes, B admits. A unlinks, then lowers the counter; B raises it before it writes. Between the two the counter is
    above the truth, never below: B waits a batch, nothing overshoots.
 2. A and B admit the same sample. Both reserve; the second ``add`` finds the key present and gives its room back.
-3. A dies, or the store fails A, between reserving and writing. The counter stays too high: capacity is lost, not
+3. The server is full, for somebody else's sake. It refuses to count as well: A declines what it wanted to admit, keeps
+   in mind what it has to give back, and reads go on.
+4. A dies, or the store fails A, between reserving and writing. The counter stays too high: capacity is lost, not
    exceeded, until `SampleCache.find_residents` counts afresh.
-4. Somebody overwrites one of our entries. It keeps the room it had, and is repaired in place (`SampleCache`).
-5. Somebody flushes the store between A's reservation and A's write. What A writes then is not counted until the next
+5. Somebody overwrites one of our entries. It keeps the room it had, and is repaired in place (`SampleCache`).
+6. Somebody flushes the store between A's reservation and A's write. What A writes then is not counted until the next
    count: at most one batch a process beyond the capacity. Nothing but a lock could close this one.
 
 Two to four round trips a batch that changes something, none for a batch that does not.
@@ -18,12 +20,14 @@ Two to four round trips a batch that changes something, none for a batch that do
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shade.cache.board import STAY, Board
 from shade.cache.entry import HEADER_BYTES, seal
 from shade.cache.ledger import Ledger
+from shade.errors import StoreFullError
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
 
@@ -61,6 +65,7 @@ class Room:
         self._counter_key = keys.counter_key(COUNTER)
         self._owed: dict[int, None] = {}
         self._waiting: dict[int, bytes] = {}
+        self._unreturned_bytes = 0
         self._full = False
         self._generation = board.generation
 
@@ -69,6 +74,7 @@ class Room:
         if self._generation != self._board.generation:
             self._generation, self._full = self._board.generation, False
             self._owed.clear()
+            self._unreturned_bytes = 0
             self.decline(0)
 
     @property
@@ -88,6 +94,25 @@ class Room:
         """Counts arrivals that are not even tried, and lets go of those that wait."""
         self._ledger.add(declined=num_arrivals + len(self._waiting))
         self._waiting.clear()
+
+    def recount(self, used_bytes: int) -> None:
+        """Sets the counter to what the entries really occupy; while nobody else admits or removes.
+
+        Args:
+            used_bytes: The truth.
+
+        Raises:
+            StoreError: The store failed. The counter is as it was, or right.
+        """
+        (counted,) = self._store.get_many([self._counter_key])
+        try:
+            difference = used_bytes - int(counted or 0)
+        except ValueError:  # somebody has written something else under its name
+            self._store.delete_many([self._counter_key])
+            difference = used_bytes
+        with contextlib.suppress(StoreFullError):  # it stays too high for now
+            if difference:
+                self._store.increment(self._counter_key, difference)
 
     def repair(self, payloads: Mapping[int, Any], others: Mapping[int, Any]) -> tuple[int, int]:
         """Puts damaged entries right. They have their room already, whatever their length is now.
@@ -138,12 +163,18 @@ class Room:
             freed_bytes += sum(self.size_bytes(length - HEADER_BYTES) for length in gone)
             self._ledger.add(evicted=len(gone))
         self._take_in_hand(arrivals)
-        if not self._waiting:
-            if freed_bytes:
-                self._store.increment(self._counter_key, -freed_bytes)
-            return 0
+        freed_bytes += self._unreturned_bytes
+        self._unreturned_bytes = 0
         try:
+            if not self._waiting:
+                if freed_bytes:
+                    self._store.increment(self._counter_key, -freed_bytes)
+                return 0
             written = self._admit(freed_bytes)
+        except StoreFullError:
+            self._unreturned_bytes += freed_bytes
+            self.decline(0)
+            return 0
         except BaseException:
             self.decline(0)
             raise
@@ -183,7 +214,10 @@ class Room:
         written = dict(zip(chosen, self._store.add_many(entries), strict=True)) if entries else {}
         kept = sum(sizes[index] for index, ok in written.items() if ok)
         if kept < wanted:
-            self._store.increment(self._counter_key, kept - wanted)
+            try:
+                self._store.increment(self._counter_key, kept - wanted)
+            except StoreFullError:
+                self._unreturned_bytes = wanted - kept
         return written
 
     def _decline_excess(self) -> None:

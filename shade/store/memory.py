@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from shade.errors import StoreClosedError, StoreError
+from shade.errors import StoreClosedError, StoreError, StoreFullError
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.url import StoreURL
 from shade.types import Bytes
@@ -94,7 +94,7 @@ class MemoryStore(Store):
             except ValueError:
                 raise StoreError(f"expected an integer under {key!r}, got other bytes; use another key") from None
             if not self._put(key, b"%d" % number):
-                raise StoreError(f"expected room for the counter {key!r}, got a full store; raise its capacity")
+                raise StoreFullError(f"expected room for the counter {key!r}, got a full store; raise its capacity")
             return number
 
     def scan(self, prefix: str) -> Iterator[str]:

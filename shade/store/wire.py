@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
+from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
 from shade.types import Bytes
 
 _REFUSED: Final = ("WRONGPASS", "NOAUTH", "NOPERM", "DENIED")
@@ -20,7 +20,6 @@ _NOT_NOW: Final = (
     "MASTERDOWN",
     "MISCONF",
     "NOREPLICAS",
-    "OOM",
     "READONLY",
     "TRYAGAIN",
 )
@@ -43,6 +42,8 @@ class ServerError:
         message = f"expected an answer from {address}, got {self.text!r}"
         if self.code in _REFUSED or "AUTH" in self.text or "invalid password" in self.text:
             return StoreAuthError(f"{message}; correct the user, the password or the server's ACL")
+        if self.code == "OOM":
+            return StoreFullError(f"{message}; raise its maxmemory or lower the capacity")
         if self.code in _NOT_NOW or "max number of clients" in self.text:
             return StoreUnavailableError(f"{message}; it may serve later")
         if self.code == "MOVED":

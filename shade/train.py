@@ -72,6 +72,7 @@ class TrainSession:
         self._boards = _tensorboard(Path(config.out) / "tensorboard") if self.rank == 0 else None
         self._steps_before = 0
         self._epoch_steps = 0
+        self._epoch_ended = False
         self._saved_at = self._progress_at = time.monotonic()
         self._recorder: TraceRecorder | None = None
         self._ledger = Ledger()
@@ -137,6 +138,7 @@ class TrainSession:
                 thing.load_state_dict(state[name])
             self._epoch_steps = sampler.steps_done
             self._steps_before = state["total_steps"] - sampler.steps_done
+            self._epoch_ended = state["epoch_ended"]
         if self.rank == 0:
             self._recorder = self._open_trace(dataset, sampler)
 
@@ -164,7 +166,7 @@ class TrainSession:
         path = self.config.checkpoint
         aside = path.with_suffix(".new")
         with aside.open("wb") as file:
-            torch.save(state | {"total_steps": self.total_steps}, file)
+            torch.save(state | {"total_steps": self.total_steps, "epoch_ended": self._epoch_ended}, file)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -173,11 +175,12 @@ class TrainSession:
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def epochs(self) -> Iterator[int]:
-        """The epochs still to run; after a resume, first the one that was interrupted."""
+        """The epochs still to run; after a resume, first the one that was interrupted.
+
+        One that was interrupted between its last step and `end_epoch` has no batches left, and is ended again.
+        """
         assert self._sampler is not None, "attach() comes first"
-        first = self._sampler.epoch
-        if self.config.resume and self._sampler.steps_done >= self._sampler.num_steps:
-            first += 1  # the checkpoint was written when that epoch had ended
+        first = self._sampler.epoch + self._epoch_ended
         for epoch in range(first, self.config.epochs):
             if self._out_of_steps():
                 return
@@ -200,6 +203,7 @@ class TrainSession:
         assert dataset is not None
         if sampler.steps_done == 0:
             self._steps_before, self._epoch_steps = self.total_steps, 0
+        self._epoch_ended = False
         self._epoch_began, self._wait_seconds = time.monotonic(), 0.0
         self._loss_sum, self._num_correct, self._num_seen = torch.zeros(()), torch.zeros(()), 0
         dataset.generators.follow(self.config.seed, sampler.epoch)
@@ -252,7 +256,7 @@ class TrainSession:
         assert sampler is not None
         assert dataset is not None
         ledger = self._ledger_since()
-        cache, seen = dataset.cache, max(1, self._num_seen)
+        cache, seen = dataset.cache, self._num_seen
         row = self._row(epoch, ledger) | {
             "samples": self._num_seen,
             "epoch_seconds": time.monotonic() - self._epoch_began,
@@ -261,8 +265,8 @@ class TrainSession:
             "wait_p99_seconds": self._waits.p99,
             "capacity_bytes": cache.capacity_bytes if cache else 0,
             "resident_bytes": cache.policy.used_bytes if cache and cache.policy else 0,
-            "loss": float(self._loss_sum) / seen,
-            "train_accuracy": float(self._num_correct) / seen,
+            "loss": float(self._loss_sum) / seen if seen else None,
+            "train_accuracy": float(self._num_correct) / seen if seen else None,
             "val_loss": val_loss,
             "val_accuracy": val_accuracy,
             "learning_rate": learning_rate,
@@ -273,7 +277,8 @@ class TrainSession:
         self._expose()
         if val_accuracy is not None:
             sampler.report_validation(val_accuracy)
-        if sampler.steps_done >= sampler.num_steps:
+        self._epoch_ended = sampler.steps_done >= sampler.num_steps
+        if self._epoch_ended:
             self.save()
 
     def _write_remainder(self) -> None:

@@ -42,12 +42,12 @@ class Trial:
         """Where the stream is written down; a folder of its own for each attempt."""
         return self.here / "log"
 
-    def first(self, ranks: int, workers: int, kill_at: int | None) -> None:
+    def first(self, ranks: int, workers: int, kill_at: int | None, variable: str = "STREAM_KILL") -> None:
         """Trains until it is killed; None: to the end."""
         self.log.mkdir(parents=True)
         words = (STREAM, self.data, "-g", str(ranks), "--batch_size", str(GLOBAL_BATCH // ranks), *self.words)
         more = ("--epochs", str(EPOCHS), "--workers", str(workers), "--out", self.out)
-        kill = {} if kill_at is None else {"STREAM_KILL": str(kill_at)}
+        kill = {} if kill_at is None else {variable: str(kill_at)}
         told = run(*words, *more, cwd=self.here, STREAM_LOG=str(self.log), **kill, **self.environment)
         assert told.returncode == (0 if kill_at is None else -signal.SIGKILL), told.stderr
 
@@ -128,8 +128,18 @@ def test_two_ranks_resumed_as_one_while_the_cache_dies(
     assert sum(row["store_errors"] for row in rows(trial.out) if row["kind"] == "epoch") > 0, "the cache did not die"
 
 
-def test_a_finished_run_resumed_for_more_epochs_starts_with_the_next(uninterrupted: Trial, tmp_path: Path) -> None:
-    """And so does one whose last checkpoint is that of an epoch's end."""
+def test_killed_between_the_last_step_of_an_epoch_and_its_end(uninterrupted: Trial, tmp_path: Path) -> None:
+    """The epoch has no step left, and still has to be ended: the learning rate is due to fall."""
+    trial = Trial(tmp_path, uninterrupted.data)
+    trial.first(1, 1, 0, "STREAM_KILL_BEFORE_END")
+    assert saved_step(trial.out) == 6, "there is no checkpoint of the last step"
+    assert trial.resume(1, 0) == stream_of(uninterrupted.log, 1)
+    assert same_state(trial.parameters(), uninterrupted.parameters())
+    assert [row["epoch"] for row in rows(trial.out) if row["kind"] == "epoch"] == list(range(EPOCHS))
+
+
+@pytest.mark.slow
+def test_a_run_whose_epoch_has_ended_goes_on_with_the_next(uninterrupted: Trial, tmp_path: Path) -> None:
     trial = Trial(tmp_path, uninterrupted.data, words=("--sampling", "uniform"))
     trial.first(1, 0, kill_at=12)
     stream = trial.resume(1, 0)

@@ -4,7 +4,8 @@ The losses it reports are a function of the sample alone, so that the stream dep
 line and has dropout; the transform draws random numbers: both would tell a resumed run from an uninterrupted one.
 
 ``STREAM_LOG`` names a folder; ``STREAM_KILL`` a step before which rank 0 kills the whole run, launcher first;
-``STREAM_KILL_SERVER`` the process id of a cache server to kill at the first step; ``STREAM_PAUSE`` seconds a step.
+``STREAM_KILL_BEFORE_END`` an epoch before whose end it does; ``STREAM_KILL_SERVER`` the process id of a cache server to
+kill at the first step; ``STREAM_PAUSE`` seconds a step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shade import ShadeDataset, ShadeSampler, TrainSession
 SAVE_EVERY = 3
 LOG = Path(os.environ["STREAM_LOG"])
 KILL = int(os.environ.get("STREAM_KILL", "-1"))
+KILL_BEFORE_END = int(os.environ.get("STREAM_KILL_BEFORE_END", "-1"))
 PAUSE_SECONDS = float(os.environ.get("STREAM_PAUSE", "0"))
 SERVER = int(os.environ.get("STREAM_KILL_SERVER", "0"))
 
@@ -65,7 +67,8 @@ def main(session: TrainSession) -> None:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.3), torch.nn.Linear(192, 4))
     replica = DistributedDataParallel(model) if session.world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    session.attach(dataset, sampler, model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    session.attach(dataset, sampler, model=model, optimizer=optimizer, scheduler=scheduler)
     with (LOG / f"rank{session.rank}.jsonl").open("a") as log:
         for epoch in session.epochs():
             sampler.set_epoch(epoch)
@@ -85,6 +88,9 @@ def main(session: TrainSession) -> None:
                 session.track(losses, losses < 1)
                 if session.total_steps % SAVE_EVERY == 0:
                     session.save()
+            if session.rank == 0 and epoch == KILL_BEFORE_END:
+                kill_everything()
+            scheduler.step()
             session.end_epoch(epoch, val_loss=None, val_accuracy=None, learning_rate=0.05)
     if session.rank == 0:
         torch.save(model.state_dict(), LOG / "parameters.pt")

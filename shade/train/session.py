@@ -1,24 +1,19 @@
 """TrainSession: the part of a training script that is the same in every script.
 
-It sets up the ranks, times the waiting for data, writes a metrics row per epoch and rank, keeps a checkpoint and
-resumes from it, and turns a deliberate error into the one line that the launcher shows. What a user should see and copy
-(data set, sampler, loss, backward, report) stays in the script.
+It sets up the ranks, times the waiting for data, keeps a checkpoint and resumes from it, has the record kept
+(`shade.train.record`), and turns a deliberate error into the one line that the launcher shows. What a user should see
+and copy (data set, sampler, loss, backward, report) stays in the script.
 
 The checkpoint is one file, written aside and renamed, so it is always whole: after every epoch and at least every
 `SAVE_SECONDS` between. Steps are counted by `ShadeSampler.report`, once a step. Before each step the random generators
 are set from (seed, step, rank), before each batch's transforms from (seed, epoch, batch); there is no generator state
 to save. Invariant: a run killed at any moment and resumed takes the steps it would have taken, from its last checkpoint
 on, and on the same number of CPU ranks with the same parameters, bit for bit.
-
-Rank 0 writes the rows of all ranks: the machines need no file system in common. The recorded trace costs eight bytes a
-sample an epoch on its disk (1 GB for 90 epochs of ImageNet).
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import logging
 import os
 import time
@@ -30,22 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shade.cache.ledger import FIELDS, Ledger
-from shade.config import ACCESS_LOG, RUN_FILE, RunConfig
+from shade.config import RUN_FILE, RunConfig
 from shade.data.dataset import ShadeDataset
 from shade.data.randomness import set_generators
 from shade.data.sampler import ShadeSampler
-from shade.errors import ConfigError, DataError, ShadeError
-from shade.policy.trace import Trace, TraceRecorder
+from shade.errors import ConfigError, ShadeError
 from shade.process import die_with_parent
-from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable, prometheus_text
+from shade.train.record import RunRecord
 from shade.types import Stateful
 
 SAVE_SECONDS = 30.0
 """Longest time between two checkpoints: what a kill can cost, against the cost of writing one."""
-_PROGRESS_SECONDS = 0.2
-TRACE_FILE = "trace.npz"
-"""In the run directory: the order of every epoch, for `shade simulate`."""
 
 logger = logging.getLogger("shade.train")
 
@@ -68,15 +58,11 @@ class TrainSession:
         self._sampler: ShadeSampler | None = None
         self._stateful: dict[str, Stateful] = {}
         self._host_group: dist.ProcessGroup | None = None
-        self._metrics = JsonlSink(Path(config.out) / "metrics.jsonl") if self.rank == 0 else None
-        self._boards = _tensorboard(Path(config.out) / "tensorboard") if self.rank == 0 else None
+        self._record: RunRecord | None = None
         self._steps_before = 0
         self._epoch_steps = 0
         self._epoch_ended = False
-        self._saved_at = self._progress_at = time.monotonic()
-        self._recorder: TraceRecorder | None = None
-        self._ledger = Ledger()
-        self._waits = Histogram()
+        self._saved_at = time.monotonic()
 
     @classmethod
     def from_environment(cls) -> TrainSession:
@@ -111,9 +97,9 @@ class TrainSession:
     ) -> None:
         if isinstance(error, ShadeError):
             (Path(self.config.out) / f"failure-{self.rank}.txt").write_text(_one_line(error) + "\n")
-        elif error is None and self._dataset is not None:
-            self._write_remainder()
-        for thing in (self._sampler, self._dataset, self._metrics, self._boards):
+        elif error is None and self._record is not None:
+            self._record.end_run()
+        for thing in (self._sampler, self._dataset, self._record):
             if thing is not None:
                 thing.close()
         if dist.is_initialized() and error is None:
@@ -131,7 +117,6 @@ class TrainSession:
         """
         self._dataset, self._sampler = dataset, sampler
         self._stateful = {"sampler": sampler, **stateful}
-        self._ledger = self._ledger_now()
         if self.config.resume:
             state = self._load()
             for name, thing in self._stateful.items():
@@ -139,8 +124,7 @@ class TrainSession:
             self._epoch_steps = sampler.steps_done
             self._steps_before = state["total_steps"] - sampler.steps_done
             self._epoch_ended = state["epoch_ended"]
-        if self.rank == 0:
-            self._recorder = self._open_trace(dataset, sampler)
+        self._record = RunRecord(self.config, dataset, sampler, self.rank, self.local_rank, self._host_group)
 
     def _load(self) -> dict[str, Any]:
         """The checkpoint; machine 0 has the file, the other ranks get its bytes."""
@@ -198,35 +182,25 @@ class TrainSession:
 
         Ends early when ``--steps`` are used up. A checkpoint falls due between two batches.
         """
-        sampler, dataset = self._sampler, self._dataset
-        assert sampler is not None
-        assert dataset is not None
+        sampler, dataset, record = self._attached()
         if sampler.steps_done == 0:
             self._steps_before, self._epoch_steps = self.total_steps, 0
         self._epoch_ended = False
-        self._epoch_began, self._wait_seconds = time.monotonic(), 0.0
-        self._loss_sum, self._num_correct, self._num_seen = torch.zeros(()), torch.zeros(()), 0
+        record.begin_epoch()
         dataset.generators.follow(self.config.seed, sampler.epoch)
         source = iter(loader)
-        taken, recorded = self._epoch_steps, False
+        taken = self._epoch_steps
         while not self._out_of_steps():
             begun = time.monotonic()
             batch = next(source, None)
-            waited = time.monotonic() - begun
-            self._wait_seconds += waited
             if batch is None:
                 break
-            self._waits.observe(waited)
-            if self._recorder is not None and not recorded:
-                recorded = True
-                score_N = sampler.table.scores().score_N if sampler.mode.uses_scores else None
-                self._recorder.begin_epoch(sampler.epoch, sampler.order_of(sampler.epoch), score_N)
+            record.batch_came(time.monotonic() - begun)
             set_generators(self.config.seed, self.total_steps, self.rank)
             yield batch
             taken += 1
             self._epoch_steps = max(self._epoch_steps, taken)  # counts scripts, too, that have nothing to report
-            if self.local_rank == 0:
-                self._show_progress()
+            record.show_progress()
             if self.rank == 0 and time.monotonic() - self._saved_at > SAVE_SECONDS:
                 self.save()
         if self._out_of_steps():
@@ -237,9 +211,7 @@ class TrainSession:
 
     def track(self, losses_B: torch.Tensor, correct_B: torch.Tensor) -> None:
         """Adds one step's losses and hits of the target to the epoch's averages, without a device sync."""
-        self._loss_sum = self._loss_sum.to(losses_B.device) + losses_B.detach().float().sum()
-        self._num_correct = self._num_correct.to(losses_B.device) + correct_B.sum()
-        self._num_seen += len(losses_B)
+        self._attached()[2].track(losses_B, correct_B)
 
     def end_epoch(
         self, epoch: int, *, val_loss: float | None, val_accuracy: float | None, learning_rate: float
@@ -252,137 +224,19 @@ class TrainSession:
             val_accuracy: In [0, 1], or None.
             learning_rate: As used in the epoch.
         """
-        sampler, dataset = self._sampler, self._dataset
-        assert sampler is not None
-        assert dataset is not None
-        ledger = self._ledger_since()
-        cache, seen = dataset.cache, self._num_seen
-        row = self._row(epoch, ledger) | {
-            "samples": self._num_seen,
-            "epoch_seconds": time.monotonic() - self._epoch_began,
-            "stall_seconds": ledger.stall_seconds(self._wait_seconds),
-            "wait_p50_seconds": self._waits.p50,
-            "wait_p99_seconds": self._waits.p99,
-            "capacity_bytes": cache.capacity_bytes if cache else 0,
-            "resident_bytes": cache.policy.used_bytes if cache and cache.policy else 0,
-            "loss": float(self._loss_sum) / seen if seen else None,
-            "train_accuracy": float(self._num_correct) / seen if seen else None,
-            "val_loss": val_loss,
-            "val_accuracy": val_accuracy,
-            "learning_rate": learning_rate,
-            "receipt": vars(sampler.receipt),
-        }
-        self._write(row)
-        self._log_epoch(row)
-        self._expose()
+        sampler, _, record = self._attached()
+        record.end_epoch(epoch, val_loss=val_loss, val_accuracy=val_accuracy, learning_rate=learning_rate)
         if val_accuracy is not None:
             sampler.report_validation(val_accuracy)
         self._epoch_ended = sampler.steps_done >= sampler.num_steps
         if self._epoch_ended:
             self.save()
 
-    def _write_remainder(self) -> None:
-        """Accounts for what was read and not used: the prefetch of a run that was stopped by ``--steps``."""
-        assert self._sampler is not None
-        ledger = self._ledger_since()
-        if any(row["hits"] or row["misses"] for row in self._gather(self._row(self._sampler.epoch, ledger))):
-            self._write(self._row(self._sampler.epoch, ledger))
-
-    def _row(self, epoch: int, ledger: Ledger) -> dict[str, Any]:
+    def _attached(self) -> tuple[ShadeSampler, ShadeDataset, RunRecord]:
+        assert self._sampler is not None, "attach() comes first"
         assert self._dataset is not None
-        row = {"kind": "epoch", "epoch": epoch, "rank": self.rank, "world_size": self.world_size}
-        return row | {"num_samples": len(self._dataset), **ledger.as_dict(), "samples": 0, "time": time.time()}
-
-    def _write(self, row: dict[str, Any]) -> None:
-        for each in self._gather(row):
-            if self._metrics is not None:
-                self._metrics.write(each)
-            if self._boards is not None:
-                self._boards.write(each)
-
-    def _gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's row, in rank order, on every rank."""
-        if self._host_group is None:
-            return [row]
-        mine = torch.frombuffer(bytearray(json.dumps(jsonable(row)).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._host_group)
-        longest = max(int(length) for length in lengths)
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=self._host_group)
-        return [json.loads(bytes(each[: int(length)].numpy())) for each, length in zip(rows, lengths, strict=True)]
-
-    def _log_epoch(self, row: dict[str, Any]) -> None:
-        """A line beside the accesses, for people who look into train.log."""
-        path = os.environ.get(ACCESS_LOG)
-        if path is None or self.local_rank != 0:
-            return
-        shown = {"loss": row["loss"], "train_accuracy": row["train_accuracy"], "val_accuracy": row["val_accuracy"]}
-        numbers = " ".join(f"{name} {value:.4f}" for name, value in shown.items() if value is not None)
-        line = (
-            f"epoch {row['epoch']} rank {self.rank} samples {row['samples']} {numbers} {row['epoch_seconds']:.2f} s\n"
-        )
-        with open(path, "a", encoding="utf-8") as log:
-            log.write(line)
-
-    def _expose(self) -> None:
-        """The totals so far as a Prometheus page, for a node exporter's textfile collector to pick up."""
-        page = prometheus_text(
-            {name: count for name, count in self._ledger_now().as_dict().items() if name in FIELDS},
-            FIELDS,
-            {"wait_seconds": self._waits},
-            {"rank": self.rank},
-        )
-        path = Path(self.config.out) / f"rank{self.rank}.prom"
-        path.with_suffix(".new").write_text(page)
-        path.with_suffix(".new").replace(path)
-
-    def _ledger_since(self) -> Ledger:
-        """What was counted since this was last asked for; every access is in exactly one answer."""
-        now = self._ledger_now()
-        since, self._ledger = now - self._ledger, now
-        return since
-
-    def _ledger_now(self) -> Ledger:
-        cache = None if self._dataset is None else self._dataset.cache
-        return Ledger() if cache is None else cache.board.totals()
-
-    def _show_progress(self) -> None:
-        """A small file that the launcher turns into a progress bar, and that anybody may look at."""
-        now = time.monotonic()
-        if now - self._progress_at < _PROGRESS_SECONDS:
-            return
-        self._progress_at = now
-        sampler = self._sampler
-        assert sampler is not None
-        counts = self._ledger_now() - self._ledger
-        progress = {
-            "epoch": sampler.epoch,
-            "step": sampler.steps_done,
-            "num_steps": sampler.num_steps,
-            "samples_per_second": self._num_seen * self.world_size / max(1e-9, now - self._epoch_began),
-            "hit_ratio": counts["hits"] / max(1, counts["samples"]),
-            "waiting_fraction": self._wait_seconds / max(1e-9, now - self._epoch_began),
-        }
-        path = Path(self.config.out) / "progress.json"
-        path.with_suffix(".new").write_text(json.dumps(progress))
-        path.with_suffix(".new").replace(path)
-
-    def _open_trace(self, dataset: ShadeDataset, sampler: ShadeSampler) -> TraceRecorder:
-        """Starts recording for `shade simulate`; a resumed run goes on with what was recorded, if that is whole."""
-        path = Path(self.config.out) / TRACE_FILE
-        size_bytes_N = dataset.source.payload_bytes_N
-        if dataset.cache is not None:
-            size_bytes_N = dataset.cache.entry_bytes(size_bytes_N)
-        before: Trace | None = None
-        if self.config.resume:
-            with contextlib.suppress(DataError, ConfigError):
-                before = Trace.load(path)
-        recorder = TraceRecorder(path, size_bytes_N, sampler.global_batch)
-        for epoch, order_K in enumerate(before.orders if before is not None else ()):
-            assert before is not None
-            recorder.begin_epoch(epoch, order_K, before.score_of(epoch))
-        return recorder
+        assert self._record is not None
+        return self._sampler, self._dataset, self._record
 
 
 def _one_line(error: ShadeError) -> str:
@@ -390,11 +244,3 @@ def _one_line(error: ShadeError) -> str:
     text = str(error).strip()
     _, name, message = text.rpartition(f"{type(error).__module__}.{type(error).__qualname__}: ")
     return " ".join((message if name else text).split())
-
-
-def _tensorboard(folder: Path) -> TensorBoardSink | None:
-    """TensorBoard is an extra: a run without it is a whole run."""
-    try:
-        return TensorBoardSink(folder)
-    except ConfigError:
-        return None

@@ -3,13 +3,16 @@
 Closed, every batch goes to the store. A round that fails opens it at once; so do two slow batches in a row, where slow
 means both above `SLOW_SECONDS` and dearer than reading the origin: all the time spent with the store, writing included,
 over the samples it served or took in, against what a sample from the origin cost lately. A cache that does not pay its
-way is as good as dead, and one on a thin line in front of an even thinner origin stays in use. While open, nobody asks.
-After the pause one batch is let through (half-open); if it fails, the pause doubles up to a minute.
+way is as good as dead, and one on a thin line in front of an even thinner origin stays in use.
+
+Open, no batch asks. When the pause is over, a thread asks the store a small question, while training goes on without
+it; if the answer is bad or late, the pause doubles, up to a minute. After a good answer one batch is let through
+(half-open), and closes the breaker or opens it again.
 
 State lives on the shared board, so one worker's discovery spares the others theirs. The price of a dead cache is one
-timeout per worker already in flight, then one per doubling pause; the ledger counts it all, and the log says it once
-a rank: the first who wants to tell signs the board, waits until whoever signed at the same moment has done so too, and
-tells if the signature is still its own (Fischer's mutual exclusion; a process that the system suspends for longer
+timeout for whoever was asking at that moment, and nothing after that; the ledger counts it all, and the log says it
+once a rank: the first who wants to tell signs the board, waits until whoever signed at the same moment has done so too,
+and tells if the signature is still its own (Fischer's mutual exclusion; a process that the system suspends for longer
 than `SIGNING_SECONDS` between its look and its signature tells it twice).
 """
 
@@ -17,15 +20,18 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable
 
 from shade.cache.board import Board
+from shade.errors import StoreError
 from shade.types import Clock
 
 logger = logging.getLogger("shade.cache")
 
-FIRST_PAUSE_SECONDS = 2.0
-"""Long enough that a probe of a quarter second costs little; short enough to find a restarted server soon."""
+FIRST_PAUSE_SECONDS = 1.0
+"""Asking again costs training nothing; this long a server may take to start."""
 LONGEST_PAUSE_SECONDS = 60.0
 SLOW_SECONDS = 0.1
 """A batch below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
@@ -33,7 +39,16 @@ SLOW_BATCHES = 2
 SIGNING_SECONDS = 0.02
 NOBODY, TOLD_BACK = 0, -1
 """Of the board's ``told_by``, beside process ids: nothing was told yet; the end of it was told too."""
+_READY = 1e-9
+"""As ``open_until``: the question was answered well, the next batch may try."""
 _MEMORY = 0.8
+
+
+def in_thread(action: Callable[[], None]) -> threading.Thread:
+    """Runs it in a thread of its own, which ends with it."""
+    thread = threading.Thread(target=action, name="shade-breaker", daemon=True)
+    thread.start()
+    return thread
 
 
 class Breaker:
@@ -41,21 +56,36 @@ class Breaker:
 
     Args:
         board: Where the state is shared between the processes of a rank.
+        ask: A small question to the store; raises `StoreError`.
         clock: Monotonic seconds, comparable between processes of one machine.
+        background: Runs the question; gives a thread to wait for at the end.
     """
 
-    def __init__(self, board: Board, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        board: Board,
+        ask: Callable[[], object],
+        clock: Clock = time.monotonic,
+        background: Callable[[Callable[[], None]], threading.Thread | None] = in_thread,
+    ) -> None:
         self._board = board
+        self._ask = ask
         self._clock = clock
+        self._background = background
+        self._thread: threading.Thread | None = None
         self._probing = False
+        self._batch = 1
 
     @property
-    def is_pausing(self) -> bool:
-        """True while nobody asks the store."""
-        return self._board.open_until > self._clock()
+    def is_open(self) -> bool:
+        """True while the store is left alone."""
+        return self._board.open_until > 0.0
 
     def allows(self) -> bool:
-        """True when the store may be asked now. Half-open, the one who is let through pushes the others back."""
+        """True when this batch may go to the store. Asks, in the background, when it is time to ask again.
+
+        Whoever asks, and whoever is let through half-open, pushes the others back first.
+        """
         until = self._board.open_until
         if until == 0.0:
             return True
@@ -64,10 +94,28 @@ class Breaker:
             return False
         self._board.open_until = now + self._board.backoff_seconds
         self._probing = True
-        return True
+        if until == _READY:
+            return True
+        self._thread = self._background(self._inquire)
+        return False
+
+    def _inquire(self) -> None:
+        """Asks the store, off the path of training."""
+        begun = self._clock()
+        try:
+            self._ask()
+        except StoreError as error:
+            self._open(str(error))
+            return
+        seconds = self._clock() - begun
+        if self.is_slow(seconds, self._batch):
+            self._open(f"slower than the origin: {seconds:.2f} s for one answer")
+        else:
+            self._board.open_until = _READY
 
     def origin_took(self, seconds: float, num_samples: int) -> None:
         """Tells the breaker what the origin costs."""
+        self._batch = num_samples
         cost, known = seconds / num_samples, self._board.origin_seconds
         self._board.origin_seconds = _MEMORY * known + (1 - _MEMORY) * cost if known else cost
 
@@ -99,6 +147,12 @@ class Breaker:
     def store_failed(self, error: Exception) -> None:
         """A round went wrong."""
         self._open(str(error))
+
+    def close(self) -> None:
+        """Waits for a question that is under way: one timeout of the store at most. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
 
     def _open(self, reason: str) -> None:
         board, now = self._board, self._clock()

@@ -38,6 +38,8 @@ from shade.types import Indices
 
 logger = logging.getLogger("shade.cache")
 
+_QUESTION_KEYS = 8
+
 ReadOrigin = Callable[[list[int]], list[Any]]
 """Payload by sample index, in order: bytes, or the exception that stands for a sample that could not be read."""
 
@@ -85,7 +87,7 @@ class SampleCache:
     def _per_process(self, worker: int) -> None:
         self._pid, self._worker = os.getpid(), worker
         self.ledger: Ledger = self.board.ledger(worker)
-        self._breaker = Breaker(self.board)
+        self._breaker = Breaker(self.board, self._ask_store)
         self._room: Room | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class SampleCache:
         Returns:
             Sample indices, ascending; empty when the store does not answer or is being left alone.
         """
-        if self._breaker.is_pausing:
+        if not self._breaker.allows():
             return EMPTY
         try:
             found = [self.keys.index_of(key) for key in self.store.scan(self.keys.prefix)]
@@ -177,6 +179,7 @@ class SampleCache:
         except StoreError as error:
             self._failed(error)
             return EMPTY
+        self._breaker.store_took(0.0, 1)  # a scan's length says nothing of a batch's
         return resident
 
     def adopt(self, resident: Indices, *, remove_refused: bool) -> None:
@@ -224,7 +227,7 @@ class SampleCache:
         """Removes entries, or owes it until the store may be asked again."""
         self.room.catch_up()
         self.room.owe(departures.tolist())
-        if self.board.open_until > 0:
+        if self._breaker.is_open:
             return
         try:
             self.room.settle({})
@@ -341,10 +344,15 @@ class SampleCache:
         """Whoever reads the origin says so here: reads and bytes as a counting origin would see them."""
         self.ledger.add(origin_reads=num_reads, origin_bytes=num_bytes)
 
+    def _ask_store(self) -> None:
+        """A question that costs nothing and reaches several nodes of a cluster."""
+        self.store.get_many([self.keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])
+
     def _failed(self, error: StoreError) -> None:
         self.ledger.add(store_errors=1)
         self._breaker.store_failed(error)
 
     def close(self) -> None:
         """Closes the store. Safe to call twice."""
+        self._breaker.close()
         self.store.close()

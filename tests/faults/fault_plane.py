@@ -118,6 +118,7 @@ class Patient:
 @contextlib.contextmanager
 def patient(folder: Path) -> Iterator[Patient]:
     """A fresh server behind a proxy."""
+    folder.mkdir(exist_ok=True)
     with LocalServer(directory=folder) as server, SlowProxy(server.socket_path) as proxy:
         admin = redis.Redis(unix_socket_path=server.socket_path)
         try:

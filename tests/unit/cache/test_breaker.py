@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,55 +37,108 @@ def board() -> Board:
     return Board(4)
 
 
+class Server:
+    """Answers questions, or does not."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock, self.num_asked, self.seconds = clock, 0, 0.0
+        self.error: Exception | None = None
+
+    def __call__(self) -> None:
+        self.num_asked += 1
+        self.clock.advance(self.seconds)
+        if self.error is not None:
+            raise self.error
+
+
 @pytest.fixture
-def breaker(board: Board, clock: ManualClock) -> Breaker:
-    return Breaker(board, clock)
+def server(clock: ManualClock) -> Server:
+    return Server(clock)
+
+
+def at_once(action: Callable[[], None]) -> None:
+    action()
+
+
+@pytest.fixture
+def make(board: Board, clock: ManualClock, server: Server) -> Callable[[], Breaker]:
+    """Another process's breaker on the same board; its questions are answered at once."""
+    return lambda: Breaker(board, server, clock, at_once)
+
+
+@pytest.fixture
+def breaker(make: Callable[[], Breaker]) -> Breaker:
+    return make()
+
+
+def let_through(breaker: Breaker, clock: ManualClock) -> None:
+    """Waits out the pause, asks, and takes the one batch that may try."""
+    clock.advance(LONGEST_PAUSE_SECONDS)
+    assert not breaker.allows(), "this one only asks"
+    assert breaker.allows()
 
 
 def test_closed_lets_everybody_through(breaker: Breaker) -> None:
     assert all(breaker.allows() for _ in range(5))
 
 
-def test_one_failure_opens_it_for_all_processes_of_the_rank(board: Board, clock: ManualClock) -> None:
-    one, other = Breaker(board, clock), Breaker(board, clock)
+def test_one_failure_opens_it_for_all_processes_of_the_rank(board: Board, make: Callable[[], Breaker]) -> None:
+    one, other = make(), make()
     one.store_failed(GONE)
+    assert one.is_open
     assert not one.allows()
     assert not other.allows()
     assert board.trips == 1
 
 
-def test_after_the_pause_exactly_one_is_let_through(board: Board, clock: ManualClock) -> None:
-    breakers = [Breaker(board, clock) for _ in range(3)]
+def test_after_the_pause_one_asks_and_then_one_batch_tries(
+    make: Callable[[], Breaker], clock: ManualClock, server: Server
+) -> None:
+    breakers = [make() for _ in range(3)]
     breakers[0].store_failed(GONE)
+    assert server.num_asked == 0
     clock.advance(FIRST_PAUSE_SECONDS)
-    assert [b.allows() for b in breakers] == [True, False, False]
+    assert [b.allows() for b in breakers] == [False, True, False]
+    assert server.num_asked == 1
 
 
-def test_a_good_probe_closes_it(breaker: Breaker, board: Board, clock: ManualClock) -> None:
+def test_a_good_try_closes_it(breaker: Breaker, clock: ManualClock, make: Callable[[], Breaker]) -> None:
     breaker.store_failed(GONE)
-    clock.advance(FIRST_PAUSE_SECONDS)
-    assert breaker.allows()
+    let_through(breaker, clock)
     breaker.store_took(0.01, B)
-    assert Breaker(board, clock).allows()
+    assert make().allows()
     breaker.store_failed(GONE)
     clock.advance(FIRST_PAUSE_SECONDS)
+    assert not breaker.allows()
     assert breaker.allows(), "after a recovery the pause is the first one again"
 
 
-def test_failed_probes_double_the_pause_up_to_a_minute(breaker: Breaker, clock: ManualClock) -> None:
+def test_bad_answers_double_the_pause_up_to_a_minute(breaker: Breaker, clock: ManualClock, server: Server) -> None:
     breaker.store_failed(GONE)
+    server.error = GONE
     pauses = []
-    for _ in range(8):
+    for number in range(8):
         start = clock.now
-        while not breaker.allows():
+        while server.num_asked == number:
             clock.advance(0.5)
+            assert not breaker.allows(), "no batch waits for a dead store"
         pauses.append(clock.now - start)
-        breaker.store_failed(GONE)
     assert pauses == [min(FIRST_PAUSE_SECONDS * 2**n, LONGEST_PAUSE_SECONDS) for n in range(8)]
 
 
-def test_two_workers_failing_together_pause_once(board: Board, clock: ManualClock) -> None:
-    one, other = Breaker(board, clock), Breaker(board, clock)
+def test_a_late_answer_is_a_bad_one(breaker: Breaker, clock: ManualClock, server: Server) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    breaker.store_failed(GONE)
+    server.seconds = SLOW
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert not breaker.allows()
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert not breaker.allows()
+    assert server.num_asked == 1, "the pause has doubled"
+
+
+def test_two_workers_failing_together_pause_once(board: Board, make: Callable[[], Breaker]) -> None:
+    one, other = make(), make()
     one.store_failed(GONE)
     other.store_failed(GONE)
     assert (board.trips, board.backoff_seconds) == (1, FIRST_PAUSE_SECONDS)
@@ -118,36 +173,56 @@ def test_a_cache_that_pays_its_way_is_kept(breaker: Breaker, origin_seconds: flo
     assert breaker.allows()
 
 
-def test_what_another_worker_learned_of_the_origin_counts(board: Board, clock: ManualClock) -> None:
-    Breaker(board, clock).origin_took(SLOW / 2, B)
-    fresh = Breaker(board, clock)
+def test_what_another_worker_learned_of_the_origin_counts(make: Callable[[], Breaker]) -> None:
+    make().origin_took(SLOW / 2, B)
+    fresh = make()
     assert fresh.is_slow(SLOW, B)
     assert not fresh.is_slow(SLOW, 10 * B)
 
 
-def test_a_slow_probe_opens_it_at_once(breaker: Breaker, clock: ManualClock) -> None:
+@pytest.mark.parametrize("outcome", ["slow", "failed"])
+def test_a_bad_try_opens_it_at_once(breaker: Breaker, board: Board, clock: ManualClock, outcome: str) -> None:
     breaker.origin_took(SLOW / 2, B)
     breaker.store_failed(GONE)
-    clock.advance(FIRST_PAUSE_SECONDS)
-    assert breaker.allows()
-    breaker.store_took(SLOW, B)
-    clock.advance(FIRST_PAUSE_SECONDS)
-    assert not breaker.allows(), "the pause has doubled"
+    let_through(breaker, clock)
+    if outcome == "slow":
+        breaker.store_took(SLOW, B)
+    else:
+        breaker.store_failed(GONE)
+    assert breaker.is_open
+    assert board.backoff_seconds == 2 * FIRST_PAUSE_SECONDS
 
 
 def test_the_log_says_it_once_and_the_return_once(
-    breaker: Breaker, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    breaker: Breaker, clock: ManualClock, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "shade.cache")
     for _ in range(3):
         breaker.store_failed(GONE)
+        server.error = GONE
         clock.advance(LONGEST_PAUSE_SECONDS)
-        assert breaker.allows()
+        assert not breaker.allows()
+        server.error = None
+        let_through(breaker, clock)
         breaker.store_took(0.01, B)
     out, back = [r.getMessage() for r in caplog.records]
     assert "out of use" in out
     assert "the server is gone" in out
     assert "back in use" in back
+
+
+def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(board: Board, clock: ManualClock) -> None:
+    answered = threading.Event()
+    breaker = Breaker(board, answered.wait, clock)
+    breaker.store_failed(GONE)
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert not breaker.allows()
+    assert not breaker.allows()
+    assert any(thread.name == "shade-breaker" for thread in threading.enumerate())
+    answered.set()
+    breaker.close()
+    breaker.close()
+    assert not any(thread.name == "shade-breaker" for thread in threading.enumerate())
 
 
 def _fail(breaker: Breaker, barrier: Any, told: Any) -> None:
@@ -162,7 +237,7 @@ def test_of_workers_that_fail_at_the_same_moment_one_tells(monkeypatch: pytest.M
     monkeypatch.setattr(module, "SIGNING_SECONDS", 0.2)
     context = multiprocessing.get_context("fork")
     board, barrier, told = Board(4), context.Barrier(4), context.SimpleQueue()
-    children = [context.Process(target=_fail, args=(Breaker(board), barrier, told)) for _ in range(4)]
+    children = [context.Process(target=_fail, args=(Breaker(board, lambda: None), barrier, told)) for _ in range(4)]
     for child in children:
         child.start()
     for child in children:

@@ -82,7 +82,7 @@ class Workspace:
                 self._link.symlink_to(self._linked_before)
         for path in (self.out / name for name in _OURS):
             path.unlink(missing_ok=True)
-        for path in self.out.glob("failure-*.txt"):
+        for path in (*self.out.glob("failure-*.txt"), *self.out.glob("rank*.prom")):
             path.unlink()
         shutil.rmtree(self.out / "tensorboard", ignore_errors=True)
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import STREAM, make_images, rows, run, same_state, saved_step, stream_of
+from launching import STREAM, make_images, rows, run, same_state, saved_step, stream_of, wait_for
 
 from shade.store.server import LocalServer
 
@@ -50,6 +50,8 @@ class Trial:
         kill = {} if kill_at is None else {variable: str(kill_at)}
         told = run(*words, *more, cwd=self.here, STREAM_LOG=str(self.log), **kill, **self.environment)
         assert told.returncode == (0 if kill_at is None else -signal.SIGKILL), told.stderr
+        servers = [Path(line) for line in (self.log / "server").read_text().split()]
+        wait_for(lambda: not any(folder.exists() for folder in servers))
 
     def resume(self, ranks: int, workers: int, *words: str, **environment: str) -> dict[int, list[int]]:
         """Goes on to the end; the whole stream: up to the checkpoint as it was, from there as it was resumed."""

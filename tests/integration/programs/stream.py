@@ -3,9 +3,9 @@
 The losses it reports are a function of the sample alone, so that the stream depends on nothing else. The network is a
 line and has dropout; the transform draws random numbers: both would tell a resumed run from an uninterrupted one.
 
-``STREAM_LOG`` names a folder; ``STREAM_KILL`` a step before which rank 0 kills the whole run, launcher first;
-``STREAM_KILL_BEFORE_END`` an epoch before whose end it does; ``STREAM_KILL_SERVER`` the process id of a cache server to
-kill at the first step; ``STREAM_PAUSE`` seconds a step.
+``STREAM_LOG`` names a folder, which also learns where the private server is, if there is one; ``STREAM_KILL`` a step
+before which rank 0 kills the whole run, launcher first; ``STREAM_KILL_BEFORE_END`` an epoch before whose end it does;
+``STREAM_KILL_SERVER`` the process id of a cache server to kill at the first step; ``STREAM_PAUSE`` seconds a step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -34,11 +35,14 @@ SERVER = int(os.environ.get("STREAM_KILL_SERVER", "0"))
 
 
 def kill_everything() -> None:
-    """SIGKILL for the launcher, torch.distributed.run, every rank and every worker, in this order, by process id."""
+    """SIGKILL for the launcher, torch.distributed.run, every rank and every worker, in this order, by process id.
+
+    The cache server and its watchdog are left to find out by themselves: that they do is part of the promise.
+    """
     launcher = psutil.Process().parent().parent()
-    doomed = [launcher, *launcher.children(recursive=True)]
+    doomed = [process for process in [launcher, *launcher.children(recursive=True)] if "python" in process.name()]
     for process in doomed:
-        if process.pid != os.getpid() and "redis" not in process.name():
+        if process.pid != os.getpid():
             process.send_signal(signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -69,6 +73,9 @@ def main(session: TrainSession) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     session.attach(dataset, sampler, model=model, optimizer=optimizer, scheduler=scheduler)
+    if session.rank == 0:
+        socket = urlsplit(config.cache_url or "").path if config.cache == "local://" else ""
+        (LOG / "server").write_text(str(Path(socket).parent) if socket else "")
     with (LOG / f"rank{session.rank}.jsonl").open("a") as log:
         for epoch in session.epochs():
             sampler.set_epoch(epoch)

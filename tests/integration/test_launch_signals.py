@@ -58,11 +58,11 @@ def running(tmp_path: Path) -> Iterator[Running]:
     """A run; whatever a failed test leaves of it is ended."""
     run = Running(tmp_path)
     yield run
-    for process in [*run.family.running(), psutil.Process(run.launcher.pid) if run.launcher.poll() is None else None]:
-        if process is not None:
+    run.launcher.kill()
+    run.launcher.communicate()
+    for process in run.family.running():
+        if "python" in process.name():  # the server's watchdog sees to the server, and to its folder
             process.kill()
-    if run.launcher.poll() is None:
-        run.launcher.communicate()
 
 
 def test_the_run_of_these_tests_has_all_that_could_be_left_behind(running: Running) -> None:

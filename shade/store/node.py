@@ -4,9 +4,9 @@ Connections belong to a process and to whoever holds them: a batch takes one (th
 gives it back when every reply is read. So threads never share a connection, and a child after fork never continues its
 parent's conversation: it sees another process id and lets go of what it inherited.
 
-`exchange` writes to every server first and then reads whichever answers first, so that servers work at the same time
-and several silent ones cost one timeout together, without threads. Its price: copying the replies is serial, which
-the one thread that wants them would do anyway.
+`exchange` writes to every server first and then reads one after the other, so that servers work at the same time and
+several silent ones cost one timeout together, without threads. Its price: copying the replies is serial, which the one
+thread that wants them would do anyway, and a silent server is waited for before the next one is read.
 """
 
 from __future__ import annotations

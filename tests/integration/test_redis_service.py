@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def test_down_leaves_a_stranger_alone_that_got_a_recorded_id(directory: Path) ->
     up(directory)
     state = json.loads((directory / "servers.json").read_text())
     real = state["servers"][0]["process_id"]
+    time.sleep(0.05)  # start times are told in hundredths of a second
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         state["servers"][0]["process_id"] = stranger.pid
         (directory / "servers.json").write_text(json.dumps(state))

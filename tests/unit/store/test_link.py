@@ -9,6 +9,7 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,6 +133,37 @@ def test_an_interrupt_in_the_middle_leaves_nothing_behind(scripted: Script) -> N
             store.get_many(["shade:a"])
         interrupt.join()
         assert store.get_many(["shade:b"]) == [b"bar"]
+
+
+def test_a_slow_network_is_no_stalled_server(tmp_path: Path) -> None:
+    """A value that takes several timeouts to send, and never one without progress."""
+    value = b"v" * 4_000_000
+    taken_seconds = 0.0
+
+    def read_slowly(listener: socket.socket) -> None:
+        nonlocal taken_seconds
+        client, _ = listener.accept()
+        with client:
+            while b"CLIENT" in (part := client.recv(1 << 16)):
+                client.sendall(HELLO * part.count(b"CLIENT"))
+            begin = time.monotonic()
+            while not part.endswith(b"v\r\n"):
+                time.sleep(0.02)
+                if not (more := client.recv(1 << 18)):
+                    return
+                part = part[-3:] + more
+            taken_seconds = time.monotonic() - begin
+            client.sendall(b"+OK\r\n")
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        reader = threading.Thread(target=read_slowly, args=(listener,))
+        reader.start()
+        with open_store(f"unix://{tmp_path}/s", timeout_seconds=0.2) as store:
+            assert store.set_many({"shade:a": value}) == [True]
+        reader.join(10)
+    assert taken_seconds > 0.2
 
 
 def _pieces(*commands: Command) -> list[Bytes]:

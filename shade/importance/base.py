@@ -17,6 +17,9 @@ from shade.types import Bools, Floats
 class ScoreStrategy(ABC):
     """Base of all strategies."""
 
+    by_sample: bool = True
+    """False when a new score depends on the other samples of the batch, so that batches must not be joined."""
+
     @abstractmethod
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
         """The new scores of a batch.

@@ -43,7 +43,6 @@ APPLY_EVERY = 32
 """Reports applied at once when there is no thread."""
 
 _INT64 = np.dtype(np.int64)
-_NUMPY_KNOWS = (torch.float32, torch.float16, torch.float64)
 
 
 class _HostReport(NamedTuple):
@@ -55,7 +54,17 @@ class _HostReport(NamedTuple):
 
     def arrays(self) -> tuple[Indices, Floats]:
         """What was reported, as int64 and float32."""
-        return np.frombuffer(self.index_B, np.int64), np.frombuffer(self.loss_B, self.loss_dtype).astype(np.float32)
+        return self.join([self])
+
+    @staticmethod
+    def join(reports: list[_HostReport]) -> tuple[Indices, Floats]:
+        """What several reported, one after the other."""
+        index_B = np.frombuffer(b"".join([report.index_B for report in reports]), np.int64)
+        if len({report.loss_dtype for report in reports}) == 1:
+            joined = b"".join([report.loss_B for report in reports])
+            return index_B, np.frombuffer(joined, reports[0].loss_dtype).astype(np.float32)
+        parts = [np.frombuffer(report.loss_B, report.loss_dtype).astype(np.float32) for report in reports]
+        return index_B, np.concatenate(parts)
 
 
 class _DeviceReport(NamedTuple):
@@ -112,22 +121,17 @@ class ScoreMerger:
             ConfigError: Shapes that do not match, or more than ``batch_size`` samples.
             ShadeError: An earlier report failed, or the merger is closed or not of this process.
         """
+        on_host = index_B.is_cpu and loss_B.is_cpu
+        if on_host and self._worker is None and self._pid == os.getpid():
+            self._waiting.append(_host_copy(index_B, loss_B, self.batch_size))
+            if len(self._waiting) >= APPLY_EVERY:
+                self._apply_waiting()
+            return
         self._check_usable()
-        if index_B.ndim != 1 or index_B.shape != loss_B.shape or len(index_B) > self.batch_size:
-            raise ConfigError.of(
-                f"indices and losses of one shape (B,), B ≤ {self.batch_size}",
-                (tuple(index_B.shape), tuple(loss_B.shape)),
-                "use reduction='none' and report one batch at a time",
-            )
-        if index_B.is_cpu and loss_B.is_cpu:
-            report = _host_copy(index_B, loss_B)
-            if self._worker is None:
-                self._waiting.append(report)
-                if len(self._waiting) >= APPLY_EVERY:
-                    self._apply_waiting()
-                return
-            self._worker.inbox.put(report)
+        if on_host and self._worker is not None:
+            self._worker.inbox.put(_host_copy(index_B, loss_B, self.batch_size))
         else:
+            _check_shapes(tuple(index_B.shape), tuple(loss_B.shape), self.batch_size)
             if self._worker is None:
                 self._apply_waiting()
                 self._worker = self._start(None)
@@ -175,8 +179,9 @@ class ScoreMerger:
     def _apply_waiting(self) -> None:
         """Applies the reports that wait, in order; one that fails is dropped with those after it."""
         waiting, self._waiting = self._waiting, []
-        for report in waiting:
-            self.table.update(*report.arrays())
+        if waiting:
+            index_B, loss_B = _HostReport.join(waiting)
+            self.table.update_in_order(index_B, loss_B, [len(report.index_B) // _INT64.itemsize for report in waiting])
 
     def _start(self, group: dist.ProcessGroup | None) -> _Worker:
         """Starts the thread, which ends when the merger is closed or collected."""
@@ -271,12 +276,26 @@ def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return own
 
 
-def _host_copy(index_B: Tensor, loss_B: Tensor) -> _HostReport:
-    """Copies tensors of the CPU."""
+def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], batch_size: int) -> None:
+    if len(index_shape) != 1 or index_shape != loss_shape or index_shape[0] > batch_size:
+        raise ConfigError.of(
+            f"indices and losses of one shape (B,), B ≤ {batch_size}",
+            (index_shape, loss_shape),
+            "use reduction='none' and report one batch at a time",
+        )
+
+
+def _host_copy(index_B: Tensor, loss_B: Tensor, batch_size: int) -> _HostReport:
+    """Copies tensors of the CPU. Asks the arrays for their shapes: tensors take ten times as long to tell."""
     index = index_B.numpy()
     if index.dtype is not _INT64:
         index = _require_integers(index_B).to(torch.int64).numpy()
-    loss = (loss_B if loss_B.dtype in _NUMPY_KNOWS else loss_B.float()).detach().numpy()
+    try:
+        loss = loss_B.detach().numpy()
+    except TypeError:  # bfloat16
+        loss = loss_B.detach().float().numpy()
+    if index.ndim != 1 or index.shape != loss.shape or index.size > batch_size:
+        _check_shapes(index.shape, loss.shape, batch_size)
     return _HostReport(index.tobytes(), loss.tobytes(), loss.dtype)
 
 

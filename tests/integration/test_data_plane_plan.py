@@ -203,3 +203,13 @@ def test_an_epoch_left_early_costs_no_wrong_plan(equal: str) -> None:
     assert sum(ledger["surprises"] for ledger in outcome.ledgers) == 0
     with pytest.raises(StoreError):
         store.ping()
+
+
+def test_ranks_that_see_other_data_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two copies of a folder with other times: the ranks would look for each other's entries in vain."""
+    for rank in range(2):
+        make_pictures(tmp_path / f"copy-{rank}", 40)
+    os.utime(next((tmp_path / "copy-1").rglob("*.bmp")), ns=(1, 1))
+    with open_store("local://") as store, pytest.raises(AssertionError):
+        train_ranks(Job(str(tmp_path / "copy-{rank}"), store.url), 2, tmp_path / "world")
+    assert "the same data set on every rank" in capfd.readouterr().err

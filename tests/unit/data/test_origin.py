@@ -1,0 +1,93 @@
+"""FileOrigin: order, errors in their place, threads only when reading means waiting, and none after the end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shade.store.origin import PARALLEL_SECONDS, FileOrigin
+
+
+class Slow(FileOrigin):
+    """Storage with a latency; remembers who read."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        super().__init__()
+        self.seconds, self.readers, self.at_once, self.most = seconds, set[str](), 0, 0
+        self.lock = threading.Lock()
+
+    def _read(self, path: str) -> bytes | OSError:
+        with self.lock:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            self.readers.add(threading.current_thread().name)
+        time.sleep(self.seconds)
+        content = super()._read(path)
+        self._mean_seconds = max(self._mean_seconds, self.seconds)
+        with self.lock:
+            self.at_once -= 1
+        return content
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    made = [tmp_path / f"{number}" for number in range(40)]
+    for number, path in enumerate(made):
+        path.write_bytes(b"%d" % number * 1000)
+    return [str(path) for path in made]
+
+
+def test_contents_come_in_order_and_errors_in_their_place(paths: list[str]) -> None:
+    os.unlink(paths[3])
+    for origin in (FileOrigin(), Slow()):
+        for _ in range(2):
+            contents = origin.read_many(paths)
+            assert isinstance(contents[3], FileNotFoundError)
+            assert [c for c in contents if isinstance(c, bytes)] == [b"%d" % n * 1000 for n in range(40) if n != 3]
+        origin.close()
+
+
+def test_a_fast_disk_is_read_without_threads(paths: list[str]) -> None:
+    origin = FileOrigin()
+    for _ in range(5):
+        origin.read_many(paths)
+    if origin._mean_seconds < PARALLEL_SECONDS:  # unless this disk is a slow one
+        assert not any(thread.name.startswith("shade-origin") for thread in threading.enumerate())
+    origin.close()
+
+
+def test_a_slow_origins_latency_is_paid_in_parallel(paths: list[str]) -> None:
+    origin = Slow()
+    origin.read_many(paths[:1])
+    origin.read_many(paths)
+    assert 1 < origin.most <= origin.num_threads
+    origin.close()
+    origin.close()
+    assert not any(thread.name.startswith("shade-origin") for thread in threading.enumerate())
+    assert origin.read_many(paths[:2]) == [b"0" * 1000, b"1" * 1000], "and starts again"
+    origin.close()
+
+
+def test_pickles_without_its_threads(paths: list[str]) -> None:
+    origin = FileOrigin(num_threads=3)
+    origin.read_many(paths)
+    copy = pickle.loads(pickle.dumps(origin))
+    assert copy.num_threads == 3
+    assert copy.read_many(paths[:1]) == [b"0" * 1000]
+
+
+def test_a_forked_child_starts_threads_of_its_own(paths: list[str]) -> None:
+    origin = Slow()
+    origin.read_many(paths[:1])
+    origin.read_many(paths[:4])
+    child = os.fork()
+    if child == 0:
+        good = origin.read_many(paths[:4]) == [b"%d" % n * 1000 for n in range(4)]
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    origin.close()

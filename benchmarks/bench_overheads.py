@@ -14,8 +14,8 @@ Method
              time and resident memory, once under tracemalloc for the peak of what is allocated (which counts the tables
              that stay, too). Memory is above that of the data set and its cache, before a sampler exists.
     report   `sampler.report(indices, losses)` once after each step of about 5 ms of matrix products, so that the caches
-             are as cold as in training; batches of 256; the scores' bookkeeping every 32nd call is part of it. Time
-             in `report` over time in steps, for each 32 of them; the median of these ratios.
+             are as cold as in training: 6 epochs of 50,000 samples in batches of 256. Time in `report`, and at an
+             epoch's end in bringing the table of scores up to date, over time in steps; the median of the epochs.
 
 Command
     python benchmarks/bench_overheads.py                (half a minute)
@@ -49,12 +49,11 @@ import torch
 
 from shade import SampleCache, ShadeSampler, open_store
 from shade.cache.entry import FORM_ENCODED
-from shade.importance.merge import APPLY_EVERY
 
 ROOT = Path(__file__).resolve().parent.parent
 HIT_BATCH, HIT_BYTES, HIT_ROUNDS = 64, 100_000, 120
 NUM_SAMPLES = 1_281_167
-STEP_SECONDS, REPORT_BATCH, REPORT_STEPS = 0.005, 256, 20 * APPLY_EVERY
+STEP_SECONDS, REPORT_BATCH, REPORT_SAMPLES, REPORT_EPOCHS = 0.005, 256, 50_000, 6
 BARS = {"hit": 1.3, "epoch_seconds": 3.0, "epoch_megabytes": 100.0, "report": 0.01}
 
 
@@ -180,21 +179,22 @@ def measure_report() -> dict[str, Any]:
     products = 1
     while statistics.median(seconds_of(step) for _ in range(20)) < STEP_SECONDS:
         products += 1
-    sampler = ShadeSampler(range(50_000), batch_size=REPORT_BATCH)
-    sampler.set_epoch(0)
-    order = torch.tensor(list(sampler))
-    steps, reports = [], []
-    for number in range(REPORT_STEPS):
-        start = number * REPORT_BATCH % (len(order) - REPORT_BATCH)
-        indices, losses = order[start : start + REPORT_BATCH], torch.rand(REPORT_BATCH)
-        steps.append(seconds_of(step))
-        reports.append(seconds_of(lambda indices=indices, losses=losses: sampler.report(indices, losses)))
+    sampler = ShadeSampler(range(REPORT_SAMPLES), batch_size=REPORT_BATCH)
+    calls, ratios = [], []
+    for _ in range(REPORT_EPOCHS):
+        steps, reports = [], []
+        for indices in torch.randperm(REPORT_SAMPLES).split(REPORT_BATCH):
+            losses = torch.rand(len(indices))
+            steps.append(seconds_of(step))
+            reports.append(seconds_of(lambda indices=indices, losses=losses: sampler.report(indices, losses)))
+        reports.append(seconds_of(sampler.merger.flush))
+        calls.append(1e6 * sum(reports) / len(steps))
+        ratios.append(sum(reports) / sum(steps))
     sampler.close()
-    groups = [slice(start, start + APPLY_EVERY) for start in range(0, REPORT_STEPS, APPLY_EVERY)]
     return {
-        "microseconds": spread([1e6 * statistics.fmean(reports[group]) for group in groups]),
+        "microseconds": spread(calls),
         "step_milliseconds": 1e3 * statistics.median(steps),
-        "ratio": spread([sum(reports[group]) / sum(steps[group]) for group in groups]),
+        "ratio": spread(ratios),
     }
 
 

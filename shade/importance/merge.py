@@ -10,8 +10,9 @@ A message is a fixed number of int64: how many, the indices, and the bits of the
 as floats: float16 ends at 65504 and float32 skips integers from 2**24 on.
 
 The price: one small all-gather a step, off the training thread. With one rank and CPU tensors there is no thread:
-reports are applied 32 at a time. (Code that runs once a step runs with cold caches, ten times slower than in a loop;
-32 in a row do not.) CPU tensors are copied through numpy, which is half the cold price of torch's own clone.
+reports wait until the table is read. (Code that runs once a step runs with cold caches, ten times slower than in a
+loop; an epoch's reports in a row do not.) CPU tensors are copied through numpy, which is half the cold price of torch's
+own clone.
 
 Contract: all ranks report the same number of times (an empty report is a report) and flush before they read the table.
 A forked child has the object but not the thread; a pickled copy has neither thread nor group. Both refuse to report.
@@ -39,8 +40,8 @@ from shade.types import Floats, Indices
 
 CLOSE_SECONDS = 5.0
 """How long `ScoreMerger.close` waits for reports under way. Longer only if another rank is gone."""
-APPLY_EVERY = 32
-"""Reports applied at once when there is no thread."""
+APPLY_EVERY = 1024
+"""Reports applied at once when there is no thread, if nobody reads the table before: 3 MB of 256 samples each."""
 
 _INT64 = np.dtype(np.int64)
 

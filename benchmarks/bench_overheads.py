@@ -78,7 +78,7 @@ def measure_hit() -> dict[str, Any]:
         cache = SampleCache(store, "bench", np.full(HIT_BATCH, HIT_BYTES), 2**30, FORM_ENCODED)
         cache.fetch_many(indices, lambda absent: [data[index] for index in absent])
         everything = np.ones(HIT_BATCH, dtype=bool)
-        cache.board.post(np.arange(HIT_BATCH), everything, everything)
+        cache.board.post(np.arange(HIT_BATCH), everything, everything, ending=False)
         client = redis.Redis(unix_socket_path=store.server.socket_path)
         keys = cache.keys.many(indices)
 

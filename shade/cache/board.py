@@ -84,6 +84,9 @@ class Board:
 
         Args:
             worker: -1 for the training process itself, else the DataLoader worker's id. Above 127 workers share rows.
+
+        Returns:
+            A ledger that writes into shared memory.
         """
         return Ledger(self._count_RF[(worker + 1) if worker < _ROWS - 1 else _ROWS - 1])
 

@@ -277,10 +277,12 @@ class SampleCache:
         begun = time.perf_counter_ns()
         fresh = {i: read[i] for i in absent if i in staying and not isinstance(read[i], Exception)}
         if asking:
+            waited_seconds = self.room.waited_seconds
             num_written = self._settle(looked.damaged, read, fresh)
             if num_written is not None:
                 took = looking_up + time.perf_counter_ns() - begun
-                self._breaker.store_took(took / 1e9, len(found) + num_written)
+                waited_seconds -= self.room.waited_seconds
+                self._breaker.store_took(took / 1e9 + waited_seconds, len(found) + num_written)
         elif fresh:
             self.room.decline(len(fresh))
         self.ledger.add(

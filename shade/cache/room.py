@@ -72,6 +72,8 @@ class Room:
         self._unreturned_bytes = 0
         self._full = self._gave_up = False
         self._generation = board.generation
+        self.waited_seconds = 0.0
+        """Spent waiting for room, in all: a neighbour's slowness and not the store's."""
 
     def catch_up(self) -> None:
         """Forgets what was owed or held for a plan that is no more: the residents were counted afresh since."""
@@ -193,10 +195,11 @@ class Room:
         The room is about to come: by plan, departures of other workers and ranks have paid for it. If it does not come
         (a reservation was lost with its process), it is waited for once and no more.
         """
-        num_written, give_up_at = 0, time.monotonic() + PATIENCE_SECONDS
-        while self._waiting and time.monotonic() < give_up_at:
+        num_written, begun = 0, time.monotonic()
+        while self._waiting and time.monotonic() < begun + PATIENCE_SECONDS:
             time.sleep(PAUSE_SECONDS)
             num_written += self._admit(0)
+        self.waited_seconds += time.monotonic() - begun
         self._gave_up = bool(self._waiting)
         return num_written
 

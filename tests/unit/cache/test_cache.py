@@ -217,6 +217,21 @@ def test_a_new_count_of_the_residents_cancels_old_debts(
     assert resident(cache) == list(range(10))
 
 
+def test_waiting_for_a_neighbour_is_not_the_stores_slowness(cache: SampleCache, origin: Origin) -> None:
+    """Room that was promised and does not come, near the end of an epoch: the cache stays in use."""
+    cache.store.increment(cache.keys.counter_key(COUNTER), cache.capacity_bytes)
+    order = list(range(20))
+    begin(cache, order, order)
+    for start in range(0, 20, 5):
+        index_B = np.array(order[start : start + 5])
+        cache.board.origin_seconds = 1e-6
+        cache.board.strikes = 1
+        cache.dispatch(index_B, slice(0, 5), 0, 1, ending=True)
+        cache.fetch_many(index_B.tolist(), origin)
+    assert cache.room.waited_seconds > 0.1
+    assert cache.board.trips == 0
+
+
 # ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

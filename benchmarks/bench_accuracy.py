@@ -1,7 +1,7 @@
 """What a sampling mode costs in accuracy, and what it saves in origin reads, on real images.
 
 Question
-    `uniform` reads every sample every epoch; `unbiased` reads about 70 % and weighs their gradients; `pads` (SHADE, with
+    `uniform` reads every sample every epoch; `unbiased` reads about 70 % and weighs their gradients; `pads` (SHADE,
     its defects mended) draws with replacement and repeats cached samples. Whose model is how good, with clean labels
     and with a tenth of the training labels wrong?
 
@@ -61,8 +61,8 @@ def run(mode: dict[str, object], flipped: float, seed: int, epochs: int, data: P
     """Trains one model.
 
     Returns:
-        Validation accuracy of the last epoch; origin reads per sample of the data set and epoch after warm-up; hit ratio
-        after warm-up.
+        Validation accuracy of the last epoch; after warm-up, origin reads per sample of the data set and epoch, and the
+        hit ratio.
     """
     torch.manual_seed(seed)
     folder = ImageFolder(str(data / "train"))
@@ -112,9 +112,15 @@ def table(results: dict[str, dict[str, list[tuple[float, float, float]]]]) -> st
             delta = 100 * (accuracy - np.array([run[0] for run in by_mode["uniform"]]))
             error = delta.std(ddof=1) / len(delta) ** 0.5 if len(delta) > 1 else float("nan")
             difference = "–" if mode == "uniform" else f"{delta.mean():+.2f} ± {error:.2f}"
-            lines.append(
-                f"| {labels} | {mode} | {100 * accuracy.mean():.2f} | {difference} | {reads.mean():.2f} | {hits.mean():.2f} |"
+            row = (
+                labels,
+                mode,
+                f"{100 * accuracy.mean():.2f}",
+                difference,
+                f"{reads.mean():.2f}",
+                f"{hits.mean():.2f}",
             )
+            lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -139,8 +145,8 @@ def main() -> None:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     where = (
-        f"{args.seeds} seeds, {args.epochs} epochs, commit {commit}, torch {torch.__version__}, {platform.machine()} CPU, "
-        f"one thread, {time.time() - began:.0f} s; ± is the standard error of the paired difference."
+        f"{args.seeds} seeds, {args.epochs} epochs, commit {commit}, torch {torch.__version__}, {platform.machine()} "
+        f"CPU, one thread, {time.time() - began:.0f} s; ± is the standard error of the paired difference."
     )
     report = f"{table(results)}\n\n{where}\n"
     (args.out / "accuracy.md").write_text("# Accuracy by sampling mode, digits\n\n" + report)

@@ -98,6 +98,12 @@ class RunConfig:
     def load(cls, path: str | Path) -> RunConfig:
         """Reads ``run.json``.
 
+        Args:
+            path: Of the file.
+
+        Returns:
+            The run as it was resolved.
+
         Raises:
             ConfigError: Not there, or not one of ours.
         """

@@ -125,6 +125,9 @@ class Breaker:
         Args:
             seconds: Spent with the store.
             num_samples: Served from it or written to it: what that time was good for.
+
+        Returns:
+            False while nothing is known of the origin.
         """
         return seconds > SLOW_SECONDS and 0 < self._board.origin_seconds * max(1, num_samples) < seconds
 

@@ -347,6 +347,9 @@ class ShadeSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state_dict`: the same global order follows, on any number of ranks with the same global batch.
 
+        Args:
+            state: From `state_dict`, of a sampler with the same settings.
+
         Raises:
             ConfigError: The state belongs to other settings, or an order does not match its hash.
         """

@@ -68,6 +68,9 @@ class TrainSession:
     def from_environment(cls) -> TrainSession:
         """The session of the launcher that started this process.
 
+        Returns:
+            The session, not yet entered.
+
         Raises:
             ConfigError: There is none.
         """

@@ -90,24 +90,27 @@ class StoreURL:
         if not separator:
             raise ConfigError.of("a store URL", shown, "write one such as redis://host:6379 or local://")
         STORES.get(scheme)
-        parts = urlsplit("//" + rest)
-        login, _, hosts = parts.netloc.rpartition("@")
-        options = _options(scheme, parts.query, shown)
+        # Not `urlsplit`: it takes one host, and refuses a list of them that ends in an IPv6 address.
+        place, _, query = rest.partition("?")
+        netloc, slash, path = place.partition("/")
+        path = slash + path
+        login, _, hosts = netloc.rpartition("@")
+        options = _options(scheme, query, shown)
         if scheme in _SERVERLESS:
-            if parts.netloc or parts.path.strip("/"):
+            if netloc or path.strip("/"):
                 raise ConfigError.of(f"{scheme}:// and nothing but options", shown, f"write {scheme}://?capacity=8GiB")
             return cls(scheme, options=options)
         username, _, password = (unquote(piece) for piece in login.partition(":"))
         if scheme == "unix":
-            if hosts or len(parts.path) < 2:
+            if hosts or len(path) < 2:
                 raise ConfigError.of("an absolute socket path", shown, "write unix:///run/redis.sock, three slashes")
-            return cls(scheme, (), unquote(parts.path), username or None, password or None, 0, options)
+            return cls(scheme, (), unquote(path), username or None, password or None, 0, options)
         user = username or os.environ.get(USERNAME_VARIABLE) or None
         secret = password or os.environ.get(PASSWORD_VARIABLE) or None
         addresses = tuple(_address(host, shown) for host in hosts.split(","))
         if len(addresses) > 1 and scheme in _SINGLE:
             raise ConfigError.of("one host", shown, "write redis+cluster:// for the nodes of a cluster")
-        database = parts.path.strip("/")
+        database = path.strip("/")
         if database and (scheme not in _SINGLE or not database.isdecimal()):
             raise ConfigError.of("a database number (a cluster has none)", shown, "write redis://host:6379/0")
         return cls(scheme, addresses, "", user, secret, int(database or 0), options)

@@ -238,13 +238,13 @@ class ShadeSampler(Sampler[int]):
             next_order_K = self._draw(self.epoch + 1).order_K
         for epoch in [e for e in self._draws if e < self.epoch]:
             del self._draws[epoch]
+        walk_K = self._walk(order_K)
         if self._steering is not None:
             scores = self._scores()
-            rest_K = self._walk(order_K)[self._first_step * self.global_batch :]
+            rest_K = walk_K[self._first_step * self.global_batch :]
             next_order_K = next_order_K if next_order_K is None else self._walk(next_order_K)
             score_N = None if scores is None else scores.score_N
             self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N))
-        walk_K = self._walk(order_K)
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
         for step in range(self._first_step, self.num_steps):
             index_G, mine = self._share(walk_K, len(order_K), step)

@@ -203,9 +203,7 @@ class RunRecord:
     def _open_trace(self, resume: bool) -> TraceRecorder:
         """Starts recording; a resumed run goes on with what was recorded, if that is whole."""
         path, dataset = self._out / TRACE_FILE, self._dataset
-        size_bytes_N = dataset.source.payload_bytes_N
-        if dataset.cache is not None:
-            size_bytes_N = dataset.cache.entry_bytes(size_bytes_N)
+        size_bytes_N = dataset.source.payload_bytes_N if dataset.cache is None else dataset.cache.size_bytes_N
         before: Trace | None = None
         if resume:
             with contextlib.suppress(DataError, ConfigError):

@@ -7,12 +7,19 @@
     │   └── UnknownNameError          no such policy, mode, store …; the message lists the known ones
     ├── DataError                     the data set on disk is not what it should be: fix the data
     │   └── BadSampleError            one sample cannot be read or decoded; the message names its path
-    └── StoreError                    the store of bytes; a cache turns each of these into a miss
-        ├── StoreUnavailableError     no answer, or not in time: nothing was changed, safe to retry later
-        │   └── StoreFullError        it answered that it has no memory left; reading still works
-        ├── StoreAuthError            it answered and refused us: wrong password, user or certificate
-        ├── StoreClosedError          used after `close()`: a bug in the caller
-        └── CorruptEntryError         bytes came back that are not the bytes that were written
+    ├── StoreError                    the store of bytes; a cache turns each of these into a miss
+    │   ├── StoreUnavailableError     no answer, or not in time: nothing was changed, safe to retry later
+    │   │   └── StoreFullError        it answered that it has no memory left; reading still works
+    │   ├── StoreAuthError            it answered and refused us: wrong password, user or certificate
+    │   ├── StoreClosedError          used after `close()`: a bug in the caller
+    │   └── CorruptEntryError         bytes came back that are not the bytes that were written
+    ├── StorageError                  durable storage: a disk, a mount, a bucket; what was there before is still there
+    │   └── StorageFullError          no space or quota left
+    └── CheckpointError               a snapshot cannot be taken, found or trusted; never silent, never half done
+        ├── TornSnapshotError         a tensor changed while it was copied; the message names it
+        ├── CorruptCheckpointError    its bytes do not match their checksums, in no copy that is left
+        ├── StateMismatchError        it does not fit what it shall be loaded into; the message names what differs
+        └── RunInUseError             another live process saves under this run id
 
 Each message says what was expected, what came, and the cure. Every class is built from one string, so that it
 survives the trip from a worker process to the training loop unchanged.
@@ -91,3 +98,45 @@ class StoreClosedError(StoreError):
 
 class CorruptEntryError(StoreError):
     """An entry whose length or checksum does not match its header; drop it and read the origin again."""
+
+
+class StorageError(ShadeError):
+    """Durable storage failed. What was committed there before is untouched."""
+
+
+class StorageFullError(StorageError):
+    """No space, or no quota, left in durable storage. Reading still works."""
+
+
+class CheckpointError(ShadeError):
+    """Base of what goes wrong with a snapshot; a checkpoint never degrades in silence."""
+
+    @classmethod
+    def of(cls, expected: str, got: object, cure: str) -> CheckpointError:
+        """As `ConfigError.of`.
+
+        Args:
+            expected: What should have been there.
+            got: What was found; shown with ``repr``.
+            cure: What to do about it.
+
+        Returns:
+            The exception, ready to raise.
+        """
+        return cls(f"expected {expected}, got {got!r}; {cure}")
+
+
+class TornSnapshotError(CheckpointError):
+    """A tensor was changed while it was being copied. Nothing was committed; the message names the tensor."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes of a snapshot do not match their checksum in any copy within reach."""
+
+
+class StateMismatchError(CheckpointError):
+    """A snapshot does not fit the state it shall be loaded into. Nothing was loaded; the message names what differs."""
+
+
+class RunInUseError(CheckpointError):
+    """Another live process saves under the same run id."""

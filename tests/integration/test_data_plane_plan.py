@@ -125,8 +125,11 @@ class Auditor(threading.Thread):
     `data_bytes` is all memory in use, less what the server needed when it was empty, less what its clients' buffers
     hold at that very moment (INFO and CLIENT LIST in one transaction). Redis 7 makes a histogram of 25 KB for each
     command when it is first used, so "empty" is taken after each command of the run has been used once; and a client
-    costs a few hundred bytes that no account shows, measured here with idle ones. The counter that the cache keeps
-    there is no sample: an empty server has one, too. INFO's own ``used_memory_dataset`` will not do:
+    costs a few hundred bytes that no account shows, measured here with idle ones. One more thing no account shows:
+    Redis reads a large value into the buffer that an even larger one left behind, and counts the value's length, not
+    the buffer's, until the command is complete. So a moment at which some client's command is half read (its argv-mem
+    is not 0) tells nothing, and another one is taken. The counter that the cache keeps there is no sample: an empty
+    server has one, too. INFO's own ``used_memory_dataset`` will not do:
     it takes clients off as they were a while ago, so that a reply on its way out looks like data.
     """
 
@@ -159,7 +162,10 @@ class Auditor(threading.Thread):
         self._measure()
 
     def _measure(self) -> int:
-        info, clients = self._server.pipeline(transaction=True).info("memory").client_list().execute()
+        half_read = True
+        while half_read:
+            info, clients = self._server.pipeline(transaction=True).info("memory").client_list().execute()
+            half_read = any(int(client["argv-mem"]) for client in clients if client["cmd"] != "exec")
         accounted = sum(int(client["tot-mem"]) + self._client_bytes for client in clients)
         return int(info["used_memory"]) - accounted - self._empty_bytes
 

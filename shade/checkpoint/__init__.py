@@ -1,0 +1,5 @@
+"""Snapshots in the cluster's memory, flushed behind the training, restored from the nearest survivor.
+
+In reading order: `manifest` (what a snapshot is), `tier` (where one lies), `state`, `stage`, `memory_tier`,
+`storage_tier`, `protocol` (how it comes to count), `reader` (how it is read, verified and mended), `manager`.
+"""

@@ -1,0 +1,1 @@
+"""Strategies: when a snapshot's bytes are copied, one file each."""

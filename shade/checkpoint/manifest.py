@@ -12,8 +12,10 @@ bytes that were written by the rank, or 128 bits of xxh3 have collided.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import xxhash
@@ -82,9 +84,28 @@ class Manifest:
         """Length of all chunks as they are stored."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
+    @property
+    def item_bytes(self) -> int:
+        """Width of the items that make up most of the data: what a codec groups bytes by."""
+        held: dict[int, int] = {}
+        for entry in self.tensors.values():
+            items = math.prod(entry.shape)
+            width = (entry.stop - entry.start) // items if items else 1
+            held[width] = held.get(width, 0) + entry.stop - entry.start
+        return max(held, key=lambda width: (held[width], width), default=1)
+
+    @cached_property
+    def _content(self) -> bytes:
+        return _canonical({"format": FORMAT, "version": VERSION, **vars(self)}, default=vars)
+
     def to_bytes(self) -> bytes:
         """Canonical JSON: equal manifests give equal bytes."""
-        return _canonical({"format": FORMAT, "version": VERSION, **asdict(self)})
+        return self._content
+
+    @property
+    def digest(self) -> str:
+        """What the commit record says of it."""
+        return digest_of(self._content)
 
     @classmethod
     def parse(cls, content: Bytes, digest: str) -> Manifest:
@@ -169,8 +190,8 @@ class Commit:
         return cls(**fields)
 
 
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+def _canonical(body: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=default).encode()
 
 
 def _parse(content: Bytes) -> dict[str, Any]:

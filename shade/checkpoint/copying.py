@@ -1,0 +1,119 @@
+"""Copies tensors into a buffer, and proves that they stood still meanwhile.
+
+A snapshot is right only if nobody writes to a tensor between the moment it is taken and the moment its copy is done.
+Nothing can forbid writing, so it is looked for, in two ways that cost next to nothing:
+
+1. PyTorch counts every in-place change of a tensor (``_version``). The counts and addresses noted at the start are
+   compared when the last tensor has been copied. This sees every change made through PyTorch's operations, on any
+   thread, with certainty.
+2. A change through ``.data`` or a numpy view is not counted. So a few places of each CPU tensor are compared with their
+   copies, at the end too. A step of an optimizer changes all elements and is always seen; a single element changed
+   behind PyTorch's back is seen only if it lies in one of those places. (On a device that would cost a round trip a
+   tensor; there the counts alone must do.)
+
+What is found is a `TornSnapshotError` naming the tensor; the snapshot is refused, training is not disturbed.
+
+Contiguous CPU tensors are moved by the C library (1.7 times the rate of one PyTorch thread here), without holding the
+interpreter; all others by `torch.Tensor.copy_`, devices into pinned memory on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from shade.checkpoint.layout import torch_dtype
+from shade.checkpoint.manifest import TensorEntry
+from shade.errors import TornSnapshotError
+
+_PLACES: Final = 4
+_PLACE_BYTES: Final = 64
+"""Compared in each tensor, its ends included."""
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Copying:
+    """One snapshot of one rank on its way into a buffer.
+
+    Args:
+        source: The live tensors, by name.
+        entries: Where each goes.
+        buffer: uint8, at least as long as the entries need.
+    """
+
+    def __init__(
+        self, source: Mapping[str, torch.Tensor], entries: Mapping[str, TensorEntry], buffer: torch.Tensor
+    ) -> None:
+        self._source = {name: source[name].detach() for name in entries}
+        self._live = {name: source[name] for name in entries}
+        self._entries, self._buffer = entries, buffer
+        self._noted = {name: (tensor._version, tensor.data_ptr()) for name, tensor in self._live.items()}
+        self._left = dict.fromkeys(entries)
+        devices = {tensor.device for tensor in self._source.values() if tensor.is_cuda}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    @property
+    def names(self) -> list[str]:
+        """Tensors not copied yet, in the order of the buffer."""
+        return list(self._left)
+
+    def copy(self, name: str) -> None:
+        """Copies one tensor; on a device, begins to."""
+        entry, tensor = self._entries[name], self._source[name]
+        del self._left[name]
+        if entry.start == entry.stop:
+            return
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            ctypes.memmove(self._buffer.data_ptr() + entry.start, tensor.data_ptr(), entry.stop - entry.start)
+            return
+        target = self._view(name)
+        if tensor.is_cuda:
+            with torch.cuda.stream(self._streams[tensor.device]):
+                target.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._streams[tensor.device])
+        else:
+            target.copy_(tensor)
+
+    def _view(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
+        flat = self._buffer[entry.start : entry.stop].view(torch_dtype(entry.dtype))
+        return flat.view(entry.shape)
+
+    def finish(self) -> None:
+        """Copies what is left, waits for the devices, and looks whether anything has changed since the start.
+
+        Raises:
+            TornSnapshotError: Something has; the buffer's content is worth nothing.
+        """
+        for name in self.names:
+            self.copy(name)
+        for stream in self._streams.values():
+            stream.synchronize()
+        for name, noted in self._noted.items():
+            tensor = self._live[name]
+            if (tensor._version, tensor.data_ptr()) != noted:
+                raise self._torn(name)
+        for name, tensor in self._source.items():
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and not self._agrees(name, tensor.data_ptr()):
+                raise self._torn(name)
+
+    def _agrees(self, name: str, live: int) -> bool:
+        """Whether a few places are the same, bit for bit."""
+        entry = self._entries[name]
+        length = entry.stop - entry.start
+        width = min(_PLACE_BYTES, length)
+        offsets = {(length - width) * place // (_PLACES - 1) for place in range(_PLACES)}
+        copied = self._buffer.data_ptr() + entry.start
+        return all(_memcmp(live + offset, copied + offset, width) == 0 for offset in offsets)
+
+    def _torn(self, name: str) -> TornSnapshotError:
+        return TornSnapshotError(
+            f"expected {name!r} to stand still while it was copied, got a change; nothing was saved: call "
+            "wait_copy_complete() before whatever writes to it (an attached optimizer does so by itself)"
+        )

@@ -1,0 +1,250 @@
+"""Reads snapshots out of all tiers at once, believes nothing, and mends what it can.
+
+A snapshot is the same in every tier, down to the record's digest. So a chunk can come from any of them, nearest first,
+and from any copy within one; what counts is that it has the digest that the manifest says, whose own digest the record
+says. Whatever is missing or wrong in one place is asked of the next; what then turns up is given back to the places that
+had lost it (`mend`). Invariant: no byte leaves this module that does not match its digest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from shade.checkpoint.manifest import Commit, Manifest, digest_of
+from shade.checkpoint.tier import Tier
+from shade.errors import CorruptCheckpointError, StorageError, StoreError
+from shade.types import Bytes
+
+BATCH: Final = 16
+"""Chunks asked for at once: 64 MiB in memory, enough to keep every node's connection busy."""
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place where a snapshot lies."""
+
+    tier: Tier
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.tier.name}, {self.place}"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A committed snapshot and the places it lies in, nearest first."""
+
+    record: Commit
+    sources: tuple[Source, ...]
+
+    @property
+    def tiers(self) -> list[str]:
+        """Their names."""
+        return [source.tier.name for source in self.sources]
+
+
+@dataclass
+class Damage:
+    """What was wrong in one place."""
+
+    source: Source
+    manifests: set[int] = field(default_factory=set)
+    """Ranks whose manifest was missing or wrong."""
+    chunks: dict[int, set[int]] = field(default_factory=dict)
+    """By rank: chunks missing or wrong in some copy."""
+
+    def __bool__(self) -> bool:
+        return bool(self.manifests or self.chunks)
+
+    def __str__(self) -> str:
+        parts = [f"manifest of rank {rank}" for rank in sorted(self.manifests)]
+        parts += [f"{len(numbers)} chunks of rank {rank}" for rank, numbers in sorted(self.chunks.items())]
+        return f"{self.source}: {', '.join(parts) or 'sound'}"
+
+
+class Reader:
+    """All tiers of a run, as one.
+
+    Args:
+        tiers: Nearest first.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        self.unreachable: dict[str, str] = {}
+        """Why a tier could not be asked, by its name; emptied by `snapshots`."""
+
+    def snapshots(self) -> list[Snapshot]:
+        """Every snapshot that exists in some tier.
+
+        Returns:
+            Newest first. Tiers that do not answer are left out, and noted in `unreachable`.
+        """
+        self.unreachable.clear()
+        records: dict[str, Commit] = {}
+        places: dict[str, list[Source]] = {}
+        for tier in self.tiers:
+            try:
+                held = tier.held()
+            except (StoreError, StorageError) as error:
+                self.unreachable[tier.name] = str(error)
+                logger.warning("%s cannot be read: %s", tier.name, error)
+                continue
+            for place, record in held.items():
+                records[record.digest] = record
+                places.setdefault(record.digest, []).append(Source(tier, place))
+        newest_first = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
+        return [Snapshot(record, tuple(places[record.digest])) for record in newest_first]
+
+    def manifest(self, snapshot: Snapshot, rank: int) -> Manifest:
+        """One rank's manifest, from the first place that has it right.
+
+        Args:
+            snapshot: Which.
+            rank: Whose, below the snapshot's world size.
+
+        Returns:
+            The manifest as it was committed.
+
+        Raises:
+            CorruptCheckpointError: No place has it.
+        """
+        digest = snapshot.record.manifests[rank]
+        for source in snapshot.sources:
+            for copy in range(source.tier.num_copies):
+                content = _manifest_at(source, rank, copy)
+                if content is not None and digest_of(content) == digest:
+                    return Manifest.parse(content, digest)
+        raise CorruptCheckpointError(
+            f"step {snapshot.record.step}: the manifest of rank {rank} is lost or damaged in every copy "
+            f"({'; '.join(map(str, snapshot.sources))})"
+        )
+
+    def chunks(
+        self, snapshot: Snapshot, manifest: Manifest, numbers: Iterable[int] | None = None
+    ) -> Iterator[tuple[int, Bytes]]:
+        """Verified chunks of one shard, in stored form.
+
+        Args:
+            snapshot: Which.
+            manifest: Of the shard.
+            numbers: Which chunks, by default all.
+
+        Yields:
+            Number and bytes, in the order of ``numbers``. A view into own memory is good until the next snapshot.
+
+        Raises:
+            CorruptCheckpointError: A chunk is right in no place.
+        """
+        wanted = list(range(len(manifest.chunks)) if numbers is None else numbers)
+        for first in range(0, len(wanted), BATCH):
+            batch = wanted[first : first + BATCH]
+            found = self._batch(snapshot, manifest, batch)
+            yield from ((number, found[number]) for number in batch)
+
+    def _batch(self, snapshot: Snapshot, manifest: Manifest, batch: list[int]) -> dict[int, Bytes]:
+        found: dict[int, Bytes] = {}
+        for source in snapshot.sources:
+            for copy in range(source.tier.num_copies):
+                missing = [number for number in batch if number not in found]
+                if not missing:
+                    return found
+                for number, content in zip(missing, _chunks_at(source, manifest, missing, copy), strict=True):
+                    if is_sound(manifest, number, content):
+                        assert content is not None
+                        found[number] = content
+        lost = [number for number in batch if number not in found]
+        if lost:
+            raise CorruptCheckpointError(
+                f"step {manifest.step}: chunk {lost[0]} of rank {manifest.rank} is lost or damaged in every copy "
+                f"({'; '.join(map(str, snapshot.sources))})"
+            )
+        return found
+
+    def examine(self, snapshot: Snapshot) -> list[Damage]:
+        """Reads every byte in every copy of every place.
+
+        Args:
+            snapshot: Which.
+
+        Returns:
+            One entry a place, those without damage included.
+
+        Raises:
+            CorruptCheckpointError: A manifest is right nowhere, so that nothing can be compared.
+        """
+        report = []
+        manifests = [self.manifest(snapshot, rank) for rank in range(snapshot.record.world_size)]
+        for source in snapshot.sources:
+            damage = Damage(source)
+            for rank, manifest in enumerate(manifests):
+                for copy in range(source.tier.num_copies):
+                    content = _manifest_at(source, rank, copy)
+                    if content is None or digest_of(content) != manifest.digest:
+                        damage.manifests.add(rank)
+                    for first in range(0, len(manifest.chunks), BATCH):
+                        numbers = list(range(first, min(first + BATCH, len(manifest.chunks))))
+                        contents = _chunks_at(source, manifest, numbers, copy)
+                        bad = {n for n, c in zip(numbers, contents, strict=True) if not is_sound(manifest, n, c)}
+                        if bad:
+                            damage.chunks.setdefault(rank, set()).update(bad)
+            report.append(damage)
+        return report
+
+    def mend(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
+        """Gives every place back what it has lost, from the places that have it.
+
+        Args:
+            snapshot: Which.
+            report: From `examine`.
+
+        Returns:
+            Chunks written.
+
+        Raises:
+            CorruptCheckpointError: Something is right nowhere; all else was mended.
+        """
+        lost: CorruptCheckpointError | None = None
+        mended = 0
+        for damage in filter(None, report):
+            for rank in sorted(damage.manifests | set(damage.chunks)):
+                manifest = self.manifest(snapshot, rank)
+                numbers = sorted(damage.chunks.get(rank, ()))
+                for first in range(0, max(1, len(numbers)), BATCH):
+                    try:
+                        right = self._batch(snapshot, manifest, numbers[first : first + BATCH])
+                    except CorruptCheckpointError as error:
+                        lost = error
+                        continue
+                    damage.source.tier.repair(damage.source.place, manifest, right)
+                    mended += len(right)
+        if lost is not None:
+            raise lost
+        return mended
+
+
+def is_sound(manifest: Manifest, number: int, content: Bytes | None) -> bool:
+    """Whether these bytes are the chunk that was committed."""
+    entry = manifest.chunks[number]
+    return content is not None and len(content) == entry.num_bytes and digest_of(content) == entry.digest
+
+
+def _manifest_at(source: Source, rank: int, copy: int) -> bytes | None:
+    try:
+        return source.tier.read_manifest(source.place, rank, copy)
+    except (StoreError, StorageError) as error:
+        logger.warning("%s: %s", source, error)
+        return None
+
+
+def _chunks_at(source: Source, manifest: Manifest, numbers: Sequence[int], copy: int) -> Sequence[Bytes | None]:
+    try:
+        return source.tier.read_chunks(source.place, manifest, numbers, copy)
+    except (StoreError, StorageError) as error:
+        logger.warning("%s: %s", source, error)
+        return [None] * len(numbers)

@@ -1,0 +1,254 @@
+"""Own memory: the buffers that a rank's state is copied into, and the first tier that a snapshot lies in.
+
+The buffers are files in the machine's shared memory, mapped and touched beforehand, so that a copy meets no page fault
+(nine times faster here than into fresh pages), and so that they outlive the process: one that crashed finds its state
+where it left it and is back in the time of a memcpy. They do not outlive the machine; the other tiers are for that.
+
+One buffer costs the state's size once. While it is copied into, own memory holds nothing, and a crash in that moment
+falls back on the tier that the last snapshot had reached before. A second buffer closes that gap for the same again.
+
+Files of rank R, buffer B: ``rank-R.B.data``; ``rank-R.B.json``, its manifest; ``rank-R.B.commit``, the record: removed
+before the buffer is touched, written after all ranks have voted. Any rank's record will do: whoever reads another's
+shard checks it against the record, as everywhere. Invariant: what a record in here names was whole when it was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
+
+from shade.checkpoint.codec import CODECS
+from shade.checkpoint.manifest import Commit, Manifest
+from shade.checkpoint.tier import Shard, Tier
+from shade.errors import ConfigError, CorruptCheckpointError, StorageError, StorageFullError
+from shade.types import Bytes
+
+_ROUND_BYTES: Final = 2 * 2**20
+"""A huge page: buffers are multiples of it."""
+_POPULATE_WRITE: Final = 23
+"""``MADV_POPULATE_WRITE``, Linux 5.14; Python has no name for it yet."""
+
+
+def shared_memory() -> Path:
+    """Where buffers go: the machine's shared memory, or the temporary folder where there is none."""
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+class _Buffer:
+    """One mapped file, every page of it in memory and ours to write.
+
+    Args:
+        path: Of the file; made, or made larger.
+        num_bytes: Least length.
+
+    Raises:
+        StorageFullError: There is not that much shared memory.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.num_bytes = max(1, -(-num_bytes // _ROUND_BYTES)) * _ROUND_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < self.num_bytes:
+                os.posix_fallocate(descriptor, 0, self.num_bytes)  # now, and not as a SIGBUS in mid-copy
+            os.ftruncate(descriptor, self.num_bytes)
+            self._map = mmap.mmap(descriptor, self.num_bytes)
+        except OSError as error:
+            os.unlink(path)
+            free = shutil.disk_usage(path.parent).free
+            raise StorageFullError(
+                f"expected {self.num_bytes:,} bytes of shared memory in {path.parent}, got {free:,} free "
+                f"({error.strerror}); free some, mount it larger, or use fewer buffers"
+            ) from error
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        try:
+            self._map.madvise(_POPULATE_WRITE)
+        except OSError:
+            self.tensor[:: mmap.PAGESIZE].add_(0)
+        self._pinned = torch.cuda.is_available() and self._register()
+
+    def _register(self) -> bool:
+        """Pins the pages, so that a device copies into them by itself."""
+        return int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.num_bytes, 0)) == 0
+
+    def close(self) -> None:
+        """Lets go; views that are still about keep the mapping."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self._pinned = False
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+class Stage(Tier):
+    """One rank's buffers, and what the other ranks of this machine left beside them.
+
+    Args:
+        run: The run id.
+        rank: Whose buffers are written.
+        num_buffers: How many, ≥ 1.
+        folder: Parent of the run's folder; by default the machine's shared memory.
+
+    Raises:
+        ConfigError: The folder cannot be made, or is somebody else's.
+    """
+
+    name: ClassVar[str] = "own memory"
+    every_rank_commits: ClassVar[bool] = True
+
+    def __init__(self, run: str, rank: int, *, num_buffers: int = 1, folder: Path | None = None) -> None:
+        self.run, self.rank = run, rank
+        self.folder = (folder or shared_memory()) / f"shade-{os.getuid()}" / run
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            cure = "make it writable, or remove what is in its place"
+            raise ConfigError.of("a folder for snapshot buffers", f"{self.folder}: {error.strerror}", cure) from error
+        if self.folder.stat().st_uid != os.getuid():
+            raise ConfigError.of("a folder of our own", str(self.folder), "another user's lies there; remove it")
+        self._buffers: list[_Buffer | None] = [None] * num_buffers
+        self._next = 0
+        self._open: dict[Path, memoryview] = {}
+
+    def _path(self, rank: int, place: str, kind: str) -> Path:
+        return self.folder / f"rank-{rank}.{place}.{kind}"
+
+    # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, num_bytes: int) -> tuple[str, torch.Tensor]:
+        """The next buffer, to be copied into; what lay in it ceases to exist.
+
+        Args:
+            num_bytes: Length of the shard's data.
+
+        Returns:
+            The place, the same on every rank, and the buffer: uint8 (≥ num_bytes,).
+
+        Raises:
+            StorageFullError: Not enough shared memory.
+        """
+        number = self._next
+        self._next = (number + 1) % len(self._buffers)
+        place = str(number)
+        self.discard(place)
+        buffer = self._buffers[number]
+        if buffer is None or buffer.num_bytes < num_bytes:
+            if buffer is not None:
+                buffer.close()
+            self._buffers[number] = None
+            buffer = self._buffers[number] = _Buffer(self._path(self.rank, place, "data"), num_bytes)
+        return place, buffer.tensor
+
+    def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
+        """The place begun last: the data is in it already."""
+        return str((self._next - 1) % len(self._buffers))
+
+    def put(self, place: str, shard: Shard) -> None:
+        """Writes the manifest; the chunks are where they are."""
+        self._write(self._path(self.rank, place, "json"), shard.manifest.to_bytes())
+
+    def commit(self, place: str, record: Commit) -> None:
+        """See `Tier`."""
+        self._write(self._path(self.rank, place, "commit"), record.to_bytes())
+
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            aside = path.with_suffix(".new")
+            aside.write_bytes(content)
+            aside.replace(path)
+        except OSError as error:
+            raise StorageError(f"could not write {path}: {error.strerror}") from error
+
+    # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def held(self) -> Mapping[str, Commit]:
+        """See `Tier`; of two records for one place the newer counts."""
+        found: dict[str, Commit] = {}
+        for path in sorted(self.folder.glob("rank-*.commit")):
+            place = path.name.split(".")[1]
+            with contextlib.suppress(OSError, CorruptCheckpointError):
+                record = Commit.parse(path.read_bytes())
+                if record.run == self.run and (place not in found or record.sequence > found[place].sequence):
+                    found[place] = record
+        return found
+
+    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
+        """See `Tier`."""
+        try:
+            return self._path(rank, place, "json").read_bytes()
+        except OSError:
+            return None
+
+    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
+        """See `Tier`; without a codec these are views of the buffer, no copies."""
+        data = self._data(place, manifest)
+        codec = CODECS.get(manifest.codec)()
+        item_bytes = manifest.item_bytes
+        found: list[Bytes | None] = []
+        for number in numbers:
+            start = number * manifest.chunk_bytes
+            stop = min(start + manifest.chunk_bytes, manifest.num_bytes)
+            found.append(None if stop > len(data) else codec.encode(data[start:stop], item_bytes))
+        return found
+
+    def _data(self, place: str, manifest: Manifest) -> memoryview:
+        """The buffer of one rank of this machine; empty where it left none."""
+        own = self._buffers[int(place)] if manifest.rank == self.rank and int(place) < len(self._buffers) else None
+        if own is not None:
+            return memoryview(own.tensor.numpy())
+        path = self._path(manifest.rank, place, "data")
+        if path not in self._open:
+            try:
+                with path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            except (OSError, ValueError):
+                return memoryview(b"")
+            self._open[path] = memoryview(mapped)
+        return self._open[path]
+
+    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
+        """Not here: what is damaged in own memory is overwritten by the next snapshot anyway."""
+
+    # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def discard(self, place: str) -> None:
+        """Removes this rank's record and manifest; the buffer stays for the next snapshot."""
+        for kind in ("commit", "json"):
+            self._path(self.rank, place, kind).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets go of the buffers; their files stay, for a process that comes after."""
+        for buffer in filter(None, self._buffers):
+            buffer.close()
+        self._buffers = [None] * len(self._buffers)
+        self._open.clear()
+
+    def remove(self) -> None:
+        """Ends the run's own memory on this machine: nobody will come back for it."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def leftovers(folder: Path | None = None) -> Iterator[tuple[str, int]]:
+    """Runs that have buffers on this machine, with their bytes: memory that nobody gets back until they are removed.
+
+    Args:
+        folder: As given to `Stage`.
+
+    Yields:
+        Run id and bytes.
+    """
+    ours = (folder or shared_memory()) / f"shade-{os.getuid()}"
+    for run in sorted(ours.iterdir()) if ours.is_dir() else ():
+        yield run.name, sum(path.stat().st_blocks * 512 for path in run.glob("*.data"))

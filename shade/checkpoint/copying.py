@@ -43,11 +43,17 @@ class Copying:
         source: The live tensors, by name.
         entries: Where each goes.
         buffer: uint8, at least as long as the entries need.
+        steady: Names that nothing but an optimizer's step changes.
     """
 
     def __init__(
-        self, source: Mapping[str, torch.Tensor], entries: Mapping[str, TensorEntry], buffer: torch.Tensor
+        self,
+        source: Mapping[str, torch.Tensor],
+        entries: Mapping[str, TensorEntry],
+        buffer: torch.Tensor,
+        steady: frozenset[str] = frozenset(),
     ) -> None:
+        self.steady = steady
         self._source = {name: source[name].detach() for name in entries}
         self._live = {name: source[name] for name in entries}
         self._entries, self._buffer = entries, buffer
@@ -84,6 +90,10 @@ class Copying:
         entry = self._entries[name]
         flat = self._buffer[entry.start : entry.stop].view(torch_dtype(entry.dtype))
         return flat.view(entry.shape)
+
+    def again(self) -> Copying:
+        """The same from the start, from the state as it is now."""
+        return Copying(self._live, self._entries, self._buffer, self.steady)
 
     def finish(self) -> None:
         """Copies what is left, waits for the devices, and looks whether anything has changed since the start.

@@ -8,19 +8,20 @@ The order is what keeps a half-written snapshot from ever being read, whichever 
 4. The ranks vote. All in favour: the record is written, last. One against, or dead: there is no record, and the place
    is free again; what was committed before lies in another place and was not touched.
 
-A rank that dies between 1 and 4 leaves the others waiting in a collective, which ends with the group's timeout, as
-the training's own collectives do. A rank 0 that dies after 4 has committed: the others may not know, whoever recovers does.
+A rank that dies between 1 and 4 leaves the others waiting in a collective, which ends with the group's timeout, as the
+training's own collectives do. A rank 0 that dies after 4 has committed: the others may not know, who recovers does.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from shade.checkpoint.group import Group
 from shade.checkpoint.manifest import Commit, Manifest
+from shade.checkpoint.schedule import Pace
 from shade.checkpoint.tier import Shard, Tier
 from shade.errors import CheckpointError, ShadeError
 from shade.types import Bytes
@@ -39,25 +40,45 @@ class Stored:
     """Why not: the first failing rank's message."""
 
 
-def agree(group: Group, manifest: Manifest | None, error: str | None, *, sequence: int, saved_at: float,
-          metrics: dict[str, float]) -> tuple[Commit, list[int]]:  # fmt: skip
+@dataclass(frozen=True)
+class Notes:
+    """What is said of a save beside its content; rank 0's count."""
+
+    sequence: int
+    saved_at: float
+    """Seconds since 1970."""
+    metrics: dict[str, float]
+    pace: Pace
+    replica: str
+    """Digest over samples of what all ranks should hold alike; empty where they need not."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on every rank."""
+
+    record: Commit
+    shard_bytes: list[int]
+    """Stored length of each rank's shard."""
+    pace: Pace
+
+
+def agree(group: Group, manifest: Manifest | None, error: str | None, notes: Notes) -> Agreed:
     """Step 1: every rank learns all manifests' digests, or that one rank has none.
 
     Args:
         group: The ranks.
         manifest: Of this rank's shard.
         error: Why there is none.
-        sequence: Of this save; rank 0's counts.
-        saved_at: Rank 0's counts.
-        metrics: Rank 0's count.
+        notes: This rank's.
 
     Returns:
-        The commit record, and each rank's stored bytes.
+        The commit record, and what else all ranks now know.
 
     Raises:
-        CheckpointError: On every rank, where one could not copy its state; the message is that rank's.
+        CheckpointError: On every rank: one could not copy its state, or they do not save the same thing.
     """
-    mine = {"error": error}
+    mine: dict[str, Any] = {"error": error}
     if manifest is not None:
         mine |= {
             "digest": manifest.digest,
@@ -65,9 +86,7 @@ def agree(group: Group, manifest: Manifest | None, error: str | None, *, sequenc
             "step": manifest.step,
             "num_bytes": manifest.num_bytes,
             "stored_bytes": manifest.stored_bytes,
-            "sequence": sequence,
-            "saved_at": saved_at,
-            "metrics": metrics,
+            **asdict(notes),
         }
     told = group.gather(mine)
     for rank, each in enumerate(told):
@@ -76,24 +95,28 @@ def agree(group: Group, manifest: Manifest | None, error: str | None, *, sequenc
     if len({(each["run"], each["step"]) for each in told}) > 1:
         steps = [(each["run"], each["step"]) for each in told]
         raise CheckpointError.of("every rank to save the same step", steps, "call save() and step() on all ranks alike")
+    different = [rank for rank, each in enumerate(told) if each["replica"] != told[0]["replica"]]
+    if different:
+        cure = "wrap the model in DistributedDataParallel, or pass replicated=False to save each rank's own"
+        raise CheckpointError.of("the same parameters on every rank", f"others on ranks {different} than on 0", cure)
+    first = told[0]
     record = Commit(
-        run=told[0]["run"],
-        step=told[0]["step"],
-        sequence=told[0]["sequence"],
+        run=first["run"],
+        step=first["step"],
+        sequence=first["sequence"],
         world_size=group.world_size,
         manifests=tuple(each["digest"] for each in told),
         num_bytes=sum(each["num_bytes"] for each in told),
-        saved_at=told[0]["saved_at"],
-        metrics=told[0]["metrics"],
+        saved_at=first["saved_at"],
+        metrics=first["metrics"],
     )
-    return record, [each["stored_bytes"] for each in told]
+    return Agreed(record, [each["stored_bytes"] for each in told], Pace(**first["pace"]))
 
 
 def store(
     tier: Tier,
     group: Group,
-    record: Commit,
-    shard_bytes: list[int],
+    agreed: Agreed,
     manifest: Manifest,
     chunks: Callable[[], Iterable[Bytes]],
 ) -> Stored:
@@ -102,22 +125,21 @@ def store(
     Args:
         tier: Where to.
         group: The ranks.
-        record: As agreed.
-        shard_bytes: As agreed.
+        agreed: By `agree`.
         manifest: Of this rank.
         chunks: This rank's, in stored form; called once.
 
     Returns:
         Where it is committed, or why it is not. A tier that fails is no exception: there may be another.
     """
-    place, reason = group.share(_attempt(lambda: tier.prepare(record.step, shard_bytes)) if group.rank == 0 else None)
+    place, reason = group.share(_attempt(lambda: tier.prepare(agreed.record.step, agreed.shard_bytes)) if group.rank == 0 else None)
     if place is None:
         return Stored(None, reason)
     _, failure = _attempt(lambda: tier.put(place, Shard(manifest, chunks())))
     reason = next(filter(None, group.gather(failure)), None)
     if reason is None:
         if tier.every_rank_commits or group.rank == 0:
-            _, failure = _attempt(lambda: tier.commit(place, record))
+            _, failure = _attempt(lambda: tier.commit(place, agreed.record))
         reason = next(filter(None, group.gather(failure)), None)
     if reason is None:
         return Stored(place)

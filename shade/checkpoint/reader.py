@@ -2,8 +2,8 @@
 
 A snapshot is the same in every tier, down to the record's digest. So a chunk can come from any of them, nearest first,
 and from any copy within one; what counts is that it has the digest that the manifest says, whose own digest the record
-says. Whatever is missing or wrong in one place is asked of the next; what then turns up is given back to the places that
-had lost it (`mend`). Invariant: no byte leaves this module that does not match its digest.
+says. Whatever is missing or wrong in one place is asked of the next; what then turns up is given back to the places
+that had lost it (`mend`). Invariant: no byte leaves this module that does not match its digest.
 """
 
 from __future__ import annotations

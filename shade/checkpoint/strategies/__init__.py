@@ -1,1 +1,6 @@
-"""Strategies: when a snapshot's bytes are copied, one file each."""
+"""Strategies: at which moments a snapshot's bytes are copied, one file each."""
+
+from shade.checkpoint.strategies import copy, overlap
+from shade.checkpoint.strategies.base import STRATEGIES, Strategy
+
+__all__ = ["STRATEGIES", "Strategy", "copy", "overlap"]

@@ -1,0 +1,200 @@
+"""What a checkpoint consists of: the attached things, how their state is taken and how it is given back.
+
+Anything with ``state_dict`` and ``load_state_dict`` may be attached. Modules and optimizers are known more closely:
+what data-parallel ranks hold alike is saved once, each rank a share; what only an optimizer's step changes may be copied
+behind the training's back. All else is each rank's own and copied at once: batch-norm statistics, generators, a
+sampler's cursor.
+
+Loading checks first and changes afterwards: a snapshot that does not fit leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from shade.checkpoint.rng import RandomState
+from shade.checkpoint.assembly import assemble
+from shade.checkpoint.layout import TensorSpec
+from shade.checkpoint.state import dismantle, escape
+from shade.errors import ConfigError, StateMismatchError
+from shade.types import Stateful
+
+_SAMPLE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The state at one moment; tensors are the live ones."""
+
+    tree: Any
+    tensors: dict[str, torch.Tensor]
+    steady: frozenset[str]
+    """Tensors that nothing but an optimizer's step changes."""
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """What a layout has to know of the tensors."""
+        return {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
+
+    def replica(self) -> str:
+        """Digest of a few bytes of every CPU tensor that all ranks should hold alike: unlike models differ everywhere."""
+        total = xxhash.xxh3_128()
+        for name, tensor in self.tensors.items():
+            if "@" not in name and tensor.device.type == "cpu" and tensor.is_contiguous():
+                flat = tensor.detach().reshape(-1).view(torch.uint8)
+                total.update(flat[:_SAMPLE_BYTES].numpy())
+        return total.hexdigest()
+
+
+class Contents:
+    """The attached things, by name.
+
+    Args:
+        replicated: Whether ranks hold the same parameters and optimizer state.
+    """
+
+    def __init__(self, replicated: bool) -> None:
+        self._replicated = replicated
+        self._things: dict[str, Stateful] = {"random": RandomState()}
+
+    def attach(self, things: Mapping[str, Any]) -> None:
+        """Adds things.
+
+        Args:
+            things: By name.
+
+        Raises:
+            ConfigError: One has no state to save, or the name is taken.
+        """
+        for name, thing in things.items():
+            if not isinstance(thing, Stateful):
+                cure = "give it state_dict() and load_state_dict()"
+                raise ConfigError.of(f"{name!r} to have a state", type(thing).__name__, cure)
+            if name in self._things and self._things[name] is not thing:
+                raise ConfigError.of("a name that is not attached yet", name, f"known: {', '.join(self._things)}")
+            self._things[name] = thing
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The attached modules, by name."""
+        return {name: thing for name, thing in self._things.items() if isinstance(thing, torch.nn.Module)}
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The attached optimizers, by name."""
+        return {name: thing for name, thing in self._things.items() if isinstance(thing, torch.optim.Optimizer)}
+
+    @property
+    def names(self) -> list[str]:
+        """Of everything attached."""
+        return list(self._things)
+
+    @property
+    def epoch(self) -> int:
+        """Of the first attached thing that counts epochs, a sampler say; 0 where none does."""
+        counts = (getattr(thing, "epoch", None) for thing in self._things.values())
+        return next((count for count in counts if isinstance(count, int)), 0)
+
+    def capture(self, rank: int, world_size: int) -> Captured:
+        """Takes the state, without copying a tensor.
+
+        Args:
+            rank: This rank.
+            world_size: Ranks that save together.
+
+        Returns:
+            The state.
+
+        Raises:
+            ConfigError: Something in it cannot be saved; the message has its path.
+        """
+        buffers = {
+            f"{escape(name)}/{escape(key)}" for name, module in self.modules.items() for key, _ in module.named_buffers()
+        }
+        trained = tuple(f"{escape(name)}/" for name in (*self.modules, *self.optimizers))
+
+        def is_steady(path: str) -> bool:
+            return path.startswith(trained) and path not in buffers
+
+        state = {name: thing.state_dict() for name, thing in self._things.items()}
+        shared = self._replicated or world_size == 1
+        tree, tensors = dismantle(
+            state, rank=rank, is_own=None if world_size == 1 else lambda path: not (shared and is_steady(path))
+        )
+        return Captured(tree, tensors, frozenset(name for name in tensors if is_steady(name.partition("@")[0])))
+
+    def forgettable(self, name: str) -> bool:
+        """Whether a loaded tensor has been copied onwards: modules copy what they load, others may keep it."""
+        return name.startswith(tuple(f"{escape(module)}/" for module in self.modules))
+
+    def load(self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Gives things their state back.
+
+        Args:
+            tree: Theirs, perhaps with others.
+            tensors: All that it names.
+            names: Of the things.
+
+        Raises:
+            StateMismatchError: It does not fit; nothing was changed.
+        """
+        state = assemble(tree, tensors)
+        missing = sorted(set(names) - state.keys())
+        if missing:
+            raise StateMismatchError(
+                f"expected a state for {', '.join(missing)}, got {', '.join(sorted(state))}; "
+                "restore(only=[...]) loads a part, attach() under the names that were saved loads the rest"
+            )
+        for name in names:
+            thing = self._things[name]
+            if isinstance(thing, torch.nn.Module):
+                _check_module(name, thing, state[name])
+            elif isinstance(thing, torch.optim.Optimizer):
+                _check_optimizer(name, thing, state[name])
+        for name in names:
+            self._things[name].load_state_dict(state[name])
+
+
+def _check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    own = module.state_dict()
+    for said, keys in (("has no", own.keys() - saved.keys()), ("also has", saved.keys() - own.keys())):
+        if keys:
+            listed = ", ".join(sorted(keys)[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            raise StateMismatchError(
+                f"expected the parameters of this {name!r}, got a snapshot that {said} {listed}; "
+                "build the model as it was when it was saved"
+            )
+    for key, tensor in own.items():
+        if isinstance(tensor, torch.Tensor):
+            _check_tensor(f"{name}/{key}", tensor, saved[key])
+
+
+def _check_tensor(name: str, own: torch.Tensor, saved: Any) -> None:
+    if not isinstance(saved, torch.Tensor) or (own.shape, own.dtype) != (saved.shape, saved.dtype):
+        got = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, torch.Tensor) else repr(saved)
+        raise StateMismatchError(
+            f"expected {name!r} of shape {tuple(own.shape)} {own.dtype}, got {got}; "
+            "build the model as it was when it was saved"
+        )
+
+
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    if own != theirs:
+        raise StateMismatchError(
+            f"expected {name!r} with parameter groups of {own}, got {theirs}; "
+            "build the optimizer over the same parameters in the same groups"
+        )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entry in saved["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != params[number].shape:
+                raise StateMismatchError(
+                    f"expected '{name}/state/{number}/{key}' of shape {tuple(params[number].shape)}, got "
+                    f"{tuple(value.shape)}; build the optimizer over the same parameters"
+                )

@@ -1,0 +1,391 @@
+"""Checkpointer: what a training script holds. Attach what shall survive, call `step` after each optimizer step.
+
+The training thread only takes the state and, depending on the strategy, waits for its copy; everything after that is the
+courier's. At most one save is under way: a save that falls due earlier waits for the one before, and says how long.
+
+Three words, three promises: *copied*, the state may change again; *committed*, it outlives this machine; *durable*, it
+outlives all of them. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold, and an attached
+optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit for bit, and never
+one older than the newest that was durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+
+from shade.checkpoint.contents import Captured, Contents
+from shade.checkpoint.copying import Copying
+from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
+from shade.checkpoint.group import Group, current_group
+from shade.checkpoint.layout import Plan, TensorSpec, plan
+from shade.checkpoint.protocol import Notes
+from shade.checkpoint.reader import Reader, Snapshot
+from shade.checkpoint.recover import recover
+from shade.checkpoint.schedule import Pace, PaceMeter, Schedule
+from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint.tiers import Tiers, open_tiers
+from shade.errors import CheckpointError, ConfigError, TornSnapshotError
+from shade.types import Stateful
+
+POLL_SECONDS: Final = 0.02
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run starts from."""
+
+    step: int
+    """Optimizer steps done; 0 where there was nothing to restore."""
+    epoch: int
+    """As the attached sampler counts, 0 without one."""
+    tiers: tuple[str, ...] = ()
+    """Where the bytes came from; empty where there was nothing."""
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers)
+
+
+class Checkpointer:
+    """One rank's part in keeping a run; use as a context manager. Collective to make, as are all methods that save or load.
+
+    Args:
+        store: URL of the cluster whose memory takes snapshots; None: own memory and storage alone.
+        persist_to: Path or URL of durable storage; None: memory alone.
+        run: Id under which the snapshots are kept; one live run each.
+        strategy: Name in `shade.checkpoint.strategies.STRATEGIES`: when the bytes are copied.
+        every: When `step` saves: see `Schedule`.
+        keep: What stays in storage: see `shade.checkpoint.retention.Keep`.
+        slots: Snapshots that the cluster's memory has room for, ≥ 2.
+        replicas: Further copies of every chunk on other nodes of the cluster.
+        parity: (k, r): instead of copies, r parity chunks for every k on other nodes.
+        codec: Of the chunks: see `shade.checkpoint.codec.CODECS`.
+        buffers: Snapshots that own memory has room for, ≥ 1; see `shade.checkpoint.stage`.
+        replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel.
+
+    Raises:
+        ConfigError: Something of this cannot be, or a named store or storage does not answer.
+        RunInUseError: Another live process saves under this id.
+    """
+
+    def __init__(
+        self,
+        store: str | None = None,
+        *,
+        persist_to: str | None = None,
+        run: str = "run",
+        strategy: str = "overlap",
+        every: str | int = "60s",
+        keep: str = "last=2",
+        slots: int = 2,
+        replicas: int = 0,
+        parity: tuple[int, int] | None = None,
+        codec: str = "none",
+        buffers: int = 1,
+        replicated: bool = True,
+    ) -> None:
+        self.run = run
+        self._strategy = STRATEGIES.get(strategy)()
+        self._schedule, self._meter = Schedule(every), PaceMeter()
+        self._contents = Contents(replicated)
+        self._replicated = replicated
+        self.group: Group = current_group()
+        self.tiers: Tiers = open_tiers(
+            run,
+            self.group,
+            store,
+            persist_to,
+            keep=keep,
+            slots=slots,
+            replicas=replicas,
+            parity=parity,
+            buffers=buffers,
+        )
+        self._courier = Courier(
+            run, self.group, self.tiers.stage, self.tiers.memory, self.tiers.storage, codec, self.tiers.landed
+        )
+        self._plan: Plan | None = None
+        self._planned_for: dict[str, TensorSpec] = {}
+        self._copying: Copying | None = None
+        self._ticket: Ticket | None = None
+        self._sequence = max((snapshot.record.sequence for snapshot in self.list()), default=0)
+        self._hooks: list[Any] = []
+        self._closed = False
+        self.step_count = 0
+        """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
+
+    # ── what is saved ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def attach(self, **things: Stateful) -> None:
+        """Takes things under its care: model, optimizer, scheduler, scaler, sampler … by name.
+
+        The generators of Python, NumPy and PyTorch are attached already.
+
+        Args:
+            **things: Whatever has ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ConfigError: One has no state, or a name is taken.
+        """
+        self._contents.attach(things)
+        optimizers = [thing for thing in things.values() if isinstance(thing, torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.wait_copy_complete()))
+        modules = [thing for thing in things.values() if isinstance(thing, torch.nn.Module)]
+        self._strategy.attach(modules, optimizers)
+
+    # ── saving ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> bool:
+        """Counts an optimizer step, and saves when a save is due. After ``optimizer.step()``, on every rank.
+
+        Args:
+            metrics: Kept with the snapshot if one is taken.
+
+        Returns:
+            Whether a save was begun.
+        """
+        self._meter.step(time.monotonic(), busy=self._ticket is not None and not self._ticket.landed.done())
+        self.step_count += 1
+        if not self._schedule.is_due(self.step_count):
+            return False
+        self.save(metrics)
+        return True
+
+    def save(self, metrics: Mapping[str, float] | None = None) -> Ticket:
+        """Takes a snapshot of everything attached, now. On every rank, between two optimizer steps.
+
+        Args:
+            metrics: Kept with it: numbers to choose the best by.
+
+        Returns:
+            The save, to be followed.
+
+        Raises:
+            ConfigError: Something attached cannot be saved.
+            TornSnapshotError: Something changed while it was copied, and again when it was copied once more.
+            StorageFullError: There is not enough shared memory for the buffer.
+        """
+        begun = time.monotonic()
+        self.wait_copy_complete()
+        before = self._settled()
+        captured = self._contents.capture(self.group.rank, self.group.world_size)
+        layout = self._layout(captured)
+        _, buffer = self.tiers.stage.begin(layout.num_bytes)
+        self._sequence += 1
+        ticket = self._ticket = Ticket(self.step_count)
+        copying = Copying(captured.tensors, layout.entries, buffer, captured.steady)
+        copied = self._strategy.begin(copying)
+        copied.add_done_callback(lambda done: _pass_on(done, ticket.copied))
+        self._copying = copying
+        replica = captured.replica() if self._replicated and self.group.world_size > 1 else ""
+        notes = Notes(self._sequence, time.time(), dict(metrics or {}), self._meter.pace, replica)
+        self._courier.send(Parcel(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, notes))
+        self._schedule.saved(self.step_count, before.pace if before is not None else Pace())
+        if copied.done():
+            self.wait_copy_complete()
+        ticket.blocked_seconds += time.monotonic() - begun
+        return ticket
+
+    def _settled(self) -> Ticket | None:
+        """The save before, landed or failed: its buffer is free. Its failure has been told."""
+        ticket = self._ticket
+        if ticket is not None:
+            wait([ticket.landed])
+        return ticket
+
+    def _layout(self, captured: Captured) -> Plan:
+        """Where each tensor goes; planned anew when tensors have come, gone or changed their form."""
+        specs = captured.specs()
+        if self._plan is None or specs != self._planned_for:
+            self._plan = plan(specs, self.group.rank, self.group.world_size)
+            self._planned_for = specs
+        return self._plan
+
+    # ── waiting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wait_copy_complete(self) -> None:
+        """Returns when the state may change again. Attached optimizers call it before each step.
+
+        What changed too early is copied once more, now that it stands still.
+
+        Raises:
+            TornSnapshotError: It changed again: somebody writes to it on another thread. Nothing is saved.
+        """
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        ticket, begun = self._ticket, time.monotonic()
+        assert ticket is not None, "whoever copies has a ticket"
+        try:
+            self._strategy.wait()
+        except TornSnapshotError as error:
+            logger.warning("step %d: %s; copying it again", ticket.step, error)
+            try:
+                copying.again().finish()
+            except TornSnapshotError as again:
+                ticket.copied.set_exception(again)
+                raise
+            ticket.copied.set_result(None)
+        ticket.blocked_seconds += time.monotonic() - begun
+
+    def wait_committed(self) -> str:
+        """Returns when the save begun last outlives this machine.
+
+        Returns:
+            The tier that holds it: own memory only if there is no other.
+
+        Raises:
+            CheckpointError: It is nowhere; the message says why, or that there has been none.
+        """
+        return self._landing().tier.name
+
+    def wait_durable(self, timeout_seconds: float | None = None) -> None:
+        """Returns when the save begun last is in storage.
+
+        Args:
+            timeout_seconds: Longest time to wait; None: as long as it takes.
+
+        Raises:
+            ConfigError: There is no storage.
+            CheckpointError: It is nowhere, or not durable in time.
+        """
+        if self.tiers.storage is None:
+            raise ConfigError.of("storage to be durable in", None, "pass persist_to=")
+        landing = self._landing()
+        assert self._ticket is not None
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self.tiers.is_durable(landing, self._ticket.step):
+            if deadline is not None and time.monotonic() > deadline:
+                raise CheckpointError.of(
+                    f"step {self._ticket.step} to be durable within {timeout_seconds} s",
+                    f"in {landing.tier.name} only",
+                    "see whether its flusher runs (shade checkpoint list)",
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _landing(self) -> Landing:
+        self.wait_copy_complete()
+        if self._ticket is None:
+            raise CheckpointError.of("a save to wait for", None, "call save() first")
+        return self._ticket.landed.result()
+
+    # ── restoring ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def restore_latest(self, only: Sequence[str] | None = None) -> Restored:
+        """Loads the newest snapshot that is whole, from the nearest place that has it.
+
+        Args:
+            only: Names of what to load, as attached; by default everything.
+
+        Returns:
+            What was loaded; false where there was nothing at all to load.
+
+        Raises:
+            CorruptCheckpointError: There are snapshots, and none is whole.
+            StateMismatchError: It does not fit what is attached; nothing was changed.
+            CheckpointError: There is none, but a tier is silent that might have one.
+        """
+        return self._restore(None, only)
+
+    def restore(self, step: int, only: Sequence[str] | None = None) -> Restored:
+        """Loads the snapshot of one step; otherwise as `restore_latest`.
+
+        Args:
+            step: Which.
+            only: Names of what to load.
+
+        Returns:
+            What was loaded.
+
+        Raises:
+            CheckpointError: There is none of that step.
+        """
+        restored = self._restore(step, only)
+        if not restored:
+            known = sorted({snapshot.record.step for snapshot in self.list()})
+            raise CheckpointError.of(f"a snapshot of step {step}", f"steps {known}", "choose one of those")
+        return restored
+
+    def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
+        begun = time.monotonic()
+        self.wait_copy_complete()
+        self._settled()
+        found = recover(self.tiers.reader, self.group, only, step)
+        if found is None:
+            return Restored(0, 0)
+        names = self._contents.names if only is None else list(only)
+        if self.group.rank >= found.record.world_size and "random" in names:
+            names.remove("random")  # nobody's before: a rank that is new keeps the generators that it was seeded with
+        self._contents.load(found.tree, found.tensors, names)
+        for arena, manifest in found.arenas:
+            for name, entry in manifest.tensors.items():
+                if self._contents.forgettable(name):
+                    arena.forget(entry.start, entry.stop)
+        self.step_count = found.record.step
+        self._sequence = max(self._sequence, found.record.sequence)
+        self._schedule.saved(self.step_count, Pace())
+        seconds = time.monotonic() - begun
+        logger.info(
+            "restored step %d from %s: %.1f MB in %.2f s",
+            *(self.step_count, ", ".join(found.tiers), found.record.num_bytes / 1e6, seconds),
+        )
+        return Restored(self.step_count, self._contents.epoch, tuple(found.tiers), seconds, found.record.num_bytes)
+
+    def list(self) -> list[Snapshot]:
+        """Every snapshot of the run that this rank can see, newest first."""
+        return self.tiers.reader.snapshots()
+
+    # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Waits until what was saved has landed, then lets go of everything. Safe to call twice.
+
+        Raises:
+            CheckpointError: The save begun last is nowhere.
+        """
+        if self._closed:
+            return
+        try:
+            if self._ticket is not None:
+                self._landing()
+        finally:
+            self._end(keep_buffers=False)
+
+    def _end(self, *, keep_buffers: bool) -> None:
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._strategy.close()
+        self._courier.close()
+        self.tiers.close(keep_buffers=keep_buffers)
+        self.group.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; after an exception without waiting, and with own memory left for whoever comes after."""
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._end(keep_buffers=True)
+
+
+def _pass_on(done: Future[None], to: Future[None]) -> None:
+    """Success only: a torn copy is tried again by `Checkpointer.wait_copy_complete`."""
+    if done.exception() is None:
+        to.set_result(None)

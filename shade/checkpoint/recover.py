@@ -1,0 +1,204 @@
+"""Finds the newest snapshot that is whole, and brings it to every rank.
+
+Ranks see different things: own memory is each machine's, and after a crash one may have what another lost. So they tell
+each other what they see, and try from the newest down: a snapshot that turns out to be damaged beyond repair on any
+rank is given up by all of them together, loudly, for the one before it.
+
+A shard that every rank has in its machine's memory is read by each; any other is read by one rank, the first that has it
+near, and broadcast, so that a shared link carries it once whatever the number of ranks. Only the chunks that hold
+something wanted are read. Ranks may be more or fewer than they were: rank r takes what was rank (r mod W)'s own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shade.checkpoint.arena import Arena
+from shade.checkpoint.codec import CODECS
+from shade.checkpoint.group import Group
+from shade.checkpoint.layout import chunks_of
+from shade.checkpoint.manifest import Commit, Manifest, digest_of
+from shade.checkpoint.parts import part_of, tensors_in
+from shade.checkpoint.reader import BATCH, Reader, Snapshot
+from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
+
+logger = logging.getLogger("shade.checkpoint")
+
+@dataclass
+class Recovered:
+    """A snapshot's content, on one rank."""
+
+    record: Commit
+    tiers: list[str]
+    """Where its shards were read, each once."""
+    tree: Any
+    """This rank's."""
+    tensors: dict[str, torch.Tensor]
+    """All that were wanted, by name, of all shards."""
+    arenas: list[tuple[Arena, Manifest]]
+
+
+def recover(
+    reader: Reader, group: Group, only: Collection[str] | None = None, step: int | None = None
+) -> Recovered | None:
+    """Reads the newest whole snapshot. Collective.
+
+    Args:
+        reader: This rank's tiers.
+        group: The ranks.
+        only: Attached things to read, the same on every rank; None for all.
+        step: That one and no other; None for the newest.
+
+    Returns:
+        Its content; None where no tier has any snapshot, or none of that step.
+
+    Raises:
+        CorruptCheckpointError: There are some, and none is whole; the message has the reason for each.
+        CheckpointError: A tier is silent, and no other has anything: there might be one.
+    """
+    here = {snapshot.record.digest: snapshot for snapshot in reader.snapshots()}
+    told = group.gather(
+        {
+            "records": [snapshot.record.to_bytes().decode() for snapshot in here.values()],
+            "silent": reader.unreachable,
+        }
+    )
+    records = {record.digest: record for each in told for record in map(_record, each["records"])}
+    candidates = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
+    candidates = [record for record in candidates if step is None or record.step == step]
+    silent = {name: why for each in told for name, why in each["silent"].items()}
+    reasons = []
+    for record in candidates:
+        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only)
+        try:
+            return attempt.run()
+        except CorruptCheckpointError as error:
+            reasons.append(str(error))
+            if group.rank == 0:
+                logger.error("%s; trying the one before", error)
+    if reasons:
+        raise CorruptCheckpointError("no snapshot is whole: " + "; ".join(reasons))
+    if silent:
+        raise CheckpointError.of(
+            "every tier to say what it holds before a run starts from nothing",
+            "; ".join(f"{name}: {why}" for name, why in silent.items()),
+            "bring it back, or leave it out to start without it",
+        )
+    return None
+
+
+def _record(text: str) -> Commit:
+    return Commit.parse(text.encode())
+
+
+class _Attempt:
+    """One snapshot, on one rank."""
+
+    def __init__(self, reader: Reader, group: Group, snapshot: Snapshot, only: Collection[str] | None) -> None:
+        self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
+        self._tiers: dict[str, None] = {}
+
+    def run(self) -> Recovered:
+        record, group = self._snapshot.record, self._group
+        near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
+        whole = Recovered(record, [], None, {}, [])
+        for shard in range(record.world_size):
+            having = [rank for rank in range(group.world_size) if near[rank][shard]]
+            if len(having) == group.world_size:
+                manifest, arena = self._alone(shard)
+            else:
+                source = having[0] if having else shard % group.world_size
+                manifest, arena = self._together(shard, source)
+            if shard == group.rank % record.world_size:
+                whole.tree = part_of(manifest.tree, self._only)
+            whole.tensors |= arena.tensors({name: manifest.tensors[name] for name in self._wanted(manifest)})
+            whole.arenas.append((arena, manifest))
+        whole.tiers = list(self._tiers)
+        return whole
+
+    def _is_near(self, rank: int) -> bool:
+        """Whether this machine's memory has a rank's shard; its chunks may still turn out to be damaged."""
+        for source in self._snapshot.sources:
+            if source.tier.every_rank_commits:
+                content = source.tier.read_manifest(source.place, rank)
+                if content is not None and digest_of(content) == self._snapshot.record.manifests[rank]:
+                    return True
+        return False
+
+    def _alone(self, shard: int) -> tuple[Manifest, Arena]:
+        """Read by every rank for itself; what one cannot read, all give up together."""
+        manifest, arena, failure = None, None, None
+        try:
+            manifest = self._reader.manifest(self._snapshot, shard)
+            arena = Arena(manifest.num_bytes)
+            for number, content in self._plain(manifest):
+                arena.fill(number * manifest.chunk_bytes, content)
+        except (CheckpointError, StoreError, StorageError) as error:
+            failure = str(error)
+        self._check(failure)
+        assert manifest is not None
+        assert arena is not None
+        self._note(shard)
+        return manifest, arena
+
+    def _together(self, shard: int, source: int) -> tuple[Manifest, Arena]:
+        """Read by one rank, passed on in batches of chunks."""
+        mine = self._group.rank == source
+        manifest, content, failure = None, None, None
+        try:
+            if mine:
+                manifest = self._reader.manifest(self._snapshot, shard)
+                content = manifest.to_bytes().decode()
+        except (CheckpointError, StoreError, StorageError) as error:
+            failure = str(error)
+        self._check(failure)
+        content = self._group.gather(content)[source]
+        manifest = Manifest.parse(content.encode(), self._snapshot.record.manifests[shard])
+        arena = Arena(manifest.num_bytes)
+        chunks = self._plain(manifest) if mine else iter(())
+        numbers = chunks_of(manifest, self._wanted(manifest))
+        for first in range(0, len(numbers), BATCH):
+            batch = numbers[first : first + BATCH]
+            try:
+                if mine:
+                    for _ in batch:
+                        number, plain = next(chunks)
+                        arena.fill(number * manifest.chunk_bytes, plain)
+            except (CheckpointError, StoreError, StorageError) as error:
+                failure = str(error)
+            self._check(failure)
+            for number in batch:
+                start = number * manifest.chunk_bytes
+                self._group.broadcast(arena.tensor[start : start + manifest.chunk_bytes], source)
+        if mine:
+            self._note(shard)
+        return manifest, arena
+
+    def _check(self, failure: str | None) -> None:
+        reason = next(filter(None, self._group.gather(failure)), None)
+        if reason is not None:
+            raise CorruptCheckpointError(reason)
+
+    def _wanted(self, manifest: Manifest) -> list[str]:
+        """The tensors of a shard that are to be read."""
+        if self._only is None:
+            return list(manifest.tensors)
+        named = tensors_in(part_of(manifest.tree, self._only))
+        return [name for name in manifest.tensors if name in named]
+
+    def _plain(self, manifest: Manifest) -> Iterator[tuple[int, Any]]:
+        """Verified chunks, decoded."""
+        codec = CODECS.get(manifest.codec)()
+        numbers = chunks_of(manifest, self._wanted(manifest))
+        for number, stored in self._reader.chunks(self._snapshot, manifest, numbers):
+            length = min(manifest.chunk_bytes, manifest.num_bytes - number * manifest.chunk_bytes)
+            yield number, codec.decode(stored, length, manifest.item_bytes)
+
+    def _note(self, shard: int) -> None:
+        name = "own memory" if self._is_near(shard) else self._snapshot.sources[0].tier.name
+        self._tiers[name] = None

@@ -1,0 +1,62 @@
+"""Overlap: a thread copies while the next forward and backward pass run; the optimizer's step waits for what is left.
+
+Parameters and optimizer state change in the optimizer's step and nowhere else, so between two steps they stand still and
+can be copied behind the training's back. Everything else (batch-norm statistics, generators, a sampler's cursor) may
+change at any moment, is small, and is copied at once. What remains is interference: the thread and the training share
+cores and memory bandwidth. The insight is DataStates-LLM's (Maurya et al., HPDC 2024, §4) and ACUTE's; there the wait
+was left to the user, or did not work.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+
+from shade.checkpoint.copying import Copying
+from shade.checkpoint.strategies.base import STRATEGIES, Strategy
+
+
+@STRATEGIES.register("overlap")
+class Overlap(Strategy):
+    """One copying thread."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Copying, Future[None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._running: Future[None] | None = None
+
+    def begin(self, copying: Copying) -> Future[None]:
+        """See `Strategy`."""
+        for name in copying.names:
+            if name not in copying.steady:
+                copying.copy(name)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shade-copy", daemon=True)
+            self._thread.start()
+        running: Future[None] = Future()
+        self._running = running
+        self._work.put((copying, running))
+        return running
+
+    def _serve(self) -> None:
+        while (order := self._work.get()) is not None:
+            copying, done = order
+            try:
+                copying.finish()
+                done.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the thread that waits
+                done.set_exception(error)
+
+    def wait(self) -> None:
+        """See `Strategy`."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """See `Strategy`."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None

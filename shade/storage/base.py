@@ -54,8 +54,19 @@ class Volume(ABC):
         """Removes names, in this order, durably; empty folders go with them. How many there were."""
 
     @abstractmethod
+    def leftovers(self, prefix: str = "") -> Sequence[str]:
+        """What lies there unfinished, sorted: left by writers that died, or being written now.
+
+        Args:
+            prefix: What the path, or the folder, of the unfinished begins with.
+
+        Returns:
+            Names; none of them can be read.
+        """
+
+    @abstractmethod
     def sweep(self, prefix: str = "") -> int:
-        """Removes what writers that died left unfinished below ``prefix``; how many files. Not while others write."""
+        """Removes the `leftovers` of that prefix, and folders they leave empty; how many. Not while others write."""
 
     @abstractmethod
     def ping(self) -> None:
@@ -64,6 +75,21 @@ class Volume(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees what it holds. Safe to call twice."""
+
+    @abstractmethod
+    def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        """Whole contents of small files, fetched together; None where there is none, or its medium lost it.
+
+        Args:
+            names: As they were written.
+
+        Returns:
+            In the same order.
+        """
+
+    def free_bytes(self) -> int | None:
+        """What can still be written; None where nobody can tell, as in a bucket."""
+        return None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes ``start`` … ``stop`` of a name, to its end by default.

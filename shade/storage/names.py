@@ -1,0 +1,86 @@
+"""What a name may be, what unfinished things are called, and how a failure is put into words.
+
+A name is a relative path with ``/`` that means the same in a folder, in a bucket and in HDFS. What is being written has
+a name that no caller can use, beginning with `PARTIAL`, in the folder of the name it will get: so it can be recognised
+and swept after a crash, and a rename never crosses file systems.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from typing import Final
+
+from shade.errors import StorageError, StorageFullError
+
+PARTIAL: Final = ".partial-"
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_name(name: str) -> str:
+    """The name itself, if it is one.
+
+    Args:
+        name: Relative path with ``/``.
+
+    Returns:
+        The same.
+
+    Raises:
+        StorageError: Absolute, with an empty component, ``.``, ``..``, a NUL, or one that begins like unfinished files.
+    """
+    components = name.split("/")
+    if "\0" in name or any(each in ("", ".", "..") or each.startswith(PARTIAL) for each in components):
+        raise StorageError(f"expected a relative name such as run/step-1/rank-0.json, got {name!r}; correct the name")
+    return name
+
+
+def partial_name(folder: str) -> str:
+    """A name for something unfinished in that folder; no two are alike.
+
+    Args:
+        folder: Of the name to come; empty for the root.
+
+    Returns:
+        ``<folder>/.partial-<16 hex digits>``.
+    """
+    return f"{folder}/{PARTIAL}{secrets.token_hex(8)}" if folder else f"{PARTIAL}{secrets.token_hex(8)}"
+
+
+def is_partial(name: str) -> bool:
+    """Whether a crash, or a writer still alive, left it unfinished."""
+    return name.rpartition("/")[2].startswith(PARTIAL)
+
+
+def failure(expected: str, error: BaseException, cure: str, shown: str = "") -> StorageError:
+    """The one-line error of a volume.
+
+    Args:
+        expected: What was tried, as a state: ``"to write run/x in file:///data"``.
+        error: What came instead; its kind decides the class.
+        cure: What to do about it where the error itself does not tell.
+        shown: The error in words that are safe to print; by default the system's own.
+
+    Returns:
+        `StorageFullError` where space or quota ran out, else `StorageError`.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    words = shown or (os.strerror(number) if number else f"{type(error).__name__}: {error}")
+    words = " ".join(words.split())
+    if number in _FULL:
+        return StorageFullError(f"expected {expected}, got {words!r}; free some space, keep fewer, or store elsewhere")
+    cure = _CURES.get(number or 0, cure)
+    return StorageError(f"expected {expected}, got {words!r}; {cure}")
+
+
+_CURES: Final = {
+    errno.EACCES: "give this user the right to write there, or choose another place",
+    errno.EPERM: "give this user the right to write there, or choose another place",
+    errno.EROFS: "mount it writable, or choose another place",
+    errno.ENOTDIR: "a file is where a folder should be: move it away, or choose another place",
+    errno.EEXIST: "a file is where a folder should be: move it away, or choose another place",
+    errno.EISDIR: "a folder is where the file should be: move it away, or choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOENT: "see whether it was removed or unmounted",
+}

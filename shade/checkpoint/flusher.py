@@ -1,0 +1,251 @@
+"""Moves one run's snapshots from the cluster's memory into durable storage, behind the training's back.
+
+A slot's dirty bit says that its snapshot lies in memory only. It is cleared after the storage's commit has returned,
+fsync and rename included, and never before: whatever dies at whichever moment, what was committed in memory is still
+there and still marked, and what is half written in storage has no record. Flushing again what is there already is
+found out by the record's digest and costs nothing.
+
+Newest first. When training outruns storage, the user wants the newest state durable, not a procession of old ones: so
+the newest goes first, and of the others only those are written that the keep rules would keep; the rest are let go
+as soon as something newer is durable, which frees their slots (docs/decisions/0011-flusher.md). Invariant: a bit is
+cleared only when that snapshot, or a newer one of the run, is committed in storage.
+
+Reading and writing overlap (`shade.checkpoint.ahead`); about 100 MiB are under way. Each chunk is verified on its way,
+from any copy that memory has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from shade.checkpoint.ahead import Ahead
+from shade.checkpoint.manifest import Commit, Manifest
+from shade.checkpoint.progress import Progress
+from shade.checkpoint.reader import Reader, Snapshot, Source
+from shade.checkpoint.retention import Keep
+from shade.checkpoint.tier import Shard, Tier
+from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError, StorageError
+from shade.types import Bytes, Clock
+
+AHEAD_CHUNKS: Final = 8
+"""Fetched and not yet written: 32 MiB, on top of the batch that is just being fetched."""
+FIRST_WAIT_SECONDS: Final = 0.5
+LONGEST_WAIT_SECONDS: Final = 30.0
+"""Between attempts, doubling."""
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """One snapshot that has just become durable."""
+
+    record: Commit
+    num_bytes: int
+    """Written."""
+    seconds: float
+    num_dirty: int
+    """Snapshots that still lie in memory only."""
+
+    def __str__(self) -> str:
+        rate = self.num_bytes / 1e6 / max(self.seconds, 1e-9)
+        return (
+            f"{self.record.run} step {self.record.step} is durable: {self.num_bytes / 1e6:,.1f} MB in "
+            f"{self.seconds:.2f} s, {rate:,.0f} MB/s; {self.num_dirty} more to flush"
+        )
+
+
+class _StoppedError(Exception):
+    """We were asked to stop; carries us out of a write in the middle."""
+
+
+class Flusher:
+    """Drains one run.
+
+    Args:
+        memory: Where snapshots come from.
+        storage: Where they go.
+        keep: What stays in storage.
+        stop: Set from outside to end a write in the middle: the slot stays dirty, nothing is visible in storage.
+        may_write: Asked before anything in storage is changed; False once somebody else has taken over.
+        progress: Is told of each snapshot and chunk.
+        clock: For rates and waiting.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        storage: Tier,
+        keep: Keep,
+        *,
+        stop: threading.Event | None = None,
+        may_write: Callable[[], bool] = lambda: True,
+        progress: Progress | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.memory, self.storage, self.keep = memory, storage, keep
+        self._stop = stop or threading.Event()
+        self._may_write, self._progress, self._clock = may_write, progress or Progress(), clock
+        self._reader = Reader([memory])
+        self._damaged: set[str] = set()
+        self._trouble: type[ShadeError] | None = None
+        self._wait_seconds = 0.0
+        self._not_before = -float("inf")
+        self.is_drained = False
+        """Whether the last look found nothing dirty."""
+        self.last_contact = clock()
+        """When the store last answered."""
+        self.last_error: ShadeError | None = None
+        """What the last attempt failed with; None after one that did not."""
+
+    # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def flush_one(self) -> Flushed | None:
+        """Makes the snapshot durable that is most worth it.
+
+        Returns:
+            What was done; None where nothing is left to do, or we were told to stop.
+
+        Raises:
+            StoreError: Memory cannot be read. It stays dirty.
+            StorageError: Storage refused. It stays dirty.
+            CorruptCheckpointError: A snapshot is right in no copy in memory, and nothing newer is durable. It stays
+                dirty: a node may come back.
+        """
+        dirty = self._dirty()
+        self.is_drained = not dirty
+        if not dirty:
+            return None
+        dirty, wanted = self._settle(dirty, self.storage.held())
+        lost: CorruptCheckpointError | None = None
+        for place, record in wanted:
+            began = self._clock()
+            try:
+                num_bytes = self._write(place, record)
+            except _StoppedError:
+                return None
+            except CorruptCheckpointError as error:
+                if record.digest not in self._damaged:
+                    logger.error("cannot flush, will try again: %s", error)
+                self._damaged.add(record.digest)
+                lost = error
+                continue
+            self.memory.mark_clean(place, record.step)
+            self._damaged.discard(record.digest)
+            flushed = Flushed(record, num_bytes, self._clock() - began, len(dirty) - 1)
+            self._retain()
+            return flushed
+        if lost is not None:
+            raise lost
+        return None
+
+    def _dirty(self) -> list[tuple[str, Commit]]:
+        dirty = list(self.memory.dirty())
+        self.last_contact = self._clock()
+        return dirty
+
+    def _settle(
+        self, dirty: list[tuple[str, Commit]], stored: Mapping[str, Commit]
+    ) -> tuple[list[tuple[str, Commit]], list[tuple[str, Commit]]]:
+        """Clears what need not be written any more; returns what is dirty still, and of it what to write, in order."""
+        durable = {record.digest: record for record in stored.values()}
+        newest = max((record.sequence for record in durable.values()), default=-1)
+        kept = {record.digest for record in self.keep.kept([*durable.values(), *(record for _, record in dirty)])}
+        left = []
+        for place, record in dirty:
+            if record.digest in durable:
+                self.memory.mark_clean(place, record.step)
+            elif record.sequence < newest and record.digest not in kept:
+                logger.info("%s step %d is let go: a newer one is durable", record.run, record.step)
+                self.memory.mark_clean(place, record.step)
+            elif record.sequence < newest and record.digest in self._damaged:
+                logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
+                self.memory.mark_clean(place, record.step)
+            else:
+                left.append((place, record))
+        newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
+        return left, [(place, record) for place, record in newest_first if record.digest in kept]
+
+    def _write(self, place: str, record: Commit) -> int:
+        """One snapshot, from memory to committed; returns its bytes."""
+        snapshot = Snapshot(record, (Source(self.memory, place),))
+        manifests = [self._reader.manifest(snapshot, rank) for rank in range(record.world_size)]
+        self._check()
+        sizes = [manifest.stored_bytes for manifest in manifests]
+        target = self.storage.prepare(record.step, sizes)
+        self._progress.begin(f"{record.run} step {record.step}", sum(sizes))
+        try:
+            with Ahead(self._fetch(snapshot, manifests), AHEAD_CHUNKS) as chunks:
+                for manifest in manifests:
+                    self.storage.put(target, Shard(manifest, self._pass_on(islice(chunks, len(manifest.chunks)))))
+            self._check()
+            self.storage.commit(target, record)
+        except BaseException:
+            if self._may_write():
+                with contextlib.suppress(StorageError):
+                    self.storage.discard(target)
+            raise
+        finally:
+            self._progress.end()
+        return sum(sizes)
+
+    def _fetch(self, snapshot: Snapshot, manifests: Iterable[Manifest]) -> Iterator[Bytes]:
+        for manifest in manifests:
+            for _, content in self._reader.chunks(snapshot, manifest):
+                yield content
+
+    def _pass_on(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+        for content in chunks:
+            if self._stop.is_set():
+                raise _StoppedError
+            yield content
+            self._progress.advance(len(content))
+
+    def _check(self) -> None:
+        if self._stop.is_set() or not self._may_write():
+            raise _StoppedError
+
+    def _retain(self) -> None:
+        """Removes what no rule keeps; what cannot be removed now is looked at again after the next snapshot."""
+        try:
+            places = {record.digest: (place, record) for place, record in self.storage.held().items()}
+            for record in self.keep.discardable([record for _, record in places.values()]):
+                self.storage.discard(places[record.digest][0])
+        except StorageError as error:
+            logger.warning("old snapshots could not be removed: %s", error)
+
+    # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def turn(self) -> Flushed | None:
+        """`flush_one`, if it is time to try; an error is said once, and tried again after a while.
+
+        Returns:
+            What was done.
+        """
+        if self._clock() < self._not_before:
+            return None
+        try:
+            flushed = self.flush_one()
+        except (ShadeError, OSError) as error:
+            self._failed(error if isinstance(error, ShadeError) else CheckpointError(str(error)))
+            return None
+        if self._trouble is not None:
+            logger.info("flushing goes on")
+        self._trouble, self.last_error, self._wait_seconds = None, None, 0.0
+        if flushed is not None:
+            logger.info("%s", flushed)
+        return flushed
+
+    def _failed(self, error: ShadeError) -> None:
+        if self._trouble is not type(error) and not isinstance(error, CorruptCheckpointError):
+            logger.warning("flushing waits: %s", " ".join(str(error).split()))
+        self._trouble, self.last_error = type(error), error
+        self._wait_seconds = min(LONGEST_WAIT_SECONDS, 2 * self._wait_seconds or FIRST_WAIT_SECONDS)
+        self._not_before = self._clock() + self._wait_seconds

@@ -1,5 +1,10 @@
 """Snapshots in the cluster's memory, flushed behind the training, restored from the nearest survivor.
 
-In reading order: `manifest` (what a snapshot is), `tier` (where one lies), `state`, `stage`, `memory_tier`,
-`storage_tier`, `protocol` (how it comes to count), `reader` (how it is read, verified and mended), `manager`.
+In reading order: `manifest` (what a snapshot is), `tier` (where one lies), `state`, `assembly`,
+`layout`, `codec`, `stage`, `memory_tier`, `storage_tier`, `protocol` (how it comes to count), `reader` (how it is read, verified and mended), `manager`.
 """
+
+from shade.checkpoint import codec
+from shade.checkpoint.codec import CODECS
+
+__all__ = ["CODECS", "codec"]

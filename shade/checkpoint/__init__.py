@@ -1,7 +1,8 @@
 """Snapshots in the cluster's memory, flushed behind the training, restored from the nearest survivor.
 
-In reading order: `manifest` (what a snapshot is), `tier` (where one lies), `state`, `assembly`,
-`layout`, `codec`, `stage`, `memory_tier`, `storage_tier`, `protocol` (how it comes to count), `reader` (how it is read, verified and mended), `manager`.
+In reading order: `manifest` (what a snapshot is), `tier` (where one lies), `state` and `assembly` (a state tree as JSON
+and tensors, and back), `layout`, `stage`, `codec`, `memory_tier`, `storage_tier`, `protocol` (how it comes to count),
+`reader` (how it is read, verified and mended), `manager`.
 """
 
 from shade.checkpoint import codec

@@ -123,7 +123,7 @@ class OSFileOperations:
         """See `FileOperations`."""
         try:
             os.unlink(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return False
         return True
 

@@ -24,7 +24,7 @@ from shade.storage.base import VOLUMES, Volume
 from shade.storage.names import check_name, failure, is_partial, partial_name
 from shade.types import Bytes
 
-_OBJECT_STORES: Final = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")
+_OBJECT_STORES: Final = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 _EXTRAS: Final = {"s3": "shade[s3]", "s3a": "shade[s3]"}
 _PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"} | {
     "hdfs": "pyarrow", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "webhdfs": "requests",
@@ -52,7 +52,7 @@ class RemoteVolume(Volume):
         self._secrets = [each for each in (login, login.partition(":")[2]) if each]
         self.url = f"{scheme}://***@{place}" if at else url
         try:
-            file_system, root = fsspec.core.url_to_fs(url)
+            file_system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
         except ImportError as error:
             wanted = _EXTRAS.get(scheme) or _PACKAGES.get(scheme) or error.name or "its library"
             raise ConfigError.of(f"the library for {scheme}://", "none", f"pip install '{wanted}'") from error
@@ -265,7 +265,7 @@ class RemoteVolume(Volume):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.info(self._path(name))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
         return int(found["size"]) if found["type"] == "file" else None
 

@@ -11,7 +11,7 @@ import pytest
 
 from shade.checkpoint.ahead import Ahead
 from shade.checkpoint.flusher import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, digest_of
+from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
 from shade.checkpoint.progress import Progress
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.tier import Shard, Tier
@@ -87,14 +87,17 @@ class Shelf(Tier):
         if self.marks.get(place) == step:
             del self.marks[place]
 
-    def take(self, step: int, *, sequence: int | None = None, ranks: int = 2, chunks: int = 3, **metrics: float) -> None:
+    def take(
+        self, step: int, *, sequence: int | None = None, ranks: int = 2, chunks: int = 3, **metrics: float
+    ) -> None:
         """Makes a snapshot, dirty."""
         place, digests = str(step), []
         for rank in range(ranks):
             contents = [bytes([step % 256, rank, number]) * CHUNK for number in range(chunks)]
             entries = tuple(ChunkEntry(len(content), digest_of(content)) for content in contents)
             length = sum(map(len, contents))
-            manifest = Manifest("run", step, rank, ranks, "none", length, {}, entries, None, len(contents[0]))
+            tensors = {"data": TensorEntry("U8", (length,), 0, length)}
+            manifest = Manifest("run", step, rank, ranks, "none", length, tensors, entries, None, len(contents[0]))
             self.manifests[place, rank] = manifest.to_bytes()
             self.chunks |= {(place, rank, number): content for number, content in enumerate(contents)}
             digests.append(manifest.digest)

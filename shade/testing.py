@@ -98,6 +98,10 @@ class FaultyStore(Store):
         """See `Store`."""
         return self._call("get_many", lambda: self.inner.get_many(keys))
 
+    def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
+        """See `Store`."""
+        return self._call("get_many_into", lambda: self.inner.get_many_into(items))
+
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         """See `Store`."""
         return self._call("set_many", lambda: self.inner.set_many(items))
@@ -121,6 +125,10 @@ class FaultyStore(Store):
     def stored_bytes(self, key_length: int, value_length: int) -> int:
         """See `Store`; arithmetic does not fail."""
         return self.inner.stored_bytes(key_length, value_length)
+
+    def placement(self) -> list[str]:
+        """See `Store`."""
+        return self._call("placement", self.inner.placement)
 
     def stats(self) -> StoreStats:
         """See `Store`."""

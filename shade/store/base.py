@@ -73,6 +73,12 @@ class Store(ABC):
         ``None`` too, unless all are unreachable."""
 
     @abstractmethod
+    def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
+        """Reads large values straight into the caller's memory, one after the other. True where the buffer now holds
+        the value whole; False where there is none, its node is away, or its length is not the buffer's: then what the
+        buffer holds means nothing."""
+
+    @abstractmethod
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         """Writes, replacing what was there. False where the server refused for want of memory."""
 
@@ -95,6 +101,12 @@ class Store(ABC):
     @abstractmethod
     def stored_bytes(self, key_length: int, value_length: int) -> int:
         """Memory the server gives out for one such entry, allocator rounding and bookkeeping included."""
+
+    @abstractmethod
+    def placement(self) -> list[str]:
+        """One hash tag for each server that holds keys of its own: keys with different tags, as in ``a{tag}b``, lie on
+        different servers. In the order of `keys.placement_tags`, of which they are part, and as of now: a cluster can
+        be rearranged, so whoever writes keys notes the tags with them."""
 
     @abstractmethod
     def stats(self) -> StoreStats:

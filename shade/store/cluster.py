@@ -31,7 +31,7 @@ from redis.crc import key_slot
 
 from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
 from shade.store.base import STORES
-from shade.store.keys import NUM_SLOTS
+from shade.store.keys import NUM_SLOTS, placement_tags
 from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
 from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
@@ -261,6 +261,17 @@ class ClusterStore(RemoteStore):
     def _all_nodes(self) -> Sequence[Node]:
         slot_map = self._slot_map()
         return [self._node(address) for address in (*slot_map.primaries, *slot_map.replicas)]
+
+    def placement(self) -> list[str]:
+        """See `Store`; a primary whose slots hold none of the tags is left out."""
+        self._check_open()
+        owners = self._slot_map().owners
+        chosen: dict[Address, str] = {}
+        for tag in placement_tags():
+            owner = owners[key_slot(tag.encode())]
+            if owner is not None:
+                chosen.setdefault(owner, tag)
+        return list(chosen.values())
 
     def ping(self) -> None:
         """See `Store`: every node that the URL names and every primary, and that together they serve every slot.

@@ -30,6 +30,7 @@ from shade.types import Indices
 
 NUM_SLOTS: Final = 16384
 NUM_BUCKETS: Final = 4096
+NUM_PLACEMENT_TAGS: Final = 256
 _GOLDEN: Final = 0.6180339887498949
 _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -53,6 +54,12 @@ def balanced_tags(num_buckets: int) -> tuple[str, ...]:
             missing -= 1
         number += 1
     return tuple(tag for tag in tags if tag is not None)
+
+
+def placement_tags() -> tuple[str, ...]:
+    """The hash tags that `Store.placement` chooses from: few enough to look under all of them, and enough for each of
+    some hundred servers with equal shares of the slots to own one."""
+    return balanced_tags(NUM_PLACEMENT_TAGS)
 
 
 class SampleKeys:

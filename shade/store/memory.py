@@ -13,6 +13,7 @@ from typing import Final
 
 from shade.errors import StoreClosedError, StoreError, StoreFullError
 from shade.store.base import STORES, NodeStats, Store, StoreStats
+from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
 from shade.types import Bytes
 
@@ -48,6 +49,15 @@ class MemoryStore(Store):
         """See `Store`."""
         self._check_open()
         return [self._values.get(key) for key in keys]
+
+    def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
+        """See `Store`."""
+        found = []
+        for value, buffer in zip(self.get_many(list(items)), items.values(), strict=True):
+            found.append(value is not None and len(value) == len(buffer))
+            if value is not None and found[-1]:
+                buffer[:] = value
+        return found
 
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         """See `Store`."""
@@ -105,6 +115,11 @@ class MemoryStore(Store):
     def stored_bytes(self, key_length: int, value_length: int) -> int:
         """See `Store`."""
         return key_length + value_length + _ENTRY_BYTES
+
+    def placement(self) -> list[str]:
+        """See `Store`."""
+        self._check_open()
+        return [placement_tags()[0]]
 
     def stats(self) -> StoreStats:
         """See `Store`."""

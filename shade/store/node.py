@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from shade.errors import StoreUnavailableError
 from shade.store.link import Endpoint, Link
-from shade.store.wire import Command, Reply
+from shade.store.wire import Command, GetInto, Reply
 
 
 class Node:
@@ -129,10 +129,12 @@ def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:
             node, commands = work[position]
             link = talking[position]
             try:
-                if len(work) > 1 and not link.is_readable(max(0.0, deadline - time.monotonic())):
+                direct = bool(commands) and isinstance(commands[-1], GetInto)
+                # Looking lets the library's parser read ahead, and what goes into a buffer must not pass through it.
+                if len(work) > 1 and not direct and not link.is_readable(max(0.0, deadline - time.monotonic())):
                     link.close()
                     raise StoreUnavailableError(f"{node} made no progress within {timeout_seconds} s")
-                answers[position] = link.receive(len(commands))
+                answers[position] = link.receive_into(commands) if direct else link.receive(len(commands))
                 node.give(link)
             except StoreUnavailableError as error:
                 answers[position] = error

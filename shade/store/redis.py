@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from shade.errors import StoreUnavailableError
 from shade.store.base import STORES
+from shade.store.keys import placement_tags
 from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
 from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
@@ -41,6 +42,11 @@ class RedisStore(RemoteStore):
 
     def _all_nodes(self) -> Sequence[Node]:
         return (self._node,)
+
+    def placement(self) -> list[str]:
+        """See `Store`."""
+        self._check_open()
+        return [placement_tags()[0]]
 
     def ping(self) -> None:
         """See `Store`. Reads a key too: a node of a cluster answers a ping and then refuses most keys."""

@@ -58,3 +58,15 @@ Reply: TypeAlias = "bytes | int | list[Reply] | ServerError | None"
 
 Command: TypeAlias = "tuple[str | int | Bytes, ...]"
 """A verb and its words; text is sent as UTF-8, a large value as it is, without a copy."""
+
+
+class GetInto(tuple[str | int | Bytes, ...]):
+    """A command to read a value straight into memory of the caller's; its reply is the value's length, and the buffer
+    is filled only where that is its own."""
+
+    buffer: memoryview
+
+    def __new__(cls, key: str, buffer: memoryview) -> GetInto:
+        command = super().__new__(cls, (b"GET", key))
+        command.buffer = buffer
+        return command

@@ -1,0 +1,225 @@
+"""Says where everything of a snapshot lies in the cluster's memory: the table of slots, the names, the servers.
+
+::
+
+    shade:checkpoint:<run>:{<tag>}table                    every slot: number, generation, step, layout
+                                  commit:<slot>.<gen>      the commit record
+                                  dirty:<slot>.<gen>       there while the snapshot lies nowhere but in memory
+                                  extent:<slot>:<rank>     how many chunks of that rank may be there
+                                  manifest:<slot>:<rank>
+                                  chunk:<slot>:<rank>:<number>
+                                  parity:<slot>:<rank>:<stripe>:<row>
+
+The tag alone decides which server holds a key. The first five are small and lie on every server; chunks and parity are
+dealt out. The tags are chosen from the cluster as it is when a slot is taken, and are noted in the table with it, so
+that a cluster rearranged later only forwards the reader. The table is looked for under every tag that could have been
+chosen (`placement_tags`, one batch of 256 small reads); of several the one with the highest generation counts.
+
+Each taking of a slot has a generation of its own, which is in the names of what makes a snapshot count. So whatever of
+an earlier taking comes to light again, on a server that was away, is a record that nobody looks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final
+from urllib.parse import quote
+
+from shade.checkpoint.manifest import digest_of
+from shade.errors import ConfigError
+
+_DIGEST_LENGTH: Final = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the chunks of a slot are spread."""
+
+    tags: tuple[str, ...]
+    """One a server; P of them."""
+    replicas: int
+    """Further copies of each chunk, each on another server."""
+    num_data: int = 0
+    """k: chunks that share parity; 0 without parity."""
+    num_parity: int = 0
+    """r: pieces of parity for them."""
+
+    @property
+    def num_copies(self) -> int:
+        """Ways to come by a chunk: its copies, or itself and one reconstruction through each row of parity."""
+        return 1 + max(self.replicas, self.num_parity)
+
+    @property
+    def survives(self) -> int:
+        """How many servers may be lost at once, whichever they are, without loss of a chunk."""
+        if not self.num_parity:
+            return self.replicas
+        num_servers, num_pieces = len(self.tags), self.num_data + self.num_parity
+        whole, rest = divmod(num_pieces, num_servers)
+        lost = 0
+        for num_lost in range(1, num_servers + 1):  # the fullest servers first
+            lost += whole + (num_lost <= rest)
+            if lost > self.num_parity:
+                return num_lost - 1
+        return num_servers
+
+    def check(self) -> None:
+        """Refuses what the servers cannot do.
+
+        Raises:
+            ConfigError: Two copies would lie on one server, or the parity would survive no loss.
+        """
+        num_servers = len(self.tags)
+        if self.replicas >= num_servers:
+            expected = f"fewer replicas than the store has servers ({num_servers})"
+            raise ConfigError.of(
+                expected, self.replicas, "add servers, or ask for fewer copies: two on one are no help"
+            )
+        if self.num_parity and not self.survives:
+            shown = f"({self.num_data}, {self.num_parity}) on {num_servers} servers"
+            expected = "parity that survives the loss of a server"
+            raise ConfigError.of(expected, shown, "the pieces of a stripe share servers: add servers, or raise r")
+
+    def copy_tags(self, rank: int, number: int) -> list[str]:
+        """Where a chunk lies: itself, then its replicas."""
+        if self.num_parity:
+            stripe, member = divmod(number, self.num_data)
+            return [self._tag(rank, stripe, member)]
+        return [self.tags[(rank + number + copy) % len(self.tags)] for copy in range(1 + self.replicas)]
+
+    def parity_tag(self, rank: int, stripe: int, row: int) -> str:
+        """Where a piece of parity lies."""
+        return self._tag(rank, stripe, self.num_data + row)
+
+    def _tag(self, rank: int, stripe: int, piece: int) -> str:
+        return self.tags[(rank + stripe * (self.num_data + self.num_parity) + piece) % len(self.tags)]
+
+    def num_stripes(self, num_chunks: int) -> int:
+        """Of a shard; 0 without parity."""
+        return -(-num_chunks // self.num_data) if self.num_parity else 0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One taking of a slot."""
+
+    number: int
+    generation: int
+    step: int
+    layout: Layout
+    shard_bytes: tuple[int, ...]
+    """Stored length of each rank's shard; empty once it was emptied."""
+
+    @property
+    def place(self) -> str:
+        """As `Tier` has it."""
+        return f"slot-{self.number}.{self.generation}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """All slots of a run, as the last taking left them."""
+
+    generation: int = 0
+    slots: dict[int, Slot] = field(default_factory=dict)
+    """By number."""
+
+    def with_slot(self, number: int, step: int, layout: Layout, shard_bytes: tuple[int, ...]) -> Table:
+        """After the next taking."""
+        generation = self.generation + 1
+        slot = Slot(number, generation, step, layout, shard_bytes)
+        return Table(generation, {**self.slots, number: slot})
+
+    def emptied(self, number: int) -> Table:
+        """After what a slot held was removed."""
+        slot = self.slots[number]
+        return self.with_slot(number, slot.step, slot.layout, ())
+
+    def without(self, number: int) -> Table:
+        """After a slot was given up."""
+        kept = {other: slot for other, slot in self.slots.items() if other != number}
+        return replace(self, generation=self.generation + 1, slots=kept)
+
+    def find(self, place: str) -> Slot | None:
+        """The slot of that place, unless it was taken again since."""
+        return next((slot for slot in self.slots.values() if slot.place == place), None)
+
+    def to_bytes(self) -> bytes:
+        """JSON behind its own digest."""
+        body = {"generation": self.generation, "slots": [asdict(slot) for slot in self.slots.values()]}
+        content = json.dumps(body, separators=(",", ":")).encode()
+        return digest_of(content).encode() + content
+
+    @classmethod
+    def parse(cls, content: bytes) -> Table | None:
+        """Reads one; None for anything else."""
+        body = content[_DIGEST_LENGTH:]
+        if digest_of(body).encode() != content[:_DIGEST_LENGTH]:
+            return None
+        fields = json.loads(body)
+        slots = {}
+        for each in fields["slots"]:
+            layout = Layout(**{**each["layout"], "tags": tuple(each["layout"]["tags"])})
+            slot = Slot(**{**each, "layout": layout, "shard_bytes": tuple(each["shard_bytes"])})
+            slots[slot.number] = slot
+        return cls(fields["generation"], slots)
+
+
+class Names:
+    """The keys of one run.
+
+    Args:
+        run: Its id; what could mean something to Redis is percent-encoded.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._prefix = f"shade:checkpoint:{quote(run, safe='')}:"
+
+    def key(self, tag: str, name: str) -> str:
+        """On the server that owns the tag."""
+        return f"{self._prefix}{{{tag}}}{name}"
+
+    def chunk(self, slot: Slot, rank: int, number: int, copy: int = 0) -> str:
+        """One copy of a chunk."""
+        return self.key(slot.layout.copy_tags(rank, number)[copy], f"chunk:{slot.number}:{rank}:{number}")
+
+    def parity(self, slot: Slot, rank: int, stripe: int, row: int) -> str:
+        """One piece of parity."""
+        tag = slot.layout.parity_tag(rank, stripe, row)
+        return self.key(tag, f"parity:{slot.number}:{rank}:{stripe}:{row}")
+
+    def everywhere(self, slot: Slot, name: str) -> list[str]:
+        """A small thing, on every server."""
+        return [self.key(tag, name) for tag in slot.layout.tags]
+
+    def content(self, slot: Slot, rank: int, first: int, end: int) -> Iterator[str]:
+        """All copies of the chunks from ``first`` to before ``end``, and the parity that belongs to no earlier one."""
+        layout = slot.layout
+        for number in range(first, end):
+            for copy in range(1 + layout.replicas):
+                yield self.chunk(slot, rank, number, copy)
+        for stripe in range(layout.num_stripes(first), layout.num_stripes(end)):
+            for row in range(layout.num_parity):
+                yield self.parity(slot, rank, stripe, row)
+
+
+def commit_name(slot: Slot) -> str:
+    """Of the commit record."""
+    return f"commit:{slot.number}.{slot.generation}"
+
+
+def dirty_name(slot: Slot) -> str:
+    """Of the dirty bit."""
+    return f"dirty:{slot.number}.{slot.generation}"
+
+
+def manifest_name(slot: Slot, rank: int) -> str:
+    """Of a rank's manifest."""
+    return f"manifest:{slot.number}:{rank}"
+
+
+def extent_name(slot: Slot, rank: int) -> str:
+    """Of the number of chunks that may be there."""
+    return f"extent:{slot.number}:{rank}"

@@ -8,15 +8,13 @@ at its own offset. What has been copied onwards (a module's parameters) is given
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 from collections.abc import Mapping
 
 import torch
 
 from shade.checkpoint.layout import torch_dtype
-from shade.checkpoint.manifest import TensorEntry
-from shade.types import Bytes
+from shade.checkpoint.manifest import Manifest, TensorEntry
 
 
 class Arena:
@@ -32,10 +30,10 @@ class Arena:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
 
-    def fill(self, start: int, content: Bytes) -> None:
-        """Writes bytes at an offset."""
-        source = torch.frombuffer(content, dtype=torch.uint8)
-        ctypes.memmove(self.tensor.data_ptr() + start, source.data_ptr(), len(content))
+    def chunk(self, manifest: Manifest, number: int) -> memoryview:
+        """Where a chunk's data belongs, to be written."""
+        start = number * manifest.chunk_bytes
+        return memoryview(self._map)[start : min(start + manifest.chunk_bytes, manifest.num_bytes)]
 
     def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         """Views of the data, by name."""

@@ -20,7 +20,7 @@ interpreter; all others by `torch.Tensor.copy_`, devices into pinned memory on a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -59,6 +59,7 @@ class Copying:
         self._entries, self._buffer = entries, buffer
         self._noted = {name: (tensor._version, tensor.data_ptr()) for name, tensor in self._live.items()}
         self._left = dict.fromkeys(entries)
+        self._unchecked = dict.fromkeys(entries)
         devices = {tensor.device for tensor in self._source.values() if tensor.is_cuda}
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
         for device, stream in self._streams.items():
@@ -95,23 +96,38 @@ class Copying:
         """The same from the start, from the state as it is now."""
         return Copying(self._live, self._entries, self._buffer, self.steady)
 
-    def finish(self) -> None:
-        """Copies what is left, waits for the devices, and looks whether anything has changed since the start.
+    def settle(self, names: Iterable[str]) -> None:
+        """Copies tensors and checks them now; what becomes of them afterwards is no concern of this snapshot.
+
+        Args:
+            names: Which.
 
         Raises:
-            TornSnapshotError: Something has; the buffer's content is worth nothing.
+            TornSnapshotError: One has changed since the start; the buffer's content is worth nothing.
         """
-        for name in self.names:
-            self.copy(name)
+        names = list(names)
+        for name in names:
+            if name in self._left:
+                self.copy(name)
         for stream in self._streams.values():
             stream.synchronize()
-        for name, noted in self._noted.items():
+        for name in names:
             tensor = self._live[name]
-            if (tensor._version, tensor.data_ptr()) != noted:
+            if (tensor._version, tensor.data_ptr()) != self._noted[name]:
                 raise self._torn(name)
-        for name, tensor in self._source.items():
+        for name in names:
+            tensor = self._source[name]
             if tensor.device.type == "cpu" and tensor.is_contiguous() and not self._agrees(name, tensor.data_ptr()):
                 raise self._torn(name)
+            del self._unchecked[name]
+
+    def finish(self) -> None:
+        """Settles all that is left.
+
+        Raises:
+            TornSnapshotError: See `settle`.
+        """
+        self.settle(self._unchecked)
 
     def _agrees(self, name: str, live: int) -> bool:
         """Whether a few places are the same, bit for bit."""

@@ -11,7 +11,9 @@ one older than the newest that was durable.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -32,7 +34,7 @@ from shade.checkpoint.recover import recover
 from shade.checkpoint.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint.strategies import STRATEGIES
 from shade.checkpoint.tiers import Tiers, open_tiers
-from shade.errors import CheckpointError, ConfigError, TornSnapshotError
+from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 from shade.types import Stateful
 
 POLL_SECONDS: Final = 0.02
@@ -158,6 +160,8 @@ class Checkpointer:
         """
         self._meter.step(time.monotonic(), busy=self._ticket is not None and not self._ticket.landed.done())
         self.step_count += 1
+        if self._plan is None:
+            self._warm_up()
         if not self._schedule.is_due(self.step_count):
             return False
         self.save(metrics)
@@ -213,6 +217,16 @@ class Checkpointer:
             self._planned_for = specs
         return self._plan
 
+    def _warm_up(self) -> None:
+        """Has the buffers made in a thread, once the optimizer has a state: the first save shall not wait for them."""
+        layout = self._layout(self._contents.capture(self.group.rank, self.group.world_size))
+
+        def reserve() -> None:
+            with contextlib.suppress(StorageFullError):  # the save that needs them will say so
+                self.tiers.stage.reserve(layout.num_bytes)
+
+        threading.Thread(target=reserve, name="shade-reserve", daemon=True).start()
+
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wait_copy_complete(self) -> None:
@@ -266,7 +280,7 @@ class Checkpointer:
         landing = self._landing()
         assert self._ticket is not None
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while not self.tiers.is_durable(landing, self._ticket.step):
+        while not self.tiers.is_durable(landing):
             if deadline is not None and time.monotonic() > deadline:
                 raise CheckpointError.of(
                     f"step {self._ticket.step} to be durable within {timeout_seconds} s",

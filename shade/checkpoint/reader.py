@@ -9,7 +9,7 @@ that had lost it (`mend`). Invariant: no byte leaves this module that does not m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -147,24 +147,38 @@ class Reader:
             found = self._batch(snapshot, manifest, batch)
             yield from ((number, found[number]) for number in batch)
 
-    def _batch(self, snapshot: Snapshot, manifest: Manifest, batch: list[int]) -> dict[int, Bytes]:
-        found: dict[int, Bytes] = {}
-        for source in snapshot.sources:
-            for copy in range(source.tier.num_copies):
-                missing = [number for number in batch if number not in found]
-                if not missing:
-                    return found
-                for number, content in zip(missing, _chunks_at(source, manifest, missing, copy), strict=True):
-                    if is_sound(manifest, number, content):
-                        assert content is not None
-                        found[number] = content
-        lost = [number for number in batch if number not in found]
-        if lost:
-            raise CorruptCheckpointError(
-                f"step {manifest.step}: chunk {lost[0]} of rank {manifest.rank} is lost or damaged in every copy "
-                f"({'; '.join(map(str, snapshot.sources))})"
-            )
-        return found
+    def fill(
+        self, snapshot: Snapshot, manifest: Manifest, numbers: Sequence[int], buffers: Sequence[memoryview]
+    ) -> None:
+        """Reads verified chunks, in stored form, into the caller's memory.
+
+        Args:
+            snapshot: Which.
+            manifest: Of the shard.
+            numbers: Which chunks.
+            buffers: One for each, of its stored length.
+
+        Raises:
+            CorruptCheckpointError: A chunk is right in no place; the buffers hold nothing of meaning.
+        """
+        into = dict(zip(numbers, buffers, strict=True))
+
+        def ask(source: Source, missing: Sequence[int], copy: int) -> Sequence[Bytes | None]:
+            here = [into[number] for number in missing]
+            try:
+                found = source.tier.read_chunks_into(source.place, manifest, missing, here, copy)
+            except (StoreError, StorageError) as error:
+                logger.warning("%s: %s", source, error)
+                return [None] * len(missing)
+            return [buffer if is_there else None for buffer, is_there in zip(here, found, strict=True)]
+
+        for first in range(0, len(numbers), BATCH):
+            _collect(snapshot, manifest, numbers[first : first + BATCH], ask)
+
+    def _batch(self, snapshot: Snapshot, manifest: Manifest, batch: Sequence[int]) -> dict[int, Bytes]:
+        return _collect(
+            snapshot, manifest, batch, lambda source, missing, copy: _chunks_at(source, manifest, missing, copy)
+        )
 
     def examine(self, snapshot: Snapshot) -> list[Damage]:
         """Reads every byte in every copy of every place.
@@ -226,6 +240,44 @@ class Reader:
         if lost is not None:
             raise lost
         return mended
+
+
+def _collect(
+    snapshot: Snapshot,
+    manifest: Manifest,
+    batch: Sequence[int],
+    ask: Callable[[Source, Sequence[int], int], Sequence[Bytes | None]],
+) -> dict[int, Bytes]:
+    """Asks place after place, copy after copy, for what is still missing.
+
+    Args:
+        snapshot: Which.
+        manifest: Of the shard.
+        batch: Chunk numbers.
+        ask: Gets chunks, unverified, from one copy in one place.
+
+    Returns:
+        All of the batch, verified.
+
+    Raises:
+        CorruptCheckpointError: One is right nowhere.
+    """
+    found: dict[int, Bytes] = {}
+    for source in snapshot.sources:
+        for copy in range(source.tier.num_copies):
+            missing = [number for number in batch if number not in found]
+            if not missing:
+                return found
+            for number, content in zip(missing, ask(source, missing, copy), strict=True):
+                if content is not None and is_sound(manifest, number, content):
+                    found[number] = content
+    lost = [number for number in batch if number not in found]
+    if lost:
+        raise CorruptCheckpointError(
+            f"step {manifest.step}: chunk {lost[0]} of rank {manifest.rank} is lost or damaged in every copy "
+            f"({'; '.join(map(str, snapshot.sources))})"
+        )
+    return found
 
 
 def is_sound(manifest: Manifest, number: int, content: Bytes | None) -> bool:

@@ -12,7 +12,7 @@ something wanted are read. Ranks may be more or fewer than they were: rank r tak
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,8 +136,7 @@ class _Attempt:
         try:
             manifest = self._reader.manifest(self._snapshot, shard)
             arena = Arena(manifest.num_bytes)
-            for number, content in self._plain(manifest):
-                arena.fill(number * manifest.chunk_bytes, content)
+            self._read(manifest, arena, chunks_of(manifest, self._wanted(manifest)))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
@@ -160,15 +159,12 @@ class _Attempt:
         content = self._group.gather(content)[source]
         manifest = Manifest.parse(content.encode(), self._snapshot.record.manifests[shard])
         arena = Arena(manifest.num_bytes)
-        chunks = self._plain(manifest) if mine else iter(())
         numbers = chunks_of(manifest, self._wanted(manifest))
         for first in range(0, len(numbers), BATCH):
             batch = numbers[first : first + BATCH]
             try:
                 if mine:
-                    for _ in batch:
-                        number, plain = next(chunks)
-                        arena.fill(number * manifest.chunk_bytes, plain)
+                    self._read(manifest, arena, batch)
             except (CheckpointError, StoreError, StorageError) as error:
                 failure = str(error)
             self._check(failure)
@@ -191,13 +187,15 @@ class _Attempt:
         named = tensors_in(part_of(manifest.tree, self._only))
         return [name for name in manifest.tensors if name in named]
 
-    def _plain(self, manifest: Manifest) -> Iterator[tuple[int, Any]]:
-        """Verified chunks, decoded."""
+    def _read(self, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
+        """Verified chunks, decoded, to where they belong; without a codec straight from the tier."""
+        if manifest.codec == "none":
+            self._reader.fill(self._snapshot, manifest, numbers, [arena.chunk(manifest, number) for number in numbers])
+            return
         codec = CODECS.get(manifest.codec)()
-        numbers = chunks_of(manifest, self._wanted(manifest))
         for number, stored in self._reader.chunks(self._snapshot, manifest, numbers):
-            length = min(manifest.chunk_bytes, manifest.num_bytes - number * manifest.chunk_bytes)
-            yield number, codec.decode(stored, length, manifest.item_bytes)
+            target = arena.chunk(manifest, number)
+            target[:] = codec.decode(stored, len(target), manifest.item_bytes)
 
     def _note(self, shard: int) -> None:
         name = "own memory" if self._is_near(shard) else self._snapshot.sources[0].tier.name

@@ -55,6 +55,6 @@ def _put(state: dict[str, Any]) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"].clone())  # of a view PyTorch would read from the storage's start
     for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(saved, device)
+        torch.cuda.set_rng_state(saved.clone(), device)

@@ -96,6 +96,35 @@ class Tier(ABC):
             copy: Below `num_copies`.
         """
 
+    def read_chunks_into(
+        self,
+        place: str,
+        manifest: Manifest,
+        numbers: Sequence[int],
+        buffers: Sequence[memoryview],
+        copy: int = 0,
+    ) -> list[bool]:
+        """As `read_chunks`, into the caller's memory; tiers that can do so without a copy on the way override it.
+
+        Args:
+            place: From `held`.
+            manifest: Verified.
+            numbers: Which chunks.
+            buffers: One for each, of the chunk's stored length.
+            copy: Below `num_copies`.
+
+        Returns:
+            Where the buffer holds what was found, unverified; where it does not, it holds nothing of meaning.
+        """
+        found = []
+        for buffer, content in zip(buffers, self.read_chunks(place, manifest, numbers, copy), strict=True):
+            fits = content is not None and len(content) == len(buffer)
+            if fits:
+                assert content is not None
+                buffer[:] = content
+            found.append(fits)
+        return found
+
     @abstractmethod
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         """Writes verified chunks over what is damaged or missing in any copy.

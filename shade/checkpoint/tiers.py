@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from pathlib import Path
 
 from shade.checkpoint.courier import Landing
-from shade.checkpoint.flush import serving, start_flusher
+from shade.checkpoint.flush import mark_begun, mark_ended, serving, start_flusher
 from shade.checkpoint.group import Group
 from shade.checkpoint.lease import Lease
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.reader import Reader
 from shade.checkpoint.retention import Keep
-from shade.checkpoint.stage import Stage
+from shade.checkpoint.stage import Stage, check_run_name
 from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Tier
-from shade.errors import ConfigError, ShadeError, StorageError, StoreUnavailableError
+from shade.errors import ConfigError, ShadeError, StorageError, StoreError, StoreUnavailableError
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
 
@@ -78,12 +77,11 @@ class Tiers:
         except StorageError as error:
             logger.warning("old snapshots stay in storage: %s", error)
 
-    def is_durable(self, landing: Landing, step: int) -> bool:
+    def is_durable(self, landing: Landing) -> bool:
         """Whether a save is in storage.
 
         Args:
             landing: Where it has come to.
-            step: Its step.
 
         Returns:
             False while a flusher has still to bring it there, or the store does not say.
@@ -92,7 +90,7 @@ class Tiers:
             return True
         assert self.memory is not None
         try:
-            return not self.memory.is_dirty(landing.place, step)
+            return not self.memory.is_dirty(landing.place)
         except StoreUnavailableError:
             return False
 
@@ -107,3 +105,121 @@ class Tiers:
         else:
             self.stage.remove()
         self._resources.close()
+
+
+def open_tiers(
+    run: str,
+    group: Group,
+    store_url: str | None,
+    persist_to: str | None,
+    *,
+    keep: str,
+    slots: int,
+    replicas: int,
+    parity: tuple[int, int] | None,
+    buffers: int,
+) -> Tiers:
+    """Opens what a run keeps its snapshots in. Collective.
+
+    Args:
+        run: The run id.
+        group: The ranks.
+        store_url: As given to `Checkpointer`, like all that follow.
+        persist_to: Path or URL.
+        keep: Keep rules.
+        slots: In cluster memory.
+        replicas: Of chunks in cluster memory.
+        parity: (k, r), or None.
+        buffers: In own memory.
+
+    Returns:
+        The tiers.
+
+    Raises:
+        ConfigError: On every rank: something of it cannot be, or does not answer.
+        RunInUseError: On every rank: another live process saves under this id.
+    """
+    resources = contextlib.ExitStack()
+    opened: Tiers | None = None
+    failure: Exception | None = None
+    try:
+        check_run_name(run)
+        stage = Stage(run, group.rank, num_buffers=buffers)
+        volume = None if persist_to is None else _volume(persist_to)
+        store = None if store_url is None else _store(store_url, resources)
+        memory = storage = None
+        if volume is not None:
+            storage = StorageTier(volume, run)
+            resources.callback(storage.close)
+        if store is not None:
+            memory = MemoryTier(
+                store, run, num_slots=slots, replicas=replicas, parity=parity, flushed=persist_to is not None
+            )
+            resources.callback(memory.close)
+        rules = Keep.parse(keep)
+        if group.rank == 0:
+            _lead(run, store, volume, resources)
+            if store is not None and store_url is not None and persist_to is not None:
+                _see_to_flusher(store, store_url, persist_to, run, keep, stage.folder.parent)
+        opened = Tiers(stage, memory, storage, rules, is_first=group.rank == 0, resources=resources)
+    except ShadeError as error:
+        failure = error
+    told = group.gather(None if failure is None else str(failure))
+    if failure is not None:
+        resources.close()
+        raise failure
+    for rank, message in enumerate(told):
+        if message is not None:
+            resources.close()
+            raise ConfigError(f"rank {rank}: {message}")
+    assert opened is not None
+    return opened
+
+
+def _volume(url: str) -> Volume:
+    """Storage that can be written."""
+    volume = open_volume(url)
+    try:
+        volume.ping()
+    except StorageError as error:
+        volume.close()
+        cure = "make it writable, or name another --persist"
+        raise ConfigError.of("storage that can be written", f"{volume.url}: {error}", cure) from error
+    return volume
+
+
+def _store(url: str, resources: contextlib.ExitStack) -> Store:
+    """A store that answers, and that other processes share."""
+    store = resources.enter_context(open_store(url, timeout_seconds=STORE_TIMEOUT_SECONDS))
+    try:
+        store.ping()
+    except StoreUnavailableError as error:
+        cure = "start it (shade cache up), or leave it out to save to storage alone"
+        raise ConfigError.of("a store that answers", f"{store.url}: {error}", cure) from error
+    if not store.shared:
+        cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
+        raise ConfigError.of("a store for snapshots that other processes reach", store.url, cure)
+    return store
+
+
+def _lead(run: str, store: Store | None, volume: Volume | None, resources: contextlib.ExitStack) -> None:
+    """Takes the run id for this process; announces that the run goes on."""
+    keeper = store if store is not None else volume
+    if keeper is not None:
+        resources.enter_context(Lease(keeper, run))
+    if store is not None:
+        mark_begun(store, run)
+        resources.callback(_end, store, run)
+
+
+def _end(store: Store, run: str) -> None:
+    with contextlib.suppress(StoreError):  # the flusher will find out by itself, later
+        mark_ended(store, run)
+
+
+def _see_to_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str, folder: Path) -> None:
+    """Starts a flusher on this machine where none serves the run yet."""
+    if not serving(store, run):
+        log = folder / f"flusher-{run}.log"
+        process_id = start_flusher(store_url, persist_to, run, keep, log=log)
+        logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, log)

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy
+from shade.errors import TornSnapshotError
 
 
 @STRATEGIES.register("overlap")
@@ -28,9 +29,12 @@ class Overlap(Strategy):
 
     def begin(self, copying: Copying) -> Future[None]:
         """See `Strategy`."""
-        for name in copying.names:
-            if name not in copying.steady:
-                copying.copy(name)
+        try:
+            copying.settle(name for name in copying.names if name not in copying.steady)
+        except TornSnapshotError as error:
+            self._running = failed = Future()
+            failed.set_exception(error)
+            return failed
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="shade-copy", daemon=True)
             self._thread.start()

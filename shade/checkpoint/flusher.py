@@ -27,11 +27,12 @@ from typing import Final
 
 from shade.checkpoint.ahead import Ahead
 from shade.checkpoint.manifest import Commit, Manifest
+from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.progress import Progress
 from shade.checkpoint.reader import Reader, Snapshot, Source
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.tier import Shard, Tier
-from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError, StorageError
+from shade.errors import CorruptCheckpointError, ShadeError, StorageError, StoreError
 from shade.types import Bytes, Clock
 
 AHEAD_CHUNKS: Final = 8
@@ -96,6 +97,7 @@ class Flusher:
         self._reader = Reader([memory])
         self._damaged: set[str] = set()
         self._trouble: type[ShadeError] | None = None
+        self._trouble_since = 0.0
         self._wait_seconds = 0.0
         self._not_before = -float("inf")
         self.is_drained = False
@@ -119,6 +121,7 @@ class Flusher:
             CorruptCheckpointError: A snapshot is right in no copy in memory, and nothing newer is durable. It stays
                 dirty: a node may come back.
         """
+        self.is_drained = False
         dirty = self._dirty()
         self.is_drained = not dirty
         if not dirty:
@@ -233,8 +236,8 @@ class Flusher:
             return None
         try:
             flushed = self.flush_one()
-        except (ShadeError, OSError) as error:
-            self._failed(error if isinstance(error, ShadeError) else CheckpointError(str(error)))
+        except ShadeError as error:
+            self._failed(error)
             return None
         if self._trouble is not None:
             logger.info("flushing goes on")
@@ -243,7 +246,14 @@ class Flusher:
             logger.info("%s", flushed)
         return flushed
 
+    def is_hopeless(self, patience_seconds: float) -> bool:
+        """Whether what is left has been out of reach for so long: memory is silent, or has lost it."""
+        lost = isinstance(self.last_error, (StoreError, CorruptCheckpointError))
+        return lost and self._clock() - self._trouble_since > patience_seconds
+
     def _failed(self, error: ShadeError) -> None:
+        if self.last_error is None:
+            self._trouble_since = self._clock()
         if self._trouble is not type(error) and not isinstance(error, CorruptCheckpointError):
             logger.warning("flushing waits: %s", " ".join(str(error).split()))
         self._trouble, self.last_error = type(error), error

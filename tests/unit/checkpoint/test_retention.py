@@ -53,7 +53,12 @@ def test_what_every_keeps_it_keeps_as_more_come() -> None:
 
 
 def test_best_keeps_the_smallest_or_the_largest() -> None:
-    records = [record(1, loss=0.5, right=0.6), record(2, loss=0.2, right=0.7), record(3, loss=0.3, right=0.9), record(4)]
+    records = [
+        record(1, loss=0.5, right=0.6),
+        record(2, loss=0.2, right=0.7),
+        record(3, loss=0.3, right=0.9),
+        record(4),
+    ]
     assert kept("best=loss", *records) == [2, 4]
     assert kept("best=loss:2", *records) == [2, 3, 4]
     assert kept("best=right:max", *records) == [3, 4]

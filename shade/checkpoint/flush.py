@@ -1,0 +1,210 @@
+"""The flusher as a process: finds dirty snapshots in a store, makes them durable, and outlives whoever made them.
+
+``python -m shade.checkpoint.flush`` (for people: ``shade checkpoint flush``) serves one run, or every run it finds in a
+store. It may be killed at any moment: see `shade.checkpoint.flusher`. A `Checkpointer` asks `serving`, and where nobody
+serves its run calls `start_flusher`. That one is nobody's child; it ends by itself when everything is durable and the
+run has said that it has ended (`mark_ended`), or has been silent for long.
+
+Who ends while another begins: the run removes its end mark, then asks `serving`; the flusher withdraws its beat, then
+looks for the end mark. Whichever way their steps interleave, either the run sees no beat and starts a flusher, or the
+flusher sees no mark and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from shade.checkpoint.flush_service import TIMEOUT_SECONDS, Until, serve
+from shade.checkpoint.presence import ENDED, FLUSHER, is_beating, spread_keys
+from shade.checkpoint.progress import Bar
+from shade.checkpoint.retention import DEFAULT, Keep
+from shade.errors import CheckpointError, ConfigError, ShadeError
+from shade.store import Store, StoreURL, open_store
+from shade.store.server import is_running
+
+STORE_VARIABLE: Final = "SHADE_FLUSH_STORE"
+STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"
+"""How `start_flusher` passes addresses: they may hold passwords, and everybody can read a command line."""
+_START_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.05
+_LAUNCH: Final = '"$@" >/dev/null & echo "$!"'
+"""By a shell that ends at once: the flusher is nobody's child, and its id is known before it does anything."""
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+# ── what others ask and say ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def serving(store: Store, run: str) -> bool:
+    """Whether a flusher serves a run. Takes half a second as a rule, and three at most.
+
+    Args:
+        store: Where its snapshots are.
+        run: The run id.
+
+    Returns:
+        The answer.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    return is_beating(store, spread_keys(run, FLUSHER))
+
+
+def mark_begun(store: Store, run: str) -> None:
+    """Says that a run saves snapshots from now on. Before asking `serving`."""
+    store.delete_many(spread_keys(run, ENDED))
+
+
+def mark_ended(store: Store, run: str) -> None:
+    """Says that a run saves nothing any more: its flusher may end when everything is durable."""
+    store.set_many(dict.fromkeys(spread_keys(run, ENDED), b"1"))
+
+
+def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAULT, *, log: Path) -> int:
+    """Starts a flusher that outlives this process, and waits until it serves.
+
+    Args:
+        store_url: With its password, if it has one: it is passed on out of sight.
+        persist_url: Durable storage; a relative path is one from here.
+        run: The run id.
+        keep: See `Keep.parse`.
+        log: Where it writes; appended to, its folder made.
+
+    Returns:
+        Its process id.
+
+    Raises:
+        ConfigError: The log cannot be written.
+        CheckpointError: It ended at once, or is not ready after 30 s; the message has the end of its log.
+    """
+    url = StoreURL.parse(store_url)
+    given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
+    home = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}", "--until-ended"]
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            begin = errors.tell()
+            launched = subprocess.run(
+                ["/bin/sh", "-c", _LAUNCH, "shade-launch", *command],
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, **given, "PYTHONPATH": paths},
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ConfigError.of("a log that can be written", f"{log}: {error.strerror}", "name another") from error
+    process_id = int(launched.stdout)
+    deadline = time.monotonic() + _START_SECONDS
+    with open_store(url, timeout_seconds=TIMEOUT_SECONDS) as store:
+        while not any(store.get_many(spread_keys(run, FLUSHER))):
+            if not is_running(process_id) or time.monotonic() > deadline:
+                told = log.read_bytes()[begin:].decode(errors="replace").strip()[-1000:]
+                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {log}")
+            time.sleep(_POLL_SECONDS)
+    return process_id
+
+
+# ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What may be typed; shared with ``shade checkpoint flush``."""
+    parser.add_argument("--run", metavar="ID", help="that run only (every run in the store that nobody else serves)")
+    parser.add_argument("--keep", default=DEFAULT, metavar="RULES", help=f"what stays in storage ({DEFAULT})")
+    ending = parser.add_mutually_exclusive_group()
+    ending.add_argument(
+        "--once", dest="until", action="store_const", const="drained", default="stopped", help="end when all is durable"
+    )
+    ending.add_argument(
+        "--until-ended", dest="until", action="store_const", const="ended", help="end when the run is over, and durable"
+    )
+
+
+def flush(store_url: str, persist_url: str, given: argparse.Namespace) -> int:
+    """Serves until told to stop: SIGTERM and SIGINT end it promptly, a second one at once.
+
+    Args:
+        store_url: Where snapshots are.
+        persist_url: Where they go.
+        given: As of `add_arguments`.
+
+    Returns:
+        The exit code: 0, or 1 where something is not durable.
+
+    Raises:
+        ShadeError: See `serve`.
+    """
+    if given.until == "ended" and given.run is None:
+        raise ConfigError.of("--until-ended with a --run", "none", "name the run whose end to wait for")
+    stop = threading.Event()
+
+    def told(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with logging_redirect_tqdm([logger]):
+            durable = serve(
+                store_url,
+                persist_url,
+                run=given.run,
+                keep=Keep.parse(given.keep),
+                until=Until(given.until),
+                stop=stop,
+                progress=Bar(),
+            )
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        for number, handling in before.items():
+            signal.signal(number, handling)
+    return 0 if durable else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process that `start_flusher` starts; addresses come from the environment.
+
+    Args:
+        arguments: Instead of the command line's own.
+
+    Returns:
+        As `flush`; 2 where it cannot begin: the reason is on standard error.
+    """
+    parser = argparse.ArgumentParser(prog="shade.checkpoint.flush", description="Makes dirty snapshots durable.")
+    add_arguments(parser)
+    given = parser.parse_args(arguments)
+    try:
+        return flush(os.environ[STORE_VARIABLE], os.environ[STORAGE_VARIABLE], given)
+    except KeyError as error:
+        sys.stderr.write(f"expected {error.args[0]} in the environment; use `shade checkpoint flush` by hand\n")
+    except ShadeError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

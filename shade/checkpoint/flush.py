@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -88,14 +88,32 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         Its process id.
 
     Raises:
-        ConfigError: The log cannot be written.
+        ConfigError: The log cannot be written, or the store ends with this process.
         CheckpointError: It ended at once, or is not ready after 30 s; the message has the end of its log.
     """
     url = StoreURL.parse(store_url)
+    if url.scheme in ("memory", "local"):
+        cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
+        raise ConfigError.of("a store that other processes reach by its URL", store_url, cure)
     given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
     home = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}", "--until-ended"]
+    keys = spread_keys(run, FLUSHER)
+    with open_store(url, timeout_seconds=TIMEOUT_SECONDS) as store:
+        stale = store.get_many(keys)
+        process_id, begin = _launch(command, {**os.environ, **given, "PYTHONPATH": paths}, log)
+        deadline = time.monotonic() + _START_SECONDS
+        while not any(now not in (None, before) for now, before in zip(store.get_many(keys), stale, strict=True)):
+            if not is_running(process_id) or time.monotonic() > deadline:
+                told = log.read_bytes()[begin:].decode(errors="replace").strip()[-1000:]
+                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {log}")
+            time.sleep(_POLL_SECONDS)
+    return process_id
+
+
+def _launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[int, int]:
+    """Starts it; its process id, and where in the log it begins."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
@@ -106,20 +124,12 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, **given, "PYTHONPATH": paths},
+                env=environment,
                 start_new_session=True,
             )
     except OSError as error:
         raise ConfigError.of("a log that can be written", f"{log}: {error.strerror}", "name another") from error
-    process_id = int(launched.stdout)
-    deadline = time.monotonic() + _START_SECONDS
-    with open_store(url, timeout_seconds=TIMEOUT_SECONDS) as store:
-        while not any(store.get_many(spread_keys(run, FLUSHER))):
-            if not is_running(process_id) or time.monotonic() > deadline:
-                told = log.read_bytes()[begin:].decode(errors="replace").strip()[-1000:]
-                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {log}")
-            time.sleep(_POLL_SECONDS)
-    return process_id
+    return int(launched.stdout), begin
 
 
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────

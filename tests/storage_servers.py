@@ -97,6 +97,12 @@ class S3Server:
         point_at(self.endpoint, monkeypatch)
         s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
 
+    def ask_for_logins(self) -> None:
+        """From now on only those are served who are known, and that is nobody."""
+        plain = {"Content-Type": "text/plain"}
+        request = urllib.request.Request(f"{self.endpoint}/moto-api/reset-auth", data=b"0", headers=plain)
+        urllib.request.urlopen(request, timeout=10).close()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()

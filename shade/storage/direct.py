@@ -83,9 +83,7 @@ class DirectFile:
         if self._file is not None:
             file, self._file = self._file, None
             os.close(file)
-        if self._gathered is not None:
-            self._gathered.close()
-            self._gathered = None
+        self._gathered = None  # unmapped with its last view; the traceback of a failed write still holds one
 
     def _descriptor(self) -> int:
         assert self._file is not None, "written after close"
@@ -93,8 +91,7 @@ class DirectFile:
 
     def _flush(self) -> None:
         if self._gathered is not None and self._num_gathered:
-            with memoryview(self._gathered) as gathered:
-                self._put(gathered[: self._num_gathered])
+            self._put(memoryview(self._gathered)[: self._num_gathered])
             self._num_gathered = 0
 
     def _put(self, content: memoryview) -> None:

@@ -181,7 +181,8 @@ class RemoteVolume(Volume):
             raise
         except Exception as error:  # noqa: BLE001 - each library raises its own
             cure = "see that it is reachable and that the login in your environment may read and write there"
-            raise failure(f"{expected} in {self.url}", error, cure, self._words(error)) from None  # a login may be in it
+            # From None: the library's own message may show the login.
+            raise failure(f"{expected} in {self.url}", error, cure, self._words(error)) from None
 
     def _upload(self, name: str, path: str, parts: Iterable[Bytes]) -> int:
         """One request for what is small, and for what is not an upload that is completed last."""

@@ -171,7 +171,9 @@ def test_sweeping_leaves_what_is_whole(volume: Volume) -> None:
     assert volume.list() == ["run/1/a"]
 
 
-@pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", "..", "a/../b", "./a", "a\0b", "a/.partial-1/b", ".partial-2"])
+@pytest.mark.parametrize(
+    "name", ["", "/a", "a/", "a//b", "..", "a/../b", "./a", "a\0b", "a/.partial-1/b", ".partial-2"]
+)
 @pytest.mark.parametrize("use", ["write", "read", "size_bytes", "delete_many", "read_many"])
 def test_what_is_no_name_is_refused(volume: Volume, name: str, use: str) -> None:
     uses: dict[str, Callable[[], object]] = {

@@ -39,8 +39,8 @@ _SEND_SLICE_BYTES: Final = 1 << 18
 """`socket.sendall` counts its timeout over the whole buffer; slices make it a progress timeout again."""
 
 
-_SHORTEST_REPLY_BYTES: Final = 5
-"""``+OK`` or ``$-1`` and the line end: so much can be read before knowing what comes."""
+_SHORTEST_LINE_BYTES: Final = 4
+"""``$5`` and the line end: so much can be read before knowing what comes."""
 
 
 class _Parser(DefaultParser):  # type: ignore[misc]
@@ -268,7 +268,7 @@ class Link:
             raise self._failure(error, "read from") from error
 
     def _reply_into(self, command: Command) -> Reply:
-        line = self._read(_SHORTEST_REPLY_BYTES)
+        line = self._read(_SHORTEST_LINE_BYTES)
         while not line.endswith(b"\r\n"):  # to its end and not a byte beyond
             line += self._read(1)
         kind, text = line[:1], line[1:-2]

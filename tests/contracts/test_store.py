@@ -20,7 +20,7 @@ import pytest
 
 from shade.errors import StoreAuthError, StoreClosedError, StoreUnavailableError, UnknownNameError
 from shade.store import STORES, Store, StoreURL, open_store
-from shade.store.keys import SampleKeys
+from shade.store.keys import SampleKeys, placement_tags
 from shade.store.local_cluster import LocalCluster
 from shade.store.server import LocalServer
 from tests.conftest import PASSWORD, WRONG, Place
@@ -125,6 +125,38 @@ def test_a_batch_larger_than_one_round(store: Store, keys: SampleKeys) -> None:
     assert all(store.set_many(dict(zip(names, values, strict=True))))
     assert store.get_many(names) == values
     assert store.delete_many(names) == list(map(len, values))
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 99, 100_000, 5_000_000])
+def test_large_values_come_straight_into_memory(store: Store, keys: SampleKeys, size: int) -> None:
+    names = keys.many(range(6))
+    values = [os.urandom(size) for _ in names[:4]]
+    store.set_many(dict(zip(names, values, strict=False)) | {names[5]: b"of another length"})
+    whole = bytearray(size * 6 + 6)
+    buffers = [memoryview(whole)[i * size + i : (i + 1) * size + i] for i in range(6)]
+    assert store.get_many_into(dict(zip(names, buffers, strict=True))) == [True] * 4 + [False] * 2
+    assert [bytes(buffer) for buffer in buffers[:4]] == values
+    assert all(whole[(i + 1) * size + i] == 0 for i in range(6))
+    assert store.get_many(names[:2]) == values[:2]
+    assert store.get_many_into({}) == []
+
+
+def test_a_counter_comes_straight_into_memory_too(store: Store) -> None:
+    buffer = memoryview(bytearray(10))
+    store.increment("shade:counter", 5)
+    assert store.get_many_into({"shade:counter": buffer[:1], "shade:counters": buffer}) == [True, False]
+    assert bytes(buffer[:1]) == b"5"
+
+
+def test_placement_names_each_server_once(store: Store, place: Place) -> None:
+    tags = store.placement()
+    assert tags == store.placement()
+    assert len(tags) == (len(place.owner.servers) if isinstance(place.owner, LocalCluster) else 1)
+    assert [tag for tag in placement_tags() if tag in tags] == tags
+    names = [f"shade:placed:{{{tag}}}" for tag in tags]
+    before = {node.address: node.num_keys for node in store.stats().nodes}
+    assert store.add_many(dict.fromkeys(names, b"x")) == [True] * len(tags)
+    assert [node.num_keys - before[node.address] for node in store.stats().nodes] == [1] * len(tags)
 
 
 def test_scan_finds_each_key_of_a_prefix_once(store: Store, keys: SampleKeys) -> None:

@@ -91,6 +91,41 @@ def test_half_an_answer_is_none(scripted: Script, answer: bytes) -> None:
         store.get_many(["shade:a"])
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"$",
+        b"$5\r\n<hang up>",
+        b"$5\r\nfo",
+        b"$5\r\nfoo\r\nx",
+        b"$9999999999\r\nx",
+        b"*1\r\n$1\r\na\r\n",
+        b":7\r\n",
+        b"$x\r\n",
+    ],
+)
+def test_half_an_answer_fills_no_buffer(scripted: Script, answer: bytes) -> None:
+    buffer = memoryview(bytearray(5))
+    with open_store(scripted([answer]), timeout_seconds=0.2) as store, pytest.raises(StoreUnavailableError):
+        store.get_many_into({"shade:a": buffer})
+
+
+def test_an_error_in_place_of_a_large_value_has_its_name(scripted: Script) -> None:
+    refusing = scripted([b"-NOPERM this user has no permissions\r\n"])
+    with open_store(refusing, timeout_seconds=0.2) as store, pytest.raises(StoreAuthError, match="NOPERM"):
+        store.get_many_into({"shade:a": memoryview(bytearray(5))})
+
+
+def test_a_late_large_value_is_not_taken_for_the_next_one(scripted: Script) -> None:
+    with open_store(scripted([b"$5\r\nfo", b"$3\r\nbar\r\n"]), timeout_seconds=0.2) as store:
+        with pytest.raises(StoreUnavailableError, match=r"no progress within 0\.2 s"):
+            store.get_many_into({"shade:a": memoryview(bytearray(5))})
+        buffer = memoryview(bytearray(3))
+        assert store.get_many_into({"shade:b": buffer}) == [True]
+        assert bytes(buffer) == b"bar"
+
+
 def test_a_late_answer_is_not_taken_for_the_next_one(scripted: Script) -> None:
     """1. The reply to `a` arrives half; we give up. 2. The rest is under way. 3. `b` must not read it."""
     with open_store(scripted([b"$5\r\nfo", b"$3\r\nbar\r\n"]), timeout_seconds=0.2) as store:

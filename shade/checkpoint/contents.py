@@ -19,7 +19,7 @@ import xxhash
 
 from shade.checkpoint.rng import RandomState
 from shade.checkpoint.assembly import assemble
-from shade.checkpoint.layout import TensorSpec
+from shade.checkpoint.layout import TensorSpec, bytes_of
 from shade.checkpoint.state import dismantle, escape
 from shade.errors import ConfigError, StateMismatchError
 from shade.types import Stateful
@@ -45,8 +45,7 @@ class Captured:
         total = xxhash.xxh3_128()
         for name, tensor in self.tensors.items():
             if "@" not in name and tensor.device.type == "cpu" and tensor.is_contiguous():
-                flat = tensor.detach().reshape(-1).view(torch.uint8)
-                total.update(flat[:_SAMPLE_BYTES].numpy())
+                total.update(bytes_of(tensor)[:_SAMPLE_BYTES].numpy())
         return total.hexdigest()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from shade.checkpoint.assembly import assemble
-from shade.checkpoint.layout import TensorSpec, plan
+from shade.checkpoint.layout import TensorSpec, bytes_of, plan
 from shade.checkpoint.state import dismantle
 from shade.errors import ConfigError, CorruptCheckpointError
 
@@ -117,9 +117,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
 
 def _contents(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            yield flat.view(torch.uint8).numpy().data
+        yield bytes_of(tensor.cpu().contiguous()).numpy().data
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -160,6 +159,11 @@ def empty_tensor(entry: TensorEntry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8, of any type, shape and number of elements; nothing is copied."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def chunks_of(manifest: Manifest, names: Iterable[str]) -> list[int]:
     """The chunks that hold these tensors.
 
@@ -211,9 +215,7 @@ class Scatter:
             if name in targets and entry.start < entry.stop
         )
         self._starts = [start for start, _, _ in self._entries]
-        self._bytes = {
-            name: targets[name].detach().reshape(-1).view(torch.uint8).numpy() for _, _, name in self._entries
-        }
+        self._bytes = {name: bytes_of(targets[name]).numpy() for _, _, name in self._entries}
 
     def __call__(self, number: int, data: Bytes) -> None:
         """Copies one chunk.
@@ -246,8 +248,3 @@ def _entry(manifest: Manifest, name: str) -> TensorEntry:
             f"a tensor of the {len(manifest.tensors)} that rank {manifest.rank} saved", name, "ask another rank's shard"
         )
     return entry
-
-
-def spec_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """Length of a tensor of that type and shape; exact, however large."""
-    return torch_dtype(dtype).itemsize * math.prod(shape)

@@ -98,7 +98,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
     given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
     home = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}", "--until-ended"]
+    command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}"]
     keys = spread_keys(run, FLUSHER)
     with open_store(url, timeout_seconds=TIMEOUT_SECONDS) as store:
         stale = store.get_many(keys)
@@ -135,26 +135,18 @@ def _launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What may be typed; shared with ``shade checkpoint flush``."""
-    parser.add_argument("--run", metavar="ID", help="that run only (every run in the store that nobody else serves)")
-    parser.add_argument("--keep", default=DEFAULT, metavar="RULES", help=f"what stays in storage ({DEFAULT})")
-    ending = parser.add_mutually_exclusive_group()
-    ending.add_argument(
-        "--once", dest="until", action="store_const", const="drained", default="stopped", help="end when all is durable"
-    )
-    ending.add_argument(
-        "--until-ended", dest="until", action="store_const", const="ended", help="end when the run is over, and durable"
-    )
-
-
-def flush(store_url: str, persist_url: str, given: argparse.Namespace) -> int:
+def flush(
+    store_url: str, persist_url: str, run: str | None, keep: str, *, once: bool = False, until_ended: bool = False
+) -> int:
     """Serves until told to stop: SIGTERM and SIGINT end it promptly, a second one at once.
 
     Args:
         store_url: Where snapshots are.
         persist_url: Where they go.
-        given: As of `add_arguments`.
+        run: Whose; None: every run in the store.
+        keep: See `Keep.parse`.
+        once: End when everything is durable.
+        until_ended: End when the run is over, and durable.
 
     Returns:
         The exit code: 0, or 1 where something is not durable.
@@ -162,8 +154,9 @@ def flush(store_url: str, persist_url: str, given: argparse.Namespace) -> int:
     Raises:
         ShadeError: See `serve`.
     """
-    if given.until == "ended" and given.run is None:
+    if until_ended and run is None:
         raise ConfigError.of("--until-ended with a --run", "none", "name the run whose end to wait for")
+    rules = Keep.parse(keep)
     stop = threading.Event()
 
     def told(number: int, frame: object) -> None:
@@ -181,9 +174,9 @@ def flush(store_url: str, persist_url: str, given: argparse.Namespace) -> int:
             durable = serve(
                 store_url,
                 persist_url,
-                run=given.run,
-                keep=Keep.parse(given.keep),
-                until=Until(given.until),
+                run=run,
+                keep=rules,
+                until=Until.DRAINED if once else Until.ENDED if until_ended else Until.STOPPED,
                 stop=stop,
                 progress=Bar(),
             )
@@ -204,11 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         As `flush`; 2 where it cannot begin: the reason is on standard error.
     """
-    parser = argparse.ArgumentParser(prog="shade.checkpoint.flush", description="Makes dirty snapshots durable.")
-    add_arguments(parser)
+    parser = argparse.ArgumentParser(prog="shade.checkpoint.flush", description="Makes one run's snapshots durable.")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--keep", required=True)
     given = parser.parse_args(arguments)
     try:
-        return flush(os.environ[STORE_VARIABLE], os.environ[STORAGE_VARIABLE], given)
+        return flush(os.environ[STORE_VARIABLE], os.environ[STORAGE_VARIABLE], given.run, given.keep, until_ended=True)
     except KeyError as error:
         sys.stderr.write(f"expected {error.args[0]} in the environment; use `shade checkpoint flush` by hand\n")
     except ShadeError as error:

@@ -30,8 +30,8 @@ _LOOK_SECONDS: Final = 0.05
 _NUM_KEYS: Final = 3
 FLUSHER: Final = "flusher"
 """Name of what a run's flusher keeps alive."""
-TRAINER: Final = "trainer"
-"""Name of what the run itself keeps alive."""
+TRAINER: Final = "lease"
+"""Name of what the run itself keeps alive: `shade.checkpoint.lease`."""
 ENDED: Final = "ended"
 """Name of what a run leaves when it has ended as it should."""
 

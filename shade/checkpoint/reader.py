@@ -180,11 +180,12 @@ class Reader:
             snapshot, manifest, batch, lambda source, missing, copy: _chunks_at(source, manifest, missing, copy)
         )
 
-    def examine(self, snapshot: Snapshot) -> list[Damage]:
+    def examine(self, snapshot: Snapshot, advance: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
         """Reads every byte in every copy of every place.
 
         Args:
             snapshot: Which.
+            advance: Told how many bytes have just been read.
 
         Returns:
             One entry a place, those without damage included.
@@ -207,6 +208,7 @@ class Reader:
                         bad = {n for n, c in zip(numbers, contents, strict=True) if not is_sound(manifest, n, c)}
                         if bad:
                             damage.chunks.setdefault(rank, set()).update(bad)
+                        advance(sum(manifest.chunks[number].num_bytes for number in numbers))
             report.append(damage)
         return report
 

@@ -1,0 +1,159 @@
+"""``shade checkpoint list`` and ``show``: what snapshots there are, where each lies, and what is in one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from shade.cli.checkpoint_verb import Places, Verb, add_places, moment, opened, size, table
+from shade.errors import StoreError
+
+if TYPE_CHECKING:
+    from shade.checkpoint.manifest import Manifest
+    from shade.checkpoint.reader import Snapshot
+
+_LIST_EXAMPLES: Final = """\
+examples:
+  shade checkpoint list --persist /mnt/ckpt
+  shade checkpoint list --store redis://10.0.0.1:6379 --persist /mnt/ckpt --run vgg
+  shade checkpoint list --persist s3://bucket/ckpt --json
+
+state:
+  durable     it lies in storage
+  to flush    it lies in memory only, and waits for a flusher: see shade checkpoint flush
+  in memory   it lies in memory only, and nobody was asked to flush it
+
+exit code: 0; 1 where a place that was named is silent
+"""
+_SHOW_EXAMPLES: Final = """\
+examples:
+  shade checkpoint show 1200 --persist /mnt/ckpt
+  shade checkpoint show 1200 --persist /mnt/ckpt --tensors 50 --depth 3
+  shade checkpoint show 1200 --persist /mnt/ckpt --json     the commit record and every manifest
+"""
+
+
+def _list_arguments(parser: argparse.ArgumentParser) -> None:
+    add_places(parser)
+    parser.add_argument("--here", action="store_true", help="look into this machine's memory too")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _list(given: argparse.Namespace) -> int:
+    with opened(given, own_memory=given.here) as places:
+        snapshots = places.snapshots()
+        states = [_state(places, snapshot) for snapshot in snapshots]
+        if given.json:
+            facts = [
+                {**asdict(each.record), "places": list(map(str, each.sources)), "state": state}
+                for each, state in zip(snapshots, states, strict=True)
+            ]
+            sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        elif not snapshots:
+            sys.stdout.write(f"no snapshots of run {places.run}\n")
+        else:
+            rows = [("step", "saved", "size", "ranks", "state", "lies in", "metrics")]
+            for each, state in zip(snapshots, states, strict=True):
+                record = each.record
+                metrics = ", ".join(f"{name} {value:.6g}" for name, value in sorted(record.metrics.items()))
+                where = ", ".join(dict.fromkeys(each.tiers))
+                cells = (moment(record.saved_at), size(record.num_bytes), f"{record.world_size}", state, where, metrics)
+                rows.append((f"{record.step}", *cells))
+            sys.stdout.write(f"run {places.run}\n\n{table(rows, '><>><<<')}")
+        return 1 if places.is_partial else 0
+
+
+def _state(places: Places, snapshot: Snapshot) -> str:
+    if any(source.tier is places.storage for source in snapshot.sources):
+        return "durable"
+    try:
+        if places.memory is not None and any(
+            source.tier is places.memory and places.memory.is_dirty(source.place) for source in snapshot.sources
+        ):
+            return "to flush"
+    except StoreError:
+        places.is_partial = True
+    return "in memory"
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", type=int, metavar="STEP", help="as shade checkpoint list has it")
+    add_places(parser)
+    parser.add_argument("--tensors", type=int, default=10, metavar="N", help="list the N biggest (10)")
+    parser.add_argument("--depth", type=int, default=2, metavar="N", help="levels of the outline (2)")
+    parser.add_argument("--json", action="store_true", help="for programs: everything that is known")
+
+
+def _show(given: argparse.Namespace) -> int:
+    with opened(given) as places:
+        snapshot = places.of_step(given.step)
+        if snapshot is None:
+            return 1
+        record = snapshot.record
+        manifests = [places.reader.manifest(snapshot, rank) for rank in range(record.world_size)]
+        if given.json:
+            every = [json.loads(manifest.to_bytes()) for manifest in manifests]
+            sys.stdout.write(json.dumps({"commit": json.loads(record.to_bytes()), "manifests": every}, indent=2) + "\n")
+            return 0
+        sys.stdout.write(
+            f"run {record.run}, step {record.step}: saved {moment(record.saved_at)}, {size(record.num_bytes)}, "
+            f"{record.world_size} rank{'s' * (record.world_size != 1)}, save number {record.sequence}\n"
+        )
+        for name, value in sorted(record.metrics.items()):
+            sys.stdout.write(f"metric {name}: {value:.6g}\n")
+        for source in snapshot.sources:
+            sys.stdout.write(f"lies in {source}\n")
+        sys.stdout.write(f"\n{_shards(manifests)}\n{_biggest(manifests, given.tensors)}\n")
+        sys.stdout.write(_outline(manifests, given.depth))
+    return 0
+
+
+def _shards(manifests: Iterable[Manifest]) -> str:
+    rows = [("rank", "data", "stored", "codec", "chunks", "tensors")]
+    for each in manifests:
+        counts = (f"{len(each.chunks)}", f"{len(each.tensors)}")
+        rows.append((f"{each.rank}", size(each.num_bytes), size(each.stored_bytes), each.codec, *counts))
+    return table(rows, ">>><>>")
+
+
+def _biggest(manifests: Iterable[Manifest], num: int) -> str:
+    entries = [(name, entry, each.rank) for each in manifests for name, entry in each.tensors.items()]
+    entries.sort(key=lambda each: (each[1].start - each[1].stop, each[0]))
+    rows = [("biggest", "type", "shape", "rank", "tensor")]
+    for name, entry, rank in entries[:num]:
+        shape = " × ".join(map(str, entry.shape)) or "scalar"
+        rows.append((size(entry.stop - entry.start), entry.dtype, shape, f"{rank}", name))
+    return table(rows, "><<><")
+
+
+def _outline(manifests: Iterable[Manifest], depth: int) -> str:
+    """How much lies below each name, to a depth."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for each in manifests:
+        for name, entry in each.tensors.items():
+            parts = tuple(name.split("/"))
+            for level in range(1, min(depth, len(parts)) + 1):
+                found = sums.setdefault(parts[:level], [0, 0])
+                found[0] += 1
+                found[1] += entry.stop - entry.start
+    rows: list[tuple[Any, ...]] = [("tensors", "size", "tree")]
+    for parts, (count, num_bytes) in sorted(sums.items()):
+        rows.append((f"{count}", size(num_bytes), f"{'  ' * (len(parts) - 1)}{parts[-1]}"))
+    return table(rows, ">><")
+
+
+LIST: Final = Verb(
+    "list",
+    "what snapshots there are, and where",
+    "Lists every snapshot of a run, newest first.",
+    _LIST_EXAMPLES,
+    _list_arguments,
+    _list,
+)
+SHOW: Final = Verb(
+    "show", "what is in one", "Shows what a snapshot consists of.", _SHOW_EXAMPLES, _show_arguments, _show
+)

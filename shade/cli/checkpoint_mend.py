@@ -1,0 +1,211 @@
+"""``shade checkpoint verify``, ``repair`` and ``scrub``: read every byte of every copy, and put right what is not.
+
+A snapshot may be replaced while it is read: a slot is taken again, retention removes a folder. So what looks damaged
+counts only if the same record still lies there afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from shade.cli.checkpoint_verb import Places, Verb, add_places, opened, table
+from shade.errors import CorruptCheckpointError, StorageError, StoreError
+
+if TYPE_CHECKING:
+    from shade.checkpoint.reader import Damage, Snapshot
+
+_VERIFY_EXAMPLES: Final = """\
+examples:
+  shade checkpoint verify --persist /mnt/ckpt               the newest
+  shade checkpoint verify all --persist /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint verify 1200 --persist /mnt/ckpt --json
+
+Reads every byte of every copy and compares it with what was committed; changes nothing.
+exit code: 0 all sound; 1 damage, or nothing there; 2 it could not be done
+"""
+_REPAIR_EXAMPLES: Final = """\
+examples:
+  shade checkpoint repair 1200 --persist /mnt/ckpt --store redis://10.0.0.1:6379
+
+Whatever is damaged or missing in one copy is written again from another copy, or from the other place.
+exit code: 0 all sound now; 1 something is right nowhere, or nothing is there
+"""
+_SCRUB_EXAMPLES: Final = """\
+examples:
+  shade checkpoint scrub --persist /mnt/ckpt --store redis://10.0.0.1:6379
+  0 3 * * * shade checkpoint scrub --persist /mnt/ckpt      every night, from cron
+
+verify and repair of every snapshot, newest first.
+exit code: 0 all sound now; 1 something is right nowhere
+"""
+
+
+@dataclass
+class _Finding:
+    """What became of one snapshot."""
+
+    step: int
+    damages: list[Damage] = field(default_factory=list)
+    """One a place."""
+    lost: str | None = None
+    """What is right nowhere."""
+    mended: int = 0
+    """Chunks written again."""
+
+    @property
+    def is_sound(self) -> bool:
+        return self.lost is None and not any(self.damages)
+
+
+def _examine(places: Places, snapshot: Snapshot) -> _Finding:
+    """Reads everything; damage in places that were given to another snapshot meanwhile is none."""
+    from shade.checkpoint.progress import Bar
+
+    record, bar = snapshot.record, Bar()
+    finding = _Finding(record.step)
+    copies = sum(source.tier.num_copies for source in snapshot.sources)
+    bar.begin(f"step {record.step}", record.num_bytes * copies)
+    try:
+        finding.damages = places.reader.examine(snapshot, bar.advance)
+    except CorruptCheckpointError as error:
+        finding.lost = str(error)
+    finally:
+        bar.end()
+    if finding.is_sound:
+        return finding
+    there = {(each.tier.name, each.place) for now in places.snapshots() if now.record == record for each in now.sources}
+    finding.damages = [each for each in finding.damages if (each.source.tier.name, each.source.place) in there]
+    if not there:
+        finding.lost = None
+    return finding
+
+
+def _mend(places: Places, snapshot: Snapshot, finding: _Finding) -> _Finding:
+    """Repairs what an examination found, and examines again."""
+    if finding.is_sound or finding.lost is not None:
+        return finding
+    lost = None
+    mended = 0
+    try:
+        mended = places.reader.mend(snapshot, finding.damages)
+    except (CorruptCheckpointError, StoreError, StorageError) as error:
+        lost = str(error)
+    after = _examine(places, snapshot)
+    after.mended = mended
+    after.lost = after.lost or (lost if any(after.damages) else None)
+    return after
+
+
+def _report(findings: list[_Finding], *, as_json: bool) -> int:
+    if as_json:
+        facts = [
+            {
+                "step": each.step,
+                "sound": each.is_sound,
+                "mended_chunks": each.mended,
+                "lost": each.lost,
+                "places": [
+                    {
+                        "place": str(damage.source.place),
+                        "tier": damage.source.tier.name,
+                        "manifests": sorted(damage.manifests),
+                        "chunks": {str(rank): sorted(numbers) for rank, numbers in sorted(damage.chunks.items())},
+                    }
+                    for damage in each.damages
+                ],
+            }
+            for each in findings
+        ]
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    else:
+        rows = [("step", "lies in", "found")]
+        for each in findings:
+            rows += [(f"{each.step}", str(damage.source), _words(damage, each.mended)) for damage in each.damages]
+            if each.lost is not None:
+                rows.append((f"{each.step}", "", " ".join(each.lost.split())))
+        sys.stdout.write(table(rows, "><<"))
+        bad = sum(not each.is_sound for each in findings)
+        sys.stdout.write(f"\n{len(findings)} snapshot{'s' * (len(findings) != 1)}, {bad} damaged\n")
+    return 0 if all(each.is_sound for each in findings) else 1
+
+
+def _words(damage: Damage, mended: int) -> str:
+    if damage:
+        return str(damage).removeprefix(f"{damage.source}: ")
+    return f"sound, {mended} chunks of the snapshot mended" if mended else "sound"
+
+
+def _chosen(places: Places, which: str) -> list[Snapshot]:
+    found = places.snapshots()
+    if which == "all" or not found:
+        return found
+    if which == "newest":
+        return found[:1]
+    snapshot = places.of_step(int(which))
+    return [] if snapshot is None else [snapshot]
+
+
+def _which(text: str) -> str:
+    if text not in ("all", "newest") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a step, all or newest, got {text!r}")
+    return text
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("which", type=_which, nargs="?", default="newest", metavar="STEP|all", help="(the newest)")
+    add_places(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _repair_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("which", type=_which, metavar="STEP", help="as shade checkpoint list has it; newest or all")
+    add_places(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _scrub_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(which="all")
+    add_places(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _answer(given: argparse.Namespace, *, mending: bool) -> int:
+    with opened(given) as places:
+        findings = []
+        for snapshot in _chosen(places, given.which):
+            finding = _examine(places, snapshot)
+            findings.append(_mend(places, snapshot, finding) if mending else finding)
+        if not findings:
+            sys.stderr.write(f"no snapshot of run {places.run} to look at\n")
+            return 1
+        return max(_report(findings, as_json=given.json), 1 if places.is_partial else 0)
+
+
+VERIFY: Final = Verb(
+    "verify",
+    "is every byte of every copy right?",
+    "Checks snapshots against what was committed.",
+    _VERIFY_EXAMPLES,
+    _verify_arguments,
+    lambda given: _answer(given, mending=False),
+)
+REPAIR: Final = Verb(
+    "repair",
+    "put right what is damaged, from where it is not",
+    "Mends a snapshot.",
+    _REPAIR_EXAMPLES,
+    _repair_arguments,
+    lambda given: _answer(given, mending=True),
+)
+SCRUB: Final = Verb(
+    "scrub",
+    "verify and repair everything",
+    "Checks and mends every snapshot.",
+    _SCRUB_EXAMPLES,
+    _scrub_arguments,
+    lambda given: _answer(given, mending=True),
+)

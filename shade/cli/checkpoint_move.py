@@ -1,0 +1,157 @@
+"""``shade checkpoint restore``, ``export`` and ``import``: between snapshots and the files that others read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shade.cli.checkpoint_verb import Verb, add_places, opened, size
+from shade.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+FORMATS: Final = ("safetensors", "torch", "dcp")
+_SUFFIXES: Final = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", "": "dcp"}
+_RESTORE_EXAMPLES: Final = """\
+examples:
+  shade checkpoint restore 1200 --to state.pt --persist /mnt/ckpt
+  shade checkpoint restore 1200 --to model.safetensors --only model --persist /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint restore newest --to folder --persist /mnt/ckpt
+
+The suffix chooses the format: .safetensors; .pt, .pth and .bin for torch.load; none for a folder of
+torch.distributed.checkpoint. Every byte is verified; what is damaged in one place is read from another.
+exit code: 0 done; 1 it is damaged in every place, or not there; 2 it could not be done
+"""
+_EXPORT_EXAMPLES: Final = """\
+examples:
+  shade checkpoint export 1200 --to model.safetensors --format safetensors --only model --persist /mnt/ckpt
+  shade checkpoint export newest --to folder --format dcp --persist s3://bucket/ckpt
+
+As restore, with the format named. exit code: 0 done; 1 damaged everywhere, or not there; 2 it could not be done
+"""
+_IMPORT_EXAMPLES: Final = """\
+examples:
+  shade checkpoint import model.safetensors --as model --run vgg --persist /mnt/ckpt
+  shade checkpoint import state.pt --step 1200 --run vgg --persist /mnt/ckpt
+
+Without --as the file must hold a dict by the names that things are attached under: model, optimizer, …
+Nothing in the file is executed. exit code: 0 done; 1 the file is damaged; 2 it could not be done
+"""
+
+
+@dataclass
+class _Restored:
+    """What `shade.checkpoint.export` takes."""
+
+    tree: Any
+    found: dict[str, torch.Tensor]
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.found.items()
+
+
+def _format_of(path: Path) -> str:
+    if path.suffix not in _SUFFIXES:
+        expected = ", ".join(filter(None, _SUFFIXES))
+        raise ConfigError.of(f"a file that ends in {expected}, or a folder", str(path), "say which with --format")
+    return _SUFFIXES[path.suffix]
+
+
+def _step(text: str) -> int | None:
+    if text == "newest":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a step or newest, got {text!r}")
+    return int(text)
+
+
+def _restore_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", type=_step, metavar="STEP", help="as shade checkpoint list has it, or newest")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="where nothing is yet")
+    parser.add_argument("--only", metavar="NAME", help="one attached thing, as model: its state alone")
+    add_places(parser)
+    parser.set_defaults(format=None)
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    _restore_arguments(parser)
+    parser.add_argument("--format", choices=FORMATS, required=True, help="who shall read it")
+
+
+def _restore(given: argparse.Namespace) -> int:
+    from shade.checkpoint.export import export
+    from shade.checkpoint.group import Alone
+    from shade.checkpoint.recover import recover
+
+    form = given.format or _format_of(given.to)
+    if given.to.exists():
+        raise ConfigError.of("a path where nothing is", str(given.to), "remove it, or choose another")
+    with opened(given, own_memory=True) as places:
+        if given.step is not None and places.of_step(given.step) is None:
+            return 1
+        found = recover(places.reader, Alone(), None if given.only is None else [given.only], given.step)
+        if found is None:
+            sys.stderr.write(f"no snapshot of run {places.run}\n")
+            return 1
+        export(_Restored(found.tree, found.tensors), given.to, form, given.only)
+        sys.stdout.write(f"step {found.record.step} of run {places.run}, from {', '.join(found.tiers)}: {given.to}\n")
+    return 0
+
+
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="a file, or a folder of torch.distributed.checkpoint")
+    parser.add_argument("--format", choices=FORMATS, help="of the file (by its suffix)")
+    parser.add_argument("--as", dest="name", metavar="NAME", help="it is the state of one thing, attached as NAME")
+    parser.add_argument("--step", type=int, default=0, help="optimizer steps that are in it (0)")
+    parser.add_argument("--run", required=True, metavar="ID", help="becomes the newest snapshot of this run")
+    parser.add_argument("--persist", required=True, metavar="URL", help="durable storage: a path, s3://bucket/path, …")
+
+
+def _import(given: argparse.Namespace) -> int:
+    from shade.checkpoint.adopt import adopt
+    from shade.checkpoint.export import load_state
+    from shade.checkpoint.storage_tier import StorageTier
+    from shade.storage import open_volume
+
+    if given.step < 0:
+        raise ConfigError.of("a --step of 0 or more", given.step, "leave it out for 0")
+    state = load_state(given.file, given.format or _format_of(given.file))
+    if given.name is not None:
+        state = {given.name: state}
+    elif not isinstance(state, dict):
+        raise ConfigError.of("a dict of attached things", type(state).__name__, "name what it is with --as model")
+    with open_volume(given.persist) as volume:
+        record = adopt(state, StorageTier(volume, given.run), given.run, given.step)
+        sys.stdout.write(f"step {record.step} of run {record.run}: {size(record.num_bytes)} in {volume.url}\n")
+    return 0
+
+
+RESTORE: Final = Verb(
+    "restore",
+    "write one into a file that others read",
+    "Reads a snapshot, verified, into a file.",
+    _RESTORE_EXAMPLES,
+    _restore_arguments,
+    _restore,
+)
+EXPORT: Final = Verb(
+    "export",
+    "the same, with the format named",
+    "Reads a snapshot, verified, into a file of a format.",
+    _EXPORT_EXAMPLES,
+    _export_arguments,
+    _restore,
+)
+IMPORT: Final = Verb(
+    "import",
+    "make one of such a file",
+    "Makes a snapshot in durable storage of a file.",
+    _IMPORT_EXAMPLES,
+    _import_arguments,
+    _import,
+)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
@@ -32,7 +33,8 @@ _RECORD: Final = "commit.json"
 _PLACE: Final = re.compile(r"step-(\d{10,})")
 _SPARE_BYTES: Final = 2**20
 """For manifests, the record and the folders themselves."""
-_log = logging.getLogger(__name__)
+
+logger = logging.getLogger("shade.checkpoint")
 
 
 class StorageTier(Tier):
@@ -71,7 +73,15 @@ class StorageTier(Tier):
         self._volume.write(_manifest_name(place, manifest.rank), [manifest.to_bytes()])
 
     def commit(self, place: str, record: Commit) -> None:
-        """See `Tier`."""
+        """See `Tier`; looks once more that every rank's files are there, lest someone tidied them away meanwhile."""
+        names = self._volume.list(f"{place}/rank-")
+        written = Counter(name.rpartition(".")[0] for name in names)
+        missing = [rank for rank in range(record.world_size) if written[f"{place}/rank-{rank}"] < 2]
+        if missing:
+            raise StorageError(
+                f"expected data and manifest of rank {missing[0]} in {place} of {self._volume.url} before its commit, "
+                f"got {names!r}; see who else writes or removes there, and save again"
+            )
         self._volume.write(f"{place}/{_RECORD}", [record.to_bytes()])
 
     def held(self) -> Mapping[str, Commit]:
@@ -81,12 +91,12 @@ class StorageTier(Tier):
         for name, content in zip(names, self._volume.read_many(names), strict=True):
             place = name.removesuffix(f"/{_RECORD}")
             if content is None:
-                _log.warning("%s in %s cannot be read: this snapshot does not count", name, self._volume.url)
+                logger.warning("%s in %s cannot be read: this snapshot does not count", name, self._volume.url)
                 continue
             try:
                 found[place] = Commit.parse(content)
             except CorruptCheckpointError as error:
-                _log.warning("%s in %s: %s: this snapshot does not count", name, self._volume.url, error)
+                logger.warning("%s in %s: %s: this snapshot does not count", name, self._volume.url, error)
         return found
 
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from shade.errors import ConfigError, StorageError, StorageFullError
+from shade.errors import StorageError, StorageFullError
 from shade.storage import Volume, open_volume
 from shade.storage.names import partial_name
 from shade.storage.remote import UPLOAD_BYTES

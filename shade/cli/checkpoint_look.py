@@ -54,7 +54,7 @@ def _list(given: argparse.Namespace) -> int:
             ]
             sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         elif not snapshots:
-            sys.stdout.write(f"no snapshots of run {places.run}\n")
+            sys.stdout.write("" if places.is_partial else f"no snapshots of run {places.run}\n")
         else:
             rows = [("step", "saved", "size", "ranks", "state", "lies in", "metrics")]
             for each, state in zip(snapshots, states, strict=True):

@@ -1,7 +1,10 @@
-/* slowfs: serves a folder read-only over FUSE, as slowly as it is told. Started by scripts/slowfs, which mounts.
+/* slowfs: serves a folder over FUSE, as slowly as it is told. Started by scripts/slowfs, which mounts.
  *
- * What   Every open takes `latency` longer, the bytes of all readers go through one pipe of `bandwidth` bytes a second,
- *        nothing is cached, and /.slowfs-stats at the root of the mount counts opens, reads and bytes, as JSON.
+ * What   Every open takes `latency` longer, the bytes of all readers and writers go through one pipe of `bandwidth`
+ *        bytes a second, nothing is cached, and /.slowfs-stats at the root of the mount counts opens, reads, writes and
+ *        bytes, as JSON. It is mounted read-only unless `writable`; then what writes files safely works: create,
+ *        write, truncate, fsync of files and folders, rename, remove, mkdir, rmdir. No links, no locks,
+ *        no attributes of a file that is open and has no name any more.
  * How    Speaks the kernel's protocol, <linux/fuse.h>, without libfuse: a dozen requests suffice, and a C compiler is
  *        all it takes to build. One thread answers one request from beginning to end, sleeps included; when the last
  *        idle thread takes a request it starts another, up to MAX_THREADS. So sleeps overlap.
@@ -9,7 +12,7 @@
  *        never take less than n / bandwidth, two readers get half each, and idle time saves up no credit.
  * Price  At full speed 20 to 75 µs for open, read and close of 30 KB; 3 GB/s where the folder itself gives 7. Method,
  *        machine, limits, and the figures of libfuse and Python: docs/decisions/0007-slow-storage.md.
- * Invariant: what a reader got had waited and been counted before.
+ * Invariant: what a reader got, and what a writer was told is written, had waited and been counted before.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -39,7 +42,8 @@ static const char STATS_NAME[] = ".slowfs-stats";
 
 static int device, source;                                  /* /dev/fuse, mounted; the folder that is served */
 static uint64_t latency_ns, bandwidth;                      /* bandwidth in bytes per second; 0: no limit */
-static atomic_ullong num_opens, num_reads, read_bytes;
+static bool writable;
+static atomic_ullong num_opens, num_reads, read_bytes, num_writes, written_bytes;
 static atomic_int num_threads, num_idle;
 static atomic_bool shared_mmap;                             /* whether this kernel maps our files MAP_SHARED */
 
@@ -69,7 +73,7 @@ static uint64_t book_pipe(uint64_t arrived_ns, uint64_t bytes) {
 struct node {
     struct node *next;                                      /* in its bucket */
     uint64_t num_lookups;                                   /* taken back by FORGET */
-    char path[];                                            /* relative to source; "." for the root */
+    char *_Atomic path;                                     /* relative to source; "." for the root */
 };
 
 static struct node *buckets[NUM_BUCKETS];
@@ -87,8 +91,8 @@ static uint64_t remember(const char *path) {
     struct node **bucket = bucket_of(path), *node;
     pthread_mutex_lock(&nodes_lock);
     for (node = *bucket; node && strcmp(node->path, path); node = node->next) continue;
-    if (!node && (node = calloc(1, sizeof *node + strlen(path) + 1))) {
-        strcpy(node->path, path);
+    if (!node && (node = calloc(1, sizeof *node))) {
+        if (!(node->path = strdup(path))) abort();          /* 100 bytes could not be had: nothing will work */
         node->next = *bucket;
         *bucket = node;
     }
@@ -104,8 +108,37 @@ static void forget(const struct fuse_forget_one *one, uint32_t count) {
         if (one->nodeid == FUSE_ROOT_ID || (node->num_lookups -= one->nlookup)) continue;
         for (link = bucket_of(node->path); *link != node;) link = &(*link)->next;
         *link = node->next;
+        free(node->path);
         free(node);
     }
+    pthread_mutex_unlock(&nodes_lock);
+}
+
+/* Gives a node another path. The old string stays in memory: another request may be reading it, and renames are few. */
+static void move_node(struct node **link, const char *path) {
+    struct node *node = *link, **bucket = bucket_of(path);
+    *link = node->next;
+    if (!(node->path = strdup(path))) abort();
+    node->next = *bucket;
+    *bucket = node;
+}
+
+/* What was known as `path`, and below it, is known as `to` from now on, or not at all: then `to` is GONE. */
+static const char GONE[] = ".slowfs-stats/gone";            /* nothing can be made there */
+static void moved(const char *path, const char *to) {
+    size_t length = strlen(path);
+    char inner[2 * PATH_MAX];
+    pthread_mutex_lock(&nodes_lock);
+    for (struct node **bucket = buckets; bucket < buckets + NUM_BUCKETS; bucket++)
+        for (struct node **link = bucket; *link;) {
+            const char *known = (*link)->path;
+            if (strncmp(known, path, length) || (known[length] && known[length] != '/')) {
+                link = &(*link)->next;
+                continue;
+            }
+            snprintf(inner, sizeof inner, "%s%s", to, to == GONE ? "" : known + length);
+            move_node(link, inner);
+        }
     pthread_mutex_unlock(&nodes_lock);
 }
 
@@ -118,8 +151,9 @@ static bool reply(const struct fuse_in_header *to, int error, const void *data, 
 }
 
 static int write_stats(int fd) {
-    return dprintf(fd, "{\"num_opens\": %llu, \"num_reads\": %llu, \"read_bytes\": %llu, \"shared_mmap\": %s}\n",
-                   num_opens, num_reads, read_bytes, shared_mmap ? "true" : "false");
+    return dprintf(fd, "{\"num_opens\": %llu, \"num_reads\": %llu, \"read_bytes\": %llu, \"num_writes\": %llu, "
+                   "\"written_bytes\": %llu, \"shared_mmap\": %s}\n", num_opens, num_reads, read_bytes, num_writes,
+                   written_bytes, shared_mmap ? "true" : "false");
 }
 
 /* Fills in what a path looks like from outside; returns 0 or an errno. */
@@ -149,8 +183,9 @@ static void serve_init(const struct fuse_in_header *head, const struct fuse_init
     const uint32_t *asked = (const uint32_t *)in, extended = 1u << 30, allow_mmap = 1u << 4;
     struct fuse_init_out out = {
         .major = FUSE_KERNEL_VERSION, .minor = FUSE_KERNEL_MINOR_VERSION, .max_readahead = in->max_readahead,
-        .flags = in->flags & (FUSE_ASYNC_READ | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES),
-        .max_background = MAX_THREADS, .congestion_threshold = MAX_THREADS, .max_write = 4096, .time_gran = 1,
+        .flags = in->flags & (FUSE_ASYNC_READ | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES | FUSE_BIG_WRITES),
+        .max_background = MAX_THREADS, .congestion_threshold = MAX_THREADS, .max_write = writable ? DATA_BYTES : 4096,
+        .time_gran = 1,
         .max_pages = (uint16_t)(DATA_BYTES / sysconf(_SC_PAGESIZE)),
     };
     if (head->len >= sizeof *head + 5 * sizeof *asked && in->flags & extended && asked[4] & allow_mmap) {
@@ -161,19 +196,35 @@ static void serve_init(const struct fuse_in_header *head, const struct fuse_init
     reply(head, in->major == FUSE_KERNEL_VERSION ? 0 : EPROTO, &out, sizeof out);
 }
 
-static void serve_lookup(const struct fuse_in_header *head, const char *name) {
-    char path[PATH_MAX];
-    struct fuse_entry_out out = {.entry_valid = ATTRIBUTE_SECONDS, .attr_valid = ATTRIBUTE_SECONDS};
-    bool in_root = head->nodeid == FUSE_ROOT_ID;
-    int length = snprintf(path, sizeof path, "%s%s%s", in_root ? "" : path_of(head->nodeid), in_root ? "" : "/", name);
-    int error = length < (int)sizeof path ? attributes_of(path, &out.attr) : ENAMETOOLONG;
-    if (!error && !(out.nodeid = remember(path))) error = ENOMEM;
-    if (!reply(head, error, &out, sizeof out) && !error) forget(&(struct fuse_forget_one){out.nodeid, 1}, 1);
+/* The path of a name in a folder; returns 0 or an errno. */
+static int path_in(char *path, uint64_t folder, const char *name) {
+    bool in_root = folder == FUSE_ROOT_ID;
+    int length = snprintf(path, PATH_MAX, "%s%s%s", in_root ? "" : path_of(folder), in_root ? "" : "/", name);
+    return length < PATH_MAX ? 0 : ENAMETOOLONG;
 }
 
-static void serve_getattr(const struct fuse_in_header *head) {
+/* Tells the kernel of a path, after an error or none; with `open`, of a file opened there too. Returns whether it took. */
+static bool reply_entry(const struct fuse_in_header *head, int error, const char *path, const struct fuse_open_out *open) {
+    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out = {
+        .entry = {.entry_valid = ATTRIBUTE_SECONDS, .attr_valid = ATTRIBUTE_SECONDS}};
+    if (!error) error = attributes_of(path, &out.entry.attr);
+    if (!error && !(out.entry.nodeid = remember(path))) error = ENOMEM;
+    if (open) out.open = *open;
+    bool took = reply(head, error, &out, open ? sizeof out : sizeof out.entry);
+    if (!took && !error) forget(&(struct fuse_forget_one){out.entry.nodeid, 1}, 1);
+    return took && !error;
+}
+
+static void serve_lookup(const struct fuse_in_header *head, const char *name) {
+    char path[PATH_MAX];
+    int error = path_in(path, head->nodeid, name);
+    reply_entry(head, error, path, NULL);
+}
+
+static void reply_attributes(const struct fuse_in_header *head, int error) {
     struct fuse_attr_out out = {.attr_valid = ATTRIBUTE_SECONDS};
-    reply(head, attributes_of(path_of(head->nodeid), &out.attr), &out, sizeof out);
+    if (!error) error = attributes_of(path_of(head->nodeid), &out.attr);
+    reply(head, error, &out, sizeof out);
 }
 
 static void serve_readlink(const struct fuse_in_header *head, char *data) {
@@ -181,12 +232,12 @@ static void serve_readlink(const struct fuse_in_header *head, char *data) {
     reply(head, length < 0 ? errno : 0, data, (size_t)length);
 }
 
-static void serve_open(const struct fuse_in_header *head) {
+static void serve_open(const struct fuse_in_header *head, const struct fuse_open_in *in) {
     uint64_t arrived_ns = now_ns();
     struct fuse_open_out out = {.open_flags = FOPEN_DIRECT_IO};
     bool stats = is_stats(head->nodeid);                    /* neither slow nor counted, and fixed while it is open */
     const char *path = path_of(head->nodeid);
-    int fd = stats ? memfd_create(path, MFD_CLOEXEC) : openat(source, path, O_RDONLY | O_CLOEXEC);
+    int fd = stats ? memfd_create(path, MFD_CLOEXEC) : openat(source, path, (int)(in->flags & O_ACCMODE) | O_CLOEXEC);
     int error = fd < 0 ? errno : 0;
     if (stats && !error && write_stats(fd) < 0) error = errno;
     if (!stats && latency_ns) sleep_until(arrived_ns + latency_ns);
@@ -240,6 +291,109 @@ static void serve_statfs(const struct fuse_in_header *head) {
     reply(head, error, &out, sizeof out);
 }
 
+/* From here on to serve(): what only a writable mount answers. Mode bits come with the umask already taken off. */
+static void serve_create(const struct fuse_in_header *head, const struct fuse_create_in *in) {
+    uint64_t arrived_ns = now_ns();
+    char path[PATH_MAX];
+    int error = path_in(path, head->nodeid, (const char *)(in + 1)), fd = -1;
+    int flags = (int)in->flags & (O_ACCMODE | O_EXCL | O_TRUNC);  /* O_DIRECT is between the writer and us */
+    if (!error && strcmp(path, STATS_NAME) == 0) error = EPERM;
+    if (!error && (fd = openat(source, path, flags | O_CREAT | O_CLOEXEC, in->mode & 07777)) < 0) error = errno;
+    if (latency_ns) sleep_until(arrived_ns + latency_ns);
+    if (!error) num_opens++;
+    struct fuse_open_out out = {.fh = (uint64_t)fd, .open_flags = FOPEN_DIRECT_IO};
+    if (!reply_entry(head, error, path, &out) && fd >= 0) close(fd);
+}
+
+static void serve_write(const struct fuse_in_header *head, const struct fuse_write_in *in) {
+    uint64_t arrived_ns = now_ns();
+    ssize_t length = pwrite((int)in->fh, in + 1, in->size, (off_t)in->offset);
+    int error = length < 0 ? errno : 0;
+    if (!error) {
+        if (bandwidth && length) sleep_until(book_pipe(arrived_ns, (uint64_t)length));
+        num_writes++;
+        written_bytes += (uint64_t)length;
+    }
+    struct fuse_write_out out = {.size = (uint32_t)length};
+    reply(head, error, &out, sizeof out);
+}
+
+static void serve_setattr(const struct fuse_in_header *head, const struct fuse_setattr_in *in) {
+    const char *path = path_of(head->nodeid);
+    bool by_file = in->valid & FATTR_FH;
+    int error = is_stats(head->nodeid) ? EPERM : 0, fd = by_file ? (int)in->fh : -1;
+    if (!error && in->valid & FATTR_SIZE) {
+        if (!by_file && (fd = openat(source, path, O_WRONLY | O_CLOEXEC)) < 0) error = errno;
+        if (!error && ftruncate(fd, (off_t)in->size)) error = errno;
+        if (!by_file && fd >= 0) close(fd);
+    }
+    if (!error && in->valid & FATTR_MODE && fchmodat(source, path, in->mode & 07777, 0)) error = errno;
+    uid_t uid = in->valid & FATTR_UID ? in->uid : (uid_t)-1;
+    gid_t gid = in->valid & FATTR_GID ? in->gid : (gid_t)-1;
+    if (!error && in->valid & (FATTR_UID | FATTR_GID) && fchownat(source, path, uid, gid, 0)) error = errno;
+    if (!error && in->valid & (FATTR_ATIME | FATTR_MTIME)) {
+        struct timespec times[] = {{(time_t)in->atime, in->atimensec}, {(time_t)in->mtime, in->mtimensec}};
+        if (in->valid & FATTR_ATIME_NOW) times[0].tv_nsec = UTIME_NOW;
+        if (in->valid & FATTR_MTIME_NOW) times[1].tv_nsec = UTIME_NOW;
+        if (!(in->valid & FATTR_ATIME)) times[0].tv_nsec = UTIME_OMIT;
+        if (!(in->valid & FATTR_MTIME)) times[1].tv_nsec = UTIME_OMIT;
+        if (utimensat(source, path, times, 0)) error = errno;
+    }
+    reply_attributes(head, error);
+}
+
+static void serve_mkdir(const struct fuse_in_header *head, const struct fuse_mkdir_in *in) {
+    char path[PATH_MAX];
+    int error = path_in(path, head->nodeid, (const char *)(in + 1));
+    if (!error && mkdirat(source, path, in->mode & 07777)) error = errno;
+    reply_entry(head, error, path, NULL);
+}
+
+static void serve_remove(const struct fuse_in_header *head, const char *name, int flags) {
+    char path[PATH_MAX];
+    int error = path_in(path, head->nodeid, name);
+    if (!error && strcmp(path, STATS_NAME) == 0) error = EPERM;
+    if (!error && unlinkat(source, path, flags)) error = errno;
+    if (!error) moved(path, GONE);
+    reply(head, error, NULL, 0);
+}
+
+static void serve_rename(const struct fuse_in_header *head, uint64_t folder, unsigned flags, const char *name) {
+    char old[PATH_MAX], new[PATH_MAX];
+    int error = path_in(old, head->nodeid, name);
+    if (!error) error = path_in(new, folder, name + strlen(name) + 1);
+    if (!error && (strcmp(old, STATS_NAME) == 0 || strcmp(new, STATS_NAME) == 0)) error = EPERM;
+    if (!error && flags & ~(unsigned)RENAME_NOREPLACE) error = EINVAL;
+    if (!error && renameat2(source, old, source, new, flags)) error = errno;
+    if (!error && strcmp(old, new)) moved(new, GONE), moved(old, new);
+    reply(head, error, NULL, 0);
+}
+
+static void serve_fsync(const struct fuse_in_header *head, const struct fuse_fsync_in *in) {
+    int fd = head->opcode == FUSE_FSYNCDIR ? dirfd((DIR *)(uintptr_t)in->fh) : (int)in->fh;
+    int failed = in->fsync_flags & 1 ? fdatasync(fd) : fsync(fd);
+    reply(head, failed ? errno : 0, NULL, 0);
+}
+
+static bool serve_writer(const struct fuse_in_header *head, const void *body) {
+    const struct fuse_rename_in *rename = body;
+    const struct fuse_rename2_in *rename2 = body;
+    switch (head->opcode) {
+    case FUSE_CREATE: serve_create(head, body); break;
+    case FUSE_WRITE: serve_write(head, body); break;
+    case FUSE_SETATTR: serve_setattr(head, body); break;
+    case FUSE_MKDIR: serve_mkdir(head, body); break;
+    case FUSE_UNLINK: serve_remove(head, body, 0); break;
+    case FUSE_RMDIR: serve_remove(head, body, AT_REMOVEDIR); break;
+    case FUSE_RENAME: serve_rename(head, rename->newdir, 0, (const char *)(rename + 1)); break;
+    case FUSE_RENAME2: serve_rename(head, rename2->newdir, rename2->flags, (const char *)(rename2 + 1)); break;
+    case FUSE_FSYNC:
+    case FUSE_FSYNCDIR: serve_fsync(head, body); break;
+    default: return false;
+    }
+    return true;
+}
+
 static void serve(const struct fuse_in_header *head, const void *body, char *data) {
     const struct fuse_batch_forget_in *batch = body;
     const struct fuse_release_in *release = body;
@@ -248,16 +402,18 @@ static void serve(const struct fuse_in_header *head, const void *body, char *dat
     case FUSE_LOOKUP: serve_lookup(head, body); break;
     case FUSE_FORGET: forget(&(struct fuse_forget_one){head->nodeid, *(const uint64_t *)body}, 1); break;
     case FUSE_BATCH_FORGET: forget((const void *)(batch + 1), batch->count); break;
-    case FUSE_GETATTR: serve_getattr(head); break;
+    case FUSE_GETATTR: reply_attributes(head, 0); break;
     case FUSE_READLINK: serve_readlink(head, data); break;
-    case FUSE_OPEN: serve_open(head); break;
+    case FUSE_OPEN: serve_open(head, body); break;
     case FUSE_READ: serve_read(head, body, data); break;
     case FUSE_RELEASE: close((int)release->fh); reply(head, 0, NULL, 0); break;
     case FUSE_OPENDIR: serve_opendir(head); break;
     case FUSE_READDIR: serve_readdir(head, body, data); break;
     case FUSE_RELEASEDIR: closedir((DIR *)(uintptr_t)release->fh); reply(head, 0, NULL, 0); break;
     case FUSE_STATFS: serve_statfs(head); break;
-    default: reply(head, ENOSYS, NULL, 0);                  /* the kernel remembers, and does not ask that again */
+    default:
+        if (writable && serve_writer(head, body)) break;
+        reply(head, ENOSYS, NULL, 0);                       /* the kernel remembers, and does not ask that again */
     }
 }
 
@@ -269,11 +425,11 @@ static void start_thread(void *(*work)(void *)) {
 }
 
 static void *work(void *unused) {
-    _Alignas(8) char request[64 << 10];
-    char *data = malloc(DATA_BYTES);                        /* the kernel gives it pages as they are first touched */
-    while (data) {
+    const size_t request_bytes = (64 << 10) + (writable ? DATA_BYTES : 0);
+    char *request = malloc(request_bytes), *data = malloc(DATA_BYTES);  /* real memory is given where first touched */
+    while (request && data) {
         num_idle++;
-        bool got = read(device, request, sizeof request) >= 0, was_last = num_idle-- == 1;
+        bool got = read(device, request, request_bytes) >= 0, was_last = num_idle-- == 1;
         if (!got && errno != EINTR && errno != EAGAIN && errno != ENOENT) break;  /* ENODEV: unmounted */
         if (got && was_last) start_thread(work);
         if (got) serve((struct fuse_in_header *)request, request + sizeof(struct fuse_in_header), data);
@@ -283,9 +439,11 @@ static void *work(void *unused) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 6) return fputs("slowfs.c: not to be started by hand; use scripts/slowfs\n", stderr), 2;
+    if (argc != 7) return fputs("slowfs.c: not to be started by hand; use scripts/slowfs\n", stderr), 2;
     source = open(argv[2], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     device = atoi(argv[1]), latency_ns = strtoull(argv[4], NULL, 10), bandwidth = strtoull(argv[5], NULL, 10);
+    writable = atoi(argv[6]);
+    umask(0);                                               /* the kernel has applied the writer's */
     sigset_t all, end;
     sigfillset(&all), sigemptyset(&end), sigaddset(&end, SIGTERM);
     pthread_sigmask(SIG_BLOCK, &all, NULL);                 /* Ctrl-C is for scripts/slowfs, which unmounts first */

@@ -1,4 +1,4 @@
-"""Slow storage is as slow as asked, for all readers together, counts exactly, and goes away without a trace.
+"""Slow storage is as slow as asked, for all who use it together, counts exactly, and goes away without a trace.
 
 The mounts are real; where a machine cannot mount or compile, the tests that need it are skipped and say why. Times are
 compared with times of the same run. A mount that hangs would hang whoever reads it, so each has a guard that kills its
@@ -197,6 +197,108 @@ def test_nothing_can_be_written(slow: Callable[..., Slow], folder: Path) -> None
             action()
 
 
+def test_a_writable_mount_does_what_the_folder_does(slow: Callable[..., Slow], folder: Path, tmp_path: Path) -> None:
+    """The same steps there and in a plain folder: the same trees, and the same answers on the way."""
+    mount, plain = slow("--writable"), tmp_path / "plain"
+    shutil.copytree(folder, plain, symlinks=True)
+
+    def steps(root: Path) -> list[object]:
+        told: list[object] = []
+        (root / "new" / "deep").mkdir(parents=True)
+        file = root / "new" / "deep" / "file"
+        file.write_bytes(bytes(range(256)) * 20_000)  # more than one request
+        with open(file, "r+b", buffering=0) as opened:
+            opened.seek(1_000_000)
+            opened.write(b"changed")
+            opened.truncate(2_000_000)
+            os.fsync(opened)
+            told.append(os.fstat(opened.fileno()).st_size)
+        with open(file, "ab") as opened:
+            opened.write(b"appended")
+        os.replace(file, root / "train" / "1.bin")  # over what was looked up before
+        told += [file.exists(), (root / "train" / "1.bin").stat().st_size]
+        file.write_bytes(b"again, by a name that was renamed away")
+        told.append(file.read_bytes())
+        os.rename(root / "new", root / "renamed")  # a folder, with what is known below it
+        told += [(root / "renamed" / "deep" / "file").read_bytes(), (root / "new").exists()]
+        with open(root / "train" / "2.bin", "rb") as opened:  # removed while it is open
+            (root / "train" / "2.bin").unlink()
+            told.append(len(os.read(opened.fileno(), 10_000)))
+        (root / "train" / "2.bin").write_bytes(b"another of that name")
+        told.append((root / "train" / "2.bin").read_bytes())
+        for action in (
+            lambda: (root / "train").rmdir(),
+            lambda: (root / "absent").unlink(),
+            lambda: (root / "renamed").mkdir(),
+            lambda: os.open(root / "train" / "1.bin", os.O_CREAT | os.O_EXCL),
+            lambda: os.rename(root / "absent", root / "x"),
+        ):
+            try:
+                action()
+            except OSError as error:
+                told.append(error.errno)
+        directory = os.open(root / "train", os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+        (root / "train" / "3.bin").chmod(0o600)
+        os.utime(root / "train" / "3.bin", (1, 2))
+        told += [(root / "train" / "3.bin").stat().st_mode, (root / "train" / "3.bin").stat().st_mtime]
+        os.truncate(root / "train" / "4.bin", 10)
+        (root / "train" / "a b" / "é").unlink()
+        (root / "train" / "a b").rmdir()
+        return told
+
+    assert steps(mount.mountpoint) == steps(plain)
+    trees = [tree(root) for root in (mount.mountpoint, folder, plain)]
+    for found in trees:
+        del found["to_file"]  # the plain folder's points into the source
+    assert trees[0] == trees[1] == trees[2]
+
+
+def test_direct_writes_land_and_all_writes_are_counted(slow: Callable[..., Slow], folder: Path) -> None:
+    mount = slow("--writable")
+    with mmap.mmap(-1, 3 << 20) as content:
+        content[:] = os.urandom(3 << 20)
+        file = os.open(mount.mountpoint / "direct", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        try:
+            assert os.write(file, content) == 3 << 20
+            os.fsync(file)
+        finally:
+            os.close(file)
+        assert (folder / "direct").read_bytes() == content[:]
+    counts = mount.counts()
+    assert counts["written_bytes"] == 3 << 20
+    assert 3 <= counts["num_writes"] <= 6
+    assert (counts["num_opens"], counts["read_bytes"]) == (1, 0)
+    with open(mount.mountpoint / "small", "wb", buffering=0) as small:
+        small.write(b"12345")
+    assert mount.counts()["written_bytes"] == (3 << 20) + 5
+
+
+def test_the_counts_cannot_be_written(slow: Callable[..., Slow]) -> None:
+    stats = slow("--writable").mountpoint / ".slowfs-stats"
+    for action in (stats.unlink, lambda: os.truncate(stats, 0), lambda: stats.rename(stats.parent / "x")):
+        with pytest.raises(OSError, match="not permitted"):
+            action()
+    assert json.loads(stats.read_text())["num_writes"] == 0
+
+
+def test_readers_and_writers_share_the_bandwidth(slow: Callable[..., Slow], folder: Path) -> None:
+    (folder / "large").write_bytes(bytes(1_000_000))
+    mount = slow("--writable", "--bandwidth", "10MB/s")
+
+    def write() -> None:
+        (mount.mountpoint / "new").write_bytes(bytes(1_000_000))
+
+    alone = min(seconds(write), seconds(lambda: (mount.mountpoint / "large").read_bytes()))
+    assert alone >= 1_000_000 / 10_000_000
+    with ThreadPoolExecutor(2) as pool:
+        both = seconds(
+            lambda: [job.result() for job in (pool.submit(write), pool.submit((mount.mountpoint / "large").read_bytes))]
+        )
+    assert both >= 2_000_000 / 10_000_000
+
+
 def test_opens_reads_and_bytes_are_counted_exactly_again_and_again(slow: Callable[..., Slow], folder: Path) -> None:
     mount = slow()
     start = mount.counts()
@@ -367,7 +469,7 @@ def test_unmounted_by_someone_else_it_ends(slow: Callable[..., Slow]) -> None:
 def test_help_teaches() -> None:
     told = run("--help")
     assert told.returncode == 0
-    for word in ("--open-latency", "--bandwidth", "--stats", ".slowfs-stats", "/dev/fuse", "fusermount3"):
+    for word in ("--open-latency", "--bandwidth", "--writable", "--stats", ".slowfs-stats", "/dev/fuse", "fusermount3"):
         assert word in told.stdout
 
 

@@ -45,7 +45,7 @@ class Captured:
         total = xxhash.xxh3_128()
         for name, tensor in self.tensors.items():
             if "@" not in name and tensor.device.type == "cpu" and tensor.is_contiguous():
-                total.update(bytes_of(tensor)[:_SAMPLE_BYTES].numpy())
+                total.update(bytes_of(tensor)[:_SAMPLE_BYTES].numpy().data)
         return total.hexdigest()
 
 

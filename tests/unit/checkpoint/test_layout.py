@@ -1,0 +1,185 @@
+"""Every tensor is saved once, by a rank that all agree on, without holes; its bytes find their way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shade.checkpoint.layout import (
+    SPELLINGS,
+    Plan,
+    Scatter,
+    TensorSpec,
+    bytes_of,
+    chunks_of,
+    empty_tensor,
+    own_name,
+    plan,
+    torch_dtype,
+)
+from shade.checkpoint.manifest import ITEM_BYTES, ChunkEntry, Manifest, digest_of
+from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
+
+CHUNK = 64
+specs = st.dictionaries(
+    st.text("abc/.", min_size=1, max_size=6),
+    st.builds(
+        lambda dtype, shape: TensorSpec.of(torch.empty(shape, dtype=dtype)),
+        st.sampled_from(list(SPELLINGS)),
+        st.lists(st.integers(0, 5), max_size=3),
+    ),
+    max_size=30,
+)
+
+
+def manifest_of(made: Plan, data: bytes, chunk_bytes: int = CHUNK) -> Manifest:
+    """As a rank would write it."""
+    chunks = [data[start:stop] for start, stop in made.chunk_spans(chunk_bytes)]
+    entries = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in chunks)
+    return Manifest("run", 1, made.rank, 1, "none", made.num_bytes, made.entries, entries, None, chunk_bytes)
+
+
+def pack(tensors: dict[str, torch.Tensor], made: Plan) -> bytes:
+    """The shard's data."""
+    return b"".join(bytes(bytes_of(tensors[name].contiguous()).numpy().tobytes()) for name in made.entries)
+
+
+@settings(max_examples=200, deadline=None)
+@given(specs, st.integers(1, 5), st.randoms())
+def test_every_tensor_is_saved_once_without_holes(
+    shared: dict[str, TensorSpec], world_size: int, order: random.Random
+) -> None:
+    plans = []
+    for rank in range(world_size):
+        own = {own_name(name, rank): spec for name, spec in shared.items()}
+        items = list({**shared, **own}.items())
+        order.shuffle(items)
+        plans.append(plan(dict(items), rank, world_size))
+    assert len({each.digest for each in plans}) == 1
+    assert len({each.shared_bytes_W for each in plans}) == 1
+    names = [name for each in plans for name in each.entries]
+    assert sorted(names) == sorted([*shared, *(own_name(name, rank) for name in shared for rank in range(world_size))])
+    for rank, each in enumerate(plans):
+        end = 0
+        for entry in each.entries.values():
+            assert entry.start == end
+            assert entry.start % ITEM_BYTES[entry.dtype] == 0
+            end = entry.stop
+        assert end == each.num_bytes
+        assert [name for name in each.entries if "@" in name and not name.endswith(f"@rank{rank}")] == []
+        spans = each.chunk_spans(7)
+        assert [byte for start, stop in spans for byte in range(start, stop)] == list(range(end))
+        assert {stop - start for start, stop in spans[:-1]} <= {7}
+    loads = plans[0].shared_bytes_W
+    assert sum(loads) == sum(spec.num_bytes for spec in shared.values())
+    largest = max((spec.num_bytes for spec in shared.values()), default=0)
+    assert max(loads) <= sum(loads) / world_size + largest
+
+
+def test_a_model_is_shared_out_evenly() -> None:
+    rng = random.Random(0)
+    shared = {f"t{number}": TensorSpec("U8", (size := rng.randrange(1, 10**6),), size) for number in range(600)}
+    assert plan(shared, 0, 8).imbalance_fraction < 0.01
+    assert plan({}, 0, 8).imbalance_fraction == 0
+    assert plan({"only": TensorSpec("U8", (8,), 8)}, 0, 4).imbalance_fraction == 3
+
+
+def test_ranks_that_hold_different_tensors_have_different_plans() -> None:
+    spec, other = TensorSpec("F32", (2, 3), 24), TensorSpec("F32", (3, 2), 24)
+    assert plan({"a": spec}, 0, 2).digest == plan({"a": spec, "b@rank1": other}, 1, 2).digest
+    digests = {plan(shared, 0, size).digest for shared in ({"a": spec}, {"a": other}, {"b": spec}) for size in (2, 3)}
+    assert len(digests) == 6
+
+
+def test_another_ranks_own_tensor_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rank 0.*a@rank1"):
+        plan({"a@rank1": TensorSpec("U8", (1,), 1)}, 0, 2)
+
+
+def test_the_table_of_types_is_its_own_inverse() -> None:
+    assert {spelling: torch_dtype(spelling) for spelling in ITEM_BYTES} == {v: k for k, v in SPELLINGS.items()}
+    assert all(ITEM_BYTES[spelling] == dtype.itemsize for dtype, spelling in SPELLINGS.items())
+    for wrong in ("F33", "f32", None, []):
+        with pytest.raises(CorruptCheckpointError, match="dtype"):
+            torch_dtype(wrong)  # type: ignore[arg-type]
+
+
+@settings(max_examples=100, deadline=None)
+@given(specs, st.integers(1, 100), st.randoms())
+def test_chunks_in_any_order_fill_the_tensors_that_are_wanted(
+    shared: dict[str, TensorSpec], chunk_bytes: int, order: random.Random
+) -> None:
+    made = plan(shared, 0, 1)
+    data = bytes(order.randrange(256) for _ in range(made.num_bytes))
+    manifest = manifest_of(made, data, chunk_bytes)
+    wanted = [name for name in shared if order.random() < 0.5]
+    targets = {name: empty_tensor(made.entries[name]) for name in wanted}
+    scatter = Scatter(manifest, targets)
+    numbers = chunks_of(manifest, wanted)
+    assert numbers == sorted(set(numbers))
+    spans = made.chunk_spans(chunk_bytes)
+    order.shuffle(numbers)
+    for number in numbers:
+        scatter(number, data[slice(*spans[number])])
+    for name, target in targets.items():
+        entry = made.entries[name]
+        assert bytes(bytes_of(target).numpy().tobytes()) == data[entry.start : entry.stop]
+
+
+def test_only_the_chunks_that_hold_something_are_named() -> None:
+    tensors = {"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(28, dtype=torch.uint8), "e": torch.zeros(0)}
+    made = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+    manifest = manifest_of(made, pack(tensors, made))
+    assert chunks_of(manifest, ["a"]) == [0, 1]
+    assert chunks_of(manifest, ["b"]) == [1]
+    assert chunks_of(manifest, ["e"]) == []
+    assert chunks_of(manifest, ["b", "a", "b"]) == [0, 1]
+    with pytest.raises(StateMismatchError, match="'c'"):
+        chunks_of(manifest, ["c"])
+
+
+def test_a_scatter_refuses_what_does_not_fit() -> None:
+    tensors = {"a": torch.arange(20.0)}
+    made = plan({"a": TensorSpec.of(tensors["a"])}, 0, 1)
+    data = pack(tensors, made)
+    manifest = manifest_of(made, data)
+    target = torch.empty(20)
+    scatter = Scatter(manifest, {"a": target})
+    for number, content in [(0, data[:63]), (1, data), (2, b""), (-1, data[:64]), (0, b"")]:
+        with pytest.raises(CorruptCheckpointError, match="bytes of chunk"):
+            scatter(number, content)
+    for wrong in (torch.empty(21), torch.empty(20, dtype=torch.int32), torch.empty(40)[::2], torch.empty(4, 5)):
+        with pytest.raises(ConfigError, match="contiguous F32"):
+            Scatter(manifest, {"a": wrong})
+    with pytest.raises(StateMismatchError, match="'b'"):
+        Scatter(manifest, {"b": target})
+
+
+def test_a_parameter_is_filled_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(20))
+    data = bytes(bytes_of(torch.arange(20.0)).numpy().tobytes())
+    manifest = manifest_of(plan({"a": TensorSpec.of(parameter)}, 0, 1), data)
+    scatter = Scatter(manifest, {"a": parameter})
+    scatter(1, memoryview(data)[64:])
+    scatter(0, bytearray(data[:64]))
+    assert torch.equal(parameter, torch.arange(20.0))
+
+
+def test_the_manifest_of_a_plan_is_read_in_the_order_of_its_bytes() -> None:
+    tensors = {
+        "z": torch.zeros(3, dtype=torch.float64),
+        "a": torch.zeros(5, dtype=torch.uint8),
+        "m": torch.zeros(2, dtype=torch.float16),
+        **{name: torch.zeros(0, dtype=dtype) for name, dtype in (("e", torch.uint8), ("f", torch.float64))},
+        "y": torch.zeros(0, 3),
+    }
+    made = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+    manifest = manifest_of(made, pack(tensors, made))
+    again = Manifest.parse(manifest.to_bytes(), manifest.digest)
+    assert list(again.tensors) == list(made.entries)
+    assert again == dataclasses.replace(manifest)

@@ -43,6 +43,8 @@ from shade.store.base import Store
 from shade.types import Bytes
 
 _KEY_LENGTH: Final = 80
+_BUFFERS: Final = 2
+"""A server keeps, for each connection, the value that is arriving, and a buffer as large for the next one."""
 
 T = TypeVar("T")
 
@@ -155,7 +157,7 @@ class MemoryTier(Tier):
             raise StoreUnavailableError(f"only {len(primaries)} of {num_servers} servers of {self.store.url} answer")
         needed = self._needed_bytes(layout, shard_bytes)
         freed = sum(self._needed_bytes(slot.layout, slot.shard_bytes) for slot in given_up)
-        under_way = sum(min(size, self._num_threads * CHUNK_BYTES) for size in shard_bytes)
+        under_way = sum(_BUFFERS * min(size, self._num_threads * CHUNK_BYTES) for size in shard_bytes)
         for node in primaries:
             left = node.max_bytes - node.used_bytes + freed // num_servers
             if node.max_bytes and left < (needed + under_way) // num_servers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,13 @@ from shade.checkpoint.assembly import assemble
 from shade.checkpoint.export_dcp import load_dcp, save_dcp
 from shade.checkpoint.export_safetensors import load_safetensors, save_safetensors
 from shade.checkpoint.state import ARRAYS
-from shade.errors import ConfigError, CorruptCheckpointError, StorageError
+from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
+
+_BAD_FILE: Final = (
+    *(pickle.UnpicklingError, struct.error, EOFError, OSError, ArithmeticError, AssertionError, AttributeError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
+"""What the readers of torch and DCP are known to raise on files that are not theirs."""
 
 
 class Source(Protocol):
@@ -120,9 +127,9 @@ def load_state(path: Path, form: str) -> Any:
         raise ConfigError.of(f"a checkpoint in the form {form!r}", f"nothing at {path}", "check the path")
     try:
         return _form(form).load(path)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, OSError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ShadeError:
+        raise
+    except _BAD_FILE as error:
         said = " ".join(str(error).split())[:200]
         raise CorruptCheckpointError(f"{path} cannot be read in the form {form!r}: {said}") from error
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "Checkpointer": "shade.checkpoint.manager",
     "ShadeDataset": "shade.data.dataset",
     "ShadeSampler": "shade.data.sampler",
     "SampleCache": "shade.cache.cache",
@@ -17,7 +18,16 @@ _HOME = {
     "simulate": "shade.policy.simulator",
 }
 
-__all__ = ["SampleCache", "ShadeDataset", "ShadeSampler", "TrainSession", "__version__", "open_store", "simulate"]
+__all__ = [
+    "Checkpointer",
+    "SampleCache",
+    "ShadeDataset",
+    "ShadeSampler",
+    "TrainSession",
+    "__version__",
+    "open_store",
+    "simulate",
+]
 __version__ = "0.1.0"
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 from typing import Final
 
 import torch
@@ -96,19 +97,23 @@ class Copying:
         """The same from the start, from the state as it is now."""
         return Copying(self._live, self._entries, self._buffer, self.steady)
 
-    def settle(self, names: Iterable[str]) -> None:
+    def settle(self, names: Iterable[str], threads: Executor | None = None) -> None:
         """Copies tensors and checks them now; what becomes of them afterwards is no concern of this snapshot.
 
         Args:
             names: Which.
+            threads: To copy side by side; None: one after the other, here.
 
         Raises:
             TornSnapshotError: One has changed since the start; the buffer's content is worth nothing.
         """
         names = list(names)
-        for name in names:
-            if name in self._left:
+        left = [name for name in names if name in self._left]
+        if threads is None:
+            for name in left:
                 self.copy(name)
+        else:
+            list(threads.map(self.copy, left))
         for stream in self._streams.values():
             stream.synchronize()
         for name in names:
@@ -121,13 +126,16 @@ class Copying:
                 raise self._torn(name)
             del self._unchecked[name]
 
-    def finish(self) -> None:
+    def finish(self, threads: Executor | None = None) -> None:
         """Settles all that is left.
+
+        Args:
+            threads: See `settle`.
 
         Raises:
             TornSnapshotError: See `settle`.
         """
-        self.settle(self._unchecked)
+        self.settle(self._unchecked, threads)
 
     def _agrees(self, name: str, live: int) -> bool:
         """Whether a few places are the same, bit for bit."""

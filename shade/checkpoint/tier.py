@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from shade.checkpoint.manifest import Commit, Manifest
 from shade.types import Bytes
 
@@ -119,9 +121,8 @@ class Tier(ABC):
         found = []
         for buffer, content in zip(buffers, self.read_chunks(place, manifest, numbers, copy), strict=True):
             fits = content is not None and len(content) == len(buffer)
-            if fits:
-                assert content is not None
-                buffer[:] = content
+            if content is not None and fits:
+                np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(content, np.uint8))  # lets other threads run
             found.append(fits)
         return found
 

@@ -19,7 +19,9 @@ from shade.registry import Registry
 class Strategy(ABC):
     """When the bytes are copied. Called on the training thread."""
 
-    def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def attach(  # noqa: B027 - most strategies hang no hooks
+        self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         """Learns what is trained: a place to hang hooks on. Called before the first `begin`, perhaps more than once.
 
         Args:
@@ -46,7 +48,7 @@ class Strategy(ABC):
             TornSnapshotError: Something changed too early.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nor threads
         """Takes hooks off and ends threads. Safe to call twice."""
 
 

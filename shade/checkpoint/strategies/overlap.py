@@ -1,8 +1,8 @@
 """Overlap: a thread copies while the next forward and backward pass run; the optimizer's step waits for what is left.
 
-Parameters and optimizer state change in the optimizer's step and nowhere else, so between two steps they stand still and
-can be copied behind the training's back. Everything else (batch-norm statistics, generators, a sampler's cursor) may
-change at any moment, is small, and is copied at once. What remains is interference: the thread and the training share
+Parameters and optimizer state change in the optimizer's step and nowhere else, so between two steps they stand still
+and can be copied behind the training's back. Everything else (batch-norm statistics, generators, a sampler's cursor)
+may change at any moment, is small, and is copied at once. What remains is interference: the thread and the training share
 cores and memory bandwidth. The insight is DataStates-LLM's (Maurya et al., HPDC 2024, §4) and ACUTE's; there the wait
 was left to the user, or did not work.
 """

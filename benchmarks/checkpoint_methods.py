@@ -1,0 +1,282 @@
+"""The ways to checkpoint that `bench_checkpoint` compares: all save the same state and say when it may change.
+
+A method has three verbs. `begin` takes the snapshot; what it needs until it returns blocks. `may_change` returns when
+the optimizer may step: a method that copies in the background waits there, which blocks as well. `finish` returns when
+everything begun is on the disk. What a library leaves in the page cache is synced for it, so that all reach the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from shade import Checkpointer
+
+State = dict[str, Any]
+
+
+def sync(path: Path) -> None:
+    """Puts a file, or every file in a folder, on the disk."""
+    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        descriptor = os.open(each, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+class Method:
+    """One way; the base takes no checkpoint at all."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        self.model, self.optimizer, self.folder = model, optimizer, folder
+        self.durable_seconds: list[float] = []
+
+    def state(self) -> State:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def may_change(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class TorchSave(Method):
+    """torch.save, in the training thread."""
+
+    def begin(self, step: int) -> None:
+        begun = time.perf_counter()
+        path = self.folder / f"{step}.pt"
+        torch.save(self.state(), path)
+        sync(path)
+        self.durable_seconds.append(time.perf_counter() - begun)
+
+
+class Background(Method):
+    """What is common to methods that go on in a thread: one save at a time."""
+
+    thread: threading.Thread | None = None
+
+    def run(self, action: Callable[[], Any], begun: float) -> None:
+        def work() -> None:
+            action()
+            self.durable_seconds.append(time.perf_counter() - begun)
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    def finish(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+
+class TorchSaveThread(Background):
+    """Clone everything, torch.save in a thread."""
+
+    def begin(self, step: int) -> None:
+        begun = time.perf_counter()
+        self.finish()
+        cloned = copy.deepcopy(self.state())
+        path = self.folder / f"{step}.pt"
+        self.run(lambda: (torch.save(cloned, path), sync(path)), begun)
+
+
+class SafetensorsThread(Background):
+    """Clone everything, safetensors in a thread. (The optimizer's numbers are left out; it knows tensors only.)"""
+
+    def begin(self, step: int) -> None:
+        from safetensors.torch import save_file
+
+        begun = time.perf_counter()
+        self.finish()
+        cloned = {f"model.{name}": tensor.clone() for name, tensor in self.model.named_parameters()}
+        for number, entry in self.optimizer.state_dict()["state"].items():
+            cloned |= {f"optimizer.{number}.{name}": tensor.clone() for name, tensor in entry.items()}
+        path = self.folder / f"{step}.safetensors"
+        self.run(lambda: (save_file(cloned, path), sync(path)), begun)
+
+
+class Dcp(Method):
+    """torch.distributed.checkpoint.save."""
+
+    def begin(self, step: int) -> None:
+        begun = time.perf_counter()
+        dcp.save(self.state(), checkpoint_id=self.folder / str(step), no_dist=True)
+        self.durable_seconds.append(time.perf_counter() - begun)
+
+
+class DcpAsync(Method):
+    """async_save as it comes."""
+
+    stager: DefaultStager | None = None
+    kind = AsyncCheckpointerType.THREAD
+    upload: Any = None
+    staging: Any = None
+
+    def begin(self, step: int) -> None:
+        begun = time.perf_counter()
+        self.finish()
+        answer = dcp.async_save(
+            self.state(),
+            checkpoint_id=self.folder / str(step),
+            async_checkpointer_type=self.kind,
+            async_stager=self.stager,
+            no_dist=self.kind is AsyncCheckpointerType.THREAD,
+        )
+        self.upload = getattr(answer, "upload_completion", answer)
+        self.staging = getattr(answer, "staging_completion", None)
+        self.upload.add_done_callback(lambda _: self.durable_seconds.append(time.perf_counter() - begun))
+
+    def may_change(self) -> None:
+        if self.staging is not None:
+            self.staging.result()
+
+    def finish(self) -> None:
+        if self.upload is not None:
+            self.upload.result()
+
+
+class DcpAsyncReused(DcpAsync):
+    """With a stager that keeps its buffers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))
+
+
+class DcpAsyncOverlapped(DcpAsync):
+    """With a stager that copies in a thread; the optimizer's step waits for it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.stager = DefaultStager(StagingOptions(False, False, True, False))
+
+
+class DcpAsyncProcess(DcpAsync):
+    """With a stager in shared memory and a process that writes."""
+
+    kind = AsyncCheckpointerType.PROCESS
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+        self.stager = DefaultStager(StagingOptions(False, True, False, False))
+
+
+class TorchSnapshot(Method):
+    """torchsnapshot.Snapshot.take."""
+
+    asynchronous = False
+    pending: Any = None
+
+    def begin(self, step: int) -> None:
+        import torchsnapshot
+
+        begun = time.perf_counter()
+        self.finish()
+        app = {"model": self.model, "optimizer": self.optimizer}
+        path = self.folder / str(step)
+        if not self.asynchronous:
+            torchsnapshot.Snapshot.take(str(path), app)
+            sync(path)
+            self.durable_seconds.append(time.perf_counter() - begun)
+            return
+        self.pending = (torchsnapshot.Snapshot.async_take(str(path), app), path, begun)
+
+    def finish(self) -> None:
+        if self.pending is not None:
+            pending, path, begun = self.pending
+            pending.wait()
+            sync(path)
+            self.durable_seconds.append(time.perf_counter() - begun)
+            self.pending = None
+
+
+class TorchSnapshotAsync(TorchSnapshot):
+    """torchsnapshot.Snapshot.async_take; what it reports as durable is what was seen when it was asked next."""
+
+    asynchronous = True
+
+
+class Shade(Method):
+    """Ours: from shared memory straight to storage."""
+
+    strategy = "copy"
+    store: str | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.store = os.environ.get("BENCH_STORE") if type(self).store else None
+        self.checkpointer = Checkpointer(
+            self.store, persist_to=str(self.folder), run=f"bench-{os.getpid()}", strategy=self.strategy, every="never"
+        )
+        self.checkpointer.attach(model=self.model, optimizer=self.optimizer)
+        self.tickets: list[Any] = []
+        self.committed_seconds: list[float] = []
+
+    def begin(self, step: int) -> None:
+        self.checkpointer.step_count = step
+        begun = time.perf_counter()
+        ticket = self.checkpointer.save()
+        self.tickets.append(ticket)
+        self.watch(ticket, begun)
+
+    def watch(self, ticket: Any, begun: float) -> None:
+        def landed(_: Any) -> None:
+            (self.committed_seconds if self.store else self.durable_seconds).append(time.perf_counter() - begun)
+
+        ticket.landed.add_done_callback(landed)
+
+    def may_change(self) -> None:
+        self.checkpointer.wait_copy_complete()
+
+    def finish(self) -> None:
+        if self.tickets:
+            begun = self.tickets[-1].begun
+            self.checkpointer.wait_durable()
+            if self.store:
+                self.durable_seconds.append(time.monotonic() - begun)
+
+
+class ShadeOverlap(Shade):
+    """Ours, the copy in a thread behind forward and backward."""
+
+    strategy = "overlap"
+
+
+class ShadeMemory(ShadeOverlap):
+    """Ours, through a Redis server's memory; a flusher brings it to storage."""
+
+    store = "BENCH_STORE"
+
+
+METHODS: dict[str, type[Method]] = {
+    "none": Method,
+    "torch.save": TorchSave,
+    "torch.save in a thread": TorchSaveThread,
+    "safetensors in a thread": SafetensorsThread,
+    "DCP save": Dcp,
+    "DCP async_save": DcpAsync,
+    "DCP async_save, stager reused": DcpAsyncReused,
+    "DCP async_save, overlapped": DcpAsyncOverlapped,
+    "DCP async_save, process": DcpAsyncProcess,
+    "torchsnapshot take": TorchSnapshot,
+    "torchsnapshot async_take": TorchSnapshotAsync,
+    "shade, copy": Shade,
+    "shade, overlap": ShadeOverlap,
+    "shade, overlap, memory": ShadeMemory,
+}
+"""By the name in the table."""

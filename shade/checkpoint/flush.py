@@ -5,8 +5,8 @@ store. It may be killed at any moment: see `shade.checkpoint.flusher`. A `Checkp
 serves its run calls `start_flusher`. That one is nobody's child; it ends by itself when everything is durable and the
 run has said that it has ended (`mark_ended`), or has been silent for long.
 
-Who ends while another begins: the run removes its end mark, then asks `serving`; the flusher withdraws its beat, then
-looks for the end mark. Whichever way their steps interleave, either the run sees no beat and starts a flusher, or the
+Who ends while another begins: the run removes its end mark, then asks `serving`; the flusher releases its lease, then
+looks for the end mark. Whichever way their steps interleave, either the run sees no lease and starts a flusher, or the
 flusher sees no mark and goes on.
 """
 
@@ -27,7 +27,8 @@ from typing import Final
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from shade.checkpoint.flush_service import TIMEOUT_SECONDS, Until, serve
-from shade.checkpoint.presence import ENDED, FLUSHER, is_beating, spread_keys
+from shade.checkpoint.lease import is_held
+from shade.checkpoint.presence import ENDED, FLUSHER, spread_keys
 from shade.checkpoint.progress import Bar
 from shade.checkpoint.retention import DEFAULT, Keep
 from shade.errors import CheckpointError, ConfigError, ShadeError
@@ -49,7 +50,7 @@ logger = logging.getLogger("shade.checkpoint")
 
 
 def serving(store: Store, run: str) -> bool:
-    """Whether a flusher serves a run. Takes half a second as a rule, and three at most.
+    """Whether a flusher serves a run. Takes a second as a rule, and three at most.
 
     Args:
         store: Where its snapshots are.
@@ -61,7 +62,7 @@ def serving(store: Store, run: str) -> bool:
     Raises:
         StoreError: The store does not answer.
     """
-    return is_beating(store, spread_keys(run, FLUSHER))
+    return is_held(store, run, FLUSHER)
 
 
 def mark_begun(store: Store, run: str) -> None:

@@ -1,6 +1,6 @@
 """Serves runs with flushers: finds them, announces itself, takes turns, and knows when its work is done.
 
-One thread for all runs of a store: they share a network and a disk anyway. Each run served has a beat of its own, so
+One thread for all runs of a store: they share a network and a disk anyway. A lease is held on each run served, so
 that a second flusher leaves it alone, whether that one serves one run or all. Nothing here ends because a store or a
 storage is away for a while, except a flusher that was started for one run, whose store has been silent for long.
 """
@@ -16,13 +16,14 @@ from types import TracebackType
 from typing import Final
 
 from shade.checkpoint.flusher import Flusher
+from shade.checkpoint.lease import Lease
 from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.presence import ENDED, FLUSHER, TRAINER, Beat, spread_keys
+from shade.checkpoint.presence import ENDED, FLUSHER, TRAINER, spread_keys
 from shade.checkpoint.progress import Progress
 from shade.checkpoint.retention import DEFAULT, Keep
 from shade.checkpoint.runs import runs_in_store
 from shade.checkpoint.storage_tier import StorageTier
-from shade.errors import CheckpointError, StorageError, StoreError
+from shade.errors import CheckpointError, RunInUseError, StorageError, StoreError
 from shade.storage import open_volume
 from shade.store import Store, open_store
 
@@ -107,17 +108,17 @@ def serve(
 
 
 class _Served:
-    """One run: its flusher, and the beat that tells others to leave it to us."""
+    """One run: its flusher, and the lease that tells others to leave it to us."""
 
     def __init__(
         self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event, progress: Progress | None
     ) -> None:
         self._store, self._run = store, run
-        self.beat = Beat(store, spread_keys(run, FLUSHER))
+        self.lease = Lease(store, run, name=FLUSHER)
         self._memory = MemoryTier(store, run)
         self._storage = StorageTier(open_volume(persist_url), run)
         self.flusher = Flusher(
-            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.beat.is_ours, progress=progress
+            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.lease.is_ours, progress=progress
         )
         self._trainer: list[bytes | None] = []
         self._trainer_seen = time.monotonic()
@@ -145,7 +146,7 @@ class _Served:
 
     def end(self) -> None:
         """Lets go of it."""
-        self.beat.stop()
+        self.lease.release()
         self._memory.close()
         self._storage.close()
 
@@ -183,8 +184,10 @@ class _Service:
         """
         each = _Served(self._store, self._persist_url, run, self._keep, self._stop, self._progress)
         try:
-            if not each.beat.start():
-                raise _taken(run)
+            each.lease.acquire()
+        except RunInUseError as error:
+            each.end()
+            raise _taken(run) from error
         except BaseException:
             each.end()
             raise
@@ -208,7 +211,7 @@ class _Service:
         """
         done = [each.flusher.turn() is not None for each in self.served.values()]
         for run, each in list(self.served.items()):
-            if not each.beat.is_ours:
+            if not each.lease.is_ours:
                 logger.warning("another flusher serves %s now", run)
                 self.served.pop(run).end()
         return any(done)
@@ -227,7 +230,7 @@ class _Service:
     def is_finished(self, run: str, patience_seconds: float) -> bool:
         """Whether a run is over and durable, or beyond help.
 
-        Its beat is withdrawn then, and nobody has come back meanwhile who might have seen it.
+        Its lease is released then, and nobody has come back meanwhile who might have seen it.
 
         Args:
             run: Its id.
@@ -238,8 +241,13 @@ class _Service:
             return False
         if not self.is_drained:
             return self.is_hopeless(patience_seconds)
-        each.beat.stop()
-        return each.is_over(patience_seconds) or not each.beat.start()
+        each.lease.release()
+        if each.is_over(patience_seconds):
+            return True
+        with contextlib.suppress(RunInUseError):
+            each.lease.acquire()
+            return False
+        return True  # somebody else was quicker
 
 
 def _taken(run: str) -> CheckpointError:

@@ -14,6 +14,7 @@ it was replaced.* Then the new one finds the old name, and raises: one of the tw
 beat. What they save in that beat is a slot or a folder overwritten by the other, which no digest will match.
 
 A keeper that does not answer is no reason to stop a training: its beats and checks are left out until it is back.
+The flusher of a run holds a lease of its own, under another name.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from types import TracebackType
 from typing import Final, Protocol
 from urllib.parse import quote
 
-from shade.checkpoint.presence import spread_keys
+from shade.checkpoint.presence import TRAINER, spread_keys
 from shade.errors import RunInUseError, StorageError, StoreError
 from shade.storage import Volume
 from shade.store import Store
@@ -82,8 +83,8 @@ class _Keeper(Protocol):
 class _InStore:
     """Under a few keys, so that it outlives a server."""
 
-    def __init__(self, store: Store, run: str) -> None:
-        self._store, self._keys = store, spread_keys(quote(run, safe=""), "lease")
+    def __init__(self, store: Store, run: str, name: str) -> None:
+        self._store, self._keys = store, spread_keys(quote(run, safe=""), name)
 
     def read(self) -> bytes | None:
         return next((found for found in self._store.get_many(self._keys) if found is not None), None)
@@ -98,8 +99,8 @@ class _InStore:
 class _InVolume:
     """In a small file beside the run's snapshots."""
 
-    def __init__(self, volume: Volume, run: str) -> None:
-        self._volume, self._name = volume, f"{run}/lease.json"
+    def __init__(self, volume: Volume, run: str, name: str) -> None:
+        self._volume, self._name = volume, f"{run}/{name}.json"
 
     def read(self) -> bytes | None:
         return None if self._volume.size_bytes(self._name) is None else self._volume.read(self._name)
@@ -111,18 +112,43 @@ class _InVolume:
         self._volume.delete_many([self._name])
 
 
+def _keeper_of(keeper: Store | Volume, run: str, name: str) -> _Keeper:
+    return _InStore(keeper, run, name) if isinstance(keeper, Store) else _InVolume(keeper, run, name)
+
+
+def is_held(keeper: Store | Volume, run: str, name: str = TRAINER) -> bool:
+    """Whether a live process has a lease. Takes a beat as a rule, and three at most.
+
+    Args:
+        keeper: Where.
+        run: The run id.
+        name: Of the lease.
+
+    Returns:
+        The answer.
+
+    Raises:
+        StoreError: The store does not answer.
+        StorageError: The storage does not answer.
+    """
+    return _living_owner(_keeper_of(keeper, run, name)) is not None
+
+
 class Lease:
-    """The right to save under a run id, from ``with`` or `acquire` on until `release`.
+    """The right to save under a run id, from ``with`` or `acquire` on until `release`; may be acquired again.
 
     Args:
         keeper: A store, or storage: the same for all who could save under this id.
         run: The run id.
+        name: Of the lease: the right to save, or another.
         beat_seconds: Between two signs of life; by default 1 in a store, 5 in storage.
     """
 
-    def __init__(self, keeper: Store | Volume, run: str, *, beat_seconds: float | None = None) -> None:
+    def __init__(
+        self, keeper: Store | Volume, run: str, *, name: str = TRAINER, beat_seconds: float | None = None
+    ) -> None:
         self._run = run
-        self._keeper: _Keeper = _InStore(keeper, run) if isinstance(keeper, Store) else _InVolume(keeper, run)
+        self._keeper = _keeper_of(keeper, run, name)
         default = _STORE_BEAT_SECONDS if isinstance(keeper, Store) else _STORAGE_BEAT_SECONDS
         self._beat_seconds = beat_seconds or default
         self._owner = secrets.token_hex(16)
@@ -138,15 +164,22 @@ class Lease:
             StoreError: The store does not answer.
             StorageError: The storage does not answer.
         """
-        found = self._found()
-        if found is not None and not _has_ended(found):
-            self._wait_for_silence(found)
+        living = _living_owner(self._keeper)
+        if living is not None:
+            raise self._in_use(living)
+        self._stop.clear()
+        self._replaced_by = None
         self._write(0)
         winner = self._found()
         if winner is not None and winner.owner != self._owner:
             raise self._in_use(winner)
         self._thread = threading.Thread(target=self._beat, name="shade-lease", daemon=True)
         self._thread.start()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether no other name was found at the last beat; costs nothing."""
+        return self._replaced_by is None
 
     def check(self) -> None:
         """Makes sure that the right is still ours; before each save. A keeper that does not answer has no say.
@@ -156,7 +189,7 @@ class Lease:
         """
         if self._replaced_by is None:
             try:
-                self._is_ours()
+                self._look()
             except (StoreError, StorageError) as error:
                 logger.debug("the lease on %s cannot be checked: %s", self._run, error)
         if self._replaced_by is not None:
@@ -170,7 +203,7 @@ class Lease:
         self._thread.join()
         self._thread = None
         try:
-            if self._is_ours():
+            if self._look():
                 self._keeper.remove()
         except (StoreError, StorageError) as error:
             logger.debug("the lease on %s stays behind, and is found dead: %s", self._run, error)
@@ -182,28 +215,18 @@ class Lease:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
 
-    def _wait_for_silence(self, found: Note) -> None:
-        deadline = time.monotonic() + _BEATS_TO_WAIT * found.beat_seconds
-        while time.monotonic() < deadline:
-            time.sleep(found.beat_seconds / _LOOKS_A_BEAT)
-            now = self._found()
-            if now is None or _has_ended(now):
-                return
-            if now != found:
-                raise self._in_use(now)
-
     def _beat(self) -> None:
         count = 0
         while not self._stop.wait(self._beat_seconds):
             count += 1
             try:
-                if not self._is_ours():
+                if not self._look():
                     return
                 self._write(count)
             except (StoreError, StorageError) as error:
                 logger.debug("no beat of the lease on %s: %s", self._run, error)
 
-    def _is_ours(self) -> bool:
+    def _look(self) -> bool:
         """False, for good, once another's name was found; a note that is gone (an emptied store) is written again."""
         found = self._found()
         if found is not None and found.owner != self._owner:
@@ -211,8 +234,7 @@ class Lease:
         return self._replaced_by is None
 
     def _found(self) -> Note | None:
-        content = self._keeper.read()
-        return None if content is None else Note.parse(content)
+        return _note_in(self._keeper)
 
     def _write(self, count: int) -> None:
         pid = os.getpid()
@@ -223,6 +245,27 @@ class Lease:
     def _in_use(self, other: Note) -> RunInUseError:
         got = f"expected a run id of one's own, got {self._run!r}, which host {other.host}, process {other.process_id} "
         return RunInUseError(f"{got}saves under; choose another id, or end that process")
+
+
+def _note_in(keeper: _Keeper) -> Note | None:
+    content = keeper.read()
+    return None if content is None else Note.parse(content)
+
+
+def _living_owner(keeper: _Keeper) -> Note | None:
+    """Who is seen to live; None where nobody is."""
+    found = _note_in(keeper)
+    if found is None or _has_ended(found):
+        return None
+    deadline = time.monotonic() + _BEATS_TO_WAIT * found.beat_seconds
+    while time.monotonic() < deadline:
+        time.sleep(found.beat_seconds / _LOOKS_A_BEAT)
+        now = _note_in(keeper)
+        if now is None or _has_ended(now):
+            return None
+        if now != found:
+            return now
+    return None
 
 
 def _machine() -> str:

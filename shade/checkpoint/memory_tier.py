@@ -231,6 +231,7 @@ class MemoryTier(Tier):
     def dirty(self) -> list[tuple[str, Commit]]:
         """Each place whose snapshot is not in storage yet, with its record; oldest first."""
         table, _ = self._book.table()
+        self._slots = {slot.place: slot for slot in table.slots.values()}
         commits = self._book.committed(table)
         found = [(table.slots[number], commit) for number, commit in commits.items()]
         found = [(slot, commit) for slot, commit in found if self._book.has(slot, dirty_name(slot))]
@@ -248,7 +249,8 @@ class MemoryTier(Tier):
             place: From `dirty`.
             step: Of the snapshot; a slot that holds another one by now is left as it is.
         """
-        slot = self._find(place)
+        table, _ = self._book.table()
+        slot = table.find(place)  # as it is now: a store that came back empty counts its takings anew
         if slot is not None and slot.step == step:
             self.store.delete_many(self._book.names.everywhere(slot, dirty_name(slot)))
 

@@ -22,6 +22,8 @@ examples:
   shade checkpoint list --store redis://10.0.0.1:6379 --persist /mnt/ckpt --run vgg
   shade checkpoint list --persist s3://bucket/ckpt --json
 
+This machine's memory is looked into as well.
+
 state:
   durable     it lies in storage
   to flush    it lies in memory only, and waits for a flusher: see shade checkpoint flush
@@ -39,12 +41,11 @@ examples:
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
     add_places(parser)
-    parser.add_argument("--here", action="store_true", help="look into this machine's memory too")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _list(given: argparse.Namespace) -> int:
-    with opened(given, own_memory=given.here) as places:
+    with opened(given, own_memory=True) as places:
         snapshots = places.snapshots()
         states = [_state(places, snapshot) for snapshot in snapshots]
         if given.json:

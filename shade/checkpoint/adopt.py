@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shade.checkpoint.layout import TensorSpec, plan
+from shade.checkpoint.layout import TensorSpec, bytes_of, plan
 from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, digest_of
 from shade.checkpoint.state import dismantle
 from shade.checkpoint.tier import Shard, Tier
@@ -35,7 +35,7 @@ def adopt(state: dict[str, Any], tier: Tier, run: str, step: int) -> Commit:
     layout = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
     for name, entry in layout.entries.items():
-        content = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        content = bytes_of(tensors[name].cpu().contiguous())
         buffer[entry.start : entry.stop] = content
     data = buffer.numpy().data
     chunks: list[Bytes] = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]

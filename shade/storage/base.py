@@ -31,7 +31,8 @@ class Volume(ABC):
 
         Args:
             name: Relative path; folders in it are made.
-            parts: The content in order; consumed once, so it may be produced while earlier parts are written.
+            parts: The content in order; consumed once, so it may be produced while earlier parts are written. The
+                memory of a part may be used again when the next one is asked for.
 
         Returns:
             Bytes written.

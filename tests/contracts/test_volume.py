@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import shutil
 import tempfile
@@ -70,6 +71,20 @@ def test_what_was_written_is_read(volume: Volume, content: list[bytes]) -> None:
     assert volume.size_bytes("run/step-1/rank-0") == len(whole)
     assert volume.read("run/step-1/rank-0") == whole
     assert volume.leftovers() == []
+
+
+@pytest.mark.parametrize("length", [1000, 4096, (1 << 20) + 4096, 6 << 20])
+def test_the_memory_of_a_part_is_the_callers_again_when_the_next_is_asked_for(volume: Volume, length: int) -> None:
+    memory = mmap.mmap(-1, length)  # page by page, as buffers are
+
+    def parts() -> Iterator[memoryview]:
+        for number in range(5):
+            memory[:] = bytes([number]) * length
+            yield memoryview(memory)
+        memory[:] = b"!" * length
+
+    assert volume.write("x", parts()) == 5 * length
+    assert volume.read("x") == b"".join(bytes([number]) * length for number in range(5))
 
 
 def test_ranges(volume: Volume) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 from shade.checkpoint.ahead import Ahead
-from shade.checkpoint.flusher import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
+from shade.checkpoint.flusher import AHEAD_CHUNKS, BATCH, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
 from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
 from shade.checkpoint.progress import Progress
 from shade.checkpoint.retention import Keep
@@ -361,6 +363,27 @@ def test_an_error_is_said_once_and_tried_again_ever_more_rarely(
 
 
 # ── reading ahead ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("slow", ["memory", "storage", "neither"])
+def test_no_buffer_is_filled_again_while_it_is_still_needed(slow: str, memory: Shelf) -> None:
+    """What is written is looked at as late as may be: just before the next is asked for."""
+    waits = random.Random(1)
+
+    class Late(Shelf):
+        def put(self, place: str, shard: Shard) -> None:
+            for number, content in enumerate(shard.chunks):
+                time.sleep(waits.random() * 0.002 if slow == "storage" else 0)
+                self.chunks[place, shard.manifest.rank, number] = bytes(content)
+            self.manifests[place, shard.manifest.rank] = shard.manifest.to_bytes()
+
+    if slow == "memory":
+        read = memory.read_chunks
+        memory.read_chunks = lambda *of: time.sleep(0.005) or read(*of)  # type: ignore[func-returns-value, method-assign]
+    storage = Late()
+    memory.take(7, chunks=5 * (AHEAD_CHUNKS + BATCH) + 3)
+    assert drain(flusher(memory, storage)) == [7]
+    assert storage.chunks == memory.chunks
 
 
 def test_a_source_is_read_ahead_but_not_further() -> None:

@@ -1,8 +1,8 @@
 """What a checkpoint consists of: the attached things, how their state is taken and how it is given back.
 
 Anything with ``state_dict`` and ``load_state_dict`` may be attached. Modules and optimizers are known more closely:
-what data-parallel ranks hold alike is saved once, each rank a share; what only an optimizer's step changes may be copied
-behind the training's back. All else is each rank's own and copied at once: batch-norm statistics, generators, a
+what data-parallel ranks hold alike is saved once, each rank a share; what only an optimizer's step changes may be
+copied behind the training's back. All else is each rank's own and copied at once: batch-norm statistics, generators, a
 sampler's cursor.
 
 Loading checks first and changes afterwards: a snapshot that does not fit leaves everything as it was.
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import xxhash
 
-from shade.checkpoint.rng import RandomState
 from shade.checkpoint.assembly import assemble
 from shade.checkpoint.layout import TensorSpec, bytes_of
+from shade.checkpoint.rng import RandomState
 from shade.checkpoint.state import dismantle, escape
 from shade.errors import ConfigError, StateMismatchError
 from shade.types import Stateful
@@ -41,7 +41,7 @@ class Captured:
         return {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
 
     def replica(self) -> str:
-        """Digest of a few bytes of every CPU tensor that all ranks should hold alike: unlike models differ everywhere."""
+        """Digest of a few bytes of every CPU tensor that all ranks should hold alike; unlike models differ in all."""
         total = xxhash.xxh3_128()
         for name, tensor in self.tensors.items():
             if "@" not in name and tensor.device.type == "cpu" and tensor.is_contiguous():
@@ -112,7 +112,9 @@ class Contents:
             ConfigError: Something in it cannot be saved; the message has its path.
         """
         buffers = {
-            f"{escape(name)}/{escape(key)}" for name, module in self.modules.items() for key, _ in module.named_buffers()
+            f"{escape(name)}/{escape(key)}"
+            for name, module in self.modules.items()
+            for key, _ in module.named_buffers()
         }
         trained = tuple(f"{escape(name)}/" for name in (*self.modules, *self.optimizers))
 

@@ -6,7 +6,7 @@ made by this thread, and in one order. The way of a snapshot:
 1. The copy is done: chunks are hashed where they lie, the manifest is made, the ranks agree on the record.
 2. Own memory: the record is put beside the buffer.
 3. Cluster memory. From here it is *committed*: it outlives this machine. A flusher makes it durable.
-4. Where there is no cluster memory, or it refused or failed: storage, directly. The reason is told once, and so is its end.
+4. Where there is no cluster memory, or it refused or failed: storage, directly. The reason is told once, and its end.
 
 A save that reached no tier beyond own memory has failed: its `Ticket` says so and the log says so, every time; training
 goes on, because the alternative is to lose what has not been saved as well.
@@ -56,12 +56,14 @@ class Ticket:
     """Resolved when the buffer holds the snapshot."""
     landed: Future[Landing] = field(default_factory=Future)
     """Resolved when it is committed beyond own memory; with a CheckpointError when it is nowhere."""
-    pace: Pace = Pace()
+    pace: Pace = field(default_factory=Pace)
     """As of the save before, the same on every rank; known once this one has landed."""
     blocked_seconds: float = 0.0
     """What the training thread has waited for it."""
     landed_seconds: float = 0.0
     """From the moment it was taken until it was committed."""
+    kept: bool = False
+    """Whether own memory holds it."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class Courier:
         assert manifest is not None, "agree() raises where a rank has none"
         assert chunks is not None
         at_home = store(self._stage, self._group, agreed, manifest, lambda: ())
+        ticket.kept = at_home.place is not None
         if at_home.place is None:
             logger.warning("own memory keeps no copy of step %d: %s", ticket.step, at_home.reason)
         reasons = []

@@ -29,7 +29,9 @@ def part_of(tree: Any, only: Collection[str] | None) -> Any:
         names, things = tree["dict"]
         kept = [(name, thing) for name, thing in zip(names, things, strict=True) if only is None or name in only]
     except (TypeError, KeyError, ValueError) as error:
-        raise CorruptCheckpointError(f"expected a tree of attached things, got one whose root fails: {error}") from error
+        raise CorruptCheckpointError(
+            f"expected a tree of attached things, got one whose root fails: {error}"
+        ) from error
     return {"dict": [[name for name, _ in kept], [thing for _, thing in kept]]}
 
 

@@ -132,7 +132,9 @@ def store(
     Returns:
         Where it is committed, or why it is not. A tier that fails is no exception: there may be another.
     """
-    place, reason = group.share(_attempt(lambda: tier.prepare(agreed.record.step, agreed.shard_bytes)) if group.rank == 0 else None)
+    place, reason = group.share(
+        _attempt(lambda: tier.prepare(agreed.record.step, agreed.shard_bytes)) if group.rank == 0 else None
+    )
     if place is None:
         return Stored(None, reason)
     _, failure = _attempt(lambda: tier.put(place, Shard(manifest, chunks())))

@@ -230,15 +230,14 @@ class Reader:
         for damage in filter(None, report):
             for rank in sorted(damage.manifests | set(damage.chunks)):
                 manifest = self.manifest(snapshot, rank)
-                numbers = sorted(damage.chunks.get(rank, ()))
-                for first in range(0, max(1, len(numbers)), BATCH):
+                right: dict[int, Bytes] = {}
+                for number in sorted(damage.chunks.get(rank, ())):
                     try:
-                        right = self._batch(snapshot, manifest, numbers[first : first + BATCH])
+                        right |= self._batch(snapshot, manifest, [number])
                     except CorruptCheckpointError as error:
                         lost = error
-                        continue
-                    damage.source.tier.repair(damage.source.place, manifest, right)
-                    mended += len(right)
+                damage.source.tier.repair(damage.source.place, manifest, right)
+                mended += len(right)
         if lost is not None:
             raise lost
         return mended

@@ -1,8 +1,8 @@
 """When a save falls due: every so many steps, every so many seconds, or as often as a share of the time allows.
 
-Ranks must save at the same step, and their clocks differ. So seconds and shares become steps: at each save all ranks take
-rank 0's pace, which came to them with the save before, and count on from there. Until the pace is known, the first save
-comes after `WARM_UP_STEPS`; it is also what measures the cost.
+Ranks must save at the same step, and their clocks differ. So seconds and shares become steps: at each save all ranks
+take rank 0's pace, which came to them with the save before, and count on from there. Until the pace is known, saves are
+`WARM_UP_STEPS` apart; they are also what measures the cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Schedule:
     """Counts steps to the next save.
 
     Args:
-        every: ``"50"`` or ``50`` (steps), ``"30s"``, ``"5m"``, ``"1h"``, ``"2%"`` (of the training's time), or ``"never"``.
+        every: ``50`` or ``"50"`` (steps), ``"30s"``, ``"5m"``, ``"1h"``, ``"2%"`` (of the time), or ``"never"``.
 
     Raises:
         ConfigError: Something else.

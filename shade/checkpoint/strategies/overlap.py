@@ -2,8 +2,8 @@
 
 Parameters and optimizer state change in the optimizer's step and nowhere else, so between two steps they stand still
 and can be copied behind the training's back. Everything else (batch-norm statistics, generators, a sampler's cursor)
-may change at any moment, is small, and is copied at once. What remains is interference: the thread and the training share
-cores and memory bandwidth. The insight is DataStates-LLM's (Maurya et al., HPDC 2024, §4) and ACUTE's; there the wait
+may change at any moment, is small, and is copied at once. What remains is interference: the thread and the training
+share cores and memory bandwidth. The insight is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's; there the wait
 was left to the user, or did not work.
 """
 

@@ -38,6 +38,23 @@ _PART: Final = 4
 logger = logging.getLogger("shade.checkpoint")
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a run starts from."""
+
+    step: int
+    """Optimizer steps done; 0 where there was nothing to restore."""
+    epoch: int
+    """As the attached sampler counts, 0 without one."""
+    tiers: tuple[str, ...] = ()
+    """Where the bytes came from; empty where there was nothing."""
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers)
+
+
 @dataclass
 class Recovered:
     """A snapshot's content, on one rank."""
@@ -45,6 +62,8 @@ class Recovered:
     record: Commit
     tiers: list[str]
     """Where its shards were read, each once."""
+    held_by: list[str]
+    """Tiers that have it, as far as this rank sees."""
     tree: Any
     """This rank's."""
     tensors: dict[str, torch.Tensor]
@@ -115,7 +134,7 @@ class _Attempt:
     def run(self) -> Recovered:
         record, group = self._snapshot.record, self._group
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
-        whole = Recovered(record, [], None, {}, [])
+        whole = Recovered(record, [], self._snapshot.tiers, None, {}, [])
         for shard in range(record.world_size):
             having = [rank for rank in range(group.world_size) if near[rank][shard]]
             if len(having) == group.world_size:
@@ -145,7 +164,7 @@ class _Attempt:
         try:
             manifest = self._reader.manifest(self._snapshot, shard)
             arena = Arena(manifest.num_bytes)
-            self._read(manifest, arena, chunks_of(manifest, self._wanted(manifest)))
+            fill_arena(self._reader, self._snapshot, manifest, arena, chunks_of(manifest, self._wanted(manifest)))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
@@ -173,7 +192,7 @@ class _Attempt:
             batch = numbers[first : first + _BATCH]
             try:
                 if mine:
-                    self._read(manifest, arena, batch)
+                    fill_arena(self._reader, self._snapshot, manifest, arena, batch)
             except (CheckpointError, StoreError, StorageError) as error:
                 failure = str(error)
             self._check(failure)
@@ -196,21 +215,36 @@ class _Attempt:
         named = tensors_in(part_of(manifest.tree, self._only))
         return [name for name in manifest.tensors if name in named]
 
-    def _read(self, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
-        """Verified chunks, decoded, to where they belong; without a codec straight from the tier."""
-        if manifest.codec == "none":
-            parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
-                list(pool.map(lambda part: self._fill(manifest, arena, part), parts))
-            return
-        codec = CODECS.get(manifest.codec)()
-        for number, stored in self._reader.chunks(self._snapshot, manifest, numbers):
-            target = arena.chunk(manifest, number)
-            target[:] = codec.decode(stored, len(target), manifest.item_bytes)
-
-    def _fill(self, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
-        self._reader.fill(self._snapshot, manifest, numbers, [arena.chunk(manifest, number) for number in numbers])
-
     def _note(self, shard: int) -> None:
         name = "own memory" if self._is_near(shard) else self._snapshot.sources[0].tier.name
         self._tiers[name] = None
+
+
+def fill_arena(
+    reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]
+) -> None:
+    """Reads verified chunks, decoded, to where they belong; without a codec straight from the tier.
+
+    Args:
+        reader: The tiers.
+        snapshot: Which.
+        manifest: Of the shard.
+        arena: For that shard.
+        numbers: Which chunks.
+
+    Raises:
+        CorruptCheckpointError: A chunk is right in no place.
+    """
+    if manifest.codec == "none":
+        parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
+
+        def fill(part: Sequence[int]) -> None:
+            reader.fill(snapshot, manifest, part, [arena.chunk(manifest, number) for number in part])
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
+            list(pool.map(fill, parts))
+        return
+    codec = CODECS.get(manifest.codec)()
+    for number, stored in reader.chunks(snapshot, manifest, numbers):
+        target = arena.chunk(manifest, number)
+        target[:] = codec.decode(stored, len(target), manifest.item_bytes)

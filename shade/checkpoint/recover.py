@@ -107,7 +107,7 @@ def recover(
             return attempt.run()
         except CorruptCheckpointError as error:
             reasons.append(str(error))
-            if group.rank == 0:
+            if group.rank == 0 and record is not candidates[-1]:
                 logger.error("%s; trying the one before", error)
     if reasons:
         raise CorruptCheckpointError("no snapshot is whole: " + "; ".join(reasons))

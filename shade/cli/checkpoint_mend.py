@@ -42,6 +42,8 @@ examples:
 verify and repair of every snapshot, newest first.
 exit code: 0 all sound now; 1 something is right nowhere
 """
+_MOST_SHOWN: Final = 8
+"""Of a list of chunk numbers."""
 
 
 @dataclass
@@ -134,9 +136,13 @@ def _report(findings: list[_Finding], *, as_json: bool) -> int:
 
 
 def _words(damage: Damage, mended: int) -> str:
-    if damage:
-        return str(damage).removeprefix(f"{damage.source}: ")
-    return f"sound, {mended} chunks of the snapshot mended" if mended else "sound"
+    if not damage:
+        return f"sound, {mended} chunk{'s' * (mended != 1)} of the snapshot mended" if mended else "sound"
+    parts = [f"manifest of rank {rank}" for rank in sorted(damage.manifests)]
+    for rank, numbers in sorted(damage.chunks.items()):
+        shown = ", ".join(map(str, sorted(numbers)[:_MOST_SHOWN])) + " …" * (len(numbers) > _MOST_SHOWN)
+        parts.append(f"{len(numbers)} chunk{'s' * (len(numbers) != 1)} of rank {rank} ({shown})")
+    return f"damaged: {', '.join(parts)}"
 
 
 def _chosen(places: Places, which: str) -> list[Snapshot]:

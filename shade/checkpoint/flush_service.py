@@ -235,6 +235,9 @@ class _Service:
         Args:
             run: Its id.
             patience_seconds: See `PATIENCE_SECONDS`.
+
+        Returns:
+            The answer.
         """
         each = self.served[run]
         if not each.is_over(patience_seconds):

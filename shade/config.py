@@ -2,7 +2,7 @@
 
 The launcher turns flags into a `RunConfig`, writes it to ``run.json`` in the run directory and names that file to the
 ranks in one environment variable, so that script, launcher and report speak of the very same run. Passwords never get
-into it: a cache URL with a password travels in the environment alone.
+into it: a store's URL with a password travels in the environment alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,12 @@ RUN_FILE = "SHADE_RUN"
 """Environment variable: path of the run's ``run.json``."""
 CACHE_URL = "SHADE_CACHE"
 """Environment variable: the cache URL as the ranks shall use it, password included."""
+CHECKPOINT_URL = "SHADE_CHECKPOINT"
+"""Environment variable: the URL of the store for snapshots as the ranks shall use it, password included."""
 ACCESS_LOG = "SHADE_ACCESS_LOG"
 """Environment variable: the file that gets a ``hitting <index>`` or ``miss <index>`` line for every sample."""
+SNAPSHOTS = "checkpoints"
+"""Folder of the run directory for snapshots, where no other place was named."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,42 @@ class RunConfig:
     steps: int | None = None
     """Stop after so many steps in all; None: run the epochs out."""
     resume: bool = False
-    """Go on from the run directory's checkpoint."""
+    """Go on from the run's newest snapshot."""
     on_bad_sample: str = "stop"
     """``stop`` or ``skip``."""
 
+    run: str = ""
+    """Id that the run's snapshots are kept under: made up with the run, kept in ``run.json``, its own for ever."""
+    checkpoint: str | None = None
+    """URL, its password hidden, of the store whose memory takes snapshots; None: storage alone."""
+    persist: str | None = None
+    """Path or URL of durable storage for snapshots; None: the run directory, or none where a store takes them."""
+    checkpoint_every: str = "30s"
+    """When a snapshot is due, besides the end of each epoch: what a kill can cost."""
+    checkpoint_keep: str = "last=2"
+    """Which snapshots stay in durable storage."""
+    checkpoint_strategy: str = "overlap"
+    """At which moments a snapshot is copied."""
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(self.out).name).strip("._-")[:40] or "run"
+            object.__setattr__(self, "run", f"{name}-{secrets.token_hex(4)}")
+
     @property
-    def checkpoint(self) -> Path:
-        """Where the run keeps its model and sampler state."""
-        return Path(self.out) / "checkpoint.pt"
+    def keeps_beside(self) -> bool:
+        """Whether snapshots go into the run directory: nothing else was named."""
+        return self.checkpoint is None and self.persist is None
+
+    @property
+    def persist_to(self) -> str | None:
+        """Durable storage for snapshots, or None."""
+        return str(Path(self.out) / SNAPSHOTS) if self.keeps_beside else self.persist
+
+    @property
+    def checkpoint_url(self) -> str | None:
+        """The store for snapshots as a rank shall open it, or None."""
+        return None if self.checkpoint is None else os.environ.get(CHECKPOINT_URL, self.checkpoint)
 
     @property
     def cache_url(self) -> str | None:

@@ -1,12 +1,12 @@
 """Checkpointer: what a training script holds. Attach what shall survive, call `step` after each optimizer step.
 
-The training thread only takes the state and, depending on the strategy, waits for its copy; everything after that is the
-courier's. At most one save is under way: a save that falls due earlier waits for the one before, and says how long.
+The training thread only takes the state and, depending on the strategy, waits for its copy; everything after that is
+the courier's. At most one save is under way: a save that falls due earlier waits for the one before, and says how long.
 
 Three words, three promises: *copied*, the state may change again; *committed*, it outlives this machine; *durable*, it
 outlives all of them. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold, and an attached
-optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit for bit, and never
-one older than the newest that was durable.
+optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit for bit, and
+never one older than the newest that was durable.
 """
 
 from __future__ import annotations
@@ -17,50 +17,33 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from shade.checkpoint.contents import Captured, Contents
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
-from shade.checkpoint.group import Group, current_group
+from shade.checkpoint.deadline import EXIT_CODE, Deadline, open_board
+from shade.checkpoint.gauge import Gauge, Losses
+from shade.checkpoint.group import Alone, Group, current_group
 from shade.checkpoint.layout import Plan, TensorSpec, plan
+from shade.checkpoint.notice import GRACE_SECONDS, source_of
 from shade.checkpoint.protocol import Notes
-from shade.checkpoint.reader import Reader, Snapshot
-from shade.checkpoint.recover import recover
+from shade.checkpoint.reader import Snapshot
+from shade.checkpoint.recover import Restored, recover
 from shade.checkpoint.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint.strategies import STRATEGIES
 from shade.checkpoint.tiers import Tiers, open_tiers
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 from shade.types import Stateful
 
-POLL_SECONDS: Final = 0.02
-
 logger = logging.getLogger("shade.checkpoint")
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What a run starts from."""
-
-    step: int
-    """Optimizer steps done; 0 where there was nothing to restore."""
-    epoch: int
-    """As the attached sampler counts, 0 without one."""
-    tiers: tuple[str, ...] = ()
-    """Where the bytes came from; empty where there was nothing."""
-    seconds: float = 0.0
-    num_bytes: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.tiers)
-
-
 class Checkpointer:
-    """One rank's part in keeping a run; use as a context manager. Collective to make, as are all methods that save or load.
+    """One rank's part in keeping a run; use as a context manager. Making it, saving and loading are collective.
 
     Args:
         store: URL of the cluster whose memory takes snapshots; None: own memory and storage alone.
@@ -75,6 +58,7 @@ class Checkpointer:
         codec: Of the chunks: see `shade.checkpoint.codec.CODECS`.
         buffers: Snapshots that own memory has room for, ≥ 1; see `shade.checkpoint.stage`.
         replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel.
+        first_rank_saves: Rank 0 keeps its own state for all, where the others' machines reach none of these places.
 
     Raises:
         ConfigError: Something of this cannot be, or a named store or storage does not answer.
@@ -96,6 +80,7 @@ class Checkpointer:
         codec: str = "none",
         buffers: int = 1,
         replicated: bool = True,
+        first_rank_saves: bool = False,
     ) -> None:
         self.run = run
         self._strategy = STRATEGIES.get(strategy)()
@@ -103,11 +88,13 @@ class Checkpointer:
         self._contents = Contents(replicated)
         self._replicated = replicated
         self.group: Group = current_group()
+        self._savers: Group = Alone() if first_rank_saves else self.group
+        self._saves = self.group.rank == 0 or not first_rank_saves
         self.tiers: Tiers = open_tiers(
             run,
             self.group,
-            store,
-            persist_to,
+            store if self._saves else None,
+            persist_to if self._saves else None,
             keep=keep,
             slots=slots,
             replicas=replicas,
@@ -115,8 +102,11 @@ class Checkpointer:
             buffers=buffers,
         )
         self._courier = Courier(
-            run, self.group, self.tiers.stage, self.tiers.memory, self.tiers.storage, codec, self.tiers.landed
+            run, self._savers, self.tiers.stage, self.tiers.memory, self.tiers.storage, codec, self.tiers.landed
         )
+        is_durable = None if self.tiers.storage is None else self.tiers.is_durable
+        self._losses = Losses(self.group.rank, self.group.world_size, buffers, lambda: self.step_count, is_durable)
+        self._deadline: Deadline | None = None
         self._plan: Plan | None = None
         self._planned_for: dict[str, TensorSpec] = {}
         self._copying: Copying | None = None
@@ -160,6 +150,10 @@ class Checkpointer:
         """
         self._meter.step(time.monotonic(), busy=self._ticket is not None and not self._ticket.landed.done())
         self.step_count += 1
+        if self._deadline is not None and self._deadline.at_step():
+            return True
+        if not self._saves:
+            return False
         if self._plan is None:
             self._warm_up()
         if not self._schedule.is_due(self.step_count):
@@ -182,9 +176,11 @@ class Checkpointer:
             StorageFullError: There is not enough shared memory for the buffer.
         """
         begun = time.monotonic()
+        if not self._saves:
+            return self._as_rank_0()
         self.wait_copy_complete()
         before = self._settled()
-        captured = self._contents.capture(self.group.rank, self.group.world_size)
+        captured = self._contents.capture(self._savers.rank, self._savers.world_size)
         layout = self._layout(captured)
         _, buffer = self.tiers.stage.begin(layout.num_bytes)
         self._sequence += 1
@@ -193,14 +189,27 @@ class Checkpointer:
         copied = self._strategy.begin(copying)
         copied.add_done_callback(lambda done: _pass_on(done, ticket.copied))
         self._copying = copying
-        replica = captured.replica() if self._replicated and self.group.world_size > 1 else ""
+        replica = captured.replica() if self._replicated and self._savers.world_size > 1 else ""
         notes = Notes(self._sequence, time.time(), dict(metrics or {}), self._meter.pace, replica)
+        self._losses.begun(ticket, layout.num_bytes)
         self._courier.send(Parcel(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, notes))
         self._schedule.saved(self.step_count, before.pace if before is not None else Pace())
         if copied.done():
             self.wait_copy_complete()
         ticket.blocked_seconds += time.monotonic() - begun
         return ticket
+
+    def _as_rank_0(self) -> Ticket:
+        """What a rank has to show for a save that is rank 0's."""
+        ticket = self._ticket = Ticket(self.step_count)
+        ticket.copied.set_result(None)
+        ticket.landed.set_result(Landing(self.tiers.stage, ""))
+        return ticket
+
+    @property
+    def latest(self) -> Ticket | None:
+        """The save begun last."""
+        return self._ticket
 
     def _settled(self) -> Ticket | None:
         """The save before, landed or failed: its buffer is free. Its failure has been told."""
@@ -213,13 +222,13 @@ class Checkpointer:
         """Where each tensor goes; planned anew when tensors have come, gone or changed their form."""
         specs = captured.specs()
         if self._plan is None or specs != self._planned_for:
-            self._plan = plan(specs, self.group.rank, self.group.world_size)
+            self._plan = plan(specs, self._savers.rank, self._savers.world_size)
             self._planned_for = specs
         return self._plan
 
     def _warm_up(self) -> None:
         """Has the buffers made in a thread, once the optimizer has a state: the first save shall not wait for them."""
-        layout = self._layout(self._contents.capture(self.group.rank, self.group.world_size))
+        layout = self._layout(self._contents.capture(self._savers.rank, self._savers.world_size))
 
         def reserve() -> None:
             with contextlib.suppress(StorageFullError):  # the save that needs them will say so
@@ -275,25 +284,47 @@ class Checkpointer:
             ConfigError: There is no storage.
             CheckpointError: It is nowhere, or not durable in time.
         """
+        if not self._saves:
+            return
         if self.tiers.storage is None:
             raise ConfigError.of("storage to be durable in", None, "pass persist_to=")
         landing = self._landing()
         assert self._ticket is not None
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while not self.tiers.is_durable(landing):
-            if deadline is not None and time.monotonic() > deadline:
-                raise CheckpointError.of(
-                    f"step {self._ticket.step} to be durable within {timeout_seconds} s",
-                    f"in {landing.tier.name} only",
-                    "see whether its flusher runs (shade checkpoint list)",
-                )
-            time.sleep(POLL_SECONDS)
+        self.tiers.wait_durable(landing, self._ticket.step, timeout_seconds)
 
     def _landing(self) -> Landing:
         self.wait_copy_complete()
         if self._ticket is None:
             raise CheckpointError.of("a save to wait for", None, "call save() first")
         return self._ticket.landed.result()
+
+    # ── what an end would cost, and one that is announced ─────────────────────────────────────────────────────────────
+
+    def gauge(self) -> Gauge:
+        """What would be lost, and how soon recovered, if this process, machine or cluster ended now."""
+        return self._losses.read()
+
+    def watch(self, *sources: str, grace_seconds: float = GRACE_SECONDS, exit_code: int | None = EXIT_CODE) -> None:
+        """Watches for the end of this machine: `step` then saves what can be saved in time, and leaves. Collective.
+
+        Args:
+            *sources: ``SIGTERM`` (if none is named), paths of files, ``http://…``: see `shade.checkpoint.notice`.
+            grace_seconds: What is left after a notice that says no time.
+            exit_code: Of the SystemExit that `step` raises then; None: it returns, and `should_stop` is true.
+
+        Raises:
+            ConfigError: A source cannot be watched.
+        """
+        if self._deadline is not None:
+            self._deadline.close()
+        watched = [source_of(source, grace_seconds) for source in sources or ("SIGTERM",)]
+        board = open_board(self.group.rank, self.group.world_size)
+        self._deadline = Deadline(self, self._losses, board, watched, exit_code=exit_code)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether an end has been announced, to this rank or another: a last snapshot is taken in the next steps."""
+        return self._deadline is not None and self._deadline.should_stop
 
     # ── restoring ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -355,6 +386,7 @@ class Checkpointer:
             "restored step %d from %s: %.1f MB in %.2f s",
             *(self.step_count, ", ".join(found.tiers), found.record.num_bytes / 1e6, seconds),
         )
+        self._losses.restored(self.step_count, found.held_by, found.tiers, seconds, found.record.num_bytes)
         return Restored(self.step_count, self._contents.epoch, tuple(found.tiers), seconds, found.record.num_bytes)
 
     def list(self) -> list[Snapshot]:
@@ -379,10 +411,13 @@ class Checkpointer:
 
     def _end(self, *, keep_buffers: bool) -> None:
         self._closed = True
+        if self._deadline is not None:
+            self._deadline.close()
         for hook in self._hooks:
             hook.remove()
         self._strategy.close()
         self._courier.close()
+        self._losses.close()
         self.tiers.close(keep_buffers=keep_buffers)
         self.group.close()
 

@@ -18,11 +18,9 @@ import contextlib
 import ctypes
 import mmap
 import os
-import re
 import shutil
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -30,8 +28,9 @@ import torch
 
 from shade.checkpoint.codec import CODECS
 from shade.checkpoint.manifest import Commit, Manifest
+from shade.checkpoint.own_memory import own_folder, own_records
 from shade.checkpoint.tier import Shard, Tier
-from shade.errors import ConfigError, CorruptCheckpointError, StorageError, StorageFullError
+from shade.errors import ConfigError, StorageError, StorageFullError
 from shade.types import Bytes
 
 _ROUND_BYTES: Final = 2 * 2**20
@@ -41,27 +40,6 @@ _POPULATE_WRITE: Final = 23
 _madvise = ctypes.CDLL(None).madvise
 """Without the interpreter's lock: touching 1 GiB takes a second, and training goes on meanwhile."""
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-_RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def check_run_name(run: str) -> None:
-    """A run id becomes a folder, and a part of keys and of objects' names.
-
-    Args:
-        run: What the user calls the run.
-
-    Raises:
-        ConfigError: It cannot be used so.
-    """
-    if not _RUN_NAME.fullmatch(run):
-        raise ConfigError.of("a run id of letters, digits, '.', '_' and '-'", run, "choose another")
-
-
-def shared_memory() -> Path:
-    """Where buffers go: the machine's shared memory, or the temporary folder where there is none."""
-    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 class _Buffer:
@@ -129,7 +107,7 @@ class Stage(Tier):
 
     def __init__(self, run: str, rank: int, *, num_buffers: int = 1, folder: Path | None = None) -> None:
         self.run, self.rank = run, rank
-        self.folder = (folder or shared_memory()) / f"shade-{os.getuid()}" / run
+        self.folder = own_folder(run, folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -211,14 +189,7 @@ class Stage(Tier):
 
     def held(self) -> Mapping[str, Commit]:
         """See `Tier`; of two records for one place the newer counts."""
-        found: dict[str, Commit] = {}
-        for path in sorted(self.folder.glob("rank-*.commit")):
-            place = path.name.split(".")[1]
-            with contextlib.suppress(OSError, CorruptCheckpointError):
-                record = Commit.parse(path.read_bytes())
-                if record.run == self.run and (place not in found or record.sequence > found[place].sequence):
-                    found[place] = record
-        return found
+        return own_records(self.folder)
 
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
         """See `Tier`."""
@@ -271,21 +242,15 @@ class Stage(Tier):
         self._buffers = [None] * len(self._buffers)
         self._open.clear()
 
+    def vacate(self) -> None:
+        """Takes this rank's files away, and the folder with the last of them: there is no snapshot in it."""
+        self.close()
+        for path in self.folder.glob(f"rank-{self.rank}.*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another rank's are there still, or it is gone
+            self.folder.rmdir()
+
     def remove(self) -> None:
         """Ends the run's own memory on this machine: nobody will come back for it."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def leftovers(folder: Path | None = None) -> Iterator[tuple[str, int]]:
-    """Runs that have buffers on this machine, with their bytes: memory that nobody gets back until they are removed.
-
-    Args:
-        folder: As given to `Stage`.
-
-    Yields:
-        Run id and bytes.
-    """
-    ours = (folder or shared_memory()) / f"shade-{os.getuid()}"
-    for run in sorted(ours.iterdir()) if ours.is_dir() else ():
-        yield run.name, sum(path.stat().st_blocks * 512 for path in run.glob("*.data"))

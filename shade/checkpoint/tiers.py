@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from pathlib import Path
 
 from shade.checkpoint.courier import Landing
@@ -16,16 +17,18 @@ from shade.checkpoint.flush import mark_begun, mark_ended, serving, start_flushe
 from shade.checkpoint.group import Group
 from shade.checkpoint.lease import Lease
 from shade.checkpoint.memory_tier import MemoryTier
+from shade.checkpoint.own_memory import check_run_name
 from shade.checkpoint.reader import Reader
 from shade.checkpoint.retention import Keep
-from shade.checkpoint.stage import Stage, check_run_name
+from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
-from shade.errors import ConfigError, ShadeError, StorageError, StoreError, StoreUnavailableError
+from shade.errors import CheckpointError, ConfigError, ShadeError, StorageError, StoreError, StoreUnavailableError
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
 
 STORE_TIMEOUT_SECONDS = 5.0
 """Of a wait for the next bytes: a snapshot can wait longer than a batch of samples."""
+POLL_SECONDS = 0.02
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -94,16 +97,39 @@ class Tiers:
         except StoreUnavailableError:
             return False
 
+    def wait_durable(self, landing: Landing, step: int, timeout_seconds: float | None) -> None:
+        """Returns when a save is in storage.
+
+        Args:
+            landing: Where it has come to.
+            step: Of it.
+            timeout_seconds: Longest time to wait; None: as long as it takes.
+
+        Raises:
+            CheckpointError: It is not, in time.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self.is_durable(landing):
+            if deadline is not None and time.monotonic() > deadline:
+                raise CheckpointError.of(
+                    f"step {step} to be durable within {timeout_seconds} s",
+                    f"in {landing.tier.name} only",
+                    "see whether its flusher runs (shade checkpoint list)",
+                )
+            time.sleep(POLL_SECONDS)
+
     def close(self, *, keep_buffers: bool) -> None:
         """Lets go of everything.
 
         Args:
-            keep_buffers: Leave own memory for a process that comes after.
+            keep_buffers: Leave own memory, if there is a snapshot in it, for a process that comes after.
         """
-        if keep_buffers or (self.memory is None and self.storage is None):
+        if not keep_buffers and (self.memory is not None or self.storage is not None):
+            self.stage.remove()
+        elif self.stage.held():
             self.stage.close()
         else:
-            self.stage.remove()
+            self.stage.vacate()
         self._resources.close()
 
 

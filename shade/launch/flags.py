@@ -29,6 +29,7 @@ examples:
   %(prog)s bench_cifar10.py /mnt/nfs/cifar10/train -n 4 -g 2 -nr 0 -master_address 10.0.0.1 --nodedist \\
       --host_ip 10.0.0.1 --port_num 7000 -cn 4 -rep 3.0 -wss 0.2
   %(prog)s … --dry-run                                 shows the plan and starts nothing
+  %(prog)s … --checkpoint redis://10.0.0.1:6379 --persist /mnt/nfs/snapshots --checkpoint-every 20
   %(prog)s --resume                                    goes on with the latest run
 
 hit ratio, as ever:  grep -c hitting train.log;  grep -c miss train.log
@@ -157,6 +158,23 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         type=float,
         metavar="R",
         help="pads: repeats of cached samples",
+    )
+
+    snapshots = top.add_argument_group("checkpoints")
+    snapshots.add_argument(
+        "--checkpoint", metavar="URL", help="store whose memory takes snapshots; it must outlive the run (none)"
+    )
+    snapshots.add_argument(
+        "--persist", metavar="DIR", help="durable storage for them, a path or URL (DIR/checkpoints of --out)"
+    )
+    snapshots.add_argument(
+        "--checkpoint-every", "--checkpoint_every", metavar="SPEC", help="50 (steps), 30s, 5m, 2%% or never (30s)"
+    )
+    snapshots.add_argument(
+        "--checkpoint-keep", "--checkpoint_keep", metavar="SPEC", help="last=2,every=1000,best=val_loss … (last=2)"
+    )
+    snapshots.add_argument(
+        "--checkpoint-strategy", "--checkpoint_strategy", metavar="NAME", help="overlap (default) or copy"
     )
 
     ranks = top.add_argument_group("ranks")

@@ -16,6 +16,8 @@ from PIL import Image, UnidentifiedImageError
 
 from shade.config import RunConfig
 from shade.errors import ConfigError, DataError, StoreUnavailableError
+from shade.launch import snapshots
+from shade.launch.resolve import Stores
 from shade.policy import POLICIES
 from shade.sampling import MODES
 from shade.store import open_store
@@ -24,12 +26,12 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 """What ImageFolder takes for an image."""
 
 
-def check(config: RunConfig, cache_url: str) -> None:
+def check(config: RunConfig, stores: Stores) -> None:
     """Checks the whole plan.
 
     Args:
         config: The resolved run.
-        cache_url: With its password.
+        stores: With their passwords.
 
     Raises:
         ConfigError: The plan asks for what cannot be.
@@ -49,8 +51,9 @@ def check(config: RunConfig, cache_url: str) -> None:
             "pass a smaller --batch_size",
         )
     check_out(config)
-    if cache_url != "none" and not cache_url.startswith("local:"):
-        check_cache(config, cache_url)
+    if stores.cache != "none" and not stores.cache.startswith("local:"):
+        check_cache(config, stores.cache)
+    snapshots.check(config, stores.checkpoint)
 
 
 def check_cache(config: RunConfig, cache_url: str) -> None:
@@ -92,10 +95,8 @@ def check_names(config: RunConfig) -> None:
 
 
 def check_out(config: RunConfig) -> None:
-    """The run directory: ours to write, and with a checkpoint in it or with no run at all, as asked for."""
+    """The run directory: ours to write, and without a run in it unless that is to be resumed."""
     out = Path(config.out)
-    if config.resume and config.node_rank == 0 and not config.checkpoint.is_file():
-        raise ConfigError.of("a checkpoint to resume from", str(config.checkpoint), "start without --resume")
     if not config.resume and any((out / name).exists() for name in ("run.json", "metrics.jsonl")):
         raise ConfigError.of("an --out without a run in it", config.out, "choose another, or go on with --resume")
     nearest = next(path for path in (out, *out.parents) if path.exists())

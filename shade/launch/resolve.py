@@ -1,4 +1,4 @@
-"""What the flags come to: one `RunConfig`, and the cache URL it must not contain the password of.
+"""What the flags come to: one `RunConfig`, and the stores' URLs that it must not contain the passwords of.
 
 Precedence: what was typed; then, on ``--resume``, what the run said before; then the default. The original's defaults
 hold when a script is named (``resnet18``, batch 256, working set 0.1); with nothing named, the embedded default trains
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,16 @@ _EMBEDDED: dict[str, Any] = {
 _TYPED_AS = {"gpus": "processes", "nr": "node_rank", "working_set_size": "working_set_fraction"}
 
 
-def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, str]:
+@dataclass(frozen=True)
+class Stores:
+    """URLs with any password: for the ranks' environment, never for a file."""
+
+    cache: str
+    """Or ``none``."""
+    checkpoint: str | None = None
+
+
+def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Stores]:
     """Resolves the flags.
 
     Args:
@@ -42,7 +51,7 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, str]:
         directory: The user's working directory.
 
     Returns:
-        The run, and the cache URL with any password.
+        The run, and the URLs of its stores.
 
     Raises:
         ConfigError: A combination that cannot be.
@@ -64,13 +73,17 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, str]:
         if typed.get("sampling", "pads") != "pads":
             raise ConfigError.of("--sampling pads with -rep", typed["sampling"], "leave one of the two out")
         chosen["sampling"] = "pads"
-    url = _cache_url(typed, chosen)
-    chosen["cache"] = "none" if url == "none" else str(StoreURL.parse(url))
+    stores = Stores(_cache_url(typed, chosen), _unmasked(chosen["checkpoint"]) if chosen.get("checkpoint") else None)
+    chosen["cache"] = "none" if stores.cache == "none" else str(StoreURL.parse(stores.cache))
+    if stores.checkpoint is not None:
+        chosen["checkpoint"] = str(StoreURL.parse(stores.checkpoint))
+    if "://" not in (chosen.get("persist") or "://"):
+        chosen["persist"] = str((directory / Path(chosen["persist"]).expanduser()).resolve())
     if chosen.get("nodes", 1) == 1 and "master_port" not in typed:
         chosen["master_port"] = 0
     config = RunConfig(**chosen)
     _check(config)
-    return config, url
+    return config, stores
 
 
 def _embedded() -> dict[str, Any]:
@@ -145,8 +158,12 @@ def _cache_url(typed: dict[str, Any], chosen: dict[str, Any]) -> str:
             "local:// on each",
             "pass --cache redis+cluster://host:port or --cache none",
         )
-    # A password was not saved with the run: without it the URL is completed from the environment again.
-    return str(chosen.get("cache", "local://")).replace(":***@", "@").replace("//@", "//")
+    return _unmasked(chosen.get("cache", "local://"))
+
+
+def _unmasked(url: str) -> str:
+    """A saved URL without the mask for its password, which was not saved: the environment completes it again."""
+    return url.replace(":***@", "@").replace("//@", "//")
 
 
 def _check(config: RunConfig) -> None:

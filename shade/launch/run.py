@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shade.config import ACCESS_LOG, CACHE_URL, RUN_FILE, RunConfig
+from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
 from shade.errors import ShadeError
-from shade.launch import flags, preflight
+from shade.launch import flags, preflight, snapshots
 from shade.launch.progress import watch
 from shade.launch.ranks import Ended, Ranks, command, signals_as_exceptions
-from shade.launch.resolve import resolve
+from shade.launch.resolve import Stores, resolve
 from shade.launch.workspace import Workspace
 from shade.report import write_report
 from shade.store import open_store
@@ -38,19 +38,20 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     args = flags.parse(sys.argv[1:] if argv is None else argv, prog)
     dry_run = vars(args).pop("dry_run", False)
     config: RunConfig | None = None
+    stores = Stores("none")
     try:
         with signals_as_exceptions():
-            config, cache_url = resolve(args, Path.cwd())
-            preflight.check(config, cache_url)
+            config, stores = resolve(args, Path.cwd())
+            preflight.check(config, stores)
             if dry_run:
                 sys.stdout.write(describe(config) + "\n")
                 return 0
-            code, message = _launch(config, cache_url)
+            code, message = _launch(config, stores)
     except ShadeError as error:
         code, message = 2, " ".join(str(error).split())
     except Ended as ended:
         code, message = 128 + ended.number, f"stopped by {ended}"
-    if code and config is not None and code != 2 and config.checkpoint.is_file():
+    if code and config is not None and code != 2 and snapshots.exist(config, stores.checkpoint):
         message += f"; go on with --resume {config.out}"
     if message:
         sys.stderr.write(f"{prog}: {message}\n")
@@ -69,15 +70,15 @@ def describe(config: RunConfig) -> str:
     return "\n".join([*lines, f"{'command':{width}}  {' '.join(command(config))}"])
 
 
-def _launch(config: RunConfig, cache_url: str) -> tuple[int, str]:
+def _launch(config: RunConfig, stores: Stores) -> tuple[int, str]:
     """Trains and reports; the exit code and what to say about it."""
     place = Workspace(config, Path.cwd())
     try:
         with contextlib.ExitStack() as stack:
-            if cache_url.startswith("local:"):
-                cache_url = stack.enter_context(open_store(cache_url)).url
+            if stores.cache.startswith("local:"):
+                stores = dataclasses.replace(stores, cache=stack.enter_context(open_store(stores.cache)).url)
             config = dataclasses.replace(config, master_port=config.master_port or _free_port())
-            environment = _environment(config, cache_url, place)
+            environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
             code = watch(ranks.poll, config)
     except ShadeError:
@@ -97,8 +98,10 @@ def _launch(config: RunConfig, cache_url: str) -> tuple[int, str]:
     return 0, f"report, picture and logs are in {config.out}"
 
 
-def _environment(config: RunConfig, cache_url: str, place: Workspace) -> dict[str, str]:
-    environment = os.environ | {RUN_FILE: str(config.save()), CACHE_URL: cache_url, ACCESS_LOG: str(place.train_log)}
+def _environment(config: RunConfig, stores: Stores, place: Workspace) -> dict[str, str]:
+    environment = os.environ | {RUN_FILE: str(config.save()), CACHE_URL: stores.cache, ACCESS_LOG: str(place.train_log)}
+    if stores.checkpoint is not None:
+        environment[CHECKPOINT_URL] = stores.checkpoint
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.processes)))
     environment.setdefault("PYTHONUNBUFFERED", "1")
     if config.master_socket:

@@ -17,7 +17,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shade.config import RunConfig
+from shade.config import SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
 from shade.telemetry import JsonlSink
 
@@ -66,8 +66,9 @@ class Workspace:
 
     @property
     def has_results(self) -> bool:
-        """Whether anything is there that somebody may want to keep: an epoch's metrics or a checkpoint."""
-        return (self.metrics.exists() and self.metrics.stat().st_size > 0) or (self.out / "checkpoint.pt").exists()
+        """Whether anything is there that somebody may want to keep: an epoch's metrics or a snapshot."""
+        measured = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return measured or any((self.out / SNAPSHOTS).glob("*/*/commit.json"))
 
     def undo(self) -> None:
         """Removes what a run writes, unless there are results; the link points where it did before.
@@ -84,7 +85,8 @@ class Workspace:
             path.unlink(missing_ok=True)
         for path in (*self.out.glob("failure-*.txt"), *self.out.glob("rank*.prom")):
             path.unlink()
-        shutil.rmtree(self.out / "tensorboard", ignore_errors=True)
+        for folder in ("tensorboard", SNAPSHOTS):
+            shutil.rmtree(self.out / folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             for path in self._made:
                 path.rmdir()

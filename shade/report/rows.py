@@ -74,6 +74,9 @@ class Run:
     epochs: list[EpochSummary] = field(default_factory=list)
     num_torn: int = 0
     """Lines that were not JSON: torn by a kill, and left out."""
+    snapshots: dict[str, float] = field(default_factory=dict)
+    """``saves``, ``failed``, ``blocked_seconds`` of the slowest rank, ``committed_step``, ``durable_step``; what no row
+    tells of is left out."""
     num_samples: int | None = None
     """N, the size of the data set, as the last row that names ``num_samples`` has it, or else the plan."""
 
@@ -103,9 +106,10 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         raise DataError.of(
             "metrics.jsonl in a run directory", str(directory), f"{error.strerror}: name a run"
         ) from None
-    rows, num_torn = [], 0
+    rows, told, num_torn = [], [], 0
     for line in lines:
         row = _parse(line)
+        told += [row] if row is not None and isinstance(row.get("checkpoint"), dict) else []
         if row is not None and row.get("kind", "epoch") == "epoch" and isinstance(row.get("epoch"), int):
             rows.append(row)
         elif row is None and line.strip():
@@ -122,7 +126,23 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         by_epoch.setdefault(row["epoch"], []).append(row)
     summaries = [_summarize(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)]
     num_samples = _last([plan, *rows], "num_samples")
-    return Run(directory, plan, summaries, num_torn, int(num_samples) if num_samples else None)
+    return Run(directory, plan, summaries, num_torn, _snapshots(told), int(num_samples) if num_samples else None)
+
+
+def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Counts as rank 0 has them, the wait of the slowest rank, the newest steps."""
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_rank.setdefault(int(row.get("rank") or 0), []).append(row["checkpoint"])
+    first = by_rank.get(0, [])
+    known = {
+        "saves": _sum(first, "saves"),
+        "failed": _sum(first, "failed"),
+        "blocked_seconds": _largest(_sum(each, "blocked_seconds") for each in by_rank.values()),
+        "committed_step": _last(first, "committed_step"),
+        "durable_step": _last(first, "durable_step"),
+    }
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

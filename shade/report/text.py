@@ -182,9 +182,24 @@ def _totals(run: Run) -> Iterator[str]:
         ]
         even = f"; least effective sample size {min(shares):.1%} of those drawn" if shares else ""
         yield f"  Gradient weights: largest |z| {max(zs):.2f}, {verdict}{even}."
+    if run.snapshots.get("saves"):
+        yield f"  {_snapshots(run)}"
     for name, meaning in TROUBLES.items():
         if total := run.total(name):
             yield f"  {total:,} {meaning}."
+
+
+def _snapshots(run: Run) -> str:
+    known = run.snapshots
+    seconds = sum(e.epoch_seconds or 0.0 for e in run.epochs)
+    share = f" ({known.get('blocked_seconds', 0.0) / seconds:.1%} of the time)" if seconds else ""
+    failed = f", {known['failed']:.0f} of them reached no place (the log says why)" if known.get("failed") else ""
+    durable = known.get("durable_step", 0)
+    return (
+        f"{known['saves']:.0f} snapshots{failed}; training waited {known.get('blocked_seconds', 0.0):.2f} s for "
+        f"them{share}; the newest that outlives the machine is of step {known.get('committed_step', 0):.0f}, "
+        + (f"in storage of step {durable:.0f}." if durable else "none was in storage yet.")
+    )
 
 
 def _fewer(part: int, whole: int) -> str:

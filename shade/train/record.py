@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class RunRecord:
         rank: This rank.
         local_rank: Its number on this machine.
         host_group: A gloo group of all ranks, or None when there is one rank.
+        snapshots: What became of the snapshots since it was last asked.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class RunRecord:
         rank: int,
         local_rank: int,
         host_group: dist.ProcessGroup | None,
+        snapshots: Callable[[], dict[str, Any]],
     ) -> None:
         self._out = Path(config.out)
         self._dataset, self._sampler = dataset, sampler
         self._rank, self._local_rank, self._host_group = rank, local_rank, host_group
+        self._snapshots = snapshots
         self._world_size = 1 if host_group is None else host_group.size()
         self._metrics = JsonlSink(self._out / "metrics.jsonl") if rank == 0 else None
         self._boards = _tensorboard(self._out / "tensorboard") if rank == 0 else None
@@ -129,16 +133,22 @@ class RunRecord:
             "val_accuracy": val_accuracy,
             "learning_rate": learning_rate,
             "receipt": vars(self._sampler.receipt),
+            "checkpoint": self._snapshots(),
         }
         self._write(row)
         self._log(row)
         self._expose()
 
     def end_run(self) -> None:
-        """Accounts for what was read and not used: the prefetch of a run stopped by ``--steps``. Collective."""
+        """Accounts for what was read and not used (the prefetch of a run stopped by ``--steps``), and for the snapshots
+        since the last epoch's row. Collective."""
         row = self._row(self._sampler.epoch, self._ledger_since())
         if any(each["hits"] or each["misses"] for each in self._gather(row)):
             self._write(row)
+        last = {"kind": "end", "rank": self._rank, "checkpoint": self._snapshots(), "time": time.time()}
+        for each in self._gather(last):
+            if self._metrics is not None:
+                self._metrics.write(each)
 
     def close(self) -> None:
         """Closes the files. Safe to call twice."""

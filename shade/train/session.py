@@ -1,23 +1,22 @@
 """TrainSession: the part of a training script that is the same in every script.
 
-It sets up the ranks, times the waiting for data, keeps a checkpoint and resumes from it, has the record kept
-(`shade.train.record`), and turns a deliberate error into the one line that the launcher shows. What a user should see
-and copy (data set, sampler, loss, backward, report) stays in the script.
+It sets up the ranks, times the waiting for data, has snapshots kept and resumes from them (`shade.train.snapshots`),
+has the record kept (`shade.train.record`), and turns a deliberate error into the one line that the launcher shows. What
+a user should see and copy (data set, sampler, loss, backward, report) stays in the script.
 
-The checkpoint is one file, written aside and renamed, so it is always whole: after every epoch and at least every
-`SAVE_SECONDS` between. Steps are counted by `ShadeSampler.report`, once a step. Before each step the random generators
-are set from (seed, step, rank), before each batch's transforms from (seed, epoch, batch); there is no generator state
-to save. Invariant: a run killed at any moment and resumed takes the steps it would have taken, from its last checkpoint
-on, and on the same number of CPU ranks with the same parameters, bit for bit.
+A snapshot is taken between two steps, when ``--checkpoint-every`` says so, and at every epoch's end; it travels while
+training goes on. Steps are counted by `ShadeSampler.report`, once a step. Before each step the random generators are
+set from (seed, step, rank), before each batch's transforms from (seed, epoch, batch), whatever a snapshot says of them:
+so a run may go on with other ranks. Invariant: a run killed at any moment and resumed takes the steps it would have
+taken, from its last snapshot on, and on the same number of CPU ranks with the same parameters, bit for bit.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,12 +31,24 @@ from shade.data.sampler import ShadeSampler
 from shade.errors import ConfigError, ShadeError
 from shade.process import die_with_parent
 from shade.train.record import RunRecord
+from shade.train.snapshots import Snapshots
 from shade.types import Stateful
 
-SAVE_SECONDS = 30.0
-"""Longest time between two checkpoints: what a kill can cost, against the cost of writing one."""
-
 logger = logging.getLogger("shade.train")
+
+
+class _Place:
+    """Where between two steps a run is, besides what the sampler knows."""
+
+    def __init__(self) -> None:
+        self.epoch_ended = False
+        """Whether `TrainSession.end_epoch` has been through: the next epoch is due, though no step of it was taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch_ended = state["epoch_ended"]
 
 
 class TrainSession:
@@ -56,13 +67,13 @@ class TrainSession:
         self.device = torch.device(f"cuda:{self.local_rank % torch.cuda.device_count()}" if cuda else "cpu")
         self._dataset: ShadeDataset | None = None
         self._sampler: ShadeSampler | None = None
-        self._stateful: dict[str, Stateful] = {}
+        self._snapshots: Snapshots | None = None
         self._host_group: dist.ProcessGroup | None = None
         self._record: RunRecord | None = None
         self._steps_before = 0
         self._epoch_steps = 0
-        self._epoch_ended = False
-        self._saved_at = time.monotonic()
+        self._place = _Place()
+        self._saved: tuple[int, bool] | None = None
 
     @classmethod
     def from_environment(cls) -> TrainSession:
@@ -100,64 +111,59 @@ class TrainSession:
     ) -> None:
         if isinstance(error, ShadeError):
             (Path(self.config.out) / f"failure-{self.rank}.txt").write_text(_one_line(error) + "\n")
-        elif error is None and self._record is not None:
-            self._record.end_run()
-        for thing in (self._sampler, self._dataset, self._record):
-            if thing is not None:
-                thing.close()
-        if dist.is_initialized() and error is None:
-            dist.destroy_process_group()
+        try:
+            if error is None and self._record is not None:
+                self._attached()[3].settle()
+                self._record.end_run()
+            if self._snapshots is not None:
+                self._snapshots.close(kind, error, trace)
+        finally:
+            for thing in (self._sampler, self._dataset, self._record):
+                if thing is not None:
+                    thing.close()
+            if dist.is_initialized() and error is None:
+                dist.destroy_process_group()
 
     # ── what is trained ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self, dataset: ShadeDataset, sampler: ShadeSampler, **stateful: Stateful) -> None:
-        """Takes what has state under its care and, with ``--resume``, brings it back.
+        """Takes what has state under its care and, with ``--resume``, brings it back. On every rank.
 
         Args:
             dataset: Its cache's ledger goes into the metrics.
-            sampler: Its state goes into the checkpoint.
+            sampler: Its state goes into the snapshots.
             **stateful: Model, optimizer, scheduler, scaler … by name.
+
+        Raises:
+            ConfigError: The places for snapshots cannot be used, or there is none to resume from.
+            CheckpointError: No snapshot fits, or none is whole.
         """
         self._dataset, self._sampler = dataset, sampler
-        self._stateful = {"sampler": sampler, **stateful}
+        self._snapshots = Snapshots(self.config, {"sampler": sampler, **stateful, "session": self._place})
         if self.config.resume:
-            state = self._load()
-            for name, thing in self._stateful.items():
-                thing.load_state_dict(state[name])
+            total_steps = self._snapshots.restore()
             self._epoch_steps = sampler.steps_done
-            self._steps_before = state["total_steps"] - sampler.steps_done
-            self._epoch_ended = state["epoch_ended"]
-        self._record = RunRecord(self.config, dataset, sampler, self.rank, self.local_rank, self._host_group)
-
-    def _load(self) -> dict[str, Any]:
-        """The checkpoint; machine 0 has the file, the other ranks get its bytes."""
-        content = torch.empty(0, dtype=torch.uint8)
-        if self.rank == 0:
-            content = torch.frombuffer(bytearray(self.config.checkpoint.read_bytes()), dtype=torch.uint8)
-        if self.world_size > 1:
-            length = torch.tensor([len(content)], device=self.device)
-            dist.broadcast(length, src=0)
-            content = content if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-            content = content.to(self.device)
-            dist.broadcast(content, src=0)
-        state: dict[str, Any] = torch.load(
-            io.BytesIO(content.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
+            self._steps_before = total_steps - sampler.steps_done
+        self._record = RunRecord(
+            self.config, dataset, sampler, self.rank, self.local_rank, self._host_group, self._snapshots.figures
         )
-        return state
 
     def save(self) -> None:
-        """Writes the checkpoint now, between two steps. Rank 0 writes; the others return at once."""
-        if self.rank != 0:
-            return
-        state = {name: thing.state_dict() for name, thing in self._stateful.items()}
-        path = self.config.checkpoint
-        aside = path.with_suffix(".new")
-        with aside.open("wb") as file:
-            torch.save(state | {"total_steps": self.total_steps, "epoch_ended": self._epoch_ended}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        self._saved_at = time.monotonic()
+        """Takes a snapshot now, between two steps, and returns when it outlives this process. On every rank.
+
+        Raises:
+            CheckpointError: It is nowhere.
+        """
+        snapshots = self._attached()[3]
+        self._begin_save(again=True)
+        snapshots.wait_committed()
+
+    def _begin_save(self, metrics: Mapping[str, float] | None = None, *, again: bool = False) -> None:
+        """Takes a snapshot, unless this very moment has one already."""
+        moment = (self.total_steps, self._place.epoch_ended)
+        if again or moment != self._saved:
+            self._attached()[3].save(self.total_steps, metrics)
+            self._saved = moment
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,7 +173,7 @@ class TrainSession:
         One that was interrupted between its last step and `end_epoch` has no batches left, and is ended again.
         """
         assert self._sampler is not None, "attach() comes first"
-        first = self._sampler.epoch + self._epoch_ended
+        first = self._sampler.epoch + self._place.epoch_ended
         for epoch in range(first, self.config.epochs):
             if self._out_of_steps():
                 return
@@ -183,12 +189,13 @@ class TrainSession:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yields the loader's batches, and measures how long each was waited for.
 
-        Ends early when ``--steps`` are used up. A checkpoint falls due between two batches.
+        Ends early when ``--steps`` are used up. A snapshot falls due between two batches: the step before is over, the
+        next one has not begun.
         """
-        sampler, dataset, record = self._attached()
+        sampler, dataset, record, snapshots = self._attached()
         if sampler.steps_done == 0:
             self._steps_before, self._epoch_steps = self.total_steps, 0
-        self._epoch_ended = False
+        self._place.epoch_ended = False
         record.begin_epoch()
         dataset.generators.follow(self.config.seed, sampler.epoch)
         source = iter(loader)
@@ -204,10 +211,9 @@ class TrainSession:
             taken += 1
             self._epoch_steps = max(self._epoch_steps, taken)  # counts scripts, too, that have nothing to report
             record.show_progress()
-            if self.rank == 0 and time.monotonic() - self._saved_at > SAVE_SECONDS:
-                self.save()
+            snapshots.step(self.total_steps)
         if self._out_of_steps():
-            self.save()
+            self._begin_save()
 
     def _out_of_steps(self) -> bool:
         return self.config.steps is not None and self.total_steps >= self.config.steps
@@ -219,7 +225,7 @@ class TrainSession:
     def end_epoch(
         self, epoch: int, *, val_loss: float | None, val_accuracy: float | None, learning_rate: float
     ) -> None:
-        """Writes the epoch's metrics row of every rank, and a checkpoint. All ranks call it together.
+        """Writes the epoch's metrics row of every rank, and begins a snapshot. All ranks call it together.
 
         Args:
             epoch: Its number.
@@ -227,19 +233,21 @@ class TrainSession:
             val_accuracy: In [0, 1], or None.
             learning_rate: As used in the epoch.
         """
-        sampler, _, record = self._attached()
+        sampler, _, record, _ = self._attached()
         record.end_epoch(epoch, val_loss=val_loss, val_accuracy=val_accuracy, learning_rate=learning_rate)
         if val_accuracy is not None:
             sampler.report_validation(val_accuracy)
-        self._epoch_ended = sampler.steps_done >= sampler.num_steps
-        if self._epoch_ended:
-            self.save()
+        self._place.epoch_ended = sampler.steps_done >= sampler.num_steps
+        if self._place.epoch_ended:
+            measured = {"val_loss": val_loss, "val_accuracy": val_accuracy}
+            self._begin_save({name: value for name, value in measured.items() if value is not None})
 
-    def _attached(self) -> tuple[ShadeSampler, ShadeDataset, RunRecord]:
+    def _attached(self) -> tuple[ShadeSampler, ShadeDataset, RunRecord, Snapshots]:
         assert self._sampler is not None, "attach() comes first"
         assert self._dataset is not None
         assert self._record is not None
-        return self._sampler, self._dataset, self._record
+        assert self._snapshots is not None
+        return self._sampler, self._dataset, self._record, self._snapshots
 
 
 def _one_line(error: ShadeError) -> str:

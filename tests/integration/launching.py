@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +17,13 @@ import numpy as np
 import psutil
 import torch
 from PIL import Image
+
+from shade.checkpoint.manifest import Commit
+from shade.checkpoint.own_memory import own_folder, own_records
+from shade.checkpoint.storage_tier import StorageTier
+from shade.config import RunConfig
+from shade.errors import ConfigError
+from shade.storage import open_volume
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNSHADE = ROOT / "benchmarks" / "runshade.py"
@@ -76,9 +85,10 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def rows(out: Path, *, end: bool = False) -> list[dict[str, Any]]:
+    """metrics.jsonl: the rows of epochs, or those of the run's end."""
+    told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in told if (row["kind"] == "end") == end]
 
 
 def stream_of(log: Path, ranks: int) -> dict[int, list[int]]:
@@ -93,10 +103,24 @@ def stream_of(log: Path, ranks: int) -> dict[int, list[int]]:
     return steps
 
 
+def snapshots(out: Path) -> list[Commit]:
+    """What a run can be resumed from, newest first: in own memory and in the run directory."""
+    config = RunConfig.load(out / "run.json")
+    assert config.persist_to is not None
+    with open_volume(config.persist_to) as volume:
+        held = [*own_records(own_folder(config.run)).values(), *StorageTier(volume, config.run).held().values()]
+    return sorted(held, key=lambda record: record.sequence, reverse=True)
+
+
 def saved_step(out: Path) -> int:
-    """Steps in the checkpoint; 0 without one."""
-    path = out / "checkpoint.pt"
-    return int(torch.load(path, weights_only=True)["total_steps"]) if path.exists() else 0
+    """Steps in the newest snapshot; 0 without one."""
+    return max((record.step for record in snapshots(out)[:1]), default=0)
+
+
+def forget(out: Path) -> None:
+    """Takes away what a killed run left in shared memory for a restart that will not come."""
+    with contextlib.suppress(ConfigError):
+        shutil.rmtree(own_folder(RunConfig.load(out / "run.json").run), ignore_errors=True)
 
 
 class Family:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from launching import ROOT, make_images, rows
+from launching import ROOT, make_images, rows, saved_step
 
 from shade import TrainSession
 from shade.config import ACCESS_LOG, CACHE_URL, RUN_FILE, RunConfig
@@ -67,6 +67,7 @@ def train(data: Path, script: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
             monkeypatch.delenv(CACHE_URL, raising=False)
             monkeypatch.delenv(RUN_FILE, raising=False)
             monkeypatch.setenv(ACCESS_LOG, str(tmp_path / "out" / "train.log"))
+            config.save()
             with TrainSession(config) as session:
                 script.train(session, config)
             return rows(tmp_path / "out")
@@ -109,8 +110,7 @@ def test_without_a_cache_it_trains_all_the_same(train: Train, tmp_path: Path) ->
 @pytest.mark.parametrize("steps", [1, 6, 8])
 def test_steps_end_a_run_in_mid_epoch_and_the_checkpoint_says_where(steps: int, train: Train, tmp_path: Path) -> None:
     train(steps=steps)
-    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
-    assert state["total_steps"] == steps
+    assert saved_step(tmp_path / "out") == steps
     logged = (tmp_path / "out" / "train.log").read_text().splitlines()
     counted = sum(row["hits"] + row["misses"] for row in rows(tmp_path / "out"))
     assert sum(line.startswith(("hitting", "miss")) for line in logged) == counted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import STREAM, Family, make_images, start, wait_for
+from launching import STREAM, Family, forget, make_images, saved_step, start, wait_for
 
 WORKERS_NOTICE_SECONDS = 20.0
 """A worker looks after its rank every five seconds."""
@@ -63,6 +63,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     for process in run.family.running():
         if "python" in process.name():  # the server's watchdog sees to the server, and to its folder
             process.kill()
+    forget(tmp_path / "out")
 
 
 def test_the_run_of_these_tests_has_all_that_could_be_left_behind(running: Running) -> None:
@@ -79,7 +80,7 @@ def test_the_run_of_these_tests_has_all_that_could_be_left_behind(running: Runni
 
 
 def test_sigterm(running: Running) -> None:
-    wait_for((running.here / "out" / "checkpoint.pt").exists)
+    wait_for(lambda: saved_step(running.here / "out"))
     running.launcher.send_signal(signal.SIGTERM)
     status, _, err = running.end()
     assert status == 128 + signal.SIGTERM

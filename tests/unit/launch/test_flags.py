@@ -43,6 +43,11 @@ BOTH_SPELLINGS = [
     ("steps", 9, ["--steps"]),
     ("out", "d", ["--out"]),
     ("resume", "d", ["--resume"]),
+    ("checkpoint", "redis://h", ["--checkpoint"]),
+    ("persist", "d", ["--persist"]),
+    ("checkpoint_every", "2%", ["--checkpoint-every", "--checkpoint_every"]),
+    ("checkpoint_keep", "last=3,best=val_loss", ["--checkpoint-keep", "--checkpoint_keep"]),
+    ("checkpoint_strategy", "copy", ["--checkpoint-strategy", "--checkpoint_strategy"]),
 ]
 SWITCHES = [
     ("cache_training_data", ["--cache_training_data", "-cache_training_data", "--cache-training-data"]),

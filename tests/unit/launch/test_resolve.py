@@ -16,7 +16,8 @@ PASSWORD = "s3cret/pass"
 
 
 def come_to(line: str, directory: Path) -> tuple[RunConfig, str]:
-    return resolve(parse(line.split()), directory)
+    config, stores = resolve(parse(line.split()), directory)
+    return config, stores.cache
 
 
 @pytest.fixture

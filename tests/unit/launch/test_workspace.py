@@ -52,9 +52,10 @@ def test_undo_leaves_another_machines_directory_alone(here: Path, tmp_path: Path
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("result", ["metrics.jsonl", "checkpoint.pt"])
+@pytest.mark.parametrize("result", ["metrics.jsonl", "checkpoints/r-0/step-0000000007/commit.json"])
 def test_undo_keeps_results(result: str, here: Path, tmp_path: Path) -> None:
     place = Workspace(config_of(tmp_path / "r"), here)
+    (place.out / result).parent.mkdir(parents=True, exist_ok=True)
     (place.out / result).write_text("{}\n")
     place.undo()
     assert (place.out / result).exists()
@@ -64,6 +65,14 @@ def test_undo_keeps_results(result: str, here: Path, tmp_path: Path) -> None:
 def test_an_empty_metrics_file_is_no_result(here: Path, tmp_path: Path) -> None:
     place = Workspace(config_of(tmp_path / "r"), here)
     place.metrics.touch()
+    place.undo()
+    assert not place.out.exists()
+
+
+def test_a_snapshot_that_was_never_committed_is_no_result(here: Path, tmp_path: Path) -> None:
+    place = Workspace(config_of(tmp_path / "r"), here)
+    (place.out / "checkpoints" / "r-0" / "step-0000000007").mkdir(parents=True)
+    (place.out / "checkpoints" / "r-0" / "step-0000000007" / "rank-0.json").touch()
     place.undo()
     assert not place.out.exists()
 

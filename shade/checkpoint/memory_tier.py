@@ -108,11 +108,7 @@ class MemoryTier(Tier):
     # ------------------------------------------------------------------------------------------------ writing
 
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """See `Tier`.
-
-        Raises:
-            StoreFullError: No memory for it, or every slot holds what is not in storage yet.
-        """
+        """See `Tier`. A store that is full is one without memory for it, or with every slot waiting for the flusher."""
         layout, (table, tags) = self._layout(), self._book.table()
         commits = self._book.committed(table)
         number = self._choose(table, commits)
@@ -280,7 +276,9 @@ class MemoryTier(Tier):
 
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
         """See `Tier`."""
-        buffers = [np.empty(manifest.chunks[number].num_bytes, np.uint8).data for number in numbers]
+        ends = np.cumsum([manifest.chunks[number].num_bytes for number in numbers]).tolist()
+        whole = np.empty(ends[-1] if ends else 0, np.uint8).data  # in one piece: the kernel gives it out in huge pages
+        buffers = [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         found = self.read_chunks_into(place, manifest, numbers, buffers, copy)
         return [buffer if is_there else None for buffer, is_there in zip(buffers, found, strict=True)]
 
@@ -372,11 +370,7 @@ class MemoryTier(Tier):
         return self._slots.get(place)
 
     def _taken(self, place: str) -> Slot:
-        """The slot that `prepare` took, if it is still ours.
-
-        Raises:
-            StoreError: It is not.
-        """
+        """The slot that `prepare` took; a StoreError if it is not ours any more."""
         table, _ = self._book.table()
         slot = table.find(place)
         if slot is None:

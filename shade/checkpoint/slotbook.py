@@ -31,12 +31,12 @@ class SlotBook:
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
         self.names = Names(run)
+        self._table_keys = {tag: self.names.key(tag, TABLE_NAME) for tag in placement_tags()}
 
     def table(self) -> tuple[Table, list[str]]:
         """The table, and the tags that it was found under."""
-        tags = placement_tags()
-        contents = self._store.get_many([self.names.key(tag, TABLE_NAME) for tag in tags])
-        found = [tag for tag, content in zip(tags, contents, strict=True) if content is not None]
+        contents = self._store.get_many(list(self._table_keys.values()))
+        found = [tag for tag, content in zip(self._table_keys, contents, strict=True) if content is not None]
         tables = [Table.parse(content) for content in contents if content is not None]
         newest = max((table for table in tables if table is not None), key=lambda t: t.generation, default=Table())
         return newest, found
@@ -45,7 +45,7 @@ class SlotBook:
         """Writes it to every server of the layout that was taken last; where it was before and is not now, it goes."""
         last = max(table.slots.values(), key=lambda slot: slot.generation)
         self.write(dict.fromkeys(self.names.everywhere(last, TABLE_NAME), table.to_bytes()))
-        self._store.delete_many([self.names.key(tag, TABLE_NAME) for tag in old_tags if tag not in last.layout.tags])
+        self._store.delete_many([self._table_keys[tag] for tag in old_tags if tag not in last.layout.tags])
 
     def committed(self, table: Table) -> dict[int, Commit]:
         """The record of each slot that has one, by number."""
@@ -84,6 +84,9 @@ class SlotBook:
 
     def write(self, items: Mapping[str, Bytes]) -> None:
         """Writes all of it.
+
+        Args:
+            items: Values by key.
 
         Raises:
             StoreUnavailableError: A server is away.

@@ -16,6 +16,10 @@ _HOME = {
     "TrainSession": "shade.train",
     "open_store": "shade.store",
     "simulate": "shade.policy.simulator",
+    "init_acute": "shade.checkpoint.acute",
+    "init_dash": "shade.checkpoint.acute",
+    "destroy_acute": "shade.checkpoint.acute",
+    "destroy_dash": "shade.checkpoint.acute",
 }
 
 __all__ = [
@@ -25,6 +29,10 @@ __all__ = [
     "ShadeSampler",
     "TrainSession",
     "__version__",
+    "destroy_acute",
+    "destroy_dash",
+    "init_acute",
+    "init_dash",
     "open_store",
     "simulate",
 ]

@@ -247,7 +247,7 @@ class Deadline:
         """What the training calls after each step; returns at once unless there is a notice.
 
         Returns:
-            Whether a last snapshot has just been taken care of.
+            Whether a last save has just been made.
 
         Raises:
             SystemExit: It has, and there is an exit code.
@@ -269,16 +269,16 @@ class Deadline:
             return False
         self._done = True
         self._acting.set()
-        self._rescue(notice, self._plan)
+        before = self._saving.latest
+        self._rescue(notice, self._plan, before)
         if self._exit_code is not None:
             raise SystemExit(self._exit_code)
-        return True
+        return self._saving.latest is not before
 
-    def _rescue(self, notice: Notice, plan: _Plan | None) -> None:
-        """Step 4."""
+    def _rescue(self, notice: Notice, plan: _Plan | None, ticket: Ticket | None) -> None:
+        """Step 4; the ticket is that of the save before."""
         begun = time.monotonic()
         until = notice.deadline - _reserve(notice.seconds_left)
-        ticket = self._saving.latest
         if plan is None:
             self._say("not all ranks have answered; nothing new is saved")
         elif plan.goal is None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -37,21 +37,33 @@ class Ended(BaseException):
 
 
 @contextlib.contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises `Ended`; later ones wait until the tidying up is over."""
+def signals_as_exceptions() -> Iterator[Callable[[], None]]:
+    """The first SIGINT, SIGTERM or SIGHUP raises `Ended`; later ones wait until the tidying up is over.
+
+    Yields:
+        To be called now and then: raises `Ended` once more where the exception was lost, because the signal came in the
+        middle of something that ignores exceptions, such as what Python does at a fork.
+    """
+    asked: list[int] = []
+
+    def remind() -> None:
+        if asked:
+            raise Ended(asked[0])
+
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield remind
         return
 
     def unwind(number: int, frame: FrameType | None) -> None:
         del frame
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
+        asked.append(number)
         raise Ended(number)
 
     before = {number: signal.signal(number, unwind) for number in _SIGNALS}
     try:
-        yield
+        yield remind
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

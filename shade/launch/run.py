@@ -11,7 +11,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     config: RunConfig | None = None
     stores = Stores("none")
     try:
-        with signals_as_exceptions():
+        with signals_as_exceptions() as remind:
             config, stores = resolve(args, Path.cwd())
             preflight.check(config, stores)
             if dry_run:
                 sys.stdout.write(describe(config) + "\n")
                 return 0
-            code, message = _launch(config, stores)
+            code, message = _launch(config, stores, remind)
     except ShadeError as error:
         code, message = 2, " ".join(str(error).split())
     except Ended as ended:
@@ -70,8 +70,13 @@ def describe(config: RunConfig) -> str:
     return "\n".join([*lines, f"{'command':{width}}  {' '.join(command(config))}"])
 
 
-def _launch(config: RunConfig, stores: Stores) -> tuple[int, str]:
+def _launch(config: RunConfig, stores: Stores, remind: Callable[[], None]) -> tuple[int, str]:
     """Trains and reports; the exit code and what to say about it."""
+
+    def poll() -> int | None:
+        remind()
+        return ranks.poll()
+
     place = Workspace(config, Path.cwd())
     try:
         with contextlib.ExitStack() as stack:
@@ -80,7 +85,7 @@ def _launch(config: RunConfig, stores: Stores) -> tuple[int, str]:
             config = dataclasses.replace(config, master_port=config.master_port or _free_port())
             environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
-            code = watch(ranks.poll, config)
+            code = watch(poll, config)
     except ShadeError:
         place.undo()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -86,6 +87,17 @@ def test_a_signal_unwinds_once_and_the_handlers_come_back(number: signal.Signals
         tidy_up_under_fire()
     assert (caught.value.number, str(caught.value), tidied) == (number, number.name, [True])
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_whose_exception_was_lost_is_told_again() -> None:
+    """As when it comes while Python runs its own callbacks around a fork."""
+    with signals_as_exceptions() as remind:
+        remind()
+        with contextlib.suppress(Ended):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Ended) as caught:
+            remind()
+    assert caught.value.number == signal.SIGTERM
 
 
 def test_outside_the_main_thread_signals_are_left_alone() -> None:

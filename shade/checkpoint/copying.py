@@ -28,7 +28,7 @@ import torch
 
 from shade.checkpoint.layout import torch_dtype
 from shade.checkpoint.manifest import TensorEntry
-from shade.errors import TornSnapshotError
+from shade.errors import ConfigError, TornSnapshotError
 
 _PLACES: Final = 4
 _PLACE_BYTES: Final = 64
@@ -58,11 +58,11 @@ class Copying:
         self._source = {name: source[name].detach() for name in entries}
         self._live = {name: source[name] for name in entries}
         self._entries, self._buffer = entries, buffer
-        self._noted = {name: (tensor._version, tensor.data_ptr()) for name, tensor in self._live.items()}
+        self._noted = {name: _note(name, tensor) for name, tensor in self._live.items()}
         self._left = dict.fromkeys(entries)
         self._unchecked = dict.fromkeys(entries)
         devices = {tensor.device for tensor in self._source.values() if tensor.is_cuda}
-        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -118,7 +118,7 @@ class Copying:
             stream.synchronize()
         for name in names:
             tensor = self._live[name]
-            if (tensor._version, tensor.data_ptr()) != self._noted[name]:
+            if _note(name, tensor) != self._noted[name]:
                 raise self._torn(name)
         for name in names:
             tensor = self._source[name]
@@ -151,3 +151,11 @@ class Copying:
             f"expected {name!r} to stand still while it was copied, got a change; nothing was saved: call "
             "wait_copy_complete() before whatever writes to it (an attached optimizer does so by itself)"
         )
+
+
+def _note(name: str, tensor: torch.Tensor) -> tuple[int, int]:
+    """What changes when the tensor does."""
+    if tensor.is_inference():
+        cure = "clone() it outside of inference_mode before it is saved"
+        raise ConfigError.of(f"{name!r} to count its changes", "a tensor made under torch.inference_mode", cure)
+    return tensor._version, tensor.data_ptr()

@@ -44,6 +44,8 @@ class Landing:
 
     tier: Tier
     place: str
+    sequence: int = 0
+    """Of the save, as in its record."""
 
 
 @dataclass
@@ -160,10 +162,10 @@ class Courier:
             stored = store(tier, self._group, agreed, manifest, chunks)
             self._tell(tier, stored)
             if stored.place is not None:
-                return Landing(tier, stored.place)
+                return Landing(tier, stored.place, agreed.record.sequence)
             reasons.append(f"{tier.name}: {stored.reason}")
         if not self._ways and at_home.place is not None:
-            return Landing(self._stage, at_home.place)
+            return Landing(self._stage, at_home.place, agreed.record.sequence)
         raise CheckpointError("; ".join(reasons) or f"own memory: {at_home.reason}")
 
     def _tell(self, tier: Tier, stored: Stored) -> None:
@@ -179,7 +181,7 @@ class Courier:
 
     def _pack(self, parcel: Parcel) -> tuple[Manifest, Callable[[], Iterable[Bytes]]]:
         """Hashes the chunks, in their stored form, and makes the manifest."""
-        data = memoryview(parcel.buffer.numpy())[: parcel.num_bytes]
+        data = memoryview(parcel.buffer.numpy().data)[: parcel.num_bytes]
         plain = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
         draft = Manifest(
             run=self._run,

@@ -135,14 +135,21 @@ class Flusher:
         if not dirty:
             return None
         dirty, wanted = self._settle(dirty, self.storage.held())
+        lasting = {record.digest for record in self.keep.lasting.kept(record for _, record in dirty)}
+        for place, record in dirty:
+            if record.digest in lasting:
+                self.memory.hold(place)
         lost: CorruptCheckpointError | None = None
         for place, record in wanted:
             began = self._clock()
             try:
+                self.memory.hold(place)
                 num_bytes = self._write(place, record)
             except _StoppedError:
                 return None
             except CorruptCheckpointError as error:
+                if not self.memory.is_dirty(place):  # a newer one has taken its slot
+                    continue
                 if record.digest not in self._damaged:
                     logger.error("cannot flush, will try again: %s", error)
                 self._damaged.add(record.digest)
@@ -193,7 +200,7 @@ class Flusher:
         target = self.storage.prepare(record.step, sizes)
         self._progress.begin(f"{record.run} step {record.step}", sum(sizes))
         try:
-            with Ahead(_fetch(self._reader, snapshot, manifests), AHEAD_CHUNKS) as chunks:
+            with Ahead(_fetch(self._reader, snapshot, manifests), self._ahead_chunks) as chunks:
                 for manifest in manifests:
                     self.storage.put(
                         target, Shard(manifest, self._pass_on(itertools.islice(chunks, len(manifest.chunks))))
@@ -207,6 +214,8 @@ class Flusher:
             raise
         finally:
             self._progress.end()
+            with contextlib.suppress(StoreError):
+                self.memory.let_go(place)
         return sum(sizes)
 
     def _pass_on(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:

@@ -52,7 +52,7 @@ class Checkpointer:
         strategy: Name in `shade.checkpoint.strategies.STRATEGIES`: when the bytes are copied.
         every: When `step` saves: see `Schedule`.
         keep: What stays in storage: see `shade.checkpoint.retention.Keep`.
-        slots: Snapshots that the cluster's memory has room for, ≥ 2.
+        slots: Snapshots that the cluster's memory has room for, ≥ 2: one on its way to storage, the newest, the next.
         replicas: Further copies of every chunk on other nodes of the cluster.
         parity: (k, r): instead of copies, r parity chunks for every k on other nodes.
         codec: Of the chunks: see `shade.checkpoint.codec.CODECS`.
@@ -74,7 +74,7 @@ class Checkpointer:
         strategy: str = "overlap",
         every: str | int = "60s",
         keep: str = "last=2",
-        slots: int = 2,
+        slots: int = 3,
         replicas: int = 0,
         parity: tuple[int, int] | None = None,
         codec: str = "none",

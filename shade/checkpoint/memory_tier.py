@@ -1,8 +1,9 @@
 """Keeps snapshots in the memory of the cluster: slots used in turn, each on all servers, copied or coded against loss.
 
 What lies where is in `slots`. A snapshot that storage has not got yet makes its slot *dirty*; only the flusher takes
-that bit away. `MemoryTier.prepare` takes a slot that is clean and does not hold the newest snapshot, so that a flusher
-that is behind costs memory tier saves and never a snapshot.
+that bit away. `MemoryTier.prepare` takes a clean slot, or, where storage is slower than the saves, the oldest dirty one
+that no flusher holds: a newer snapshot is committed already, and training does not wait for a disk. It never takes the
+newest. The log says once that some are overtaken.
 
 Large values go through a few threads, each with connections of its own: SET from the caller's memory to the socket
 without a copy, GET from the socket into the caller's memory (`Store.get_many_into`). Small ones go to every server, and
@@ -16,16 +17,18 @@ nothing can be found any more. With `Layout.survives` ≥ 1 that is still so whe
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from shade.checkpoint.erasure import ErasureCode
 from shade.checkpoint.manifest import CHUNK_BYTES, Commit, Manifest, digest_of
+from shade.checkpoint.memory_room import check_room
 from shade.checkpoint.slotbook import TABLE_NAME, SlotBook
 from shade.checkpoint.slots import (
     Layout,
@@ -34,19 +37,17 @@ from shade.checkpoint.slots import (
     commit_name,
     dirty_name,
     extent_name,
+    hold_name,
     manifest_name,
 )
 from shade.checkpoint.stripe import Stripe, parity_of
 from shade.checkpoint.tier import Shard, Tier
-from shade.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
+from shade.errors import ConfigError, StoreError, StoreFullError
 from shade.store.base import Store
 from shade.types import Bytes
 
-_KEY_LENGTH: Final = 80
-_BUFFERS: Final = 2
-"""A server keeps, for each connection, the value that is arriving, and a buffer as large for the next one."""
-
 T = TypeVar("T")
+logger = logging.getLogger("shade.checkpoint")
 
 
 class MemoryTier(Tier):
@@ -94,6 +95,7 @@ class MemoryTier(Tier):
         self._slots: dict[str, Slot] = {}
         self._commits: dict[str, Commit] = {}
         self._num_threads = num_threads
+        self._overtaken = False
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shade-memory-tier")
         layout = self._layout()
         self.survives = layout.survives
@@ -115,7 +117,7 @@ class MemoryTier(Tier):
         old = table.slots.get(number)
         surplus = [n for n in table.slots if n >= self._num_slots and self._is_free(table, n, commits)]
         given_up = [table.slots[n] for n in {*surplus, *([] if old is None else [number])}]
-        self._check_room(layout, shard_bytes, given_up)
+        check_room(self.store, layout, shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
         for slot in given_up:
             self._book.erase_record(slot)
             kept_ranks = len(shard_bytes) if slot.number == number and slot.layout == layout else 0
@@ -127,13 +129,23 @@ class MemoryTier(Tier):
         return table.slots[number].place
 
     def _choose(self, table: Table, commits: Mapping[int, Commit]) -> int:
-        """The slot to take: an empty one, else the oldest clean one."""
+        """The slot to take: an empty one, else the oldest clean one, else the oldest that nobody is about to save."""
         free = [number for number in range(self._num_slots) if self._is_free(table, number, commits)]
+        if not free:
+            newest = max(commits, key=lambda number: commits[number].sequence)
+            free = [
+                number
+                for number in set(range(self._num_slots)) - {newest}
+                if self._flushed and not self._book.has(table.slots[number], hold_name(table.slots[number]))
+            ]
+            if free and not self._overtaken:
+                self._overtaken = True
+                logger.warning("storage is slower than the saves: some leave %s before they are in storage", self.name)
         if not free:
             steps = sorted(commit.step for commit in commits.values())
             raise StoreFullError(
                 f"expected one of {self._num_slots} slots to be free, got snapshots that are not in storage yet in all "
-                f"(steps {', '.join(map(str, steps))}): the flusher is behind, or not running; save less often, or "
+                f"(steps {', '.join(map(str, steps))}): the flusher is behind; save less often, or "
                 "give it more slots"
             )
         return min(free, key=lambda number: commits[number].sequence if number in commits else -1)
@@ -144,34 +156,6 @@ class MemoryTier(Tier):
         newest = max(commits, key=lambda other: commits[other].sequence)
         slot = table.slots[number]
         return number != newest and not (self._flushed and self._book.has(slot, dirty_name(slot)))
-
-    def _check_room(self, layout: Layout, shard_bytes: Sequence[int], given_up: Sequence[Slot]) -> None:
-        """Compares what the fullest server has left with its share, and with what is under way at once."""
-        primaries = [node for node in self.store.stats().nodes if node.role == "primary"]
-        num_servers = len(layout.tags)
-        if len(primaries) < num_servers:
-            raise StoreUnavailableError(f"only {len(primaries)} of {num_servers} servers of {self.store.url} answer")
-        needed = self._needed_bytes(layout, shard_bytes)
-        freed = sum(self._needed_bytes(slot.layout, slot.shard_bytes) for slot in given_up)
-        under_way = sum(_BUFFERS * min(size, self._num_threads * CHUNK_BYTES) for size in shard_bytes)
-        for node in primaries:
-            left = node.max_bytes - node.used_bytes + freed // num_servers
-            if node.max_bytes and left < (needed + under_way) // num_servers:
-                wanted = (needed + under_way) / num_servers
-                raise StoreFullError(
-                    f"expected room for {wanted / 2**20:.0f} MiB of snapshot on {node.address}, got "
-                    f"{max(0, left) / 2**20:.0f} MiB; raise its maxmemory or lower what samples may use"
-                )
-
-    def _needed_bytes(self, layout: Layout, shard_bytes: Sequence[int]) -> int:
-        whole = self.store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES)
-        total = 0
-        for size in shard_bytes:
-            num_whole, rest = divmod(size, CHUNK_BYTES)
-            copies = num_whole * whole + (self.store.stored_bytes(_KEY_LENGTH, rest) if rest else 0)
-            num_parity = layout.num_stripes(num_whole + bool(rest)) * layout.num_parity
-            total += copies * (1 + layout.replicas) + num_parity * min(whole, copies)
-        return total
 
     def put(self, place: str, shard: Shard) -> None:
         """See `Tier`. What ``shard.chunks`` yields must stay as it is until this returns."""
@@ -248,7 +232,24 @@ class MemoryTier(Tier):
         table, _ = self._book.table()
         slot = table.find(place)  # as it is now: a store that came back empty counts its takings anew
         if slot is not None and slot.step == step:
-            self.store.delete_many(self._book.names.everywhere(slot, dirty_name(slot)))
+            for name in (dirty_name(slot), hold_name(slot)):
+                self.store.delete_many(self._book.names.everywhere(slot, name))
+
+    def hold(self, place: str) -> None:
+        """Asks that a dirty snapshot not be overtaken before it is in storage, until it is clean or let go.
+
+        Args:
+            place: From `dirty`.
+        """
+        slot = self._find(place)
+        if slot is not None:
+            self._book.write_everywhere(slot, hold_name(slot), b"1")
+
+    def let_go(self, place: str) -> None:
+        """Takes `hold` back."""
+        slot = self._find(place)
+        if slot is not None:
+            self.store.delete_many(self._book.names.everywhere(slot, hold_name(slot)))
 
     # ------------------------------------------------------------------------------------------------ reading
 

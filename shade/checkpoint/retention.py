@@ -1,14 +1,15 @@
 """Which snapshots stay in durable storage: ``"last=3,every=1000,best=val_loss"``.
 
 Rules only ever keep; what no rule keeps may go. The newest is always kept, whatever the rules say, so that applying
-them can never leave a run without a snapshot. The same records give the same answer in any order, on any machine.
+them can never leave a run without a snapshot; of a step that was saved twice the newer snapshot alone counts. The same
+records give the same answer in any order, on any machine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shade.checkpoint.manifest import Commit
@@ -85,6 +86,10 @@ class Keep:
         newest_first = sorted(records, key=lambda record: (record.sequence, record.step), reverse=True)
         if self.all:
             return newest_first
+        latest: dict[int, Commit] = {}
+        for record in newest_first:
+            latest.setdefault(record.step, record)
+        newest_first = list(latest.values())
         kept = {record.digest for record in newest_first[: self.last]}
         if self.every:
             first: dict[int, Commit] = {}
@@ -109,6 +114,11 @@ class Keep:
         kept = {record.digest for record in self.kept(known)}
         gone = [record for record in known if record.digest not in kept]
         return sorted(gone, key=lambda record: (record.sequence, record.step))
+
+    @property
+    def lasting(self) -> Keep:
+        """The same rules without ``last``: what they keep shall reach storage, however slow it is."""
+        return replace(self, last=1)
 
     def __str__(self) -> str:
         if self.all:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from shade.checkpoint.manifest import Commit
-from shade.checkpoint.slots import Names, Slot, Table, commit_name, dirty_name, extent_name, manifest_name
+from shade.checkpoint.slots import Names, Slot, Table, commit_name, dirty_name, extent_name, hold_name, manifest_name
 from shade.errors import CorruptCheckpointError, StoreFullError
 from shade.store.base import Store
 from shade.store.keys import placement_tags
@@ -68,7 +68,7 @@ class SlotBook:
 
     def erase_record(self, slot: Slot) -> None:
         """Makes its snapshot cease to exist."""
-        for name in (commit_name(slot), dirty_name(slot)):
+        for name in (commit_name(slot), dirty_name(slot), hold_name(slot)):
             self._store.delete_many(self.names.everywhere(slot, name))
 
     def erase_content(self, slot: Slot, ranks: Iterable[int]) -> None:

@@ -215,6 +215,11 @@ def dirty_name(slot: Slot) -> str:
     return f"dirty:{slot.number}.{slot.generation}"
 
 
+def hold_name(slot: Slot) -> str:
+    """Of the flusher's wish that the snapshot stay until it is in storage."""
+    return f"hold:{slot.number}.{slot.generation}"
+
+
 def manifest_name(slot: Slot, rank: int) -> str:
     """Of a rank's manifest."""
     return f"manifest:{slot.number}:{rank}"

@@ -79,12 +79,13 @@ class _Buffer:
 
     def _register(self) -> bool:
         """Pins the pages, so that a device copies into them by itself."""
-        return int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.num_bytes, 0)) == 0
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.num_bytes, 0)) == 0
 
     def close(self) -> None:
         """Lets go; views that are still about keep the mapping."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
@@ -214,7 +215,7 @@ class Stage(Tier):
         """The buffer of one rank of this machine; empty where it left none."""
         own = self._buffers[int(place)] if manifest.rank == self.rank and int(place) < len(self._buffers) else None
         if own is not None:
-            return memoryview(own.tensor.numpy())
+            return memoryview(own.tensor.numpy().data)
         path = self._path(manifest.rank, place, "data")
         if path not in self._open:
             try:

@@ -81,20 +81,23 @@ class Tiers:
             logger.warning("old snapshots stay in storage: %s", error)
 
     def is_durable(self, landing: Landing) -> bool:
-        """Whether a save is in storage.
+        """Whether a save is in storage, or one that was taken after it.
 
         Args:
             landing: Where it has come to.
 
         Returns:
-            False while a flusher has still to bring it there, or the store does not say.
+            False while a flusher has still to bring it there, or one of the two does not say.
         """
         if landing.tier is self.storage:
             return True
         assert self.memory is not None
+        assert self.storage is not None
         try:
-            return not self.memory.is_dirty(landing.place)
-        except StoreUnavailableError:
+            if self.memory.is_dirty(landing.place):
+                return False
+            return any(record.sequence >= landing.sequence for record in self.storage.held().values())
+        except (StoreUnavailableError, StorageError):
             return False
 
     def wait_durable(self, landing: Landing, step: int, timeout_seconds: float | None) -> None:

@@ -32,7 +32,8 @@ class Overlap(Strategy):
         try:
             copying.settle(name for name in copying.names if name not in copying.steady)
         except TornSnapshotError as error:
-            self._running = failed = Future()
+            failed: Future[None] = Future()
+            self._running = failed
             failed.set_exception(error)
             return failed
         if self._thread is None:

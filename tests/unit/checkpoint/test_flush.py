@@ -85,6 +85,15 @@ class Shelf(Tier):
         found = [(place, self.records[place]) for place in self.marks if place in self.records]
         return sorted(found, key=lambda each: each[1].sequence)
 
+    def is_dirty(self, place: str) -> bool:
+        return place in self.marks
+
+    def hold(self, place: str) -> None:
+        self._do(f"hold {place}")
+
+    def let_go(self, place: str) -> None:
+        self._do(f"let_go {place}")
+
     def mark_clean(self, place: str, step: int) -> None:
         self._do(f"clean {place}")
         if self.marks.get(place) == step:

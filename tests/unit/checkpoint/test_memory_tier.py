@@ -226,12 +226,13 @@ def test_a_table_with_a_flipped_bit_is_none() -> None:
 # ------------------------------------------------------------------------------------------------ dirty bits
 
 
-def test_nothing_is_overwritten_before_it_is_in_storage(store: Store) -> None:
+def test_what_a_flusher_holds_is_not_overwritten_before_it_is_in_storage(store: Store) -> None:
     tier = MemoryTier(store, "run", flushed=True)
     flusher = MemoryTier(store, "run")
     snapshots = [make("run", step) for step in (1, 2, 3)]
     places = [save(tier, snapshot) for snapshot in snapshots[:2]]
     assert flusher.dirty() == [(places[0], snapshots[0].record), (places[1], snapshots[1].record)]
+    flusher.hold(places[0])
     with pytest.raises(StoreFullError, match=r"steps 1, 2\): the flusher is behind"):
         tier.prepare(3, [10])
     assert list(damages(tier, places[0], snapshots[0])) == []
@@ -244,10 +245,32 @@ def test_nothing_is_overwritten_before_it_is_in_storage(store: Store) -> None:
     flusher.close()
 
 
+def test_where_storage_is_slow_the_oldest_that_nobody_holds_is_overtaken(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = MemoryTier(store, "run", num_slots=3, flushed=True)
+    flusher = MemoryTier(store, "run")
+    snapshots = [make("run", step) for step in range(1, 7)]
+    first = save(tier, snapshots[0])
+    flusher.hold(first)
+    for step, snapshot in enumerate(snapshots[1:], 2):
+        newest = save(tier, snapshot)
+        assert list(damages(tier, newest, snapshot)) == []
+        assert list(damages(tier, first, snapshots[0])) == [], "it is on its way to storage"
+        assert [record.step for _, record in flusher.dirty()] == sorted({1, max(2, step - 1), step})
+    assert caplog.text.count("storage is slower than the saves") == 1
+    flusher.let_go(first)
+    save(tier, make("run", 7))
+    assert [record.step for _, record in flusher.dirty()] == [5, 6, 7]
+    tier.close()
+    flusher.close()
+
+
 def test_a_clean_newest_snapshot_is_not_overwritten_either(store: Store) -> None:
     tier = MemoryTier(store, "run", flushed=True)
     places = [save(tier, make("run", step)) for step in (1, 2)]
     tier.mark_clean(places[1], 2)
+    tier.hold(places[0])
     with pytest.raises(StoreFullError):
         tier.prepare(3, [10])
     tier.close()

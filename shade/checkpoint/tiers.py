@@ -225,7 +225,7 @@ def _store(url: str, resources: contextlib.ExitStack) -> Store:
     except StoreUnavailableError as error:
         cure = "start it (shade cache up), or leave it out to save to storage alone"
         raise ConfigError.of("a store that answers", f"{store.url}: {error}", cure) from error
-    if not store.shared:
+    if not store.shared or store.url.startswith("local:"):
         cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
         raise ConfigError.of("a store for snapshots that other processes reach", store.url, cure)
     return store

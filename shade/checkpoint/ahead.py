@@ -33,22 +33,25 @@ class Ahead(Generic[T]):
 
     Args:
         source: Read in that thread alone.
-        num_items: How many may wait.
+        num_items: How many may wait; with 0 there is no thread, and nothing is fetched before it is asked for.
     """
 
     def __init__(self, source: Iterable[T], num_items: int) -> None:
-        self._source = source
+        self._source, self._is_ahead = source, num_items > 0
         self._queue: queue.Queue[T | _Ended] = queue.Queue(num_items)
         self._unwanted = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name="shade-ahead", daemon=True)
 
     def __enter__(self) -> Iterator[T]:
+        if not self._is_ahead:
+            return iter(self._source)
         self._thread.start()
         return self._items()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._unwanted.set()
-        self._thread.join()
+        if self._is_ahead:
+            self._thread.join()
 
     def _items(self) -> Iterator[T]:
         while True:

@@ -5,6 +5,7 @@
     <run>/step-0000000120/rank-0.safetensors    header and chunks; rank-0.chunks under a codec other than none
                           rank-0.json           the manifest
                           commit.json           the record: without it nothing else here counts
+    <run>/step-0000000120.2/…                   the same step saved again while the first was there
 
 Every file appears whole or not at all (`Volume.write`), so all there is to order is which comes first: shards before
 the record, and on the way out the record before the shards. One copy only; what is damaged here is mended from another
@@ -13,6 +14,7 @@ tier or not at all. Price of a repair: the shard's file is written again as a wh
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
@@ -30,7 +32,7 @@ from shade.storage.base import Volume
 from shade.types import Bytes
 
 _RECORD: Final = "commit.json"
-_PLACE: Final = re.compile(r"step-(\d{10,})")
+_PLACE: Final = re.compile(r"step-(\d{10,})(?:\.\d+)?")
 _SPARE_BYTES: Final = 2**20
 """For manifests, the record and the folders themselves."""
 
@@ -52,8 +54,8 @@ class StorageTier(Tier):
         self._run = run
 
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """See `Tier`."""
-        place = f"{self._run}/step-{step:010d}"
+        """See `Tier`; a snapshot of that step that is here already stays until the new one counts."""
+        place = self._free_place(step)
         names = self._volume.list(f"{place}/")
         free_bytes, needed_bytes = self._volume.free_bytes(), sum(shard_bytes) + _SPARE_BYTES
         if free_bytes is not None and free_bytes < needed_bytes:
@@ -64,6 +66,20 @@ class StorageTier(Tier):
                     f"{free_bytes / 1e6:.1f} MB free; free some space, keep fewer snapshots, or store elsewhere"
                 )
         self._remove(place, names)
+        return place
+
+    def _free_place(self, step: int) -> str:
+        """The first folder for a step that holds no snapshot."""
+        first = f"{self._run}/step-{step:010d}"
+        for number in itertools.count(1):
+            place = first if number == 1 else f"{first}.{number}"
+            content = self._volume.read_many([f"{place}/{_RECORD}"])[0]
+            if content is None and self._volume.size_bytes(f"{place}/{_RECORD}") is None:
+                break
+            with contextlib.suppress(CorruptCheckpointError):
+                if content is None or Commit.parse(content):  # one that cannot be read now may be readable later
+                    continue
+            break
         return place
 
     def put(self, place: str, shard: Shard) -> None:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any, Final
 
-from shade.cli import checkpoint_flush, checkpoint_look, checkpoint_mend, checkpoint_move
+from shade.cli import checkpoint_flush, checkpoint_look, checkpoint_mend, checkpoint_move, checkpoint_torture
 from shade.cli.checkpoint_verb import Verb
 from shade.errors import CorruptCheckpointError
 
@@ -24,6 +24,7 @@ VERBS: Final[tuple[Verb, ...]] = (
     checkpoint_move.EXPORT,
     checkpoint_move.IMPORT,
     checkpoint_flush.FLUSH,
+    checkpoint_torture.TORTURE,
 )
 """In the order in which they are listed; a new verb is a new line."""
 _DESCRIPTION: Final = "Snapshots of training runs: in this machine's memory, in a cluster's, in durable storage."

@@ -1,0 +1,180 @@
+"""The machines of a simulated run: what outlives its processes, the tiers opened on it, and what processes do.
+
+The protocol, the tiers and the flusher are the real ones; under them lie a virtual disk, virtual servers and a folder
+in real shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shade.checkpoint.courier import Landing
+from shade.checkpoint.flusher import Flusher
+from shade.checkpoint.group import Group
+from shade.checkpoint.memory_tier import MemoryTier
+from shade.checkpoint.protocol import agree, store
+from shade.checkpoint.retention import Keep
+from shade.checkpoint.stage import Stage
+from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint.tier import Tier
+from shade.checkpoint.tiers import Tiers
+from shade.checkpoint.torture.disk import Disk, DiskView
+from shade.checkpoint.torture.ledger import RUN, Ledger, Saved
+from shade.checkpoint.torture.servers import Servers, ServersView
+from shade.checkpoint.torture.watched import Watched
+from shade.checkpoint.torture.world import Act, World
+from shade.errors import CheckpointError
+from shade.storage.directory import DirectoryVolume
+
+_KEEP: Final = Keep.parse("last=1")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run keeps its snapshots in."""
+
+    name: str
+    num_servers: int = 0
+    replicas: int = 0
+    parity: tuple[int, int] | None = None
+    has_storage: bool = True
+    has_own: bool = False
+
+
+@dataclass
+class State:
+    """What outlives processes."""
+
+    disk: Disk
+    servers: Servers
+    ledger: Ledger
+    folder: Path | None = None
+    """Own memory; None where the machine is gone."""
+    survives: bool = True
+    """Whether what was committed in memory has to be there."""
+
+    def after(self, outcome: str, dice: random.Random, *, keeps_memory: bool) -> State:
+        """What a failure leaves.
+
+        Args:
+            outcome: Of the disk.
+            dice: For it.
+            keeps_memory: Whether servers and own memory stay.
+        """
+        servers = self.servers.copy() if keeps_memory else Servers(len(self.servers.contents))
+        folder = self.folder if keeps_memory else None
+        disk = self.disk.after_power_failure(outcome, dice)
+        return State(disk, servers, self.ledger.copy(), folder, keeps_memory and self.survives)
+
+
+class Bench:
+    """Opens tiers for processes, and closes them all in the end.
+
+    Args:
+        setup: Which tiers.
+        state: What they keep their things in.
+        world: Who counts.
+    """
+
+    def __init__(self, setup: Setup, state: State, world: World) -> None:
+        self.setup, self.state, self.world = setup, state, world
+        self.views: dict[str, ServersView] = {}
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def storage(self, actor: str) -> StorageTier | None:
+        """A process's way to storage."""
+        if not self.setup.has_storage:
+            return None
+        return StorageTier(DirectoryVolume("/disk", DiskView(self.world, self.state.disk, actor)), RUN)
+
+    def memory(self, actor: str) -> MemoryTier | None:
+        """A process's way to the servers."""
+        if not self.setup.num_servers:
+            return None
+        view = self.views[actor] = ServersView(self.world, self.state.servers, actor)
+        tier = MemoryTier(
+            view,
+            RUN,
+            replicas=self.setup.replicas,
+            parity=self.setup.parity,
+            flushed=self.setup.has_storage,
+            num_threads=1,
+        )
+        self._open.callback(tier.close)
+        return tier
+
+    def own(self, rank: int) -> Stage | None:
+        """A rank's own memory."""
+        if not self.setup.has_own or self.state.folder is None:
+            return None
+        stage = Stage(RUN, rank, folder=self.state.folder)
+        self._open.callback(stage.close)
+        return stage
+
+    def tiers(self, actor: str) -> list[Tier]:
+        """All of them, nearest first."""
+        found = (self.own(0), self.memory(actor), self.storage(actor))
+        return [tier for tier in found if tier is not None]
+
+    # ── what processes do ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, one: Saved, group: Group, actor: str) -> None:
+        """A rank's part in a save, as `shade.checkpoint.courier` does it.
+
+        Raises:
+            CheckpointError: It is nowhere.
+        """
+        ledger, rank = self.state.ledger, group.rank
+        stage, memory, storage = self.own(rank), self.memory(actor), self.storage(actor)
+        manifest, chunks = one.manifests[rank], one.chunks[rank]
+        watched = None
+        if stage is not None:
+            watched = Watched(stage, ledger, self.world, actor)
+            self._copy(stage, actor, b"".join(chunks))
+        agreed = agree(group, manifest, None, one.notes)
+        if watched is not None:
+            store(watched, group, agreed, manifest, lambda: ())
+        for tier in (memory, storage):
+            if tier is None:
+                continue
+            stored = store(Watched(tier, ledger), group, agreed, manifest, lambda: chunks)
+            if stored.place is not None:
+                (ledger.durable if tier is storage else ledger.committed).add(one.record.digest)
+                if tier is storage and stage is not None:
+                    with contextlib.ExitStack() as nothing:
+                        tidy = Tiers(stage, None, storage, _KEEP, is_first=rank == 0, resources=nothing)
+                        tidy.landed(Landing(storage, stored.place))
+                return
+        raise CheckpointError(f"save {one.record.sequence} landed nowhere")
+
+    def _copy(self, stage: Stage, actor: str, data: bytes) -> None:
+        half = len(data) // 2
+        begin = Act(stage.name, "begin", "", lambda: stage.begin(len(data)))
+        _, buffer = self.world.perform(actor, begin)
+        view = memoryview(buffer.numpy())
+        for first, last in ((0, half), (half, len(data))):
+
+            def copy(first: int = first, last: int = last) -> None:
+                view[first:last] = data[first:last]
+
+            self.world.perform(actor, Act(stage.name, "copy", f"{first}–{last}", copy))
+
+    def flush(self, actor: str) -> bool:
+        """A flusher's one turn; whether it has made something durable."""
+        memory, storage = self.memory(actor), self.storage(actor)
+        assert memory is not None
+        assert storage is not None
+        flushed = Flusher(memory, Watched(storage, self.state.ledger), _KEEP, ahead_chunks=0).flush_one()
+        if flushed is not None:
+            self.state.ledger.durable.add(flushed.record.digest)
+        return flushed is not None

@@ -1,0 +1,75 @@
+"""A tier that tells the ledger when a record is offered, and, for own memory, lets each of its steps go wrong.
+
+Own memory lies in real shared memory: there is nothing between a store to a mapped page and its effect. So its
+operations are the steps of the protocol, and the two halves of a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shade.checkpoint.manifest import Commit, Manifest
+from shade.checkpoint.tier import Shard, Tier
+from shade.checkpoint.torture.ledger import Ledger
+from shade.checkpoint.torture.world import Act, World
+from shade.types import Bytes
+
+
+class Watched(Tier):
+    """Hands everything on.
+
+    Args:
+        inner: The tier.
+        ledger: Is told of records.
+        world: Steps its methods, where they are operations themselves.
+        actor: The process.
+    """
+
+    def __init__(self, inner: Tier, ledger: Ledger, world: World | None = None, actor: str = "") -> None:
+        self.inner, self._ledger, self._world, self._actor = inner, ledger, world, actor
+        self.name, self.every_rank_commits = inner.name, inner.every_rank_commits  # type: ignore[misc]
+        self.num_copies = inner.num_copies
+
+    def _do(self, name: str, whole: Callable[[], Any]) -> Any:
+        if self._world is None:
+            return whole()
+        return self._world.perform(self._actor, Act(self.inner.name, name, "", whole))
+
+    def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
+        """See `Tier`."""
+        place: str = self._do("prepare", lambda: self.inner.prepare(step, shard_bytes))
+        return place
+
+    def put(self, place: str, shard: Shard) -> None:
+        """See `Tier`."""
+        self._do("put", lambda: self.inner.put(place, shard))
+
+    def commit(self, place: str, record: Commit) -> None:
+        """See `Tier`."""
+        self._ledger.offered.add(record.digest)
+        self._do("commit", lambda: self.inner.commit(place, record))
+
+    def held(self) -> Mapping[str, Commit]:
+        """See `Tier`."""
+        return self.inner.held()
+
+    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
+        """See `Tier`."""
+        return self.inner.read_manifest(place, rank, copy)
+
+    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
+        """See `Tier`."""
+        return self.inner.read_chunks(place, manifest, numbers, copy)
+
+    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
+        """See `Tier`."""
+        self.inner.repair(place, manifest, damaged)
+
+    def discard(self, place: str) -> None:
+        """See `Tier`."""
+        self._do("discard", lambda: self.inner.discard(place))
+
+    def close(self) -> None:
+        """See `Tier`."""
+        self.inner.close()

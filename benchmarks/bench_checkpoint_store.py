@@ -6,7 +6,8 @@ Question
 
 Method
     256 MiB in shared memory, as a stage has them, in chunks of the real length. In: `prepare`, `put` and `commit`,
-    small things included. Out: `read_chunks_into` memory that is there, and `read_chunks`, which makes it.
+    small things included. Out: `read_chunks_into` memory that is there, which is how a run recovers, and `read_chunks`,
+    which makes it.
     Bare clients: 1, 2, 4 and 8 threads, each with a connection of its own to each server, in a pool that is there
     before. SET as `pipeline` of four, one at a time, and one at a time with redis-py's Python packer, which leaves a
     large value in its place where the packer of hiredis copies it. GET as `pipeline` of four and one at a time; the
@@ -313,7 +314,7 @@ def render(result: dict[str, Any]) -> str:
             lines.append(f"| {kind} | {direction} | {best} | {rates[best]['median']:.2f} | 1 | – |")
             for name, ratio in found["ratio"].items():
                 share = f"{ratio['median']:.2f} ({ratio['quartile_1']:.2f}–{ratio['quartile_3']:.2f})"
-                bar = f"≥ {BARS[direction]}" if name in ("shade", "shade, new memory") else "–"
+                bar = f"≥ {BARS[direction]}" if name == "shade" else "–"
                 lines.append(f"| {kind} | {direction} | {name} | {rates[name]['median']:.2f} | {share} | {bar} |")
     lines += ["", f"Medians of {result['rounds']} interleaved rounds of {TOTAL / 1e6:.0f} MB; in brackets quartiles."]
     lines += ["Rates are of payload: with a replica twice as much is sent, with parity 2 + 1 half as much again.", ""]

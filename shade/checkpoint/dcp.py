@@ -6,6 +6,7 @@ included; that it is hashed, verified, mended, committed whole or not at all, an
 """
 
 from shade.checkpoint.dcp_reader import ShadeReader
+from shade.checkpoint.dcp_stager import ShadeStager
 from shade.checkpoint.dcp_writer import ShadeWriter
 
-__all__ = ["ShadeReader", "ShadeWriter"]
+__all__ = ["ShadeReader", "ShadeStager", "ShadeWriter"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shade.checkpoint.courier import Landing
 from shade.checkpoint.flusher import Flusher
 from shade.checkpoint.group import Group
 from shade.checkpoint.memory_tier import MemoryTier
@@ -21,7 +20,6 @@ from shade.checkpoint.retention import Keep
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Tier
-from shade.checkpoint.tiers import Tiers
 from shade.checkpoint.torture.disk import Disk, DiskView
 from shade.checkpoint.torture.ledger import RUN, Ledger, Saved
 from shade.checkpoint.torture.servers import Servers, ServersView
@@ -30,7 +28,7 @@ from shade.checkpoint.torture.world import Act, World
 from shade.errors import CheckpointError
 from shade.storage.directory import DirectoryVolume
 
-_KEEP: Final = Keep.parse("last=1")
+KEEP: Final = Keep.parse("last=1")
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,15 @@ class State:
         folder = self.folder if keeps_memory else None
         disk = self.disk.after_power_failure(outcome, dice)
         return State(disk, servers, self.ledger.copy(), folder, keeps_memory and self.survives)
+
+
+def retire(storage: StorageTier, keep: Keep) -> None:
+    """Removes what no rule keeps, as whoever writes to storage does."""
+    held = storage.held()
+    leaving = {record.digest for record in keep.discardable(held.values())}
+    for place, record in held.items():
+        if record.digest in leaving:
+            storage.discard(place)
 
 
 class Bench:
@@ -150,10 +157,8 @@ class Bench:
             stored = store(Watched(tier, ledger), group, agreed, manifest, lambda: chunks)
             if stored.place is not None:
                 (ledger.durable if tier is storage else ledger.committed).add(one.record.digest)
-                if tier is storage and stage is not None:
-                    with contextlib.ExitStack() as nothing:
-                        tidy = Tiers(stage, None, storage, _KEEP, is_first=rank == 0, resources=nothing)
-                        tidy.landed(Landing(storage, stored.place))
+                if tier is storage and rank == 0:
+                    retire(storage, KEEP)
                 return
         raise CheckpointError(f"save {one.record.sequence} landed nowhere")
 
@@ -174,7 +179,7 @@ class Bench:
         memory, storage = self.memory(actor), self.storage(actor)
         assert memory is not None
         assert storage is not None
-        flushed = Flusher(memory, Watched(storage, self.state.ledger), _KEEP, ahead_chunks=0).flush_one()
+        flushed = Flusher(memory, Watched(storage, self.state.ledger), KEEP, ahead_chunks=0).flush_one()
         if flushed is not None:
             self.state.ledger.durable.add(flushed.record.digest)
         return flushed is not None

@@ -55,9 +55,9 @@ def _restore(reader: Reader, ledger: Ledger, floor: int, *, is_damaged: bool) ->
     except CheckpointError as error:
         return [f"nothing could be restored: {error}"]
     if found is None:
-        if floor >= 0 or (is_damaged and ledger.durable):
+        if is_damaged and ledger.durable:
             return ["found no snapshot at all, and did not say that one is damaged"]
-        return []
+        return [f"found nothing, although save {floor} had been promised"] if floor >= 0 else []
     tensors = {name: tensor.numpy().tobytes() for name, tensor in found.tensors.items()}
     objection = ledger.objection(found.record, tensors, floor)
     return [] if objection is None else [objection]

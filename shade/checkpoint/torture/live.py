@@ -27,6 +27,7 @@ from shade.checkpoint.recover import recover
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Tier
+from shade.checkpoint.torture.bench import retire
 from shade.checkpoint.torture.ledger import Ledger, Saved, saved
 from shade.errors import CheckpointError
 from shade.storage.base import open_volume
@@ -215,10 +216,7 @@ def _save(run: str, memory: MemoryTier | None, storage: StorageTier | None, sequ
         elif storage is not None and _stored(storage, one):
             _say("durable", sequence)
         if storage is not None:
-            held = storage.held()
-            leaving = {record.digest for record in _KEEP.discardable(held.values())}
-            for place in [place for place, record in held.items() if record.digest in leaving]:
-                storage.discard(place)
+            retire(storage, _KEEP)
         sequence += 1
 
 

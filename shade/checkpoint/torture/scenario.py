@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from shade.checkpoint.own_memory import shared_memory
+from shade.checkpoint.stage import Stage
+from shade.checkpoint.tier import Shard
 from shade.checkpoint.torture.bench import Bench, Setup, State
 from shade.checkpoint.torture.disk import Disk
 from shade.checkpoint.torture.judgement import judge
-from shade.checkpoint.torture.ledger import Ledger, Saved, saved
+from shade.checkpoint.torture.ledger import RUN, Ledger, Saved, saved
 from shade.checkpoint.torture.servers import Servers
 from shade.checkpoint.torture.world import NOTHING, CrashedError, Fault, Operation, World
 from shade.errors import ShadeError
@@ -72,10 +74,22 @@ class Stand:
         folder = Path(tempfile.mkdtemp(prefix="shade-torture-", dir=shared_memory())) if self.setup.has_own else None
         try:
             disk = base.disk.after_power_failure("kept", random.Random(0))
+            if folder is not None and episode != "first save":
+                self._remember(folder, saved(20, 2, self.world_size))
             yield State(disk, base.servers.copy(), base.ledger.copy(), folder)
         finally:
             if folder is not None:
                 shutil.rmtree(folder)
+
+    def _remember(self, folder: Path, one: Saved) -> None:
+        """Puts a snapshot into own memory, as the save before has left it."""
+        for rank, manifest in enumerate(one.manifests):
+            stage = Stage(RUN, rank, folder=folder)
+            place, buffer = stage.begin(manifest.num_bytes)
+            memoryview(buffer.numpy())[: manifest.num_bytes] = b"".join(one.chunks[rank])
+            stage.put(place, Shard(manifest, ()))
+            stage.commit(place, one.record)
+            stage.close()
 
     def _prepared(self, episode: str) -> State:
         state = State(Disk(), Servers(self.setup.num_servers), Ledger())

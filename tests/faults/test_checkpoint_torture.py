@@ -1,0 +1,339 @@
+"""The torture finds nothing in the protocol, and finds every bug that is planted in it; what it stands on is right itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from shade.checkpoint import flusher, reader
+from shade.checkpoint.flusher import Flusher
+from shade.checkpoint.group import Group
+from shade.checkpoint.manifest import Manifest
+from shade.checkpoint.protocol import Agreed, Stored
+from shade.checkpoint.stage import Stage
+from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint.tier import Shard, Tier
+from shade.checkpoint.torture import bench, campaign, live
+from shade.checkpoint.torture.campaign import faults, quiet, scenarios
+from shade.checkpoint.torture.disk import OUTCOMES, Disk, DiskView
+from shade.checkpoint.torture.scenario import SETUPS, Stand, episodes, play
+from shade.checkpoint.torture.world import Act, CrashedError, Fault, World
+from shade.cli import main
+from shade.errors import ShadeError
+from shade.storage.directory import DirectoryVolume
+from shade.store.server import LocalServer
+from shade.types import Bytes
+
+NUM_FAST = 120
+
+
+def setup_named(name: str) -> bench.Setup:
+    (found,) = [each for each in SETUPS if each.name == name]
+    return found
+
+
+@pytest.fixture(scope="module")
+def every() -> list[Any]:
+    """Every scenario of seed 0; taking the list runs each episode once without a fault."""
+    with quiet():
+        return list(scenarios(0))
+
+
+def test_a_sample_of_all_scenarios_keeps_every_promise(every: list[Any]) -> None:
+    chosen = random.Random(1).sample(every, NUM_FAST)
+    report = campaign.run(chosen, 0)
+    assert [(str(scenario), told) for scenario, told in report.failures] == []
+    assert report.num_scenarios == report.num_struck == NUM_FAST
+    assert report.num_operations > 10 * NUM_FAST
+
+
+def test_every_operation_of_every_episode_is_struck(every: list[Any]) -> None:
+    struck: dict[tuple[str, int, str], set[int]] = {}
+    for _, scenario in every:
+        key = (scenario.setup.name, scenario.world_size, scenario.episode)
+        struck.setdefault(key, set()).add(scenario.fault.at)
+    assert len(struck) == sum(3 * len(episodes(setup)) for setup in SETUPS)
+    for numbers in struck.values():
+        assert numbers == set(range(max(numbers) + 1))
+    kinds = {scenario.fault.kind for _, scenario in every}
+    assert {"crash", "flip", "stall", "EIO", "ENOSPC", "time-out", "full", "partition", "server gone"} <= kinds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(8))
+def test_all_scenarios_keep_every_promise(every: list[Any], part: int) -> None:
+    report = campaign.run(every[part::8], 0)
+    assert [(str(scenario), told) for scenario, told in report.failures] == []
+    assert report.num_struck == report.num_scenarios
+
+
+def test_the_same_seed_gives_the_same_operations_and_another_other_turns() -> None:
+    def told(seed: int) -> list[str]:
+        stand = Stand(setup_named("memory and storage"), 3, seed)
+        with quiet():
+            return [str(each) for each in play(stand, "save while flushing", Fault(40, "crash", "within")).operations]
+
+    assert told(0) == told(0)
+    assert told(0) != told(1)
+
+
+# ── planted bugs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def store_record_first(
+    tier: Tier, group: Group, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+) -> Stored:
+    place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
+    if group.rank == 0:
+        tier.commit(place, agreed.record)
+    group.gather(None)
+    tier.put(place, Shard(manifest, chunks()))
+    group.gather(None)
+    return Stored(place)
+
+
+def store_without_a_vote(
+    tier: Tier, group: Group, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+) -> Stored:
+    place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
+    try:
+        tier.put(place, Shard(manifest, chunks()))
+    except ShadeError:
+        pass  # the bug: nobody hears of it
+    group.gather(None)
+    if group.rank == 0:
+        tier.commit(place, agreed.record)
+    group.gather(None)
+    return Stored(place)
+
+
+def plant_record_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bench, "store", store_record_first)
+
+
+def plant_no_vote(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bench, "store", store_without_a_vote)
+
+
+def plant_clean_too_early(patch: pytest.MonkeyPatch) -> None:
+    write = Flusher._write
+
+    def wrong(self: Flusher, place: str, record: Any) -> int:
+        self.memory.mark_clean(place, record.step)
+        return write(self, place, record)
+
+    patch.setattr(flusher.Flusher, "_write", wrong)
+
+
+def plant_record_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stage, "discard", lambda self, place: None)
+
+
+def plant_no_sync(patch: pytest.MonkeyPatch) -> None:
+    fill = DirectoryVolume._fill
+
+    class Unsynced:
+        def __init__(self, file: Any) -> None:
+            self.write, self.close = file.write, file.close
+
+        def sync(self) -> None: ...
+
+    patch.setattr(DirectoryVolume, "_fill", lambda self, file, parts, name: fill(self, Unsynced(file), parts, name))
+
+
+def plant_no_folder_sync(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DirectoryVolume, "_sync_up", lambda self, folder, made: None)
+
+
+def plant_one_place_a_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StorageTier, "_free_place", lambda self, step: f"{self._run}/step-{step:010d}")
+
+
+def plant_record_removed_last(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: StorageTier, place: str, names: Iterable[str]) -> None:
+        self._volume.delete_many(sorted(names, key=lambda name: name.endswith("/commit.json")))
+
+    patch.setattr(StorageTier, "_remove", wrong)
+
+
+def plant_blind_reader(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reader, "is_sound", lambda manifest, number, content: content is not None)
+
+
+PLANTED = [
+    (plant_record_first, "storage", 1, "first save", "crash", "without its snapshot"),
+    (plant_record_first, "memory", 2, "next save", "crash", "without its snapshot"),
+    (plant_no_vote, "memory", 2, "first save", "full", "without its snapshot"),
+    (plant_clean_too_early, "memory and storage", 1, "flush", "crash", "is clean in memory"),
+    (plant_record_stays, "storage", 1, "next save", "crash", "without its snapshot"),
+    (plant_no_sync, "storage", 1, "next save", "crash", "had been promised"),
+    (plant_no_folder_sync, "storage", 1, "next save", "crash", "had been promised"),
+    (plant_one_place_a_step, "storage", 1, "same step again", "crash", "had been promised"),
+    (plant_record_removed_last, "storage", 1, "next save", "crash", "without its snapshot"),
+    (plant_blind_reader, "storage", 1, "next save", "flip", "with wrong bytes, silently"),
+]
+
+
+@pytest.mark.parametrize(("plant", "setup", "num_ranks", "episode", "kind", "complaint"), PLANTED)
+def test_a_planted_bug_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    setup: str,
+    num_ranks: int,
+    episode: str,
+    kind: str,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Stand(setup_named(setup), num_ranks, 0)
+    with quiet():
+        sound = play(stand, episode)
+        assert sound.objections == []
+        plant(monkeypatch)
+        planted = Stand(setup_named(setup), num_ranks, 0)
+        tried = [
+            fault
+            for operation in play(planted, episode).operations
+            for fault in faults(operation, num_ranks, has_flusher="flush" in episode)
+            if fault.kind == kind
+        ]
+        for fault in tried:
+            told = play(planted, episode, fault).objections
+            if any(complaint in each for each in told):
+                return
+    raise AssertionError(f"{len(tried)} scenarios, and not one objection")
+
+
+# ── what it stands on ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def written(outcome: str, seed: int = 0) -> dict[str, bytes]:
+    """A disk with one file synced, one renamed over it unsynced, and one without anything synced."""
+    disk = Disk()
+    view = DiskView(World(0), disk, "process")
+    DirectoryVolume("/v", view).write("old", [b"o" * 2000])
+    file = view.create("/v/new")
+    file.write(memoryview(b"n" * 2000))
+    view.rename("/v/new", "/v/old")
+    view.create("/v/empty").write(memoryview(b"x"))
+    left = disk.after_power_failure(outcome, random.Random(seed))
+    return {path: bytes(content) for path, content in left.files()}
+
+
+def test_a_disk_forgets_what_was_not_synced() -> None:
+    assert written("kept") == {"/v/old": b"n" * 2000, "/v/empty": b"x"}
+    assert written("lost") == {"/v/old": b"o" * 2000}
+    assert written("names") == {"/v/old": b"", "/v/empty": b""}
+    seen = {tuple(sorted(written("torn", seed).items())) for seed in range(200)}
+    assert len(seen) > 20
+    assert (("/v/old", b"o" * 2000),) in seen
+    assert {path for each in seen for path, _ in each} == {"/v/old", "/v/new", "/v/empty"}
+    assert any(b"n" in dict(each).get("/v/old", b"") and b"\0" in dict(each)["/v/old"] for each in seen)
+
+
+def test_a_synced_file_survives_every_outcome() -> None:
+    for outcome in OUTCOMES:
+        disk = Disk()
+        DirectoryVolume("/v", DiskView(World(0), disk, "process")).write("a/b", [b"x" * 3000])
+        left = disk.after_power_failure(outcome, random.Random(0))
+        assert dict(left.files()) == {"/v/a/b": bytearray(b"x" * 3000)}
+
+
+def test_the_virtual_disk_does_what_the_real_one_does(tmp_path: Any) -> None:
+    def use(volume: DirectoryVolume) -> list[Any]:
+        said: list[Any] = [volume.list(), volume.size_bytes("a"), volume.read_many(["a", "b/c"])]
+        said += [
+            volume.write("b/c", [b"12", b"34"]),
+            volume.write("a", [b""]),
+            volume.list("b/"),
+            volume.read("b/c", 1, 3),
+        ]
+        said += [volume.delete_many(["b/c", "x"]), volume.list(), volume.sweep(), volume.write("a/d", [b""])]
+        return said
+
+    for volume in (DirectoryVolume(str(tmp_path / "v")), DirectoryVolume("/v", DiskView(World(0), Disk(), "process"))):
+        with pytest.raises(ShadeError, match="a file is where a folder should be"):
+            use(volume)
+    first, second = DirectoryVolume(str(tmp_path / "w")), DirectoryVolume("/w", DiskView(World(0), Disk(), "process"))
+    for volume in (first, second):
+        volume.write("d/e", [b"12345"])
+    assert first.list() == second.list()
+    assert first.read("d/e", 2, 4) == second.read("d/e", 2, 4) == b"34"
+    assert first.delete_many(["d/e", "d/e"]) == second.delete_many(["d/e", "d/e"]) == 1
+
+
+def test_one_process_runs_at_a_time_and_the_dead_are_dead() -> None:
+    world = World(3, Fault(2, "crash", "after"))
+    inside: list[str] = []
+    done: list[str] = []
+
+    def process(name: str) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(4):
+                inside.append(name)
+                assert inside == [name], "two at once"
+                inside.remove(name)
+                world.perform(name, Act("disk", "write", name, lambda: done.append(name)))
+
+        return work
+
+    ends = world.run({name: process(name) for name in ("rank 0", "rank 1", "flusher")})
+    assert world.struck is not None
+    dead = world.struck.actor
+    assert {name for name, end in ends.items() if isinstance(end, CrashedError)} == {dead}
+    assert [name for name, end in ends.items() if end is None] == [name for name in ends if name != dead]
+    assert len(done) == len(world.operations)
+    assert done.count(dead) <= 3
+
+
+def test_a_collective_with_a_dead_rank_ends_for_the_others() -> None:
+    world = World(0, Fault(0, "crash"))
+    groups = world.groups(3)
+
+    def rank(number: int) -> Callable[[], None]:
+        def work() -> None:
+            if number == 1:
+                world.perform("rank 1", Act("disk", "write", "x", lambda: None))
+            groups[number].gather(number)
+
+        return work
+
+    ends = world.run({f"rank {number}": rank(number) for number in range(3)})
+    assert isinstance(ends["rank 1"], CrashedError)
+    assert {str(ends["rank 0"]), str(ends["rank 2"])} == {"connection closed by peer"}
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_command_reports_and_repeats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "torture", "--ranks", "1", "--sample", "5", "--seed", "2"]) == 0
+    assert "5 scenarios" in capsys.readouterr().out
+    assert main(["checkpoint", "torture", "--ranks", "1", "--scenario", "3"]) == 0
+    told = capsys.readouterr().out
+    assert "operation 0, rank 0: own memory begin" in told
+    assert "1 scenarios" in told
+
+
+def test_the_command_fails_where_a_promise_is_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "SETUPS", [setup_named("storage")])
+    plant_one_place_a_step(monkeypatch)
+    assert main(["checkpoint", "torture", "--ranks", "1", "--sample", "120"]) == 1
+    told = capsys.readouterr().out
+    assert "BROKEN" in told
+    assert "again: shade checkpoint torture --seed 0 --scenario " in told
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_real_processes_on_a_real_disk_and_store(tmp_path: Any, kills: int) -> None:
+    with LocalServer() as server:
+        report = live.torture(str(server.url.reveal()), str(tmp_path), kills=kills, seed=1)
+    assert report.objections == []
+    assert report.num_kills == kills
+    assert report.num_saves > 0
+    assert list(tmp_path.rglob("*.json")) == []

@@ -91,6 +91,7 @@ class Courier:
         memory: Cluster memory, or None.
         storage: Storage that this process may write itself, or None.
         codec: Name of the codec of the chunks.
+        may_save: Called in the thread before each save; raises a CheckpointError if there must be none.
         landed: Called in the thread after each save that is committed beyond own memory, on every rank.
     """
 
@@ -102,12 +103,13 @@ class Courier:
         memory: Tier | None,
         storage: Tier | None,
         codec: str,
+        may_save: Callable[[], None],
         landed: Callable[[Landing], None],
     ) -> None:
         self._run, self._group, self._stage, self._codec_name = run, group, stage, codec
         self._ways = [tier for tier in (memory, storage) if tier is not None]
         self._codec: Codec = CODECS.get(codec)()
-        self._landed = landed
+        self._may_save, self._landed = may_save, landed
         self._troubled: set[str] = set()
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shade-courier", daemon=True)
@@ -145,6 +147,7 @@ class Courier:
         manifest, chunks, error = None, None, None
         try:
             parcel.ticket.copied.result()
+            self._may_save()
             manifest, chunks = self._pack(parcel)
         except CheckpointError as failure:
             error = str(failure)

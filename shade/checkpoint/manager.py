@@ -11,32 +11,27 @@ never one older than the newest that was durable.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from shade.checkpoint.contents import Captured, Contents
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
+from shade.checkpoint.contents import Contents
+from shade.checkpoint.courier import Courier, Landing, Ticket
 from shade.checkpoint.deadline import EXIT_CODE, Deadline, open_board
 from shade.checkpoint.gauge import Gauge, Losses
 from shade.checkpoint.group import Alone, Group, current_group
-from shade.checkpoint.layout import Plan, TensorSpec, plan
 from shade.checkpoint.notice import GRACE_SECONDS, source_of
-from shade.checkpoint.protocol import Notes
 from shade.checkpoint.reader import Snapshot
 from shade.checkpoint.recover import Restored, recover
+from shade.checkpoint.saving import Saver
 from shade.checkpoint.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint.strategies import STRATEGIES
 from shade.checkpoint.tiers import Tiers, open_tiers
-from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
+from shade.errors import CheckpointError, ConfigError
 from shade.types import Stateful
 
 logger = logging.getLogger("shade.checkpoint")
@@ -86,7 +81,6 @@ class Checkpointer:
         self._strategy = STRATEGIES.get(strategy)()
         self._schedule, self._meter = Schedule(every), PaceMeter()
         self._contents = Contents(replicated)
-        self._replicated = replicated
         self.group: Group = current_group()
         self._savers: Group = Alone() if first_rank_saves else self.group
         self._saves = self.group.rank == 0 or not first_rank_saves
@@ -101,17 +95,21 @@ class Checkpointer:
             parity=parity,
             buffers=buffers,
         )
-        self._courier = Courier(
-            run, self._savers, self.tiers.stage, self.tiers.memory, self.tiers.storage, codec, self.tiers.landed
-        )
         is_durable = None if self.tiers.storage is None else self.tiers.is_durable
         self._losses = Losses(self.group.rank, self.group.world_size, buffers, lambda: self.step_count, is_durable)
         self._deadline: Deadline | None = None
-        self._plan: Plan | None = None
-        self._planned_for: dict[str, TensorSpec] = {}
-        self._copying: Copying | None = None
-        self._ticket: Ticket | None = None
-        self._sequence = max((snapshot.record.sequence for snapshot in self.list()), default=0)
+        courier = Courier(
+            run,
+            self._savers,
+            self.tiers.stage,
+            self.tiers.memory,
+            self.tiers.storage,
+            codec,
+            self.tiers.check_lease,
+            self.tiers.landed,
+        )
+        newest = max((snapshot.record.sequence for snapshot in self.list()), default=0)
+        self._saver = Saver(self._contents, self.tiers.stage, self._strategy, courier, self._savers, newest)
         self._hooks: list[Any] = []
         self._closed = False
         self.step_count = 0
@@ -148,14 +146,13 @@ class Checkpointer:
         Returns:
             Whether a save was begun.
         """
-        self._meter.step(time.monotonic(), busy=self._ticket is not None and not self._ticket.landed.done())
+        self._meter.step(time.monotonic(), busy=self._saver.is_busy)
         self.step_count += 1
         if self._deadline is not None and self._deadline.at_step():
             return True
         if not self._saves:
             return False
-        if self._plan is None:
-            self._warm_up()
+        self._saver.warm_up()
         if not self._schedule.is_due(self.step_count):
             return False
         self.save(metrics)
@@ -175,33 +172,17 @@ class Checkpointer:
             TornSnapshotError: Something changed while it was copied, and again when it was copied once more.
             StorageFullError: There is not enough shared memory for the buffer.
         """
-        begun = time.monotonic()
         if not self._saves:
             return self._as_rank_0()
-        self.wait_copy_complete()
-        before = self._settled()
-        captured = self._contents.capture(self._savers.rank, self._savers.world_size)
-        layout = self._layout(captured)
-        _, buffer = self.tiers.stage.begin(layout.num_bytes)
-        self._sequence += 1
-        ticket = self._ticket = Ticket(self.step_count)
-        copying = Copying(captured.tensors, layout.entries, buffer, captured.steady)
-        copied = self._strategy.begin(copying)
-        copied.add_done_callback(lambda done: _pass_on(done, ticket.copied))
-        self._copying = copying
-        replica = captured.replica() if self._replicated and self._savers.world_size > 1 else ""
-        notes = Notes(self._sequence, time.time(), dict(metrics or {}), self._meter.pace, replica)
-        self._losses.begun(ticket, layout.num_bytes)
-        self._courier.send(Parcel(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, notes))
+        before = self._saver.latest
+        ticket = self._saver.begin(self.step_count, metrics or {}, self._meter.pace)
+        self._losses.begun(ticket, self._saver.num_bytes)
         self._schedule.saved(self.step_count, before.pace if before is not None else Pace())
-        if copied.done():
-            self.wait_copy_complete()
-        ticket.blocked_seconds += time.monotonic() - begun
         return ticket
 
     def _as_rank_0(self) -> Ticket:
         """What a rank has to show for a save that is rank 0's."""
-        ticket = self._ticket = Ticket(self.step_count)
+        ticket = self._saver.latest = Ticket(self.step_count)
         ticket.copied.set_result(None)
         ticket.landed.set_result(Landing(self.tiers.stage, ""))
         return ticket
@@ -209,32 +190,7 @@ class Checkpointer:
     @property
     def latest(self) -> Ticket | None:
         """The save begun last."""
-        return self._ticket
-
-    def _settled(self) -> Ticket | None:
-        """The save before, landed or failed: its buffer is free. Its failure has been told."""
-        ticket = self._ticket
-        if ticket is not None:
-            wait([ticket.landed])
-        return ticket
-
-    def _layout(self, captured: Captured) -> Plan:
-        """Where each tensor goes; planned anew when tensors have come, gone or changed their form."""
-        specs = captured.specs()
-        if self._plan is None or specs != self._planned_for:
-            self._plan = plan(specs, self._savers.rank, self._savers.world_size)
-            self._planned_for = specs
-        return self._plan
-
-    def _warm_up(self) -> None:
-        """Has the buffers made in a thread, once the optimizer has a state: the first save shall not wait for them."""
-        layout = self._layout(self._contents.capture(self._savers.rank, self._savers.world_size))
-
-        def reserve() -> None:
-            with contextlib.suppress(StorageFullError):  # the save that needs them will say so
-                self.tiers.stage.reserve(layout.num_bytes)
-
-        threading.Thread(target=reserve, name="shade-reserve", daemon=True).start()
+        return self._saver.latest
 
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,22 +202,7 @@ class Checkpointer:
         Raises:
             TornSnapshotError: It changed again: somebody writes to it on another thread. Nothing is saved.
         """
-        copying, self._copying = self._copying, None
-        if copying is None:
-            return
-        ticket, begun = self._ticket, time.monotonic()
-        assert ticket is not None, "whoever copies has a ticket"
-        try:
-            self._strategy.wait()
-        except TornSnapshotError as error:
-            logger.warning("step %d: %s; copying it again", ticket.step, error)
-            try:
-                copying.again().finish()
-            except TornSnapshotError as again:
-                ticket.copied.set_exception(again)
-                raise
-            ticket.copied.set_result(None)
-        ticket.blocked_seconds += time.monotonic() - begun
+        self._saver.wait_copy_complete()
 
     def wait_committed(self) -> str:
         """Returns when the save begun last outlives this machine.
@@ -272,7 +213,7 @@ class Checkpointer:
         Raises:
             CheckpointError: It is nowhere; the message says why, or that there has been none.
         """
-        return self._landing().tier.name
+        return self._saver.landing().tier.name
 
     def wait_durable(self, timeout_seconds: float | None = None) -> None:
         """Returns when the save begun last is in storage.
@@ -288,15 +229,9 @@ class Checkpointer:
             return
         if self.tiers.storage is None:
             raise ConfigError.of("storage to be durable in", None, "pass persist_to=")
-        landing = self._landing()
-        assert self._ticket is not None
-        self.tiers.wait_durable(landing, self._ticket.step, timeout_seconds)
-
-    def _landing(self) -> Landing:
-        self.wait_copy_complete()
-        if self._ticket is None:
-            raise CheckpointError.of("a save to wait for", None, "call save() first")
-        return self._ticket.landed.result()
+        landing = self._saver.landing()
+        assert self.latest is not None
+        self.tiers.wait_durable(landing, self.latest.step, timeout_seconds)
 
     # ── what an end would cost, and one that is announced ─────────────────────────────────────────────────────────────
 
@@ -365,8 +300,8 @@ class Checkpointer:
 
     def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
         begun = time.monotonic()
-        self.wait_copy_complete()
-        self._settled()
+        self._saver.wait_copy_complete()
+        self._saver.settle()
         found = recover(self.tiers.reader, self.group, only, step)
         if found is None:
             return Restored(0, 0)
@@ -379,7 +314,7 @@ class Checkpointer:
                 if self._contents.forgettable(name):
                     arena.forget(entry.start, entry.stop)
         self.step_count = found.record.step
-        self._sequence = max(self._sequence, found.record.sequence)
+        self._saver.sequence = max(self._saver.sequence, found.record.sequence)
         self._schedule.saved(self.step_count, Pace())
         seconds = time.monotonic() - begun
         logger.info(
@@ -404,8 +339,8 @@ class Checkpointer:
         if self._closed:
             return
         try:
-            if self._ticket is not None:
-                self._landing()
+            if self.latest is not None:
+                self._saver.landing()
         finally:
             self._end(keep_buffers=False)
 
@@ -415,8 +350,7 @@ class Checkpointer:
             self._deadline.close()
         for hook in self._hooks:
             hook.remove()
-        self._strategy.close()
-        self._courier.close()
+        self._saver.close()
         self._losses.close()
         self.tiers.close(keep_buffers=keep_buffers)
         self.group.close()
@@ -432,9 +366,3 @@ class Checkpointer:
             self.close()
         elif not self._closed:
             self._end(keep_buffers=True)
-
-
-def _pass_on(done: Future[None], to: Future[None]) -> None:
-    """Success only: a torn copy is tried again by `Checkpointer.wait_copy_complete`."""
-    if done.exception() is None:
-        to.set_result(None)

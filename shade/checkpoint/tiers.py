@@ -42,6 +42,7 @@ class Tiers:
         storage: Durable storage, or None.
         keep: What stays in storage.
         is_first: Whether this is rank 0.
+        lease: On the run id, held by rank 0; None on the others, and where nothing is shared.
         resources: Closed at the end, in reverse.
     """
 
@@ -53,11 +54,21 @@ class Tiers:
         keep: Keep,
         *,
         is_first: bool,
+        lease: Lease | None,
         resources: contextlib.ExitStack,
     ) -> None:
         self.stage, self.memory, self.storage = stage, memory, storage
-        self._keep, self._is_first, self._resources = keep, is_first, resources
+        self._keep, self._is_first, self._lease, self._resources = keep, is_first, lease, resources
         self.reader = Reader([tier for tier in (stage, memory, storage) if tier is not None])
+
+    def check_lease(self) -> None:
+        """Asks before a save whether the run id is still ours.
+
+        Raises:
+            RunInUseError: Another process has taken over, because this one stood still for too long.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     def landed(self, landing: Landing) -> None:
         """Tidies up after a save; called in the courier's thread.
@@ -186,11 +197,12 @@ def open_tiers(
             )
             resources.callback(memory.close)
         rules = Keep.parse(keep)
+        lease = None
         if group.rank == 0:
-            _lead(run, store, volume, resources)
+            lease = _lead(run, store, volume, resources)
             if store is not None and store_url is not None and persist_to is not None:
                 _see_to_flusher(store, store_url, persist_to, run, keep, stage.folder.parent)
-        opened = Tiers(stage, memory, storage, rules, is_first=group.rank == 0, resources=resources)
+        opened = Tiers(stage, memory, storage, rules, is_first=group.rank == 0, lease=lease, resources=resources)
     except ShadeError as error:
         failure = error
     told = group.gather(None if failure is None else str(failure))
@@ -231,14 +243,14 @@ def _store(url: str, resources: contextlib.ExitStack) -> Store:
     return store
 
 
-def _lead(run: str, store: Store | None, volume: Volume | None, resources: contextlib.ExitStack) -> None:
+def _lead(run: str, store: Store | None, volume: Volume | None, resources: contextlib.ExitStack) -> Lease | None:
     """Takes the run id for this process; announces that the run goes on."""
     keeper = store if store is not None else volume
-    if keeper is not None:
-        resources.enter_context(Lease(keeper, run))
+    lease = None if keeper is None else resources.enter_context(Lease(keeper, run))
     if store is not None:
         mark_begun(store, run)
         resources.callback(_end, store, run)
+    return lease
 
 
 def _end(store: Store, run: str) -> None:

@@ -1,0 +1,171 @@
+"""One save at a time, from the live state to the courier: captured, laid out, copied, sent off, and followed.
+
+The part of a `Checkpointer` that the training thread waits in. What is captured is live; the strategy decides when it
+is copied; what moves meanwhile is copied again, once. Invariant: the buffer is written to by one save only, from
+`begin` until that save has landed or failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+
+from shade.checkpoint.contents import Captured, Contents
+from shade.checkpoint.copying import Copying
+from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
+from shade.checkpoint.group import Group
+from shade.checkpoint.layout import Plan, TensorSpec, plan
+from shade.checkpoint.protocol import Notes
+from shade.checkpoint.schedule import Pace
+from shade.checkpoint.stage import Stage
+from shade.checkpoint.strategies.base import Strategy
+from shade.errors import CheckpointError, StorageFullError, TornSnapshotError
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+class Saver:
+    """One rank's saves.
+
+    Args:
+        contents: What is saved.
+        stage: Where it is copied to.
+        strategy: When.
+        courier: Who takes it from there.
+        group: The ranks that save together.
+        sequence: Of the newest snapshot that there is.
+    """
+
+    def __init__(
+        self, contents: Contents, stage: Stage, strategy: Strategy, courier: Courier, group: Group, sequence: int
+    ) -> None:
+        self._contents, self._stage, self._strategy, self._courier = contents, stage, strategy, courier
+        self._group = group
+        self.sequence = sequence
+        """Of the newest snapshot; the next one's is higher."""
+        self.latest: Ticket | None = None
+        """The save begun last."""
+        self._plan: Plan | None = None
+        self._planned_for: dict[str, TensorSpec] = {}
+        self._copying: Copying | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of this rank's shard in the save begun last."""
+        return self._plan.num_bytes if self._plan is not None else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self.latest is not None and not self.latest.landed.done()
+
+    def begin(self, step: int, metrics: Mapping[str, float], pace: Pace) -> Ticket:
+        """Takes a snapshot; waits for the one before to leave the buffer.
+
+        Args:
+            step: Optimizer steps done.
+            metrics: Kept with it.
+            pace: As rank 0 has measured it.
+
+        Returns:
+            The save.
+
+        Raises:
+            ConfigError: Something attached cannot be saved.
+            TornSnapshotError: Something changed while it was copied, and again when it was copied once more.
+            StorageFullError: There is not enough shared memory for the buffer.
+        """
+        begun = time.monotonic()
+        self.wait_copy_complete()
+        self.settle()
+        captured = self._contents.capture(self._group.rank, self._group.world_size)
+        layout = self._layout(captured)
+        _, buffer = self._stage.begin(layout.num_bytes)
+        self.sequence += 1
+        ticket = self.latest = Ticket(step)
+        copying = self._copying = Copying(captured.tensors, layout.entries, buffer, captured.steady)
+        copied = self._strategy.begin(copying)
+        copied.add_done_callback(lambda done: _pass_on(done, ticket.copied))
+        notes = Notes(self.sequence, time.time(), dict(metrics), pace, captured.replica(self._group.world_size))
+        self._courier.send(Parcel(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, notes))
+        if copied.done():
+            self.wait_copy_complete()
+        ticket.blocked_seconds += time.monotonic() - begun
+        return ticket
+
+    def wait_copy_complete(self) -> None:
+        """Returns when the state may change again. What changed too early is copied once more, standing still.
+
+        Raises:
+            TornSnapshotError: It changed again. Nothing is saved.
+        """
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        ticket, begun = self.latest, time.monotonic()
+        assert ticket is not None, "whoever copies has a ticket"
+        try:
+            self._strategy.wait()
+        except TornSnapshotError as error:
+            logger.warning("step %d: %s; copying it again", ticket.step, error)
+            try:
+                copying.again().finish()
+            except TornSnapshotError as again:
+                ticket.copied.set_exception(again)
+                raise
+            ticket.copied.set_result(None)
+        ticket.blocked_seconds += time.monotonic() - begun
+
+    def settle(self) -> None:
+        """Returns when the save begun last has landed or failed: its buffer is free. Its failure has been told."""
+        if self.latest is not None:
+            wait([self.latest.landed])
+
+    def landing(self) -> Landing:
+        """Where the save begun last has come to; waits for it.
+
+        Returns:
+            The tier and the place.
+
+        Raises:
+            CheckpointError: It is nowhere, or there has been none.
+        """
+        self.wait_copy_complete()
+        if self.latest is None:
+            raise CheckpointError.of("a save to wait for", None, "call save() first")
+        return self.latest.landed.result()
+
+    def warm_up(self) -> None:
+        """Has the buffers made in a thread, the first time: the first save shall not wait for them."""
+        if self._plan is not None:
+            return
+        layout = self._layout(self._contents.capture(self._group.rank, self._group.world_size))
+
+        def reserve() -> None:
+            with contextlib.suppress(StorageFullError):  # the save that needs them will say so
+                self._stage.reserve(layout.num_bytes)
+
+        threading.Thread(target=reserve, name="shade-reserve", daemon=True).start()
+
+    def _layout(self, captured: Captured) -> Plan:
+        """Where each tensor goes; planned anew when tensors have come, gone or changed their form."""
+        specs = captured.specs()
+        if self._plan is None or specs != self._planned_for:
+            self._plan = plan(specs, self._group.rank, self._group.world_size)
+            self._planned_for = specs
+        return self._plan
+
+    def close(self) -> None:
+        """Returns when everything has landed or failed, and ends the threads. Safe to call twice."""
+        self._strategy.close()
+        self._courier.close()
+
+
+def _pass_on(done: Future[None], to: Future[None]) -> None:
+    """Success only: a torn copy is tried again by `Saver.wait_copy_complete`."""
+    if done.exception() is None:
+        to.set_result(None)

@@ -12,6 +12,7 @@ cnn            (the same at every size)                               8         
 alexnet        3×3 stem, head on 3×3 features                         16                 29 M
 resnet18       3×3 stem, no pooling                                   8                  11 M
 resnet50       3×3 stem, no pooling                                   8                  24 M
+resnet152      3×3 stem, no pooling                                   8                  58 M
 resnext50      3×3 stem, no pooling                                   8                  23 M
 densenet161    3×3 stem, no pooling                                   8                  26 M
 googlenet      3×3 stem, no first pooling, no auxiliary heads         8                  6 M
@@ -131,6 +132,7 @@ NETWORKS = {
     "alexnet": Recipe(_alexnet, 16),
     "resnet18": Recipe(_resnet(models.resnet18), 8),
     "resnet50": Recipe(_resnet(models.resnet50), 8),
+    "resnet152": Recipe(_resnet(models.resnet152), 8),
     "resnext50": Recipe(_resnet(models.resnext50_32x4d), 8),
     "densenet161": Recipe(_densenet161, 8),
     "googlenet": Recipe(_googlenet, 8),

@@ -305,7 +305,7 @@ class Deadline:
         """Waits for what can still become of the newest snapshot, and says what has."""
         wait([ticket.landed], _left(until))
         at, left = f"{until - time.monotonic():.1f} s left", self._saving.step_count - ticket.step
-        behind = f" ({left} steps behind)" if left else ""
+        behind = f" ({left} step{'' if left == 1 else 's'} behind)" if left else ""
         if not ticket.landed.done():
             kept = "own memory only, if nothing but this process ends" if ticket.kept else "no tier in time"
             self._say("%s; step %d%s is in %s", at, ticket.step, behind, kept)

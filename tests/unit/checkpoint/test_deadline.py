@@ -1,0 +1,308 @@
+"""All ranks save the same step, whoever hears of the end and whenever; nothing is begun that cannot be ended."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+from torch.distributed import HashStore
+
+from shade.checkpoint.courier import Landing, Ticket
+from shade.checkpoint.deadline import Board, Deadline
+from shade.checkpoint.gauge import CLUSTER, STORAGE, Forecast
+from shade.checkpoint.notice import Notice, Source
+from shade.errors import CheckpointError
+
+PATIENCE_SECONDS = 30.0
+
+
+class Word(Source):
+    """A notice that comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.notice: Notice | None = None
+        self.closed = False
+
+    def say(self, seconds: float = PATIENCE_SECONDS) -> None:
+        self.notice = Notice("the test", time.monotonic() + seconds)
+
+    def look(self) -> Notice | None:
+        return self.notice
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TierLike:
+    """A tier, as far as its name goes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Known:
+    """What is known of saves: told by the test."""
+
+    def __init__(self, forecast: Forecast | None = None) -> None:
+        self.told = forecast or Forecast(0.0, 0.01, 0.02, 0.03)
+        self.durable: bool | None = True
+
+    def forecast(self) -> Forecast:
+        return self.told
+
+    def is_durable(self, landing: Landing) -> bool | None:
+        return self.durable
+
+
+class Saver:
+    """A rank's checkpointer that lands at once, or never."""
+
+    def __init__(self) -> None:
+        self.step_count = 0
+        self.saved: list[int] = []
+        self.latest: Ticket | None = None
+        self.lands = True
+        self.error: Exception | None = None
+
+    def save(self) -> Ticket:
+        if self.error is not None:
+            raise self.error
+        self.saved.append(self.step_count)
+        self.latest = Ticket(self.step_count)
+        self.latest.copied.set_result(None)
+        if self.lands:
+            self.latest.landed.set_result(Landing(TierLike(CLUSTER), "0"))  # type: ignore[arg-type]
+        return self.latest
+
+    def wait_copy_complete(self) -> None:
+        pass
+
+
+class Rank:
+    """One rank: a saver and its deadline."""
+
+    def __init__(self, store: HashStore, rank: int, world_size: int, exit_code: int | None = 143) -> None:
+        self.saver, self.known, self.word = Saver(), Known(), Word()
+        self.board = Board(store, rank, world_size)
+        self.deadline = Deadline(self.saver, self.known, self.board, [self.word], exit_code=exit_code)  # type: ignore[arg-type]
+        self.code: int | str | None = None
+
+    def step(self) -> bool:
+        self.saver.step_count += 1
+        return self.deadline.at_step()
+
+    def until_stopped(self, num_steps: int = 10_000) -> None:
+        """Trains; notes with what it was stopped."""
+        try:
+            for _ in range(num_steps):
+                self.step()
+                time.sleep(0.001)
+        except SystemExit as stopped:
+            self.code = stopped.code
+
+
+@pytest.fixture
+def alone() -> Iterator[Rank]:
+    rank = Rank(HashStore(), 0, 1)
+    yield rank
+    rank.deadline.close()
+    assert rank.word.closed
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.WARNING, "shade.checkpoint"):
+        yield caplog
+
+
+def test_without_a_notice_nothing_happens(alone: Rank) -> None:
+    assert not any(alone.step() for _ in range(50))
+    assert not alone.deadline.should_stop
+    assert alone.saver.saved == []
+
+
+def test_a_notice_between_two_steps_saves_the_step_that_ends_next(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+    alone.step()
+    alone.word.say()
+    with pytest.raises(SystemExit) as stopped:
+        alone.step()
+    assert stopped.value.code == 143
+    assert alone.saver.saved == [2]
+    assert "step 2 should reach storage" in said.text
+    assert "step 2 committed in cluster memory" in said.text
+    assert "durable in" in said.text
+
+
+def test_without_an_exit_code_the_loop_is_told_and_nothing_is_saved_twice() -> None:
+    rank = Rank(HashStore(), 0, 1, exit_code=None)
+    rank.word.say()
+    assert rank.step()
+    assert rank.deadline.should_stop
+    assert not rank.step()
+    assert rank.saver.saved == [1]
+    rank.deadline.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_in_step_save_the_same_step(world_size: int, seed: int) -> None:
+    """A barrier in each step is the collective that no rank can leave while another waits for the target."""
+    store, generator = HashStore(), random.Random(seed)
+    ranks = [Rank(store, rank, world_size) for rank in range(world_size)]
+    together = threading.Barrier(world_size)
+    pauses = [[generator.uniform(0, 0.01) for _ in range(100)] for _ in ranks]
+
+    def train(number: int) -> None:
+        try:
+            for step in range(10_000):
+                together.wait(PATIENCE_SECONDS)
+                time.sleep(pauses[number][step % 100])
+                ranks[number].step()
+        except SystemExit as stopped:
+            ranks[number].code = stopped.code
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(world_size)]
+    for thread in threads:
+        thread.start()
+    time.sleep(generator.uniform(0.02, 0.1))
+    for number in generator.sample(range(world_size), generator.randint(1, world_size)):
+        ranks[number].word.say()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert [rank.code for rank in ranks] == [143] * world_size
+    assert len({tuple(rank.saver.saved) for rank in ranks}) == 1
+    assert ranks[0].saver.saved == [ranks[0].saver.step_count]
+    for rank in ranks:
+        rank.deadline.close()
+
+
+@pytest.mark.parametrize(
+    ("forecast", "goal"),
+    [
+        (Forecast(0.0, 1.0, 2.0, 3.0), "storage"),
+        (Forecast(0.0, 1.0, 2.0, 300.0), "cluster memory"),
+        (Forecast(0.0, 1.0, 200.0, 300.0), "own memory"),
+        (Forecast(25.0, 1.0, 2.0, 10.0), "cluster memory"),
+        (Forecast(0.0, 0.1, None, None), "whatever it can"),
+    ],
+)
+def test_what_can_be_reached_is_foreseen(
+    alone: Rank, said: pytest.LogCaptureFixture, forecast: Forecast, goal: str
+) -> None:
+    alone.known.told = forecast
+    alone.word.say(30)
+    alone.until_stopped()
+    assert alone.saver.saved == [alone.saver.step_count]
+    assert f"should reach {goal}" in said.text
+
+
+def test_no_copy_is_begun_that_cannot_be_ended(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+    alone.saver.step_count = 4
+    before = alone.saver.save()
+    alone.known.told = Forecast(0.0, 100.0, 200.0, 300.0)
+    alone.word.say(20)
+    alone.until_stopped()
+    assert alone.code == 143
+    assert alone.saver.saved == [4]
+    assert alone.saver.latest is before
+    assert "too little time for a copy" in said.text
+    assert "step 4 (1 step behind) committed in cluster memory" in said.text
+
+
+def test_a_save_that_does_not_land_is_not_waited_for_beyond_the_time(
+    alone: Rank, said: pytest.LogCaptureFixture
+) -> None:
+    alone.saver.lands = False
+    alone.word.say(0.5)
+    alone.until_stopped()
+    assert alone.code == 143
+    assert "is in no tier in time" in said.text
+
+
+def test_one_that_is_under_way_is_not_disturbed(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+    alone.saver.lands = False
+    alone.saver.step_count = 4
+    alone.saver.save().kept = True
+    alone.word.say(0.5)
+    alone.until_stopped()
+    assert alone.saver.saved == [4]
+    assert "step 4 is still on its way" in said.text
+    assert "step 4 (1 step behind) is in own memory only" in said.text
+
+
+def test_what_goes_wrong_in_the_last_save_is_said(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+    alone.saver.error = CheckpointError("a tensor moved")
+    alone.word.say()
+    alone.until_stopped()
+    assert alone.code == 143
+    assert "a tensor moved" in said.text
+
+
+def test_what_is_not_durable_in_time_is_left_to_the_flusher(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+    alone.known.durable = False
+    alone.word.say(0.4)
+    alone.until_stopped()
+    assert "not durable in time: its flusher goes on" in said.text
+
+
+def test_a_rank_that_never_answers_costs_the_time_and_no_more(said: pytest.LogCaptureFixture) -> None:
+    rank = Rank(HashStore(), 0, 2)
+    rank.word.say(0.3)
+    rank.until_stopped()
+    assert rank.code == 143
+    assert rank.saver.saved == []
+    assert "not all ranks have answered" in said.text
+    rank.deadline.close()
+
+
+class Gone(Board):
+    """A board whose keeper has died."""
+
+    def read(self, name: str) -> object:
+        raise RuntimeError(name)
+
+    write = read  # type: ignore[assignment]
+
+
+def test_a_board_that_is_gone_stops_nobody_who_has_heard_nothing() -> None:
+    word = Word()
+    saver = Saver()
+    deadline = Deadline(saver, Known(), Gone(HashStore(), 0, 2), [word])  # type: ignore[arg-type]
+    for _ in range(20):
+        assert not deadline.at_step()
+    word.say()
+    with pytest.raises(SystemExit):
+        deadline.at_step()
+    assert saver.saved == []
+    deadline.close()
+
+
+def test_time_that_passes_within_a_step_is_told(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+    alone.word.say(0.2)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while "no step has ended in time" not in said.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert alone.saver.saved == []
+
+
+def test_a_landed_save_is_told_with_where_it_is(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+    alone.saver.lands = False
+    landed: Future[Landing] = Future()
+    landed.set_result(Landing(TierLike(STORAGE), "0"))  # type: ignore[arg-type]
+    begun = alone.saver.save
+
+    def save() -> Ticket:
+        ticket = begun()
+        ticket.landed = landed
+        return ticket
+
+    alone.saver.save = save  # type: ignore[method-assign]
+    alone.word.say()
+    alone.until_stopped()
+    assert "committed in storage" in said.text

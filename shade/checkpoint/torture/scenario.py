@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from shade.checkpoint.own_memory import shared_memory
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Shard
@@ -86,7 +88,7 @@ class Stand:
         for rank, manifest in enumerate(one.manifests):
             stage = Stage(RUN, rank, folder=folder)
             place, buffer = stage.begin(manifest.num_bytes)
-            memoryview(buffer.numpy())[: manifest.num_bytes] = b"".join(one.chunks[rank])
+            buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(b"".join(one.chunks[rank])), dtype=torch.uint8)
             stage.put(place, Shard(manifest, ()))
             stage.commit(place, one.record)
             stage.close()

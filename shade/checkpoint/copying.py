@@ -88,6 +88,20 @@ class Copying:
         else:
             target.copy_(tensor)
 
+    def _copy_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.copy(name)
+
+    def _halves(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Two lists of about as many bytes: the largest first, each to the one that has less."""
+        halves: tuple[list[str], list[str]] = ([], [])
+        lengths = [0, 0]
+        for name in sorted(names, key=lambda name: self._entries[name].start - self._entries[name].stop):
+            less = int(lengths[1] < lengths[0])
+            halves[less].append(name)
+            lengths[less] += self._entries[name].stop - self._entries[name].start
+        return halves
+
     def _view(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
         flat = self._buffer[entry.start : entry.stop].view(torch_dtype(entry.dtype))
@@ -97,23 +111,23 @@ class Copying:
         """The same from the start, from the state as it is now."""
         return Copying(self._live, self._entries, self._buffer, self.steady)
 
-    def settle(self, names: Iterable[str], threads: Executor | None = None) -> None:
+    def settle(self, names: Iterable[str], helper: Executor | None = None) -> None:
         """Copies tensors and checks them now; what becomes of them afterwards is no concern of this snapshot.
 
         Args:
             names: Which.
-            threads: To copy side by side; None: one after the other, here.
+            helper: A second thread, which copies half of the bytes; None: this one copies all.
 
         Raises:
             TornSnapshotError: One has changed since the start; the buffer's content is worth nothing.
         """
         names = list(names)
         left = [name for name in names if name in self._left]
-        if threads is None:
-            for name in left:
-                self.copy(name)
-        else:
-            list(threads.map(self.copy, left))
+        mine, theirs = (left, []) if helper is None else self._halves(left)
+        helped = None if helper is None else helper.submit(self._copy_all, theirs)
+        self._copy_all(mine)
+        if helped is not None:
+            helped.result()
         for stream in self._streams.values():
             stream.synchronize()
         for name in names:
@@ -126,16 +140,16 @@ class Copying:
                 raise self._torn(name)
             del self._unchecked[name]
 
-    def finish(self, threads: Executor | None = None) -> None:
+    def finish(self, helper: Executor | None = None) -> None:
         """Settles all that is left.
 
         Args:
-            threads: See `settle`.
+            helper: See `settle`.
 
         Raises:
             TornSnapshotError: See `settle`.
         """
-        self.settle(self._unchecked, threads)
+        self.settle(self._unchecked, helper)
 
     def _agrees(self, name: str, live: int) -> bool:
         """Whether a few places are the same, bit for bit."""

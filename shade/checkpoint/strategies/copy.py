@@ -7,13 +7,10 @@ bandwidth, each time; one core does not use all of that, so two copy, while the 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
 
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy
 from shade.errors import TornSnapshotError
-
-_THREADS: Final = 2
 
 
 @STRATEGIES.register("copy")
@@ -21,14 +18,14 @@ class Copy(Strategy):
     """Everything at once, in `begin`."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-copy")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="shade-copy")
         self._done: Future[None] = Future()
 
     def begin(self, copying: Copying) -> Future[None]:
         """See `Strategy`."""
         self._done = Future()
         try:
-            copying.finish(self._threads)
+            copying.finish(self._helper)
             self._done.set_result(None)
         except TornSnapshotError as error:
             self._done.set_exception(error)
@@ -41,4 +38,4 @@ class Copy(Strategy):
 
     def close(self) -> None:
         """See `Strategy`."""
-        self._threads.shutdown()
+        self._helper.shutdown()

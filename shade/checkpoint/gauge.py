@@ -280,6 +280,7 @@ class Losses:
     def _ask(self) -> None:
         """Asks of each dirty snapshot, newest first; whatever is older than a durable one does not matter any more."""
         with self._lock:
+            self._settle()
             asked = list(self._dirty)
         for ticket, landing in reversed(asked):
             assert self._is_durable is not None, "nothing is dirty without storage"
@@ -290,7 +291,8 @@ class Losses:
             if durable:
                 with self._lock:
                     if (ticket, landing) in self._dirty:
-                        self._recent.durable.append(self._clock() - ticket.begun)
+                        if self._rank == 0:  # others ask when somebody looks: that is no measurement
+                            self._recent.durable.append(self._clock() - ticket.begun)
                         self._held[STORAGE] = _Held(ticket.step, ticket.begun)
                         while self._dirty and self._dirty[0][0].begun <= ticket.begun:
                             self._dirty.popleft()

@@ -125,9 +125,14 @@ class GivenCheckpointer(Checkpointer):
     """
 
     def __init__(self, store: str | None = None, **options: Any) -> None:
+        self.given: GivenState
         super().__init__(store, every="never", **options)
+
+    def _new_contents(self, replicated: bool) -> Contents:
+        """A state that is given; alike on all ranks is what is found to be so."""
+        del replicated
         self.given = GivenState(self.group)
-        self._contents = self.given
+        return self.given
 
     def save_state(self, state: dict[str, Any], step: int) -> None:
         """Saves a state. On every rank; waits for the copy of the one before, and for that one to land.

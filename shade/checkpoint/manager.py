@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -54,6 +54,7 @@ class Checkpointer:
         buffers: Snapshots that own memory has room for, ≥ 1; see `shade.checkpoint.stage`.
         replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel.
         first_rank_saves: Rank 0 keeps its own state for all, where the others' machines reach none of these places.
+        make_room: Called on every rank before it saves, with the bytes of its shard: by what shares the store's memory.
 
     Raises:
         ConfigError: Something of this cannot be, or a named store or storage does not answer.
@@ -76,12 +77,13 @@ class Checkpointer:
         buffers: int = 1,
         replicated: bool = True,
         first_rank_saves: bool = False,
+        make_room: Callable[[int], None] | None = None,
     ) -> None:
         self.run = run
         self._strategy = STRATEGIES.get(strategy)()
         self._schedule, self._meter = Schedule(every), PaceMeter()
-        self._contents = Contents(replicated)
         self.group: Group = current_group()
+        self._contents = self._new_contents(replicated)
         self._savers: Group = Alone() if first_rank_saves else self.group
         self._saves = self.group.rank == 0 or not first_rank_saves
         self.tiers: Tiers = open_tiers(
@@ -110,10 +112,15 @@ class Checkpointer:
         )
         newest = max((snapshot.record.sequence for snapshot in self.list()), default=0)
         self._saver = Saver(self._contents, self.tiers.stage, self._strategy, courier, self._savers, newest)
+        self._saver.make_room = make_room or self._saver.make_room
         self._hooks: list[Any] = []
         self._closed = False
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
+
+    def _new_contents(self, replicated: bool) -> Contents:
+        """What is saved: what is attached. `shade.checkpoint.given` saves something else."""
+        return Contents(replicated)
 
     # ── what is saved ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,7 +138,7 @@ class Checkpointer:
         self._contents.attach(things)
         optimizers = [thing for thing in things.values() if isinstance(thing, torch.optim.Optimizer)]
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.wait_copy_complete()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._saver.before_step()))
         modules = [thing for thing in things.values() if isinstance(thing, torch.nn.Module)]
         self._strategy.attach(modules, optimizers)
 
@@ -187,6 +194,10 @@ class Checkpointer:
         ticket.landed.set_result(Landing(self.tiers.stage, ""))
         return ticket
 
+    def is_due(self, step: int) -> bool:
+        """Whether a save falls due at that step, or before."""
+        return self._schedule.is_due(step)
+
     @property
     def latest(self) -> Ticket | None:
         """The save begun last."""
@@ -195,12 +206,10 @@ class Checkpointer:
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wait_copy_complete(self) -> None:
-        """Returns when the state may change again. Attached optimizers call it before each step.
-
-        What changed too early is copied once more, now that it stands still.
+        """Returns when the state may change again. Attached optimizers wait for the same before each step.
 
         Raises:
-            TornSnapshotError: It changed again: somebody writes to it on another thread. Nothing is saved.
+            TornSnapshotError: It has changed already; the message names the tensor. This snapshot is refused.
         """
         self._saver.wait_copy_complete()
 
@@ -338,11 +347,13 @@ class Checkpointer:
         """
         if self._closed:
             return
+        is_safe = False
         try:
             if self.latest is not None:
                 self._saver.landing()
+            is_safe = True
         finally:
-            self._end(keep_buffers=False)
+            self._end(keep_buffers=not is_safe)
 
     def _end(self, *, keep_buffers: bool) -> None:
         self._closed = True

@@ -50,7 +50,7 @@ from shade.checkpoint.recover import recover
 from shade.checkpoint.runs import runs_in_store, runs_in_volume
 from shade.checkpoint.storage_tier import StorageTier
 from shade.config import CHECKPOINT_URL
-from shade.errors import CheckpointError, ConfigError
+from shade.errors import CheckpointError, ConfigError, TornSnapshotError
 from shade.storage import open_volume
 from shade.store import StoreURL, open_store
 
@@ -119,7 +119,10 @@ class RemoteNode:
         return f"shade checkpoint flush {self.store} --persist {self.persist_to} --run {self.run}"
 
     def is_serving(self) -> bool:
-        """Whether a flusher serves the run; takes half a second.
+        """Whether a flusher serves the run.
+
+        Returns:
+            The answer, after half a second as a rule.
 
         Raises:
             StoreError: The store does not answer.
@@ -154,8 +157,8 @@ class TrainNode:
 
         Raises:
             ConfigError: Something in it cannot be saved.
-            TornSnapshotError: The state before was changed too early, and again when it was copied anew.
         """
+        self.wait_copy_complete()
         before = self.checkpointer.step_count
         named = (state.get(name) for name in ("step", "epoch"))
         step = next((number for number in named if type(number) is int and number > before), before + 1)
@@ -164,10 +167,13 @@ class TrainNode:
     def wait_copy_complete(self) -> None:
         """Returns when what was saved last may change.
 
-        Raises:
-            TornSnapshotError: It has changed already, and again when it was copied anew.
+        If some of it has changed already, that save is refused, and said; from then on everything is copied at once.
         """
-        self.checkpointer.wait_copy_complete()
+        try:
+            self.checkpointer.wait_copy_complete()
+        except TornSnapshotError as error:
+            logger.error("%s; from now on save() waits for the whole copy", error)
+            self.checkpointer.given.copies_at_once = True
 
     waiting_for_copying = wait_copy_complete
     """The original's other name for it."""

@@ -151,35 +151,38 @@ def test_steps_are_epochs_or_counted_and_always_go_up(begin: Callable[..., Train
     assert steps == [4, 5, 9, 10, 11]
 
 
-def test_a_large_tensor_changed_too_early_is_copied_again_when_it_stands_still(
+def test_a_large_tensor_changed_too_early_costs_that_save_and_no_other(
     begin: Callable[..., TrainNode], caplog: pytest.LogCaptureFixture
 ) -> None:
     node = begin()
-    first = state(1)
-    release = threading.Event()
     strategy = node.checkpointer._strategy
-    finish, begun = strategy.wait, strategy.begin
+    begun = strategy.begin
+    release = threading.Event()
 
     def late(copying: Any) -> Any:
         whole = copying.finish
 
-        def finishing() -> None:
+        def finishing(*words: Any) -> None:
             release.wait(30)
-            whole()
+            whole(*words)
 
         copying.finish = finishing
         return begun(copying)
 
     strategy.begin = late  # type: ignore[method-assign]
-    node.save(first)
-    first["weights"].fill_(7)
+    torn = state(1)
+    node.save(torn)
+    torn["weights"].fill_(7)
     release.set()
     node.wait_copy_complete()
-    strategy.begin, strategy.wait = begun, finish  # type: ignore[method-assign]
-    assert "copying it again" in caplog.text
-    found = begin(snapshot_path="latest").restore()
-    assert found is not None
-    assert found["weights"].unique().tolist() == [7]
+    strategy.begin = begun  # type: ignore[method-assign]
+    assert "expected 'state/weights' to stand still" in caplog.text
+    given = state(2)
+    node.save(given)
+    given["weights"].fill_(7)
+    node.wait_copy_complete()
+    node = begin(snapshot_path="latest")
+    check(node.restore(), 2)
 
 
 def test_small_tensors_may_change_at_once(begin: Callable[..., TrainNode], caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +191,7 @@ def test_small_tensors_may_change_at_once(begin: Callable[..., TrainNode], caplo
     node.save(given)
     given["few"].fill_(7)
     node.waiting_for_copying()
-    assert "copying it again" not in caplog.text
+    assert "stand still" not in caplog.text
     check(begin(snapshot_path="latest").restore(), 1)
 
 
@@ -300,3 +303,16 @@ def test_what_is_alike_on_all_ranks_is_shared_and_the_rest_is_each_ranks_own() -
     assert {"state/mean@rank0", "state/middle@rank0"} <= first.tensors.keys()
     assert {"state/mean@rank1", "state/middle@rank1", "state/extra@rank1"} <= second.tensors.keys()
     assert first.steady == {"state/w", "state/middle@rank0"}
+
+
+def test_what_one_rank_cannot_save_none_does() -> None:
+    told: list[Any] = [None, None]
+    failing, other = (GivenState(Pair(rank, told)) for rank in range(2))  # type: ignore[arg-type]
+    failing.state, other.state = {"model": object()}, state(1)
+    told[1] = {}
+    with pytest.raises(ConfigError, match="state/model"):
+        failing.capture(0, 2)
+    assert told[0] is None
+    other._group.gather = lambda message: [None, message]  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="rank 0 cannot save its state"):
+        other.capture(1, 2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli.checkpoint_verb import Verb, add_places, opened, size
+from shade.cli.checkpoint_verb import Places, Verb, add_places, opened, size
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,12 +94,40 @@ def _restore(given: argparse.Namespace) -> int:
     with opened(given, own_memory=True) as places:
         if given.step is not None and places.of_step(given.step) is None:
             return 1
+        sharded = _sharded(places, given.step)
+        if sharded is not None:
+            return _restore_sharded(given, places, sharded, form)
         found = recover(places.reader, Alone(), None if given.only is None else [given.only], given.step)
         if found is None:
             sys.stderr.write(f"no snapshot of run {places.run}\n")
             return 1
         export(_Restored(found.tree, found.tensors), given.to, form, given.only)
         sys.stdout.write(f"step {found.record.step} of run {places.run}, from {', '.join(found.tiers)}: {given.to}\n")
+    return 0
+
+
+def _sharded(places: Places, step: int | None) -> int | None:
+    """The step, if the snapshot was saved through DCP."""
+    from shade.checkpoint.dcp_whole import is_sharded
+
+    chosen = [snapshot for snapshot in places.snapshots() if step in (None, snapshot.record.step)]
+    return chosen[0].record.step if chosen and is_sharded(places.reader, chosen[0]) else None
+
+
+def _restore_sharded(given: argparse.Namespace, places: Places, step: int, form: str) -> int:
+    """Puts what ranks had in parts together."""
+    from shade.checkpoint.dcp import ShadeReader
+    from shade.checkpoint.dcp_whole import whole_state
+    from shade.checkpoint.export import save_state
+
+    with ShadeReader(given.store, persist_to=given.persist, run=places.run, step=step) as reader:
+        state = whole_state(reader)
+    if given.only is not None:
+        if given.only not in state:
+            raise ConfigError.of(f"one of {', '.join(state)}", given.only, "name a part of the state that was saved")
+        state = state[given.only]
+    save_state(state, given.to, form)
+    sys.stdout.write(f"step {step} of run {places.run}, all ranks' parts together: {given.to}\n")
     return 0
 
 

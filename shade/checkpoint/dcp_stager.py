@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
@@ -133,12 +134,18 @@ class ShadeStager(AsyncStager):
 
     Args:
         *optimizers: Overlap the copy with what runs between two steps of these; by default `async_save` returns when
-            the copy is done.
+            the copy is done. From PyTorch 2.9 on.
+
+    Raises:
+        ConfigError: This PyTorch cannot save what is still being staged.
     """
 
     _synchronize_after_execute = False
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        if optimizers and not hasattr(state_dict_saver, "AsyncSaveResponse"):
+            cure = "leave the optimizers out"
+            raise ConfigError.of("PyTorch 2.9 or later for a copy beside the training", torch.__version__, cure)
         self._optimizers = optimizers
         self._hooks = [each.register_step_pre_hook(lambda *_: self.synchronize_staging()) for each in optimizers]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shade-stager") if optimizers else None

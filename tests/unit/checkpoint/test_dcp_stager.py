@@ -223,6 +223,13 @@ def test_writing_to_a_parameter_too_early_fails_the_save(tmp_path: Path, monkeyp
     stager.close()
 
 
+def test_an_older_pytorch_is_told_that_it_cannot_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.checkpoint.state_dict_saver.AsyncSaveResponse")
+    ShadeStager().close()
+    with pytest.raises(ConfigError, match=r"2\.9"):
+        ShadeStager(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+
+
 def test_everything_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     before: Callable[[Any, int], None] = dcp_stager._Block.__init__

@@ -10,6 +10,7 @@ Loading checks first and changes afterwards: a snapshot that does not fit leaves
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,24 @@ from shade.checkpoint.assembly import assemble
 from shade.checkpoint.layout import TensorSpec, bytes_of
 from shade.checkpoint.rng import RandomState
 from shade.checkpoint.state import dismantle, escape
-from shade.errors import ConfigError, StateMismatchError
+from shade.errors import ConfigError, ShadeError, StateMismatchError
 from shade.types import Stateful
 
 _SAMPLE_BYTES = 64
+_SHAPED = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+    }
+)
+"""What PyTorch's optimizers keep for each parameter in its own shape; LBFGS and Adafactor keep other shapes too."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,9 @@ class Contents:
         Raises:
             StateMismatchError: It does not fit; nothing was changed.
         """
+        unknown = sorted(set(names) - self._things.keys())
+        if unknown:
+            raise ConfigError.of(f"names of what is attached ({', '.join(self._things)})", unknown, "attach() it first")
         state = assemble(tree, tensors)
         missing = sorted(set(names) - state.keys())
         if missing:
@@ -158,7 +176,26 @@ class Contents:
                 _check_module(name, thing, state[name])
             elif isinstance(thing, torch.optim.Optimizer):
                 _check_optimizer(name, thing, state[name])
-        for name in names:
+        self._put(state, names)
+
+    def _put(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """What could still refuse goes first, and is put back if it does; modules and optimizers have been checked."""
+        checked = {*self.modules, *self.optimizers}
+        before: dict[str, Any] = {}
+        try:
+            for name in (name for name in names if name not in checked):
+                before[name] = copy.deepcopy(self._things[name].state_dict())
+                self._things[name].load_state_dict(state[name])
+        except Exception as error:
+            for loaded, old in before.items():
+                self._things[loaded].load_state_dict(old)
+            if isinstance(error, ShadeError):
+                raise
+            raise StateMismatchError(
+                f"expected a state that {name!r} takes, got one that it refuses ({type(error).__name__}: {error}); "
+                "build it as it was when it was saved, or restore(only=[...]) without it"
+            ) from error
+        for name in (name for name in names if name in checked):
             self._things[name].load_state_dict(state[name])
 
 
@@ -196,7 +233,8 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, entry in saved["state"].items():
         for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != params[number].shape:
+            is_alike = key in _SHAPED and isinstance(value, torch.Tensor)
+            if is_alike and value.shape != params[number].shape:
                 raise StateMismatchError(
                     f"expected '{name}/state/{number}/{key}' of shape {tuple(params[number].shape)}, got "
                     f"{tuple(value.shape)}; build the optimizer over the same parameters"

@@ -32,7 +32,7 @@ from shade.checkpoint.protocol import Notes, Stored, agree, store
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Tier
-from shade.errors import CheckpointError
+from shade.errors import CheckpointError, ShadeError
 from shade.types import Bytes
 
 logger = logging.getLogger("shade.checkpoint")
@@ -141,7 +141,10 @@ class Courier:
             else:
                 ticket.landed_seconds = time.monotonic() - ticket.begun
                 ticket.landed.set_result(landing)
-                self._landed(landing)
+                try:
+                    self._landed(landing)
+                except ShadeError as error:
+                    logger.warning("after step %d: %s", ticket.step, error)
 
     def _deliver(self, parcel: Parcel) -> Landing:
         manifest, chunks, error = None, None, None
@@ -149,8 +152,8 @@ class Courier:
             parcel.ticket.copied.result()
             self._may_save()
             manifest, chunks = self._pack(parcel)
-        except CheckpointError as failure:
-            error = str(failure)
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+            error = " ".join(str(failure).split()) or type(failure).__name__
         ticket = parcel.ticket
         agreed = agree(self._group, manifest, error, parcel.notes)
         ticket.pace = agreed.pace

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shade.checkpoint.codec import CODECS
 from shade.checkpoint.contents import Contents
 from shade.checkpoint.courier import Courier, Landing, Ticket
 from shade.checkpoint.deadline import EXIT_CODE, Deadline, open_board
@@ -81,6 +82,7 @@ class Checkpointer:
     ) -> None:
         self.run = run
         self._strategy = STRATEGIES.get(strategy)()
+        CODECS.get(codec)()  # what cannot be shall be said before anything is opened
         self._schedule, self._meter = Schedule(every), PaceMeter()
         self.group: Group = current_group()
         self._contents = self._new_contents(replicated)
@@ -309,7 +311,7 @@ class Checkpointer:
 
     def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
         begun = time.monotonic()
-        self._saver.wait_copy_complete()
+        self._saver.before_step()
         self._saver.settle()
         found = recover(self.tiers.reader, self.group, only, step)
         if found is None:
@@ -323,7 +325,7 @@ class Checkpointer:
                 if self._contents.forgettable(name):
                     arena.forget(entry.start, entry.stop)
         self.step_count = found.record.step
-        self._saver.sequence = max(self._saver.sequence, found.record.sequence)
+        self._saver.sequence = max(self._saver.sequence, found.newest_sequence)
         self._schedule.saved(self.step_count, Pace())
         seconds = time.monotonic() - begun
         logger.info(

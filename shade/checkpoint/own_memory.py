@@ -6,7 +6,6 @@ writes them and says what the files are.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import tempfile
@@ -51,11 +50,12 @@ def own_folder(run: str, parent: Path | None = None) -> Path:
     return (parent or shared_memory()) / f"shade-{os.getuid()}" / run
 
 
-def own_records(folder: Path) -> dict[str, Commit]:
+def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Commit]:
     """The snapshots in a run's folder; of two records for one place the newer counts.
 
     Args:
         folder: See `own_folder`.
+        damaged: Takes the names of records that cannot be read.
 
     Returns:
         Each place with its record.
@@ -63,10 +63,16 @@ def own_records(folder: Path) -> dict[str, Commit]:
     found: dict[str, Commit] = {}
     for path in sorted(folder.glob("rank-*.commit")):
         place = path.name.split(".")[1]
-        with contextlib.suppress(OSError, CorruptCheckpointError):
+        try:
             record = Commit.parse(path.read_bytes())
-            if record.run == folder.name and (place not in found or record.sequence > found[place].sequence):
-                found[place] = record
+        except FileNotFoundError:
+            continue
+        except (OSError, CorruptCheckpointError):
+            if damaged is not None:
+                damaged.append(path.name)
+            continue
+        if record.run == folder.name and (place not in found or record.sequence > found[place].sequence):
+            found[place] = record
     return found
 
 

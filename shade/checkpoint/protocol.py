@@ -153,8 +153,11 @@ def store(
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result, or the message of the deliberate error."""
+    """The result, or the message of the error; of any, as the other ranks wait for this one's vote."""
     try:
         return action(), None
     except ShadeError as error:
         return None, " ".join(str(error).split()) or type(error).__name__
+    except Exception as error:
+        logger.exception("a tier failed as none should")
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())}"

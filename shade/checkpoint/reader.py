@@ -77,7 +77,9 @@ class Reader:
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
         self.unreachable: dict[str, str] = {}
-        """Why a tier could not be asked, by its name; emptied by `snapshots`."""
+        """Why a tier could not be asked, by its name; as `snapshots` found it last."""
+        self.damaged: list[str] = []
+        """Places with a record that cannot be read; likewise."""
 
     def snapshots(self) -> list[Snapshot]:
         """Every snapshot that exists in some tier.
@@ -86,6 +88,7 @@ class Reader:
             Newest first. Tiers that do not answer are left out, and noted in `unreachable`.
         """
         self.unreachable.clear()
+        self.damaged.clear()
         records: dict[str, Commit] = {}
         places: dict[str, list[Source]] = {}
         for tier in self.tiers:
@@ -95,6 +98,7 @@ class Reader:
                 self.unreachable[tier.name] = str(error)
                 logger.warning("%s cannot be read: %s", tier.name, error)
                 continue
+            self.damaged += [f"{tier.name}, {place}" for place in tier.damaged]
             for place, record in held.items():
                 records[record.digest] = record
                 places.setdefault(record.digest, []).append(Source(tier, place))

@@ -12,7 +12,7 @@ something wanted are read. Ranks may be more or fewer than they were: rank r tak
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -68,6 +68,8 @@ class Recovered:
     """This rank's."""
     tensors: dict[str, torch.Tensor]
     """All that were wanted, by name, of all shards."""
+    newest_sequence: int
+    """Of all snapshots that any rank sees, this one or another."""
     arenas: list[tuple[Arena, Manifest]]
 
 
@@ -87,37 +89,50 @@ def recover(
 
     Raises:
         CorruptCheckpointError: There are some, and none is whole; the message has the reason for each.
-        CheckpointError: A tier is silent, and no other has anything: there might be one.
+        CheckpointError: Storage is silent, or another tier is, and no other has anything: there might be a newer one.
     """
     here = {snapshot.record.digest: snapshot for snapshot in reader.snapshots()}
     told = group.gather(
         {
             "records": [snapshot.record.to_bytes().decode() for snapshot in here.values()],
             "silent": reader.unreachable,
+            "damaged": reader.damaged,
+            "durable": [tier.name for tier in reader.tiers if tier.is_durable],
         }
     )
+    silent = {name: why for each in told for name, why in each["silent"].items()}
+    for name in told[0]["durable"]:
+        if all(name in each["silent"] for each in told):
+            raise _silence({name: silent[name]})
     records = {record.digest: record for each in told for record in map(_record, each["records"])}
     candidates = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
     candidates = [record for record in candidates if step is None or record.step == step]
-    silent = {name: why for each in told for name, why in each["silent"].items()}
+    newest = max((record.sequence for record in records.values()), default=0)
     reasons = []
     for record in candidates:
-        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only)
+        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest)
         try:
             return attempt.run()
         except CorruptCheckpointError as error:
             reasons.append(str(error))
             if group.rank == 0 and record is not candidates[-1]:
                 logger.error("%s; trying the one before", error)
+    reasons += [
+        f"{place}: its record cannot be read" for place in sorted({p for each in told for p in each["damaged"]})
+    ]
     if reasons:
         raise CorruptCheckpointError("no snapshot is whole: " + "; ".join(reasons))
     if silent:
-        raise CheckpointError.of(
-            "every tier to say what it holds before a run starts from nothing",
-            "; ".join(f"{name}: {why}" for name, why in silent.items()),
-            "bring it back, or leave it out to start without it",
-        )
+        raise _silence(silent)
     return None
+
+
+def _silence(silent: Mapping[str, str]) -> CheckpointError:
+    return CheckpointError.of(
+        "every tier to say what it holds before a run starts from nothing, or from something old",
+        "; ".join(f"{name}: {why}" for name, why in silent.items()),
+        "bring it back, or leave it out to start without it",
+    )
 
 
 def _record(text: str) -> Commit:
@@ -127,20 +142,24 @@ def _record(text: str) -> Commit:
 class _Attempt:
     """One snapshot, on one rank."""
 
-    def __init__(self, reader: Reader, group: Group, snapshot: Snapshot, only: Collection[str] | None) -> None:
+    def __init__(
+        self, reader: Reader, group: Group, snapshot: Snapshot, only: Collection[str] | None, newest_sequence: int
+    ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
+        self._newest_sequence = newest_sequence
         self._tiers: dict[str, None] = {}
 
     def run(self) -> Recovered:
         record, group = self._snapshot.record, self._group
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
-        whole = Recovered(record, [], self._snapshot.tiers, None, {}, [])
+        seeing = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
+        whole = Recovered(record, [], self._snapshot.tiers, None, {}, self._newest_sequence, [])
         for shard in range(record.world_size):
             having = [rank for rank in range(group.world_size) if near[rank][shard]]
             if len(having) == group.world_size:
                 manifest, arena = self._alone(shard)
             else:
-                source = having[0] if having else shard % group.world_size
+                source = having[0] if having else seeing[shard % len(seeing)]
                 manifest, arena = self._together(shard, source)
             if shard == group.rank % record.world_size:
                 whole.tree = part_of(manifest.tree, self._only)
@@ -220,9 +239,7 @@ class _Attempt:
         self._tiers[name] = None
 
 
-def fill_arena(
-    reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]
-) -> None:
+def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
     """Reads verified chunks, decoded, to where they belong; without a codec straight from the tier.
 
     Args:

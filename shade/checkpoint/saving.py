@@ -1,8 +1,9 @@
 """One save at a time, from the live state to the courier: captured, laid out, copied, sent off, and followed.
 
 The part of a `Checkpointer` that the training thread waits in. What is captured is live; the strategy decides when it
-is copied; what moves meanwhile is copied again, once. Invariant: the buffer is written to by one save only, from
-`begin` until that save has landed or failed.
+is copied. What moves while the training thread is still in `begin` is copied again, once; what is found to have moved
+later is refused, for all that is no tensor is of another moment by then. Invariant: the buffer is written to by one
+save only, from `begin` until that save has landed or failed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from shade.checkpoint.contents import Captured, Contents
 from shade.checkpoint.copying import Copying
@@ -23,7 +28,7 @@ from shade.checkpoint.protocol import Notes
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.strategies.base import Strategy
-from shade.errors import CheckpointError, StorageFullError, TornSnapshotError
+from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -49,9 +54,12 @@ class Saver:
         """Of the newest snapshot; the next one's is higher."""
         self.latest: Ticket | None = None
         """The save begun last."""
+        self.make_room: Callable[[int], None] = lambda num_bytes: None
+        """Called before a copy is begun, with the length of this rank's shard."""
         self._plan: Plan | None = None
         self._planned_for: dict[str, TensorSpec] = {}
-        self._copying: Copying | None = None
+        self._is_copying = False
+        self._reserving: threading.Thread | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -75,50 +83,71 @@ class Saver:
             The save.
 
         Raises:
-            ConfigError: Something attached cannot be saved.
+            ConfigError: Something attached, or a metric, cannot be saved.
             TornSnapshotError: Something changed while it was copied, and again when it was copied once more.
             StorageFullError: There is not enough shared memory for the buffer.
         """
         begun = time.monotonic()
-        self.wait_copy_complete()
+        self.before_step()
         self.settle()
-        captured = self._contents.capture(self._group.rank, self._group.world_size)
-        layout = self._layout(captured)
-        _, buffer = self._stage.begin(layout.num_bytes)
         self.sequence += 1
         ticket = self.latest = Ticket(step)
-        copying = self._copying = Copying(captured.tensors, layout.entries, buffer, captured.steady)
-        copied = self._strategy.begin(copying)
+        notes = Notes(self.sequence, time.time(), {}, pace, "")
+        buffer: torch.Tensor | None = None
+        try:
+            captured = self._contents.capture(self._group.rank, self._group.world_size)
+            notes = replace(notes, metrics=_numbers(metrics), replica=captured.replica(self._group.world_size))
+            layout = self._layout(captured)
+            self.make_room(layout.num_bytes)
+            _, buffer = self._stage.begin(layout.num_bytes)
+            copying = Copying(captured.tensors, layout.entries, buffer, captured.steady)
+            copied = self._strategy.begin(copying)
+            if copied.done() and copied.exception() is not None:
+                copied = self._again(step, copying)
+        except BaseException as error:
+            # Story: the other ranks are about to wait for this one's word. So it goes there too, and the turn is taken.
+            if buffer is None:
+                self._stage.skip()
+            ticket.copied.set_exception(error)
+            self._courier.send(Parcel(ticket, {}, None, 0, torch.empty(0, dtype=torch.uint8), notes))
+            raise
+        self._is_copying = True
         copied.add_done_callback(lambda done: _pass_on(done, ticket.copied))
-        notes = Notes(self.sequence, time.time(), dict(metrics), pace, captured.replica(self._group.world_size))
         self._courier.send(Parcel(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, notes))
-        if copied.done():
-            self.wait_copy_complete()
         ticket.blocked_seconds += time.monotonic() - begun
         return ticket
 
+    def _again(self, step: int, copying: Copying) -> Future[None]:
+        """Copies once more, at once, what has just failed."""
+        try:
+            self._strategy.wait()
+        except TornSnapshotError as error:
+            logger.warning("step %d: %s; copying it again", step, error)
+        copying.again().finish()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
     def wait_copy_complete(self) -> None:
-        """Returns when the state may change again. What changed too early is copied once more, standing still.
+        """Returns when the state may change again.
 
         Raises:
-            TornSnapshotError: It changed again. Nothing is saved.
+            TornSnapshotError: It has changed already. Nothing is saved.
         """
-        copying, self._copying = self._copying, None
-        if copying is None:
+        is_copying, self._is_copying = self._is_copying, False
+        if not is_copying:
             return
         ticket, begun = self.latest, time.monotonic()
         assert ticket is not None, "whoever copies has a ticket"
         try:
             self._strategy.wait()
-        except TornSnapshotError as error:
-            logger.warning("step %d: %s; copying it again", ticket.step, error)
-            try:
-                copying.again().finish()
-            except TornSnapshotError as again:
-                ticket.copied.set_exception(again)
-                raise
-            ticket.copied.set_result(None)
-        ticket.blocked_seconds += time.monotonic() - begun
+        finally:
+            ticket.blocked_seconds += time.monotonic() - begun
+
+    def before_step(self) -> None:
+        """As `wait_copy_complete`, but a torn copy is no reason to end a training: the courier says that it failed."""
+        with contextlib.suppress(TornSnapshotError):
+            self.wait_copy_complete()
 
     def settle(self) -> None:
         """Returns when the save begun last has landed or failed: its buffer is free. Its failure has been told."""
@@ -149,7 +178,8 @@ class Saver:
             with contextlib.suppress(StorageFullError):  # the save that needs them will say so
                 self._stage.reserve(layout.num_bytes)
 
-        threading.Thread(target=reserve, name="shade-reserve", daemon=True).start()
+        self._reserving = threading.Thread(target=reserve, name="shade-reserve", daemon=True)
+        self._reserving.start()
 
     def _layout(self, captured: Captured) -> Plan:
         """Where each tensor goes; planned anew when tensors have come, gone or changed their form."""
@@ -161,11 +191,23 @@ class Saver:
 
     def close(self) -> None:
         """Returns when everything has landed or failed, and ends the threads. Safe to call twice."""
+        if self._reserving is not None:
+            self._reserving.join()
         self._strategy.close()
         self._courier.close()
 
 
 def _pass_on(done: Future[None], to: Future[None]) -> None:
-    """Success only: a torn copy is tried again by `Saver.wait_copy_complete`."""
-    if done.exception() is None:
+    error = done.exception()
+    if error is None:
         to.set_result(None)
+    else:
+        to.set_exception(error)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers: they may come as tensors of one element."""
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError.of("a number for each metric", metrics, "pass loss.item(), say") from error

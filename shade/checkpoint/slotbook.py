@@ -57,6 +57,12 @@ class SlotBook:
                         commits.setdefault(number, Commit.parse(content))
         return commits
 
+    def damaged(self, table: Table, old_tags: Sequence[str], commits: Mapping[int, Commit]) -> list[str]:
+        """What is there and cannot be read in any copy: records, or the table itself."""
+        rotten = [slot for number, slot in table.slots.items() if number not in commits]
+        found = [slot.place for slot in rotten if self.has(slot, commit_name(slot))]
+        return found if table.generation or not old_tags else [TABLE_NAME]
+
     def has(self, slot: Slot, name: str) -> bool:
         """Whether a small thing is on some server."""
         return any(content is not None for content in self._store.get_many(self.names.everywhere(slot, name)))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import shutil
@@ -30,7 +31,7 @@ from shade.checkpoint.codec import CODECS
 from shade.checkpoint.manifest import Commit, Manifest
 from shade.checkpoint.own_memory import own_folder, own_records
 from shade.checkpoint.tier import Shard, Tier
-from shade.errors import ConfigError, StorageError, StorageFullError
+from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
 from shade.types import Bytes
 
 _ROUND_BYTES: Final = 2 * 2**20
@@ -119,7 +120,29 @@ class Stage(Tier):
         self._buffers: list[_Buffer | None] = [None] * num_buffers
         self._next = 0
         self._lock = threading.Lock()
+        self._claimed: int | None = None
         self._open: dict[Path, memoryview] = {}
+
+    def claim(self) -> None:
+        """Makes this rank's buffers this process's, until `close`; a process that dies loses its claim.
+
+        Two trainings that use one run id, each with storage of its own, meet nowhere else: and each would hash and
+        store what the other writes into the very same memory.
+
+        Raises:
+            RunInUseError: A live process has them.
+        """
+        claimed = os.open(self._path(self.rank, "claim", "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(claimed)
+            raise RunInUseError.of(
+                "a run id of one's own on this machine",
+                self.run,
+                f"another process keeps rank {self.rank}'s snapshots in {self.folder}: choose another id, or end it",
+            ) from None
+        self._claimed = claimed
 
     def _path(self, rank: int, place: str, kind: str) -> Path:
         return self.folder / f"rank-{rank}.{place}.{kind}"
@@ -138,11 +161,15 @@ class Stage(Tier):
         Raises:
             StorageFullError: Not enough shared memory.
         """
-        number = self._next
-        self._next = (number + 1) % len(self._buffers)
-        place = str(number)
+        number, place = self._next, str(self._next)
         self.discard(place)
-        return place, self._reserved(number, num_bytes).tensor
+        buffer = self._reserved(number, num_bytes)
+        self.skip()
+        return place, buffer.tensor
+
+    def skip(self) -> None:
+        """Lets a turn pass: of a save that this rank cannot begin, and others may have."""
+        self._next = (self._next + 1) % len(self._buffers)
 
     def reserve(self, num_bytes: int) -> None:
         """Makes the buffers before they are needed; what lies in them is lost if they are too small.
@@ -190,7 +217,10 @@ class Stage(Tier):
 
     def held(self) -> Mapping[str, Commit]:
         """See `Tier`; of two records for one place the newer counts."""
-        return own_records(self.folder)
+        damaged: list[str] = []
+        found = own_records(self.folder, damaged)
+        self.damaged = damaged
+        return found
 
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
         """See `Tier`."""
@@ -242,6 +272,9 @@ class Stage(Tier):
             buffer.close()
         self._buffers = [None] * len(self._buffers)
         self._open.clear()
+        if self._claimed is not None:
+            os.close(self._claimed)
+            self._claimed = None
 
     def vacate(self) -> None:
         """Takes this rank's files away, and the folder with the last of them: there is no snapshot in it."""

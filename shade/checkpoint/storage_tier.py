@@ -48,6 +48,7 @@ class StorageTier(Tier):
     """
 
     name: ClassVar[str] = "storage"
+    is_durable: ClassVar[bool] = True
 
     def __init__(self, volume: Volume, run: str) -> None:
         self._volume = volume
@@ -104,15 +105,19 @@ class StorageTier(Tier):
         """See `Tier`; one listing, and the records fetched together."""
         names = [name for name in self._volume.list(f"{self._run}/step-") if name.endswith(f"/{_RECORD}")]
         found: dict[str, Commit] = {}
+        damaged: list[str] = []
         for name, content in zip(names, self._volume.read_many(names), strict=True):
             place = name.removesuffix(f"/{_RECORD}")
             if content is None:
                 logger.warning("%s in %s cannot be read: this snapshot does not count", name, self._volume.url)
+                damaged.append(place)
                 continue
             try:
                 found[place] = Commit.parse(content)
             except CorruptCheckpointError as error:
                 logger.warning("%s in %s: %s: this snapshot does not count", name, self._volume.url, error)
+                damaged.append(place)
+        self.damaged = damaged
         return found
 
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:

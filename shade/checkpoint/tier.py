@@ -46,6 +46,10 @@ class Tier(ABC):
     """``own memory``, ``cluster memory`` or ``storage``: as it is printed."""
     every_rank_commits: ClassVar[bool] = False
     """True where the record has to be written on each machine, and so by each rank."""
+    is_durable: ClassVar[bool] = False
+    """True where what is committed outlives all machines."""
+    damaged: Sequence[str] = ()
+    """Places whose record `held` could not read, the last time: there was a snapshot, and perhaps it is the newest."""
     num_copies: int = 1
     """How many times a chunk can be asked for before it is lost here; a reconstruction counts as a copy."""
 

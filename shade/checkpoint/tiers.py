@@ -120,10 +120,16 @@ class Tiers:
             timeout_seconds: Longest time to wait; None: as long as it takes.
 
         Raises:
-            CheckpointError: It is not, in time.
+            CheckpointError: It is not, in time; or never will be, as memory has lost it before.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.is_durable(landing):
+            if self._is_lost(landing):
+                raise CheckpointError.of(
+                    f"step {step} to stay in {landing.tier.name} until it is durable",
+                    "neither there nor in storage",
+                    "was a server restarted empty? save again; replicas outlive the loss of one",
+                )
             if deadline is not None and time.monotonic() > deadline:
                 raise CheckpointError.of(
                     f"step {step} to be durable within {timeout_seconds} s",
@@ -131,6 +137,15 @@ class Tiers:
                     "see whether its flusher runs (shade checkpoint list)",
                 )
             time.sleep(POLL_SECONDS)
+
+    def _is_lost(self, landing: Landing) -> bool:
+        """Whether memory answers, and has it no more, and storage still has not got it."""
+        assert self.memory is not None
+        try:
+            newest = max((record.sequence for record in self.memory.held().values()), default=-1)
+        except StoreError:
+            return False
+        return newest < landing.sequence and not self.is_durable(landing)
 
     def close(self, *, keep_buffers: bool) -> None:
         """Lets go of everything.
@@ -185,6 +200,8 @@ def open_tiers(
     try:
         check_run_name(run)
         stage = Stage(run, group.rank, num_buffers=buffers)
+        stage.claim()
+        resources.callback(stage.close)
         volume = None if persist_to is None else _volume(persist_to)
         store = None if store_url is None else _store(store_url, resources)
         memory = storage = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
 import pytest
 
 from shade.store.base import Store
@@ -74,6 +76,18 @@ def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the person who runs the tests uses to reach their own servers is not for these."""
     monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
     monkeypatch.delenv(USERNAME_VARIABLE, raising=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _flushers_end_with_the_tests() -> Iterator[None]:
+    """Flushers outlive the runs that started them, for minutes if a run was killed; ours are known by their variable."""
+    mark = ("SHADE_TEST_SESSION", str(os.getpid()))
+    os.environ[mark[0]] = mark[1]
+    yield
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(mark[0]) == mark[1] and "shade.checkpoint.flush" in process.cmdline():
+                process.kill()
 
 
 @pytest.fixture(scope="session")

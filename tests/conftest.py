@@ -80,7 +80,7 @@ def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _flushers_end_with_the_tests() -> Iterator[None]:
-    """Flushers outlive the runs that started them, for minutes if a run was killed; ours are known by their variable."""
+    """Flushers outlive the runs that started them, by minutes if a run was killed; ours are known by a variable."""
     mark = ("SHADE_TEST_SESSION", str(os.getpid()))
     os.environ[mark[0]] = mark[1]
     yield

@@ -108,6 +108,10 @@ def recover(
     candidates = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
     candidates = [record for record in candidates if step is None or record.step == step]
     newest = max((record.sequence for record in records.values()), default=0)
+    lost = sorted({place for each in told for place in each["damaged"]})
+    rotten = [f"{place}: its record cannot be read" for place in lost]
+    if rotten and group.rank == 0:
+        logger.error("%s; going on with the other snapshots", "; ".join(rotten))
     reasons = []
     for record in candidates:
         attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest)
@@ -117,9 +121,7 @@ def recover(
             reasons.append(str(error))
             if group.rank == 0 and record is not candidates[-1]:
                 logger.error("%s; trying the one before", error)
-    reasons += [
-        f"{place}: its record cannot be read" for place in sorted({p for each in told for p in each["damaged"]})
-    ]
+    reasons += rotten
     if reasons:
         raise CorruptCheckpointError("no snapshot is whole: " + "; ".join(reasons))
     if silent:

@@ -25,7 +25,7 @@ LOOK = 1
 STAY = 2
 """The sample should be in the cache once this access is over."""
 
-_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN, _ENDING = range(9)
+_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
 _ROWS = 129
 
 
@@ -68,6 +68,23 @@ class Board:
         flag_B = hit_B.astype(np.uint8) * LOOK + stay_B.astype(np.uint8) * STAY
         self.flag_N[index_B[::-1]] = flag_B[::-1]
         self._state[_PLANNED], self._state[_ENDING] = 1.0, float(ending)
+
+    def withdraw(self, index_B: Indices) -> None:
+        """Takes back what was posted of samples that leave before their batch is fetched.
+
+        Args:
+            index_B: Which.
+        """
+        self.flag_N[index_B] = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the entries may occupy together at this moment."""
+        return int(self._state[_CAPACITY])
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, num_bytes: int) -> None:
+        self._state[_CAPACITY] = num_bytes
 
     @property
     def planned(self) -> bool:

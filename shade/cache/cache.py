@@ -75,9 +75,9 @@ class SampleCache:
         form: int,
     ) -> None:
         self.store = store
-        self.capacity_bytes = int(capacity_bytes)
         self.keys = SampleKeys(namespace)
         self.board = Board(len(payload_bytes_N))
+        self.capacity_bytes = capacity_bytes
         self._form = form
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
         self._largest_bytes = int(self.size_bytes_N.max())
@@ -91,7 +91,7 @@ class SampleCache:
         self._room: Room | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("store", "capacity_bytes", "keys", "board", "_form", "_largest_bytes")
+        kept = ("store", "_capacity_bytes", "keys", "board", "_form", "_largest_bytes")
         return {name: self.__dict__[name] for name in kept} | {"_size_bytes_N": None, "_policy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,6 +114,15 @@ class SampleCache:
         return self._size_bytes_N
 
     @property
+    def capacity_bytes(self) -> int:
+        """What the entries of this data set may occupy in the store; for the moment it may be less: see `resize`."""
+        return self._capacity_bytes
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, num_bytes: int) -> None:
+        self._capacity_bytes = self.board.capacity_bytes = int(num_bytes)
+
+    @property
     def room(self) -> Room:
         """This process's departures and arrivals."""
         if self._room is None:
@@ -123,7 +132,6 @@ class SampleCache:
                 self.board,
                 self.ledger,
                 form=self._form,
-                capacity_bytes=self.capacity_bytes,
                 largest_bytes=self._largest_bytes,
             )
         return self._room
@@ -159,7 +167,7 @@ class SampleCache:
         Args:
             policy_class: From `shade.policy.POLICIES`.
         """
-        self._policy = policy_class(self.size_bytes_N, self.capacity_bytes)
+        self._policy = policy_class(self.size_bytes_N, self.board.capacity_bytes)
 
     def find_residents(self) -> Indices:
         """What the store really holds of this data set, and puts the shared counter right by it.
@@ -195,6 +203,29 @@ class SampleCache:
         self.board.begin_generation()
         if remove_refused:
             self._remove(refused)
+
+    def resize(self, allowed_bytes: int, rank: int, world_size: int) -> int:
+        """Makes the capacity smaller, or large again: the least useful yield. On all ranks after the same batch.
+
+        Args:
+            allowed_bytes: From now on; more than `capacity_bytes` counts as that.
+            rank: This rank; of the samples that leave it removes every ``world_size``-th.
+            world_size: W.
+
+        Returns:
+            Samples that left.
+        """
+        allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
+        self.board.capacity_bytes = allowed_bytes
+        if self._policy is None:
+            return 0
+        leaving = self._policy.resize(allowed_bytes)
+        self.board.withdraw(leaving)
+        mine = leaving[rank::world_size]
+        self.ledger.add(yielded=len(mine))
+        if len(mine):
+            self._remove(mine)
+        return len(leaving)
 
     def begin_epoch(self, window: EpochWindow, *, remove_leaving: bool) -> None:
         """Lets the policy plan an epoch.

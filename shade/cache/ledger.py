@@ -25,6 +25,7 @@ FIELDS: dict[str, str] = {
     "admitted": "entries written to the store",
     "admitted_bytes": "bytes of payload in them",
     "evicted": "entries removed from the store",
+    "yielded": "samples that left early to make room for a snapshot; they come back when it no longer needs it",
     "declined": "admissions that found no room; many mean the capacity is shared or the server is full",
     "surprises": "planned hits the store did not have: it was restarted, flushed or shared",
     "corrupt": "entries that failed their checksum; dropped and read from the origin",

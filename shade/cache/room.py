@@ -14,6 +14,8 @@ in hand for the departures of a slower neighbour and is declined at last. Races,
 5. Somebody overwrites one of our entries. It keeps the room it had, and is repaired in place (`SampleCache`).
 6. Somebody flushes the store between A's reservation and A's write. What A writes then is not counted until the next
    count: at most one batch a process beyond the capacity. Nothing but a lock could close this one.
+7. The capacity shrinks while A has reserved by the old one. A writes it: at most a batch a process too much, until
+   departures or the next count.
 
 Two to four round trips a batch that changes something, none for a batch that does not.
 """
@@ -46,10 +48,9 @@ class Room:
     Args:
         store: Where the entries lie.
         keys: Their names.
-        board: Says who shall stay.
+        board: Says who shall stay, and what all entries may occupy together, allocator rounding included.
         ledger: This process's row.
         form: How payloads are encoded.
-        capacity_bytes: What all entries may occupy together, allocator rounding included.
         largest_bytes: What one may occupy: the largest that the policy plans with.
     """
 
@@ -61,11 +62,10 @@ class Room:
         ledger: Ledger,
         *,
         form: int,
-        capacity_bytes: int,
         largest_bytes: int,
     ) -> None:
         self._store, self._keys, self._board, self._ledger, self._form = store, keys, board, ledger, form
-        self._capacity_bytes, self._largest_bytes = capacity_bytes, largest_bytes
+        self._largest_bytes = largest_bytes
         self._counter_key = keys.counter_key(COUNTER)
         self._owed: dict[int, None] = {}
         self._waiting: dict[int, bytes] = {}
@@ -101,6 +101,15 @@ class Room:
         self._ledger.add(declined=num_arrivals + len(self._waiting))
         self._waiting.clear()
 
+    def counted_bytes(self) -> int:
+        """What the entries occupy by the shared counter: those that are about to leave included.
+
+        Raises:
+            StoreError: The store does not answer.
+            ValueError: Under its name there is something else.
+        """
+        return int(self._store.get_many([self._counter_key])[0] or 0)
+
     def recount(self, used_bytes: int) -> None:
         """Sets the counter to what the entries really occupy; while nobody else admits or removes.
 
@@ -110,9 +119,8 @@ class Room:
         Raises:
             StoreError: The store failed. The counter is as it was, or right.
         """
-        (counted,) = self._store.get_many([self._counter_key])
         try:
-            difference = used_bytes - int(counted or 0)
+            difference = used_bytes - self.counted_bytes()
         except ValueError:  # somebody has written something else under its name
             self._store.delete_many([self._counter_key])
             difference = used_bytes
@@ -208,7 +216,7 @@ class Room:
         for index in [i for i in self._waiting if not self._board.flag_N[i] & STAY]:
             del self._waiting[index]
         for index, payload in arrivals.items():
-            if self.size_bytes(len(payload)) <= min(self._largest_bytes, self._capacity_bytes):
+            if self.size_bytes(len(payload)) <= min(self._largest_bytes, self._board.capacity_bytes):
                 self._waiting[index] = seal(index, payload, self._form)
             else:
                 self._ledger.add(declined=1)
@@ -217,7 +225,7 @@ class Room:
         """Writes those in hand that find room; how many were written."""
         sizes = {index: self.size_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
         wanted = sum(sizes.values())
-        excess = self._store.increment(self._counter_key, wanted - freed_bytes) - self._capacity_bytes
+        excess = self._store.increment(self._counter_key, wanted - freed_bytes) - self._board.capacity_bytes
         chosen = dict(self._waiting)
         for index in reversed(self._waiting):
             if excess <= 0:

@@ -28,18 +28,9 @@ import numpy as np
 
 from shade.checkpoint.erasure import ErasureCode
 from shade.checkpoint.manifest import CHUNK_BYTES, Commit, Manifest, digest_of
-from shade.checkpoint.memory_room import check_room
+from shade.checkpoint.memory_room import check_room, spare_bytes
 from shade.checkpoint.slotbook import TABLE_NAME, SlotBook
-from shade.checkpoint.slots import (
-    Layout,
-    Slot,
-    Table,
-    commit_name,
-    dirty_name,
-    extent_name,
-    hold_name,
-    manifest_name,
-)
+from shade.checkpoint.slots import Layout, Slot, Table, commit_name, dirty_name, extent_name, hold_name, manifest_name
 from shade.checkpoint.stripe import Stripe, parity_of
 from shade.checkpoint.tier import Shard, Tier
 from shade.errors import ConfigError, StoreError, StoreFullError
@@ -112,21 +103,28 @@ class MemoryTier(Tier):
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
         """See `Tier`. A store that is full is one without memory for it, or with every slot waiting for the flusher."""
         layout, (table, tags) = self._layout(), self._book.table()
-        commits = self._book.committed(table)
-        number = self._choose(table, commits)
-        old = table.slots.get(number)
-        surplus = [n for n in table.slots if n >= self._num_slots and self._is_free(table, n, commits)]
-        given_up = [table.slots[n] for n in {*surplus, *([] if old is None else [number])}]
+        number, given_up = self._given_up(table)
         check_room(self.store, layout, shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
         for slot in given_up:
             self._book.erase_record(slot)
             kept_ranks = len(shard_bytes) if slot.number == number and slot.layout == layout else 0
             self._book.erase_content(slot, range(kept_ranks, len(slot.shard_bytes)))
-        for extra in surplus:
-            table = table.without(extra)
+            table = table if slot.number == number else table.without(slot.number)
         table = table.with_slot(number, step, layout, tuple(shard_bytes))
         self._book.write_table(table, tags)
         return table.slots[number].place
+
+    def _given_up(self, table: Table) -> tuple[int, list[Slot]]:
+        """The slot to take; it, and those beyond the number there may be, in as far as there is something in them."""
+        commits = self._book.committed(table)
+        number = self._choose(table, commits)
+        surplus = [n for n in table.slots if n >= self._num_slots and self._is_free(table, n, commits)]
+        return number, [table.slots[n] for n in (*surplus, number) if n in table.slots]
+
+    def spare_bytes(self, shard_bytes: Sequence[int]) -> int | None:
+        """What the servers would have left with one more such snapshot, or as they are; see `memory_room`."""
+        given_up = self._given_up(self._book.table()[0])[1] if shard_bytes else []
+        return spare_bytes(self.store, self._layout(), shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
 
     def _choose(self, table: Table, commits: Mapping[int, Commit]) -> int:
         """The slot to take: an empty one, else the oldest clean one, else the oldest that nobody is about to save."""
@@ -255,9 +253,11 @@ class MemoryTier(Tier):
 
     def held(self) -> Mapping[str, Commit]:
         """See `Tier`."""
-        table, _ = self._book.table()
+        table, tags = self._book.table()
+        commits = self._book.committed(table)
+        self.damaged = self._book.damaged(table, tags, commits)
         self._slots = {slot.place: slot for slot in table.slots.values()}
-        self._commits = {table.slots[number].place: commit for number, commit in self._book.committed(table).items()}
+        self._commits = {table.slots[number].place: commit for number, commit in commits.items()}
         copies = [self._slots[place].layout.num_copies for place in self._commits]
         self.num_copies = max([self._layout().num_copies, *copies])
         return dict(self._commits)

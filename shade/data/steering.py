@@ -21,7 +21,7 @@ from shade.types import Bools, Indices
 
 ENDING_BATCHES = 32
 """More than workers hold under way: an epoch's last batches, in which what finds no room at once waits for it."""
-_DISTURBANCES = ("surprises", "declined", "store_errors", "skipped")
+_DISTURBANCES = ("surprises", "declined", "store_errors", "skipped", "yielded")
 
 
 class Steering:

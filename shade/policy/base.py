@@ -103,6 +103,26 @@ class CachePolicy(ABC):
         self._restart(kept)
         return refused
 
+    def resize(self, capacity_bytes: int) -> Indices:
+        """Changes the capacity, at any moment: between two batches, or before an epoch begins.
+
+        Args:
+            capacity_bytes: From now on, ≥ 0.
+
+        Returns:
+            Those that leave at once, the least useful first.
+        """
+        self.capacity_bytes = int(capacity_bytes)
+        ranked = self._least_useful_first()
+        left_bytes = self.used_bytes - np.cumsum(self.size_bytes_N[ranked])
+        num_leaving = 0 if self.used_bytes <= self.capacity_bytes else int((left_bytes > self.capacity_bytes).sum()) + 1
+        self.adopt(ranked[num_leaving:])
+        return ranked[:num_leaving]
+
+    def _least_useful_first(self) -> Indices:
+        """Hook: the residents, in the order in which they would be given up; as `adopt` takes them."""
+        return np.asarray(self.state_dict()["resident"], dtype=np.int64)
+
     def _restart(self, kept: Indices) -> None:
         """Hook: makes the subclass's own bookkeeping for these residents and no others; once at birth with none."""
         del kept

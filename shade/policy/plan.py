@@ -68,6 +68,7 @@ class Plan(CachePolicy):
 
     def _restart(self, kept: Indices) -> None:
         self._order_K = EMPTY
+        self._next_order_K: Indices | None = None
         self._change_K = np.empty(0, dtype=np.int8)
         self._cursor = 0
 
@@ -82,6 +83,7 @@ class Plan(CachePolicy):
         """
         order_K, resident_N, size_bytes_N = window.order_K, self.resident_N, self.size_bytes_N
         num_accesses = len(order_K)
+        self._next_order_K = window.next_order_K
         self._order_K, self._change_K, self._cursor = order_K, np.zeros(num_accesses, dtype=np.int8), 0
         if not num_accesses or (window.next_order_K is not None and not len(window.next_order_K)):
             return EMPTY
@@ -163,6 +165,28 @@ class Plan(CachePolicy):
         self.resident_N[index_moved] = change_moved > 0
         self.used_bytes += int(self.size_bytes_N[index_moved] @ change_moved)
         return Verdict(hit_B, self.resident_N[index_B], EMPTY)
+
+    def resize(self, capacity_bytes: int) -> Indices:
+        """Changes the capacity; the rest of the epoch is planned anew with it.
+
+        Args:
+            capacity_bytes: From now on, ≥ 0.
+
+        Returns:
+            Those that leave at once: whose next use is farthest, then those whom the new plan does not want.
+        """
+        rest_K, next_order_K = self._order_K[self._cursor :], self._next_order_K
+        farthest = super().resize(capacity_bytes)
+        return np.concatenate([farthest, self.begin_epoch(EpochWindow(0, rest_K, next_order_K))])
+
+    def _least_useful_first(self) -> Indices:
+        """The farthest next use first; of those that are not used again the highest index."""
+        known = [self._order_K[self._cursor :], *([] if self._next_order_K is None else [self._next_order_K])]
+        ahead = np.concatenate(known)
+        next_use_N = np.full(len(self.resident_N), len(ahead), dtype=np.int64)
+        next_use_N[ahead[::-1]] = np.arange(len(ahead))[::-1]
+        resident = np.flatnonzero(self.resident_N)
+        return resident[np.argsort(next_use_N[resident], kind="stable")[::-1]]
 
     def _touch(self, index: int) -> Sequence[int]:
         """One access of the planned order; `access_many` does the work."""

@@ -37,6 +37,11 @@ class PriorityPolicy(CachePolicy):
         self._heap = [(self._key(index), index) for index in kept.tolist()]
         heapq.heapify(self._heap)
 
+    def _least_useful_first(self) -> Indices:
+        """The lowest keys first."""
+        ranked = sorted((self._key(index), index) for index in np.flatnonzero(self.resident_N).tolist())
+        return np.array([index for _, index in ranked], dtype=np.int64)
+
     def _rebuild(self) -> None:
         """Makes the heap anew, after keys have changed at large."""
         self._restart(np.flatnonzero(self.resident_N))

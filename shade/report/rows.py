@@ -24,7 +24,7 @@ CAUSES = ("origin", "cache", "decode", "transform", "wait")
 
 COUNTERS = (
     "samples", "hits", "misses", "duplicates", "origin_reads", "origin_bytes", "cache_reads", "cache_bytes",
-    "admitted", "admitted_bytes", "declined", "corrupt", "store_errors", "bad_samples",
+    "admitted", "admitted_bytes", "declined", "yielded", "corrupt", "store_errors", "bad_samples",
 )  # fmt: skip
 """Fields that add up over partial rows and over ranks."""
 

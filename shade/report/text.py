@@ -20,6 +20,7 @@ TROUBLES = {
     "corrupt": "entries came back from the store damaged; each was dropped and read from the origin again",
     "store_errors": "calls to the store failed; the samples were read from the origin, nothing was lost but time",
     "bad_samples": "samples could not be read or decoded and were left out; the log names them",
+    "yielded": "samples left the cache early to make room for snapshots; a larger maxmemory would have kept them",
     "declined": "samples were to be admitted but the store had no room; is somebody else using it?",
 }
 

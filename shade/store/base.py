@@ -32,6 +32,8 @@ class NodeStats:
     """Its own limit (``maxmemory``); 0 means none."""
     num_keys: int
     version: str
+    overhead_bytes: int = 0
+    """What it uses beside data: its start-up, its clients' buffers. Counts against ``max_bytes`` as data does."""
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,8 @@ def _node_stats(node: Node, replies: Sequence[Reply]) -> NodeStats:
         return int(facts.get(name, 0))
 
     not_data = ("used_memory_startup", "mem_clients_normal", "mem_clients_slaves", "mem_replication_backlog")
-    used_bytes = number("used_memory") - sum(map(number, (*not_data, "mem_aof_buffer", "mem_cluster_links")))
+    overhead_bytes = sum(map(number, (*not_data, "mem_aof_buffer", "mem_cluster_links")))
+    used_bytes = number("used_memory") - overhead_bytes
     return NodeStats(
         address=str(node),
         role="replica" if facts.get("role") == "slave" else "primary",
@@ -259,4 +260,5 @@ def _node_stats(node: Node, replies: Sequence[Reply]) -> NodeStats:
         max_bytes=number("maxmemory"),
         num_keys=size,
         version=facts.get("redis_version", ""),
+        overhead_bytes=overhead_bytes,
     )

@@ -139,7 +139,9 @@ class TrainSession:
             CheckpointError: No snapshot fits, or none is whole.
         """
         self._dataset, self._sampler = dataset, sampler
-        self._snapshots = Snapshots(self.config, {"sampler": sampler, **stateful, "session": self._place})
+        self._snapshots = Snapshots(
+            self.config, {"sampler": sampler, **stateful, "session": self._place}, dataset.cache
+        )
         if self.config.resume:
             total_steps = self._snapshots.restore()
             self._epoch_steps = sampler.steps_done
@@ -197,6 +199,7 @@ class TrainSession:
             self._steps_before, self._epoch_steps = self.total_steps, 0
         self._place.epoch_ended = False
         record.begin_epoch()
+        snapshots.begin_epoch(self.total_steps, -(-sampler.num_samples // sampler.global_batch))
         dataset.generators.follow(self.config.seed, sampler.epoch)
         source = iter(loader)
         taken = self._epoch_steps

@@ -12,11 +12,13 @@ from concurrent.futures import wait
 from types import TracebackType
 from typing import Any
 
+from shade.cache.cache import SampleCache
 from shade.checkpoint.courier import Landing, Ticket
 from shade.checkpoint.group import current_group
 from shade.checkpoint.manager import Checkpointer
 from shade.config import RunConfig
 from shade.errors import ConfigError
+from shade.train.one_memory import OneMemory
 from shade.types import Stateful
 
 
@@ -26,13 +28,14 @@ class Snapshots:
     Args:
         config: The resolved run; machine 0's run id counts.
         things: What shall survive, by name.
+        cache: What may share the store with snapshots, or None.
 
     Raises:
         ConfigError: The places for snapshots cannot be used.
         RunInUseError: Another live process saves under the run's id.
     """
 
-    def __init__(self, config: RunConfig, things: Mapping[str, Stateful]) -> None:
+    def __init__(self, config: RunConfig, things: Mapping[str, Stateful], cache: SampleCache | None) -> None:
         group = current_group()
         run = group.share(config.run)
         group.close()
@@ -44,8 +47,13 @@ class Snapshots:
             every=config.checkpoint_every,
             keep=config.checkpoint_keep,
             first_rank_saves=config.nodes > 1 and config.keeps_beside,
+            make_room=self._make_room,
         )
         self._checkpointer.attach(**things)
+        tiers = self._checkpointer.tiers
+        self._one_memory = None
+        if cache is not None and tiers.memory is not None:
+            self._one_memory = OneMemory(cache, tiers.memory, flushed=tiers.storage is not None)
         self._tickets: list[Ticket] = []
         self._blocked_seconds = 0.0
         self._committed: tuple[int, Landing] | None = None
@@ -65,6 +73,21 @@ class Snapshots:
         if not restored:
             raise ConfigError.of("a checkpoint to resume from", f"none of {self._checkpointer.run}", "start without it")
         return restored.step
+
+    def _make_room(self, num_bytes: int) -> None:
+        if self._one_memory is not None:
+            self._one_memory.make_room(num_bytes)
+
+    def begin_epoch(self, total_steps: int, num_steps: int) -> None:
+        """Divides the memory for an epoch, before it is planned.
+
+        Args:
+            total_steps: In the whole run so far.
+            num_steps: That the epoch has at most.
+        """
+        if self._one_memory is not None:
+            due = self._checkpointer.is_due(total_steps + num_steps - 1)
+            self._one_memory.begin_epoch(due=due, latest=self._checkpointer.latest)
 
     def step(self, total_steps: int) -> None:
         """A step has been taken, everything attached is between two steps: saves if a save is due.
@@ -146,4 +169,8 @@ class Snapshots:
         Raises:
             CheckpointError: There was no error, but the last save is nowhere.
         """
-        self._checkpointer.__exit__(kind, error, trace)
+        try:
+            self._checkpointer.__exit__(kind, error, trace)
+        finally:
+            if self._one_memory is not None and error is None:
+                self._one_memory.close()

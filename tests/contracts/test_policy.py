@@ -168,6 +168,50 @@ def test_two_ranks_reach_the_same_verdicts(name: str, case: Case) -> None:
 @every_policy
 @few
 @given(case=cases(), data=st.data())
+def test_a_capacity_may_change_between_any_two_batches(name: str, case: Case, data: st.DataObject) -> None:
+    trace = case.trace
+    policy, other_rank = fresh(name, case), fresh(name, case)
+    for epoch in range(trace.num_epochs):
+        for each in (policy, other_rank):
+            each.begin_epoch(window(trace, epoch))
+        for index_B in batches(trace, epoch):
+            capacity = data.draw(st.sampled_from([None, 0, case.capacity_bytes // 3, case.capacity_bytes]))
+            if capacity is not None:
+                before_N = policy.resident_N.copy()
+                left = policy.resize(capacity)
+                assert left.tolist() == other_rank.resize(capacity).tolist()
+                assert sorted(left.tolist()) == np.flatnonzero(before_N & ~policy.resident_N).tolist()
+                assert not (policy.resident_N & ~before_N).any(), "nobody arrives before being read"
+                check_bytes(policy)
+            assert in_words(policy.access_many(index_B)) == in_words(other_rank.access_many(index_B))
+            check_bytes(policy)
+
+
+@every_policy
+@few
+@given(case=cases())
+def test_a_capacity_that_stays_changes_nothing_online(name: str, case: Case) -> None:
+    policy, undisturbed = fresh(name, case), fresh(name, case)
+    for epoch in range(case.trace.num_epochs):
+        for each in (policy, undisturbed):
+            each.begin_epoch(window(case.trace, epoch))
+        for index_B in batches(case.trace, epoch):
+            assert not policy.resize(case.capacity_bytes).size
+            assert in_words(policy.access_many(index_B)) == in_words(undisturbed.access_many(index_B))
+
+
+@every_policy
+def test_no_more_than_need_be_leave_a_cache_that_shrinks(name: str) -> None:
+    policy = POLICIES.get(name)(np.full(8, 10), 60)
+    policy.adopt(np.arange(6))
+    assert len(policy.resize(35)) == 3
+    assert policy.used_bytes == 30
+    assert not policy.resize(60).size
+
+
+@every_policy
+@few
+@given(case=cases(), data=st.data())
 def test_adopting_starts_from_what_fits_and_names_the_rest(name: str, case: Case, data: st.DataObject) -> None:
     num_samples = case.trace.num_samples
     found = np.array(data.draw(st.lists(st.integers(0, num_samples - 1), unique=True)), dtype=np.int64)

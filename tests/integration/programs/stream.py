@@ -5,7 +5,8 @@ line and has dropout; the transform draws random numbers: both would tell a resu
 
 ``STREAM_LOG`` names a folder, which also learns where the private server is, if there is one; ``STREAM_KILL`` a step
 before which rank 0 kills the whole run, launcher first; ``STREAM_KILL_BEFORE_END`` an epoch before whose end it does;
-``STREAM_KILL_SERVER`` the process id of a cache server to kill at the first step; ``STREAM_PAUSE`` seconds a step.
+``STREAM_KILL_SERVER`` the process id of a cache server to kill at the first step; ``STREAM_PAUSE`` seconds a step;
+``STREAM_SAVE_EVERY`` steps between saves; ``STREAM_BALLAST`` numbers that the model has beside the trained ones.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler, TrainSession
 
-SAVE_EVERY = 3
 LOG = Path(os.environ["STREAM_LOG"])
 KILL = int(os.environ.get("STREAM_KILL", "-1"))
 KILL_BEFORE_END = int(os.environ.get("STREAM_KILL_BEFORE_END", "-1"))
 PAUSE_SECONDS = float(os.environ.get("STREAM_PAUSE", "0"))
+SAVE_EVERY = int(os.environ.get("STREAM_SAVE_EVERY", "3"))
+BALLAST = int(os.environ.get("STREAM_BALLAST", "0"))
 SERVER = int(os.environ.get("STREAM_KILL_SERVER", "0"))
 
 
@@ -45,6 +47,15 @@ def kill_everything() -> None:
         if process.pid != os.getpid():
             process.send_signal(signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_residents(rank: int, dataset: ShadeDataset) -> None:
+    """Writes down whom this rank believes resident, and what they may occupy."""
+    cache = dataset.cache
+    if cache is not None and cache.policy is not None:
+        row = {"residents": cache.policy.resident_N.nonzero()[0].tolist(), "allowed": cache.board.capacity_bytes}
+        with (LOG / f"residents{rank}.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
 
 
 def main(session: TrainSession) -> None:
@@ -69,6 +80,7 @@ def main(session: TrainSession) -> None:
         persistent_workers=config.workers > 0,
     )
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.3), torch.nn.Linear(192, 4))
+    model.register_parameter("ballast", torch.nn.Parameter(torch.zeros(BALLAST), requires_grad=False))
     replica = DistributedDataParallel(model) if session.world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -95,6 +107,7 @@ def main(session: TrainSession) -> None:
                 session.track(losses, losses < 1)
                 if session.total_steps % SAVE_EVERY == 0:
                     session.save()
+            note_residents(session.rank, dataset)
             if session.rank == 0 and epoch == KILL_BEFORE_END:
                 kill_everything()
             scheduler.step()

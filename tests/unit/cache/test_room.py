@@ -29,10 +29,9 @@ class Setting(NamedTuple):
 @pytest.fixture
 def setting() -> Setting:
     store, board, keys = open_store("memory://"), Board(4), SampleKeys("room")
-    largest = store.stored_bytes(keys.key_length, 1100)
+    board.capacity_bytes = largest = store.stored_bytes(keys.key_length, 1100)
     mine, neighbour = (
-        Room(store, keys, board, board.ledger(worker), form=0, capacity_bytes=largest, largest_bytes=largest)
-        for worker in (0, 1)
+        Room(store, keys, board, board.ledger(worker), form=0, largest_bytes=largest) for worker in (0, 1)
     )
     return Setting(store, board, mine, neighbour)
 

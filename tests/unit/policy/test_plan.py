@@ -199,3 +199,31 @@ def test_walking_another_order_than_the_planned_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[3, 1\] …, got \[1, 3\]"):
         policy.access_many(np.array([1, 3]))
     assert not policy.resident_N.any()
+
+
+def test_who_is_used_last_yields_first() -> None:
+    order_K, next_order_K = np.array([3, 1, 4, 0, 5, 2]), np.array([1, 2, 3])
+    policy = Plan(np.full(7, 10), 70)
+    policy.adopt(np.arange(7))
+    policy.begin_epoch(EpochWindow(0, order_K, next_order_K))
+    policy.access_many(order_K[:3])
+    # Left of this epoch: 0 5 2; then 1 2 3. Nobody uses 4 and 6 any more.
+    assert policy.resize(50).tolist() == [6, 4]
+    assert policy.resize(20).tolist() == [3, 1, 2]
+    assert np.flatnonzero(policy.resident_N).tolist() == [0, 5]
+
+
+def test_an_epoch_goes_on_with_the_plan_of_the_smaller_cache() -> None:
+    rng = np.random.default_rng(0)
+    orders = tuple(rng.permutation(300)[:210] for _ in range(3))
+    plan, fresh = Plan(np.full(300, 10), 900), Plan(np.full(300, 10), 400)
+    plan.begin_epoch(EpochWindow(0, orders[0], orders[1]))
+    for start in range(0, 120, 10):
+        plan.access_many(orders[0][start : start + 10])
+    plan.resize(400)
+    fresh.adopt(np.flatnonzero(plan.resident_N))
+    fresh.begin_epoch(EpochWindow(0, orders[0][120:], orders[1]))
+    for start in range(120, 210, 10):
+        batch = orders[0][start : start + 10]
+        assert plan.access_many(batch).stay_B.tolist() == fresh.access_many(batch).stay_B.tolist()
+    assert plan.resident_N.tolist() == fresh.resident_N.tolist()

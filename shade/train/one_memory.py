@@ -1,0 +1,144 @@
+"""One memory for samples and snapshots: on servers that hold both, samples yield to snapshots, never the reverse.
+
+A snapshot is what a run goes on from; a sample in the cache saves one read. So before a save, all ranks together, after
+the same step, make the cache's capacity smaller by what is missing; the policy says who is of least use; the entries
+are gone before the first byte of the snapshot is sent, and nothing comes in their place. Only rank 0 looks at the
+servers, the others take its word, so the ranks' plans stay equal.
+
+The capacity is looked at again when an epoch begins, the one moment at which a plan is made anyway:
+
+* A save falls due in the epoch: samples get what is left when that save is in memory, from the start, so the plan of
+  the epoch is made for the memory that it will have. Slots keep their bytes from save to save: a run that saves often
+  reaches a balance after its first saves, and deletes nothing any more.
+* None does: slots whose snapshots are in storage, and are not the newest, are emptied, and samples get everything.
+
+(docs/decisions/0014-one-memory.md.) A cluster that is full of other things makes a save go to storage; the courier says
+so. Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
+same, or have no limit. Invariant: samples and the snapshot to come fit together when its first byte is sent, or there
+are no samples left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from concurrent.futures import wait
+from typing import Final
+
+from shade.cache.cache import SampleCache
+from shade.checkpoint.courier import Ticket
+from shade.checkpoint.group import current_group
+from shade.checkpoint.memory_tier import MemoryTier
+from shade.errors import StoreError
+
+_ROUNDS: Final = 5
+LANDING_SECONDS: Final = 5.0
+"""How long an epoch's beginning waits for the snapshot that is on its way, to learn which slots it leaves behind."""
+
+logger = logging.getLogger("shade.train")
+
+
+class OneMemory:
+    """Divides the servers' memory. Collective, as are its methods.
+
+    Args:
+        cache: Of samples.
+        tier: Of snapshots.
+        flushed: Whether a flusher takes snapshots to storage.
+    """
+
+    def __init__(self, cache: SampleCache, tier: MemoryTier, *, flushed: bool) -> None:
+        self._cache, self._tier, self._flushed = cache, tier, flushed
+        self._group = current_group()
+        self._shard_bytes: list[int] = []
+        self._divided = bool(self._group.share(self._is_one() if self._group.rank == 0 else None))
+
+    def _is_one(self) -> bool:
+        """Whether what is written as a snapshot's is found where samples are, in servers that have a limit."""
+        key = f"shade:checkpoint:{self._tier.run}:{secrets.token_hex(8)}"
+        try:
+            if self._tier.spare_bytes(()) is None:
+                return False
+            self._tier.store.set_many({key: b"here"})
+            found = self._cache.store.get_many([key]) == [b"here"]
+            self._tier.store.delete_many([key])
+        except StoreError as error:
+            logger.debug("not known whether samples and snapshots share a memory: %s", error)
+            return False
+        return found
+
+    def make_room(self, num_bytes: int) -> None:
+        """Has samples yield to a snapshot. On every rank after the same step, before it is begun.
+
+        Args:
+            num_bytes: Length of this rank's shard.
+        """
+        if self._divided:
+            self._shard_bytes = self._group.gather(num_bytes)
+            self._divide(self._shard_bytes, at_most=self._cache.board.capacity_bytes)
+
+    def begin_epoch(self, *, due: bool, latest: Ticket | None) -> None:
+        """Divides anew. On every rank before the epoch is planned.
+
+        Args:
+            due: Whether a save falls due in it.
+            latest: The save begun last.
+        """
+        is_whole = self._cache.board.capacity_bytes == self._cache.capacity_bytes
+        if not self._divided or (is_whole and not (due and self._shard_bytes)):
+            return
+        if not due and self._group.rank == 0 and latest is not None:
+            wait([latest.landed], LANDING_SECONDS)
+            if latest.landed.done():
+                self._empty_slots()
+        self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
+
+    def _empty_slots(self) -> None:
+        """Empties the slots that hold what is in storage, save the newest; none is being written now."""
+        with contextlib.suppress(StoreError):
+            held = self._tier.held()
+            newest = max((record.sequence for record in held.values()), default=0)
+            for place, record in held.items():
+                if self._flushed and record.sequence < newest and not self._tier.is_dirty(place):
+                    self._tier.discard(place)
+
+    def _divide(self, shard_bytes: list[int], at_most: int) -> None:
+        """Sets the cache's capacity, on all ranks alike.
+
+        What an entry takes is known to some per cent only, so it is looked again what its going has given back.
+        """
+        before, num_left = self._cache.board.capacity_bytes, 0
+        for _ in range(_ROUNDS):
+            allowed = self._group.share(self._allowed(shard_bytes, at_most) if self._group.rank == 0 else None)
+            if allowed == self._cache.board.capacity_bytes:
+                break
+            num_left += self._cache.resize(allowed, self._group.rank, self._group.world_size)
+            self._group.gather(None)  # every rank has removed its part
+            at_most = min(at_most, allowed)
+        after = self._cache.board.capacity_bytes
+        if after != before and self._group.rank == 0:
+            logger.info(
+                "the cache may hold %.1f MB now, not %.1f; %d samples left", after / 1e6, before / 1e6, num_left
+            )
+
+    def _allowed(self, shard_bytes: list[int], at_most: int) -> int:
+        """What samples may occupy while such a snapshot comes in; unchanged where the servers do not say.
+
+        What the plan has let go of and workers have not removed yet still takes room, so it counts twice.
+        """
+        try:
+            spare = self._tier.spare_bytes(shard_bytes)
+            counted = self._cache.room.counted_bytes()
+        except (StoreError, ValueError) as error:
+            logger.debug("samples keep their room: %s", error)
+            return min(at_most, self._cache.board.capacity_bytes)
+        if spare is None or counted + spare >= at_most:
+            return at_most
+        policy = self._cache.policy
+        leaving = max(0, counted - policy.used_bytes) if policy is not None else 0
+        return max(0, counted + spare - leaving)
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self._group.close()

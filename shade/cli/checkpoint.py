@@ -10,7 +10,14 @@ import argparse
 import sys
 from typing import Any, Final
 
-from shade.cli import checkpoint_flush, checkpoint_look, checkpoint_mend, checkpoint_move, checkpoint_torture
+from shade.cli import (
+    checkpoint_certify,
+    checkpoint_flush,
+    checkpoint_look,
+    checkpoint_mend,
+    checkpoint_move,
+    checkpoint_torture,
+)
 from shade.cli.checkpoint_verb import Verb
 from shade.errors import CorruptCheckpointError
 
@@ -20,6 +27,7 @@ VERBS: Final[tuple[Verb, ...]] = (
     checkpoint_mend.VERIFY,
     checkpoint_mend.REPAIR,
     checkpoint_mend.SCRUB,
+    checkpoint_certify.CERTIFY,
     checkpoint_move.RESTORE,
     checkpoint_move.EXPORT,
     checkpoint_move.IMPORT,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
 from shade.errors import ShadeError
 from shade.launch import flags, preflight, snapshots
+from shade.launch.ports import free_port
 from shade.launch.progress import watch
 from shade.launch.ranks import Ended, Ranks, command, signals_as_exceptions
 from shade.launch.resolve import Stores, resolve
@@ -82,7 +82,7 @@ def _launch(config: RunConfig, stores: Stores, remind: Callable[[], None]) -> tu
         with contextlib.ExitStack() as stack:
             if stores.cache.startswith("local:"):
                 stores = dataclasses.replace(stores, cache=stack.enter_context(open_store(stores.cache)).url)
-            config = dataclasses.replace(config, master_port=config.master_port or _free_port())
+            config = dataclasses.replace(config, master_port=config.master_port or free_port())
             environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
             code = watch(poll, config)
@@ -112,9 +112,3 @@ def _environment(config: RunConfig, stores: Stores, place: Workspace) -> dict[st
     if config.master_socket:
         environment |= {"GLOO_SOCKET_IFNAME": config.master_socket, "NCCL_SOCKET_IFNAME": config.master_socket}
     return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

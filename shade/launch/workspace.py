@@ -21,7 +21,7 @@ from shade.config import SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
 from shade.telemetry import JsonlSink
 
-_OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "progress.json")
+_OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "trail.jsonl", "progress.json")
 
 
 class Workspace:

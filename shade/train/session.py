@@ -222,8 +222,8 @@ class TrainSession:
         return self.config.steps is not None and self.total_steps >= self.config.steps
 
     def track(self, losses_B: torch.Tensor, correct_B: torch.Tensor) -> None:
-        """Adds one step's losses and hits of the target to the epoch's averages, without a device sync."""
-        self._attached()[2].track(losses_B, correct_B)
+        """Adds one step's losses and right answers to the epoch's averages and the trail, without a device sync."""
+        self._attached()[2].track(self.total_steps, losses_B, correct_B)
 
     def end_epoch(
         self, epoch: int, *, val_loss: float | None, val_accuracy: float | None, learning_rate: float

@@ -6,7 +6,8 @@ line and has dropout; the transform draws random numbers: both would tell a resu
 ``STREAM_LOG`` names a folder, which also learns where the private server is, if there is one; ``STREAM_KILL`` a step
 before which rank 0 kills the whole run, launcher first; ``STREAM_KILL_BEFORE_END`` an epoch before whose end it does;
 ``STREAM_KILL_SERVER`` the process id of a cache server to kill at the first step; ``STREAM_PAUSE`` seconds a step;
-``STREAM_SAVE_EVERY`` steps between saves; ``STREAM_BALLAST`` numbers that the model has beside the trained ones.
+``STREAM_FORGET`` something that the losses depend on and no snapshot has; ``STREAM_SAVE_EVERY`` steps between saves;
+``STREAM_BALLAST`` numbers that the model has beside the trained ones.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ KILL = int(os.environ.get("STREAM_KILL", "-1"))
 KILL_BEFORE_END = int(os.environ.get("STREAM_KILL_BEFORE_END", "-1"))
 PAUSE_SECONDS = float(os.environ.get("STREAM_PAUSE", "0"))
 SAVE_EVERY = int(os.environ.get("STREAM_SAVE_EVERY", "3"))
+FORGET = os.environ.get("STREAM_FORGET", "")
 BALLAST = int(os.environ.get("STREAM_BALLAST", "0"))
 SERVER = int(os.environ.get("STREAM_KILL_SERVER", "0"))
 
@@ -85,6 +87,8 @@ def main(session: TrainSession) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     session.attach(dataset, sampler, model=model, optimizer=optimizer, scheduler=scheduler)
+    generator = torch.Generator().manual_seed(1)
+    model.register_buffer("forgotten", torch.zeros(()), persistent=False)
     if session.rank == 0:
         socket = urlsplit(config.cache_url or "").path if config.cache == "local://" else ""
         (LOG / "server").write_text(str(Path(socket).parent) if socket else "")
@@ -100,6 +104,11 @@ def main(session: TrainSession) -> None:
                 log.write(json.dumps({"step": session.total_steps, "ids": indices.tolist(), "pid": os.getpid()}) + "\n")
                 log.flush()
                 losses = torch.nn.functional.cross_entropy(replica(images), targets, reduction="none")
+                if FORGET == "generator":
+                    losses = losses * torch.rand(1, generator=generator)
+                if FORGET == "buffer":
+                    model.get_buffer("forgotten").add_(1)
+                    losses = losses * (1 + model.get_buffer("forgotten"))
                 (losses * sampler.weights(indices)).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -174,7 +174,8 @@ def _only_run(store: Store | None, volume: Volume | None) -> str:
 
 
 def _own_memory(run: str) -> list[Tier]:
-    from shade.checkpoint.stage import Stage, leftovers
+    from shade.checkpoint.own_memory import leftovers
+    from shade.checkpoint.stage import Stage
 
     return [Stage(run, 0)] if run in {name for name, _ in leftovers()} else []
 

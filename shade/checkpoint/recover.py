@@ -61,7 +61,7 @@ class Recovered:
 
     record: Commit
     tiers: list[str]
-    """Where its shards were read, each once."""
+    """Where its shards were read, by whichever rank; each once."""
     held_by: list[str]
     """Tiers that have it, as far as this rank sees."""
     tree: Any
@@ -167,7 +167,7 @@ class _Attempt:
                 whole.tree = part_of(manifest.tree, self._only)
             whole.tensors |= arena.tensors({name: manifest.tensors[name] for name in self._wanted(manifest)})
             whole.arenas.append((arena, manifest))
-        whole.tiers = list(self._tiers)
+        whole.tiers = list(dict.fromkeys(name for told in group.gather(list(self._tiers)) for name in told))
         return whole
 
     def _is_near(self, rank: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import STREAM, forget, make_images, rows, run, same_state, stream_of, wait_for
+from launching import STREAM, forget, make_images, rows, run, same_state, saved_step, start, stream_of, wait_for
 
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.own_memory import own_folder
@@ -18,6 +18,7 @@ from shade.config import RunConfig
 from shade.launch.run import main
 from shade.storage import open_volume
 from shade.store import open_store
+from shade.store.local_cluster import free_ports
 from shade.store.server import LocalServer
 
 KILL_AT, SAVED = 10, 9
@@ -144,3 +145,35 @@ def test_a_resume_without_a_snapshot_anywhere_is_refused(
     told = capsys.readouterr().err
     assert "a checkpoint to resume from" in told
     assert killed.config.run in told
+
+
+def test_machines_without_a_file_system_in_common_go_on_from_the_first_ones_snapshot(
+    undisturbed: Path, data: Path, tmp_path: Path
+) -> None:
+    """Two launchers; each knows its own folders only, and the second one's are lost."""
+    (port,) = free_ports(1)
+    common = ("-n", "2", "-master_address", "127.0.0.1", "-master_port", str(port))
+    first = (STREAM, data, *WORDS[:-4], "--batch_size", "4", *common)
+
+    def both(*words: str | Path) -> str:
+        machines = []
+        for number in (0, 1):
+            (tmp_path / str(number)).mkdir(exist_ok=True)
+            more = ("--out", "out") if "--resume" not in words else ()
+            machines.append(
+                start(*words, "-nr", str(number), *more, cwd=tmp_path / str(number), STREAM_LOG=str(tmp_path))
+            )
+        told = [machine.communicate(timeout=120) for machine in machines]
+        assert [machine.returncode for machine in machines] == [0, 0], told
+        return (tmp_path / "0" / "out" / "output.log").read_text()
+
+    both(*first, "--steps", "4")
+    node_1 = tmp_path / "1" / "out" / "node1"
+    assert {path.name for path in node_1.iterdir()} == {"run.json", "output.log", "train.log", "rank1.prom"}
+    assert saved_step(tmp_path / "0" / "out") == 4
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.jsonl").unlink()
+    said = both("--resume", "out", "--steps", "20", *common)
+    assert said.count("restored step 4 from storage") == 1
+    stream, expected = stream_of(tmp_path, 2), stream_of(undisturbed, 1)
+    assert stream == {step: ids for step, ids in expected.items() if step >= 4}

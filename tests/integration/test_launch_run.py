@@ -19,8 +19,8 @@ from shade.policy.trace import Trace
 EPOCHS, RANKS, BATCH = 3, 2, 4
 ROW_FIELDS = {
     "kind", "epoch", "rank", "world_size", "num_samples", "samples", "hits", "misses", "duplicates", "origin_reads",
-    "origin_bytes", "cache_reads", "cache_bytes", "admitted", "admitted_bytes", "evicted", "yielded", "declined", "surprises",
-    "corrupt", "store_errors", "skipped", "bad_samples", "busy_seconds", "epoch_seconds", "stall_seconds",
+    "origin_bytes", "cache_reads", "cache_bytes", "admitted", "admitted_bytes", "evicted", "yielded", "declined",
+    "surprises", "corrupt", "store_errors", "skipped", "bad_samples", "busy_seconds", "epoch_seconds", "stall_seconds",
     "capacity_bytes", "resident_bytes", "loss", "train_accuracy", "val_loss", "val_accuracy", "learning_rate",
     "receipt", "time", "wait_p50_seconds", "wait_p99_seconds", "checkpoint",
 }  # fmt: skip

@@ -28,6 +28,7 @@ from shade.checkpoint.protocol import Notes
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.strategies.base import Strategy
+from shade.checkpoint.streaming import prepare
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 
 logger = logging.getLogger("shade.checkpoint")
@@ -175,6 +176,7 @@ class Saver:
         layout = self._layout(self._contents.capture(self._group.rank, self._group.world_size))
 
         def reserve() -> None:
+            prepare()
             with contextlib.suppress(StorageFullError):  # the save that needs them will say so
                 self._stage.reserve(layout.num_bytes)
 

@@ -21,7 +21,9 @@ def compiled() -> Callable[[int, int, int], None]:
 
 @pytest.mark.parametrize("way", ["library", "stream"])
 @pytest.mark.parametrize("num_bytes", LENGTHS)
-def test_every_byte_and_no_other(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, way: str, num_bytes: int) -> None:  # fmt: skip
+def test_every_byte_and_no_other(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, way: str, num_bytes: int
+) -> None:
     stream = request.getfixturevalue("compiled") if way == "stream" else None
     monkeypatch.setattr(streaming, "_stream", stream)
     rng = np.random.default_rng(num_bytes)
@@ -34,7 +36,9 @@ def test_every_byte_and_no_other(request: pytest.FixtureRequest, monkeypatch: py
         assert (target[at + num_bytes :] == 7).all()
 
 
-def test_without_a_compiler_the_c_library_copies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+def test_without_a_compiler_the_c_library_copies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)  # type: ignore[arg-type]
     monkeypatch.setattr(streaming, "_is_prepared", False)
     monkeypatch.setattr(streaming, "_stream", None)

@@ -1,0 +1,173 @@
+"""What is attached is saved and loaded: shared or a rank's own, steady or not, all of it or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shade.checkpoint.contents import Contents
+from shade.errors import ConfigError, StateMismatchError
+
+
+class Counter:
+    """Something small; takes no negative counts."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        if self.count < 0:
+            raise ValueError("a negative count")
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
+def contents(*, replicated: bool = True, **things: Any) -> Contents:
+    made = Contents(replicated)
+    made.attach(things)
+    return made
+
+
+def saved(source: Contents) -> tuple[Any, dict[str, torch.Tensor]]:
+    captured = source.capture(0, 1)
+    return captured.tree, {name: tensor.detach().clone() for name, tensor in captured.tensors.items()}
+
+
+def stepped(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> tuple[torch.nn.Module, Any]:
+    module = model()
+    optimizer = optimizer_class(module.parameters(), **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.randn(8, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return module, optimizer
+
+
+def test_parameters_are_shared_and_steady_and_the_rest_is_each_ranks_own() -> None:
+    captured = contents(model=model(), counter=Counter()).capture(1, 2)
+    shared = {name for name in captured.tensors if "@" not in name}
+    assert shared == captured.steady == {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias"}
+    own = {name for name in captured.tensors if name.startswith("model/1.running_mean")}
+    assert own == {"model/1.running_mean@rank1"}
+
+
+def test_ranks_that_hold_different_parameters_share_nothing() -> None:
+    captured = contents(replicated=False, model=model()).capture(1, 2)
+    assert all(name.endswith("@rank1") for name in captured.tensors)
+    assert any(name.startswith("model/0.weight") for name in captured.steady)
+
+
+def test_what_has_no_state_or_a_name_twice_is_refused() -> None:
+    made = contents(counter=Counter())
+    with pytest.raises(ConfigError, match="'x' to have a state"):
+        made.attach({"x": object()})
+    with pytest.raises(ConfigError, match="a name that is not attached yet, got 'counter'"):
+        made.attach({"counter": Counter()})
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "lr": 0.1}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"momentum": 0.1, "centered": True}),
+        (torch.optim.LBFGS, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.ASGD, {}),
+    ],
+)
+def test_every_optimizer_comes_back_bit_for_bit(optimizer_class: Any, options: dict[str, Any]) -> None:
+    module, optimizer = stepped(optimizer_class, **options)
+    tree, tensors = saved(contents(model=module, optimizer=optimizer))
+    torch.manual_seed(5)
+    other, fresh = stepped(optimizer_class, **options)
+    contents(model=other, optimizer=fresh).load(tree, tensors, ["model", "optimizer"])
+    want, have = optimizer.state_dict(), fresh.state_dict()
+    assert want["param_groups"] == have["param_groups"]
+    for number, entries in want["state"].items():
+        for key, value in entries.items():
+            got = have["state"][number][key]
+            for a, b in zip(value, got, strict=True) if isinstance(value, list) else [(value, got)]:
+                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, key
+
+
+@pytest.mark.parametrize(
+    ("other", "complaint"),
+    [
+        (torch.nn.Sequential(torch.nn.Linear(4, 3)), r"'model', got a snapshot that also has 1\.bias"),
+        (torch.nn.Sequential(*model(), torch.nn.Linear(3, 3)), r"has no 2\.bias, 2\.weight"),
+        (torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)), r"'model/0\.weight' of shape \(3, 5\)"),
+        (model().double(), r"'model/0\.weight' of shape \(3, 4\) torch\.float64, got \(3, 4\) torch\.float32"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_named_and_nothing_is_changed(other: torch.nn.Module, complaint: str) -> None:
+    tree, tensors = saved(contents(model=model(), counter=Counter(7)))
+    counter = Counter(1)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    generator = torch.get_rng_state()
+    with pytest.raises(StateMismatchError, match=complaint):
+        contents(model=other, counter=counter).load(tree, tensors, ["random", "counter", "model"])
+    assert counter.count == 1
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+def test_an_optimizer_of_other_groups_or_shapes_is_named() -> None:
+    module, optimizer = stepped(torch.optim.Adam)
+    tree, tensors = saved(contents(optimizer=optimizer))
+    two = torch.optim.Adam([{"params": list(module[0].parameters())}, {"params": list(module[1].parameters())}])
+    with pytest.raises(StateMismatchError, match=r"'optimizer' with parameter groups of \[2, 2\], got \[4\]"):
+        contents(optimizer=two).load(tree, tensors, ["optimizer"])
+    wide = torch.optim.Adam([torch.zeros(9, requires_grad=True) for _ in range(4)])
+    with pytest.raises(StateMismatchError, match=r"'optimizer/state/0/exp_avg' of shape \(9,\), got \(3, 4\)"):
+        contents(optimizer=wide).load(tree, tensors, ["optimizer"])
+
+
+def test_what_refuses_its_state_leaves_all_as_it_was() -> None:
+    tree, tensors = saved(contents(model=model(), first=Counter(5), second=Counter(-1)))
+    other, first, second = model(), Counter(1), Counter(2)
+    torch.nn.init.zeros_(other[0].weight)
+    with pytest.raises(StateMismatchError, match=r"'second' takes, got one that it refuses \(ValueError: a negative"):
+        contents(model=other, first=first, second=second).load(tree, tensors, ["model", "first", "second"])
+    assert (first.count, second.count) == (1, 2)
+    assert not other[0].weight.any()
+
+
+def test_names_that_nobody_knows() -> None:
+    tree, tensors = saved(contents(counter=Counter()))
+    with pytest.raises(ConfigError, match=r"names of what is attached \(random, counter\), got \['modell'\]"):
+        contents(counter=Counter()).load(tree, tensors, ["modell"])
+    with pytest.raises(StateMismatchError, match="expected a state for late, got counter, random"):
+        contents(counter=Counter(), late=Counter()).load(tree, tensors, ["late"])
+
+
+def test_the_epoch_is_that_of_whatever_counts_epochs() -> None:
+    sampler = Counter()
+    assert contents(sampler=sampler).epoch == 0
+    sampler.epoch = 4  # type: ignore[attr-defined]
+    assert contents(counter=Counter(), sampler=sampler).epoch == 4
+
+
+def test_unlike_models_have_unlike_digests() -> None:
+    same = [contents(model=model()).capture(rank, 2).replica(2) for rank in range(2)]
+    assert same[0] == same[1] != ""
+    other = model()
+    with torch.no_grad():
+        other[1].bias[0] += 1
+    assert contents(model=other).capture(1, 2).replica(2) != same[0]

@@ -1,0 +1,156 @@
+"""The four steps to a commit: one rank's failure is every rank's, whatever fails and however."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from shade.checkpoint.group import Alone, Group
+from shade.checkpoint.manifest import Commit
+from shade.checkpoint.protocol import Stored, agree, store
+from shade.checkpoint.tier import Shard
+from shade.checkpoint.torture.ledger import Saved, saved
+from shade.checkpoint.torture.world import World
+from shade.errors import CheckpointError, StorageError
+from tests.unit.checkpoint.test_flush import Shelf
+
+T = TypeVar("T")
+
+
+def together(num_ranks: int, act: Callable[[Group], T]) -> list[Any]:
+    """What each rank comes to: a result, or the error that it raised."""
+    world = World(0)
+    found: list[Any] = [None] * num_ranks
+
+    def process(group: Group) -> Callable[[], None]:
+        def work() -> None:
+            try:
+                found[group.rank] = act(group)
+            except Exception as error:  # noqa: BLE001 - it is what the test asks for
+                found[group.rank] = error
+
+        return work
+
+    world.run({f"rank {group.rank}": process(group) for group in world.groups(num_ranks)})
+    return found
+
+
+class Place(Shelf):
+    """A shelf that several ranks use at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.fails: dict[str, Exception] = {}
+
+    def put(self, place: str, shard: Shard) -> None:
+        if error := self.fails.get(f"put {shard.manifest.rank}"):
+            raise error
+        with self.lock:
+            super().put(place, shard)
+
+    def commit(self, place: str, record: Commit) -> None:
+        if error := self.fails.get("commit"):
+            raise error
+        super().commit(place, record)
+
+
+def save(tier: Place, one: Saved, group: Group) -> Stored:
+    manifest = one.manifests[group.rank]
+    agreed = agree(group, manifest, None, one.notes)
+    assert agreed.record == one.record
+    assert agreed.shard_bytes == [each.stored_bytes for each in one.manifests]
+    return store(tier, group, agreed, manifest, lambda: one.chunks[group.rank])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_all_ranks_learn_where_it_is(num_ranks: int) -> None:
+    tier, one = Place(), saved(10, 1, num_ranks)
+    found = together(num_ranks, lambda group: save(tier, one, group))
+    assert found == [Stored("10")] * num_ranks
+    assert [each for each in tier.done if each.startswith(("prepare", "commit"))] == ["prepare 10", "commit 10"]
+    assert tier.done[-1] == "commit 10", "last of all"
+    assert tier.held() == {"10": one.record}
+
+
+@pytest.mark.parametrize("failing", ["prepare", "put 0", "put 2", "commit"])
+@pytest.mark.parametrize("error", [StorageError("the disk is on fire"), ValueError("a bug"), OSError(5, "EIO")])
+def test_one_that_fails_fails_for_all_and_leaves_nothing(failing: str, error: Exception) -> None:
+    tier, one = Place(), saved(10, 1, 3)
+    tier.fails[failing] = error
+    if failing == "prepare":
+        tier.failing["prepare"] = error
+    found = together(3, lambda group: save(tier, one, group))
+    assert [each.place for each in found] == [None] * 3
+    assert len({each.reason for each in found}) == 1
+    assert str(error) in found[0].reason
+    if failing != "prepare":
+        assert tier.done[-1] == "discard 10"
+    assert tier.held() == {}
+
+
+def test_one_without_a_snapshot_is_an_error_everywhere_with_its_rank() -> None:
+    one = saved(10, 1, 3)
+
+    def act(group: Group) -> Any:
+        if group.rank == 1:
+            return agree(group, None, "'model/x' changed", one.notes)
+        return agree(group, one.manifests[group.rank], None, one.notes)
+
+    found = together(3, act)
+    assert {str(each) for each in found} == {"rank 1: 'model/x' changed"}
+    assert all(isinstance(each, CheckpointError) for each in found)
+
+
+def test_ranks_that_save_different_steps_or_models_are_told_so() -> None:
+    def steps(group: Group) -> Any:
+        one = saved(10 + group.rank, 1, 2)
+        return agree(group, one.manifests[group.rank], None, one.notes)
+
+    assert all("every rank to save the same step" in str(each) for each in together(2, steps))
+
+    def models(group: Group) -> Any:
+        one = saved(10, 1, 3)
+        notes = replace(one.notes, replica="other" if group.rank == 2 else "same")
+        return agree(group, one.manifests[group.rank], None, notes)
+
+    assert all("got 'others on ranks [2] than on 0'" in str(each) for each in together(3, models))
+
+
+def test_the_record_is_rank_0s() -> None:
+    one = saved(10, 7, 2)
+
+    def act(group: Group) -> Any:
+        notes = replace(
+            one.notes, sequence=7 + group.rank, saved_at=7.0 + group.rank, metrics={"loss": float(group.rank)}
+        )
+        return agree(group, one.manifests[group.rank], None, notes)
+
+    first, second = together(2, act)
+    assert first == second
+    assert (first.record.sequence, first.record.saved_at, first.record.metrics) == (7, 7.0, {"loss": 0.0})
+
+
+def test_a_dead_rank_is_an_error_and_no_commit() -> None:
+    tier, one = Place(), saved(10, 1, 2)
+
+    def act(group: Group) -> Any:
+        manifest = one.manifests[group.rank]
+        agreed = agree(group, manifest, None, one.notes)
+        if group.rank == 1:
+            raise SystemError("gone")
+        return store(tier, group, agreed, manifest, lambda: one.chunks[group.rank])
+
+    first, second = together(2, act)
+    assert isinstance(first, RuntimeError)
+    assert isinstance(second, SystemError)
+    assert tier.held() == {}
+
+
+def test_alone_there_is_nobody_to_wait_for() -> None:
+    tier, one = Place(), saved(10, 1, 1)
+    assert save(tier, one, Alone()) == Stored("10")

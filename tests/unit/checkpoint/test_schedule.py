@@ -1,0 +1,80 @@
+"""When a save falls due: steps, seconds, shares; the same on ranks whose clocks differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from shade.checkpoint.schedule import WARM_UP_STEPS, Pace, PaceMeter, Schedule
+from shade.errors import ConfigError
+
+
+def due(schedule: Schedule, num_steps: int, pace: Pace) -> list[int]:
+    """The steps after which a save is taken; each comes with the pace of the one before."""
+    found, known = [], Pace()
+    for step in range(1, num_steps + 1):
+        if schedule.is_due(step):
+            schedule.saved(step, known)
+            found.append(step)
+            known = pace
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        (50, [50, 100, 150]),
+        ("50", [50, 100, 150]),
+        (" 50 steps ", [50, 100, 150]),
+        ("1 step", list(range(1, 161))),
+        ("never", []),
+        ("30s", [10, 20, 80, 140]),  # half a second a step: 60 steps, once that is known
+        ("0.5m", [10, 20, 80, 140]),
+        ("2%", [10, 20, 45, 70, 95, 120, 145]),  # 0.25 s a save: 25 steps of 0.5 s
+    ],
+)
+def test_what_a_schedule_means(every: str | int, steps: list[int]) -> None:
+    assert due(Schedule(every), 160, Pace(step_seconds=0.5, cost_seconds=0.25)) == steps
+
+
+@pytest.mark.parametrize("every", ["", "0", "-1", "1.5", "5 minutes", "s", "10x", "0%", "nan", "every 5", 0])
+def test_what_is_no_schedule(every: str | int) -> None:
+    with pytest.raises(ConfigError, match="use 50, '30s', '5m', '2%' or 'never'"):
+        Schedule(every)
+
+
+def test_an_interval_is_at_least_a_step() -> None:
+    assert due(Schedule("1s"), 23, Pace(step_seconds=60.0)) == [10, 20, 21, 22, 23]
+
+
+def test_a_save_out_of_turn_counts_anew() -> None:
+    schedule = Schedule(10)
+    schedule.saved(7, Pace())
+    assert not schedule.is_due(16)
+    assert schedule.is_due(17)
+
+
+def test_an_unknown_pace_waits_for_the_warm_up() -> None:
+    assert due(Schedule("1h"), 45, Pace()) == [10, 20, 30, 40]
+    assert WARM_UP_STEPS == 10
+
+
+def test_the_pace_is_that_of_quiet_steps_and_the_cost_what_a_save_adds() -> None:
+    meter, now = PaceMeter(), 0.0
+    assert meter.pace == Pace()
+    for _ in range(20):
+        now += 0.1
+        meter.step(now, busy=False)
+    assert meter.pace.step_seconds == pytest.approx(0.1)
+    assert meter.pace.cost_seconds == 0.0
+    for took, busy in ((0.3, True), (0.2, True), (0.15, False)):
+        now += took
+        meter.step(now, busy=busy)
+    assert meter.pace.step_seconds == pytest.approx(0.1), "a step with a save in it is none to go by"
+    assert meter.pace.cost_seconds == pytest.approx(0.2 + 0.1 + 0.05)
+
+
+def test_a_save_that_costs_nothing_costs_nothing() -> None:
+    meter = PaceMeter()
+    for now, busy in ((1.0, False), (2.0, False), (2.5, True), (3.0, False)):
+        meter.step(now, busy=busy)
+    assert meter.pace.cost_seconds == 0.0

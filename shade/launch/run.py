@@ -77,7 +77,7 @@ def _launch(config: RunConfig, stores: Stores, remind: Callable[[], None]) -> tu
         remind()
         return ranks.poll()
 
-    place = Workspace(config, Path.cwd())
+    place = Workspace(config, Path.cwd(), stores.checkpoint)
     try:
         with contextlib.ExitStack() as stack:
             if stores.cache.startswith("local:"):

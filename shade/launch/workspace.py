@@ -17,8 +17,10 @@ import os
 import shutil
 from pathlib import Path
 
+from shade.checkpoint.own_memory import own_folder
 from shade.config import SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
+from shade.launch import snapshots
 from shade.telemetry import JsonlSink
 
 _OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "trail.jsonl", "progress.json")
@@ -30,12 +32,14 @@ class Workspace:
     Args:
         config: The resolved run.
         directory: Where the user stands; gets the link ``train.log``.
+        checkpoint_url: Of the store for snapshots, with its password, or None.
 
     Raises:
         ConfigError: The run directory cannot be made.
     """
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
+    def __init__(self, config: RunConfig, directory: Path, checkpoint_url: str | None = None) -> None:
+        self._config, self._checkpoint_url = config, checkpoint_url
         self.out = Path(config.out)
         self.train_log = self.out / "train.log"
         """A line for each sample that was fetched and one for each epoch, for grep."""
@@ -68,7 +72,7 @@ class Workspace:
     def has_results(self) -> bool:
         """Whether anything is there that somebody may want to keep: an epoch's metrics or a snapshot."""
         measured = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return measured or any((self.out / SNAPSHOTS).glob("*/*/commit.json"))
+        return measured or snapshots.exist(self._config, self._checkpoint_url)
 
     def undo(self) -> None:
         """Removes what a run writes, unless there are results; the link points where it did before.
@@ -87,6 +91,7 @@ class Workspace:
             path.unlink()
         for folder in ("tensorboard", SNAPSHOTS):
             shutil.rmtree(self.out / folder, ignore_errors=True)
+        shutil.rmtree(own_folder(self._config.run), ignore_errors=True)
         with contextlib.suppress(OSError):
             for path in self._made:
                 path.rmdir()

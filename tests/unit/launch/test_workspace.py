@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from shade.checkpoint.manifest import Commit
+from shade.checkpoint.own_memory import own_folder
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.launch.workspace import Workspace
@@ -52,21 +55,44 @@ def test_undo_leaves_another_machines_directory_alone(here: Path, tmp_path: Path
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("result", ["metrics.jsonl", "checkpoints/r-0/step-0000000007/commit.json"])
-def test_undo_keeps_results(result: str, here: Path, tmp_path: Path) -> None:
+def test_undo_keeps_metrics(here: Path, tmp_path: Path) -> None:
     place = Workspace(config_of(tmp_path / "r"), here)
-    (place.out / result).parent.mkdir(parents=True, exist_ok=True)
-    (place.out / result).write_text("{}\n")
+    place.metrics.write_text("{}\n")
     place.undo()
-    assert (place.out / result).exists()
+    assert place.metrics.exists()
     assert (here / "train.log").is_symlink()
 
 
-def test_an_empty_metrics_file_is_no_result(here: Path, tmp_path: Path) -> None:
-    place = Workspace(config_of(tmp_path / "r"), here)
-    place.metrics.touch()
+def record_of(run: str) -> bytes:
+    return Commit(
+        run=run, step=7, sequence=1, world_size=1, manifests=("0" * 32,), num_bytes=0, saved_at=0.0
+    ).to_bytes()
+
+
+def test_undo_keeps_a_snapshot_in_the_run_directory(here: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path / "r")
+    place = Workspace(config, here)
+    folder = place.out / "checkpoints" / config.run / "step-0000000007"
+    folder.mkdir(parents=True)
+    (folder / "commit.json").write_bytes(record_of(config.run))
     place.undo()
-    assert not place.out.exists()
+    assert (folder / "commit.json").exists()
+
+
+def test_undo_keeps_a_snapshot_in_own_memory_and_takes_buffers_without_one(here: Path, tmp_path: Path) -> None:
+    for name, is_there in (("kept", True), ("empty", False)):
+        config = config_of(tmp_path / name)
+        place = Workspace(config, here)
+        memory = own_folder(config.run)
+        memory.mkdir(parents=True)
+        try:
+            (memory / "rank-0.0.data").touch()
+            if is_there:
+                (memory / "rank-0.0.commit").write_bytes(record_of(config.run))
+            place.undo()
+            assert (place.out.exists(), memory.exists()) == (is_there, is_there)
+        finally:
+            shutil.rmtree(memory, ignore_errors=True)
 
 
 def test_a_snapshot_that_was_never_committed_is_no_result(here: Path, tmp_path: Path) -> None:

@@ -104,6 +104,9 @@ class Room:
     def counted_bytes(self) -> int:
         """What the entries occupy by the shared counter: those that are about to leave included.
 
+        Returns:
+            Bytes, allocator rounding included.
+
         Raises:
             StoreError: The store does not answer.
             ValueError: Under its name there is something else.

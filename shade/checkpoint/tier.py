@@ -83,23 +83,29 @@ class Tier(ABC):
 
     @abstractmethod
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        """The bytes found there, unverified; None where there are none, or the part of the tier that has them is down.
+        """What is found under a manifest's name.
 
         Args:
             place: From `held`.
             rank: Whose.
             copy: Below `num_copies`.
+
+        Returns:
+            The bytes, unverified; None where there are none, or the part of the tier that has them is down.
         """
 
     @abstractmethod
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """The bytes found there, unverified, in the order of ``numbers``; None where there are none.
+        """What is found under chunks' names.
 
         Args:
             place: From `held`.
             manifest: Verified.
             numbers: Which chunks. Ask for a few dozen at once: they are fetched together, and all held in memory.
             copy: Below `num_copies`.
+
+        Returns:
+            The bytes, unverified, in the order of ``numbers``; None where there are none.
         """
 
     def read_chunks_into(

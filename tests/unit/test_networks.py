@@ -15,7 +15,8 @@ from shade.errors import ConfigError, UnknownNameError
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MILLIONS = {
     "cnn": (0.05, 0.2), "alexnet": (25, 60), "resnet18": (11, 11.3), "resnet50": (23, 24), "resnext50": (22.5, 23.5),
-    "densenet161": (26, 27), "googlenet": (5, 6.5), "vgg16": (30, 140), "inceptionv3": (21, 23), "resnet152": (58, 58.5),
+    "densenet161": (26, 27), "googlenet": (5, 6.5), "vgg16": (30, 140), "inceptionv3": (21, 23),
+    "resnet152": (58, 58.5),
 }  # fmt: skip
 HEAVY = {"vgg16", "densenet161", "inceptionv3", "resnet152"}
 

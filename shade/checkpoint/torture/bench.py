@@ -62,6 +62,9 @@ class State:
             outcome: Of the disk.
             dice: For it.
             keeps_memory: Whether servers and own memory stay.
+
+        Returns:
+            A state of its own.
         """
         servers = self.servers.copy() if keeps_memory else Servers(len(self.servers.contents))
         folder = self.folder if keeps_memory else None
@@ -137,6 +140,11 @@ class Bench:
 
     def save(self, one: Saved, group: Group, actor: str) -> None:
         """A rank's part in a save, as `shade.checkpoint.courier` does it.
+
+        Args:
+            one: The snapshot.
+            group: The ranks.
+            actor: Whose operations these are.
 
         Raises:
             CheckpointError: It is nowhere.

@@ -74,6 +74,12 @@ class Disk:
     def folder(self, path: str) -> _Folder:
         """The folder of that path.
 
+        Args:
+            path: Absolute.
+
+        Returns:
+            The folder.
+
         Raises:
             FileNotFoundError: There is none.
             NotADirectoryError: It is a file.
@@ -87,6 +93,12 @@ class Disk:
 
     def file(self, path: str) -> _File:
         """The file of that path.
+
+        Args:
+            path: Absolute.
+
+        Returns:
+            The file.
 
         Raises:
             FileNotFoundError: There is none.

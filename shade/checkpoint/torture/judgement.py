@@ -33,6 +33,9 @@ def judge(setup: Setup, state: State, *, is_damaged: bool = False, goes_on: bool
         state: What is left; used up.
         is_damaged: Whether bits were flipped: then what is lost may be lost, if it is said.
         goes_on: Whether to try a further save.
+
+    Returns:
+        Sentences; empty where all is right.
     """
     objections: list[str] = []
     floor = -1 if is_damaged else state.ledger.floor(memory_is_there=state.survives)

@@ -95,10 +95,13 @@ class Ledger:
         return one
 
     def floor(self, *, memory_is_there: bool) -> int:
-        """The sequence that a restore must reach; −1 where nothing was promised.
+        """The least that a restore must give.
 
         Args:
             memory_is_there: Whether what was committed in memory counts.
+
+        Returns:
+            A sequence; −1 where nothing was promised.
         """
         promised = self.durable | self.committed if memory_is_there else self.durable
         return max((self.known[digest].record.sequence for digest in promised), default=-1)

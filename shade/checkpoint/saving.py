@@ -210,6 +210,7 @@ def _pass_on(done: Future[None], to: Future[None]) -> None:
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Metrics as plain numbers: they may come as tensors of one element."""
     try:
-        return {str(name): float(value) for name, value in metrics.items()}
+        plain = {str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        return {name: float(value) for name, value in plain.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError.of("a number for each metric", metrics, "pass loss.item(), say") from error

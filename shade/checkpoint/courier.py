@@ -161,8 +161,11 @@ class Courier:
         assert chunks is not None
         at_home = store(self._stage, self._group, agreed, manifest, lambda: ())
         ticket.kept = at_home.place is not None
-        if at_home.place is None:
-            logger.warning("own memory keeps no copy of step %d: %s", ticket.step, at_home.reason)
+        if at_home.place is not None:
+            self._troubled.discard(self._stage.name)
+        elif self._stage.name not in self._troubled:
+            self._troubled.add(self._stage.name)
+            logger.warning("own memory keeps no copy of step %d, nor of those to come: %s", ticket.step, at_home.reason)
         reasons = []
         for tier in self._ways:
             stored = store(tier, self._group, agreed, manifest, chunks)

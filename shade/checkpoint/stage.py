@@ -49,13 +49,15 @@ class _Buffer:
     Args:
         path: Of the file; made, or made larger.
         num_bytes: Least length.
+        may_be_private: Where there is not that much shared memory, take memory that ends with the process.
 
     Raises:
-        StorageFullError: There is not that much shared memory.
+        StorageFullError: There is not that much shared memory, and it must be shared.
     """
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, num_bytes: int, *, may_be_private: bool) -> None:
         self.num_bytes = max(1, -(-num_bytes // _ROUND_BYTES)) * _ROUND_BYTES
+        self.why_private: str | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(descriptor).st_size < self.num_bytes:
@@ -65,10 +67,13 @@ class _Buffer:
         except OSError as error:
             os.unlink(path)
             free = shutil.disk_usage(path.parent).free
-            raise StorageFullError(
+            self.why_private = (
                 f"expected {self.num_bytes:,} bytes of shared memory in {path.parent}, got {free:,} free "
-                f"({error.strerror}); free some, mount it larger, or use fewer buffers"
-            ) from error
+                f"({error.strerror}); free some, or mount it larger (docker run --shm-size)"
+            )
+            if not may_be_private:
+                raise StorageFullError(self.why_private) from error
+            self._map = mmap.mmap(-1, self.num_bytes)
         finally:
             os.close(descriptor)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -98,6 +103,8 @@ class Stage(Tier):
         run: The run id.
         rank: Whose buffers are written.
         num_buffers: How many, ≥ 1.
+        has_others: Whether snapshots go to other tiers, too: then a machine with too little shared memory does without
+            own memory, and saves all the same.
         folder: Parent of the run's folder; by default the machine's shared memory.
 
     Raises:
@@ -107,8 +114,10 @@ class Stage(Tier):
     name: ClassVar[str] = "own memory"
     every_rank_commits: ClassVar[bool] = True
 
-    def __init__(self, run: str, rank: int, *, num_buffers: int = 1, folder: Path | None = None) -> None:
-        self.run, self.rank = run, rank
+    def __init__(
+        self, run: str, rank: int, *, num_buffers: int = 1, has_others: bool = False, folder: Path | None = None
+    ) -> None:
+        self.run, self.rank, self._has_others = run, rank, has_others
         self.folder = own_folder(run, folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -190,7 +199,8 @@ class Stage(Tier):
                 if buffer is not None:
                     buffer.close()
                 self._buffers[number] = None
-                buffer = self._buffers[number] = _Buffer(self._path(self.rank, str(number), "data"), num_bytes)
+                path = self._path(self.rank, str(number), "data")
+                buffer = self._buffers[number] = _Buffer(path, num_bytes, may_be_private=self._has_others)
             return buffer
 
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
@@ -198,7 +208,14 @@ class Stage(Tier):
         return str((self._next - 1) % len(self._buffers))
 
     def put(self, place: str, shard: Shard) -> None:
-        """Writes the manifest; the chunks are where they are."""
+        """Writes the manifest; the chunks are where they are.
+
+        Raises:
+            StorageFullError: The buffer ends with this process, so nobody could find it.
+        """
+        buffer = self._buffers[int(place)]
+        if buffer is not None and buffer.why_private is not None:
+            raise StorageFullError(buffer.why_private)
         self._write(self._path(self.rank, place, "json"), shard.manifest.to_bytes())
 
     def commit(self, place: str, record: Commit) -> None:

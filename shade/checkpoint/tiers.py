@@ -199,7 +199,7 @@ def open_tiers(
     failure: Exception | None = None
     try:
         check_run_name(run)
-        stage = Stage(run, group.rank, num_buffers=buffers)
+        stage = Stage(run, group.rank, num_buffers=buffers, has_others=store_url is not None or persist_to is not None)
         stage.claim()
         resources.callback(stage.close)
         volume = None if persist_to is None else _volume(persist_to)

@@ -116,7 +116,7 @@ class TestHelp:
     def test_its_examples_parse(self, verb: Any) -> None:
         from shade.cli.command import parser
 
-        lines = [line[line.index("shade checkpoint") :] for line in verb.epilog.splitlines() if "--persist" in line]
+        lines = map(str.strip, verb.epilog.splitlines())
         examples = [line.split("   ")[0].split() for line in lines if line.startswith("shade checkpoint")]
         assert examples
         for words in examples:

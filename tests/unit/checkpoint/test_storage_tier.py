@@ -137,9 +137,29 @@ def test_neighbours_are_read_in_one_range(tier: StorageTier, volume: WatchedVolu
     assert tier.read_chunks(place, snapshot.manifests[0], []) == []
 
 
-def test_a_step_saved_again_ceases_to_exist_first(tier: StorageTier, volume: WatchedVolume) -> None:
+def test_a_step_saved_again_leaves_the_first_until_the_second_counts(tier: StorageTier, volume: WatchedVolume) -> None:
+    first, second = make(RUN, 5, sequence=1), make(RUN, 5, sequence=2)
+    place = save(tier, first)
+    for _ in range(2):  # one that died before its commit is no reason to look further
+        again = tier.prepare(5, [1])
+        assert again == f"{place}.2"
+        for rank in range(2):
+            tier.put(again, second.shard(rank))
+        assert tier.held() == {place: first.record}
+        assert list(damages(tier, place, first)) == []
+    tier.commit(again, second.record)
+    assert tier.held() == {place: first.record, again: second.record}
+    assert list(damages(tier, again, second)) == []
+    tier.discard(place)
+    assert tier.held() == {again: second.record}
+    assert tier.prepare(5, [1]) == place
+
+
+def test_what_a_dead_save_left_goes_before_the_next_one(tier: StorageTier, volume: WatchedVolume) -> None:
     place = save(tier, make(RUN, 5))
-    (Path(volume.url.removeprefix("file://")) / place / ".partial-00").write_bytes(b"x")
+    folder = Path(volume.url.removeprefix("file://")) / place
+    (folder / ".partial-00").write_bytes(b"x")
+    (folder / "commit.json").write_bytes(b"rotten")
     volume.asked.clear()
     assert tier.prepare(5, [1]) == place
     deleted = [what for verb, what in volume.asked if verb == "delete"]
@@ -284,8 +304,10 @@ def test_a_full_disk_says_no_before_anything_is_lost(tier: StorageTier, volume: 
     assert tier.held() == {place: old.record}
     assert list(damages(tier, place, old)) == []
     tier.prepare(2, [1_000_000, 1_000_000])
-    volume.free = 1_100_000  # with what lies there it is enough
-    assert tier.prepare(1, [100_000, 100_000]) == place
+    volume.free = 1_100_000  # with what a dead save has left there it is enough
+    for rank in range(2):
+        tier.put(tier.prepare(3, [1]) if rank == 0 else f"{RUN}/step-0000000003", make(RUN, 3).shard(rank))
+    assert tier.prepare(3, [100_000, 100_000]) == f"{RUN}/step-0000000003"
 
 
 def test_sweeping_removes_what_never_came_to_its_end(tier: StorageTier, volume: WatchedVolume, tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ class RunConfig:
     """Which snapshots stay in durable storage."""
     checkpoint_strategy: str = "overlap"
     """At which moments a snapshot is copied."""
+    notice: str | None = None
+    """What announces, besides SIGTERM, that this machine will be taken away: a path that appears, or an address."""
 
     def __post_init__(self) -> None:
         if not self.run:

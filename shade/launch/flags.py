@@ -176,6 +176,9 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     snapshots.add_argument(
         "--checkpoint-strategy", "--checkpoint_strategy", metavar="NAME", help="overlap (default) or copy"
     )
+    snapshots.add_argument(
+        "--notice", metavar="SOURCE", help="file or http:// address that announces this machine's end, beside SIGTERM"
+    )
 
     ranks = top.add_argument_group("ranks")
     ranks.add_argument("-n", "--nodes", type=int, metavar="N", help="machines (1)")

@@ -50,6 +50,7 @@ class Snapshots:
             make_room=self._make_room,
         )
         self._checkpointer.attach(**things)
+        self._checkpointer.watch("SIGTERM", *filter(None, [config.notice]))
         tiers = self._checkpointer.tiers
         self._one_memory = None
         if cache is not None and tiers.memory is not None:
@@ -137,7 +138,8 @@ class Snapshots:
 
         Returns:
             ``saves``, ``failed`` (nowhere at all), ``blocked_seconds`` (the training waited for them),
-            ``committed_step`` (the newest that outlives this machine) and ``durable_step`` (in storage), 0 for none.
+            ``committed_step`` (the newest that outlives this machine), ``durable_step`` (in storage), 0 for none, and
+            ``if_ended_now``: the `shade.checkpoint.gauge.Gauge`.
         """
         done = [ticket for ticket in self._tickets if ticket.landed.done()]
         blocked_seconds = sum(ticket.blocked_seconds for ticket in self._tickets)
@@ -147,6 +149,7 @@ class Snapshots:
             "blocked_seconds": blocked_seconds - self._blocked_seconds,
             "committed_step": self._committed[0] if self._committed else 0,
             "durable_step": self._durable(),
+            "if_ended_now": self._checkpointer.gauge().row(),
         }
         self._tickets = [ticket for ticket in self._tickets if not ticket.landed.done()]
         self._blocked_seconds = sum(ticket.blocked_seconds for ticket in self._tickets)

@@ -48,6 +48,7 @@ BOTH_SPELLINGS = [
     ("checkpoint_every", "2%", ["--checkpoint-every", "--checkpoint_every"]),
     ("checkpoint_keep", "last=3,best=val_loss", ["--checkpoint-keep", "--checkpoint_keep"]),
     ("checkpoint_strategy", "copy", ["--checkpoint-strategy", "--checkpoint_strategy"]),
+    ("notice", "/run/notice", ["--notice"]),
 ]
 SWITCHES = [
     ("cache_training_data", ["--cache_training_data", "-cache_training_data", "--cache-training-data"]),

@@ -11,6 +11,7 @@ the objects in the folder by `torch.load` with ``weights_only=True``: nothing th
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import json
 import pickle
@@ -167,9 +168,18 @@ class _Unpickler(pickle.Unpickler):
     """Knows what DCP's own metadata consists of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         known = _KNOWN.get((module, name))
         if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if known is None:
             raise pickle.UnpicklingError(f"expected DCP's metadata, got something that needs {module}.{name}")
         return known
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """What Python 3.11's first releases write an enum's member as: ``getattr`` of the class. Of nothing else here."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"expected DCP's metadata, got something that needs {name!r} of {kind!r}")
+    return kind[name]

@@ -208,11 +208,7 @@ class Stage(Tier):
         return str((self._next - 1) % len(self._buffers))
 
     def put(self, place: str, shard: Shard) -> None:
-        """Writes the manifest; the chunks are where they are.
-
-        Raises:
-            StorageFullError: The buffer ends with this process, so nobody could find it.
-        """
+        """Writes the manifest; the chunks are where they are, if in a buffer that does not end with this process."""
         buffer = self._buffers[int(place)]
         if buffer is not None and buffer.why_private is not None:
             raise StorageFullError(buffer.why_private)

@@ -1,7 +1,8 @@
-"""One habit of every process that we start: not to outlive the one that started it.
+"""Processes that we start: most must not outlive the one that started them, a few must.
 
 A launcher that is killed outright cannot tidy up, so its children ask the kernel to be told. Linux only; elsewhere
-children of a killed launcher have to be ended by hand.
+children of a killed launcher have to be ended by hand. Servers and flushers are started by a shell that ends at once,
+in a session of their own: they are nobody's children, and no terminal's end reaches them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
+_LAUNCH = '"$@" >/dev/null & echo "$!"'
 
 
 def die_with_parent(parent_pid: int, by: int = signal.SIGTERM) -> None:
@@ -26,3 +31,26 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), by)
+
+
+def start_detached(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str] | None = None) -> int:
+    """Starts a process that outlives this one; its id is known before it does anything.
+
+    Args:
+        command: Program and arguments.
+        log: Where its standard error goes.
+        environment: Its variables; None: as here.
+
+    Returns:
+        Its process id.
+    """
+    launched = subprocess.run(
+        ["/bin/sh", "-c", _LAUNCH, "shade-launch", *command],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        start_new_session=True,
+    )
+    return int(launched.stdout)

@@ -35,7 +35,7 @@ from shade.checkpoint.arena import Arena
 from shade.checkpoint.assembly import assemble
 from shade.checkpoint.dcp_metadata import from_plain
 from shade.checkpoint.dcp_shard import Parts, is_dcp, parts_of, tensor_key
-from shade.checkpoint.dcp_writer import step_of
+from shade.checkpoint.dcp_writer import names_step, step_of
 from shade.checkpoint.manifest import Manifest
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.own_memory import check_run_name
@@ -148,11 +148,7 @@ class ShadeReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            step_of(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
+        return names_step(checkpoint_id)
 
     # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
 

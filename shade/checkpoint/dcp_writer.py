@@ -64,6 +64,15 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
     return int(found[1])
 
 
+def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether `step_of` finds a step in it."""
+    try:
+        step_of(checkpoint_id)
+    except ConfigError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class _Errand:
     """What the coordinator tells a rank."""
@@ -224,11 +233,7 @@ class ShadeWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            step_of(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
+        return names_step(checkpoint_id)
 
     # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
 

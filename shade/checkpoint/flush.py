@@ -16,7 +16,6 @@ import argparse
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from shade.checkpoint.presence import ENDED, FLUSHER, spread_keys
 from shade.checkpoint.progress import Bar
 from shade.checkpoint.retention import DEFAULT, Keep
 from shade.errors import CheckpointError, ConfigError, ShadeError
+from shade.process import start_detached
 from shade.store import Store, StoreURL, open_store
 from shade.store.server import is_running
 
@@ -40,8 +40,6 @@ STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"
 """How `start_flusher` passes addresses: they may hold passwords, and everybody can read a command line."""
 _START_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.05
-_LAUNCH: Final = '"$@" >/dev/null & echo "$!"'
-"""By a shell that ends at once: the flusher is nobody's child, and its id is known before it does anything."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -119,18 +117,10 @@ def _launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
             begin = errors.tell()
-            launched = subprocess.run(
-                ["/bin/sh", "-c", _LAUNCH, "shade-launch", *command],
-                check=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-            )
+            process_id = start_detached(command, errors, environment)
     except OSError as error:
         raise ConfigError.of("a log that can be written", f"{log}: {error.strerror}", "name another") from error
-    return int(launched.stdout), begin
+    return process_id, begin
 
 
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -113,8 +113,7 @@ class Checkpointer:
             self.tiers.landed,
         )
         newest = max((snapshot.record.sequence for snapshot in self.list()), default=0)
-        self._saver = Saver(self._contents, self.tiers.stage, self._strategy, courier, self._savers, newest)
-        self._saver.make_room = make_room or self._saver.make_room
+        self._saver = Saver(self._contents, self.tiers.stage, self._strategy, courier, self._savers, newest, make_room)
         self._hooks: list[Any] = []
         self._closed = False
         self.step_count = 0

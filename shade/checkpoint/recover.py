@@ -162,7 +162,7 @@ class _Attempt:
                 manifest, arena = self._alone(shard)
             else:
                 source = having[0] if having else seeing[shard % len(seeing)]
-                manifest, arena = self._together(shard, source)
+                manifest, arena = self._together(shard, source, is_near=bool(having))
             if shard == group.rank % record.world_size:
                 whole.tree = part_of(manifest.tree, self._only)
             whole.tensors |= arena.tensors({name: manifest.tensors[name] for name in self._wanted(manifest)})
@@ -191,10 +191,10 @@ class _Attempt:
         self._check(failure)
         assert manifest is not None
         assert arena is not None
-        self._note(shard)
+        self._note(is_near=True)
         return manifest, arena
 
-    def _together(self, shard: int, source: int) -> tuple[Manifest, Arena]:
+    def _together(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
         """Read by one rank, passed on in batches of chunks."""
         mine = self._group.rank == source
         manifest, content, failure = None, None, None
@@ -221,7 +221,7 @@ class _Attempt:
                 start = number * manifest.chunk_bytes
                 self._group.broadcast(arena.tensor[start : start + manifest.chunk_bytes], source)
         if mine:
-            self._note(shard)
+            self._note(is_near=is_near)
         return manifest, arena
 
     def _check(self, failure: str | None) -> None:
@@ -236,9 +236,9 @@ class _Attempt:
         named = tensors_in(part_of(manifest.tree, self._only))
         return [name for name in manifest.tensors if name in named]
 
-    def _note(self, shard: int) -> None:
-        name = "own memory" if self._is_near(shard) else self._snapshot.sources[0].tier.name
-        self._tiers[name] = None
+    def _note(self, *, is_near: bool) -> None:
+        near = [source for source in self._snapshot.sources if source.tier.every_rank_commits == is_near]
+        self._tiers[(near or self._snapshot.sources)[0].tier.name] = None
 
 
 def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:

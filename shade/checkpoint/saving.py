@@ -44,10 +44,18 @@ class Saver:
         courier: Who takes it from there.
         group: The ranks that save together.
         sequence: Of the newest snapshot that there is.
+        make_room: Called before a copy is begun, with the length of this rank's shard; None: nobody has to yield.
     """
 
     def __init__(
-        self, contents: Contents, stage: Stage, strategy: Strategy, courier: Courier, group: Group, sequence: int
+        self,
+        contents: Contents,
+        stage: Stage,
+        strategy: Strategy,
+        courier: Courier,
+        group: Group,
+        sequence: int,
+        make_room: Callable[[int], None] | None = None,
     ) -> None:
         self._contents, self._stage, self._strategy, self._courier = contents, stage, strategy, courier
         self._group = group
@@ -55,8 +63,7 @@ class Saver:
         """Of the newest snapshot; the next one's is higher."""
         self.latest: Ticket | None = None
         """The save begun last."""
-        self.make_room: Callable[[int], None] = lambda num_bytes: None
-        """Called before a copy is begun, with the length of this rank's shard."""
+        self._make_room = make_room
         self._plan: Plan | None = None
         self._planned_for: dict[str, TensorSpec] = {}
         self._is_copying = False
@@ -99,7 +106,8 @@ class Saver:
             captured = self._contents.capture(self._group.rank, self._group.world_size)
             notes = replace(notes, metrics=_numbers(metrics), replica=captured.replica(self._group.world_size))
             layout = self._layout(captured)
-            self.make_room(layout.num_bytes)
+            if self._make_room is not None:
+                self._make_room(layout.num_bytes)
             _, buffer = self._stage.begin(layout.num_bytes)
             copying = Copying(captured.tensors, layout.entries, buffer, captured.steady)
             copied = self._strategy.begin(copying)

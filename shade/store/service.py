@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade.errors import ConfigError, ShadeError, StoreError, StoreUnavailableError
+from shade.process import start_detached
 from shade.store.base import STORES, NodeStats
 from shade.store.link import Endpoint
 from shade.store.local_cluster import check_shape, free_ports, join, node_settings
@@ -40,8 +41,6 @@ from shade.store.server import (
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 _STATE: Final = "servers.json"
-_LAUNCH: Final = '"$@" >/dev/null & echo "$!"'
-"""Started by a shell that ends at once: the server is nobody's child, and its id is known before it does anything."""
 _POLL_SECONDS: Final = 0.02
 
 
@@ -181,15 +180,7 @@ def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int,
     }
     write_settings(settings, lines | (node_settings(directory, endpoint.port, endpoint.password) if clustered else {}))
     with log.open("ab") as errors:
-        launched = subprocess.run(
-            ["/bin/sh", "-c", _LAUNCH, "shade-launch", binary, str(settings)],
-            check=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
-    process_id = int(launched.stdout)
+        process_id = start_detached([binary, str(settings)], errors)
     return ServerRecord(process_id, endpoint.port, _started(process_id))
 
 

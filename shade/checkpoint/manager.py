@@ -312,7 +312,7 @@ class Checkpointer:
         begun = time.monotonic()
         self._saver.before_step()
         self._saver.settle()
-        found = recover(self.tiers.reader, self.group, only, step)
+        found = recover(self.tiers.reader, self.group, only, step, self._contents.forgettable)
         if found is None:
             return Restored(0, 0)
         names = self._contents.names if only is None else list(only)

@@ -12,24 +12,22 @@ something wanted are read. Ranks may be more or fewer than they were: rank r tak
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from shade.checkpoint.arena import Arena
+from shade.checkpoint.arena import FILLING_THREADS, Arena, views
 from shade.checkpoint.codec import CODECS
 from shade.checkpoint.group import Group
 from shade.checkpoint.layout import chunks_of
-from shade.checkpoint.manifest import Commit, Manifest, digest_of
+from shade.checkpoint.manifest import Commit, Manifest, TensorEntry, digest_of
 from shade.checkpoint.parts import part_of, tensors_in
 from shade.checkpoint.reader import Reader, Snapshot
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
 
-_THREADS: Final = 4
-"""Fresh memory is given out page by page, a disk likes several requests: both go faster side by side."""
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
 _PART: Final = 4
@@ -74,7 +72,11 @@ class Recovered:
 
 
 def recover(
-    reader: Reader, group: Group, only: Collection[str] | None = None, step: int | None = None
+    reader: Reader,
+    group: Group,
+    only: Collection[str] | None = None,
+    step: int | None = None,
+    is_passing: Callable[[str], bool] = lambda name: False,
 ) -> Recovered | None:
     """Reads the newest whole snapshot. Collective.
 
@@ -83,6 +85,8 @@ def recover(
         group: The ranks.
         only: Attached things to read, the same on every rank; None for all.
         step: That one and no other; None for the newest.
+        is_passing: Whether a tensor is copied onwards and then done with: it may lie in own memory, where the next save
+            overwrites it.
 
     Returns:
         Its content; None where no tier has any snapshot, or none of that step.
@@ -114,7 +118,7 @@ def recover(
         logger.error("%s; going on with the other snapshots", "; ".join(rotten))
     reasons = []
     for record in candidates:
-        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest)
+        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, is_passing)
         try:
             return attempt.run()
         except CorruptCheckpointError as error:
@@ -145,10 +149,16 @@ class _Attempt:
     """One snapshot, on one rank."""
 
     def __init__(
-        self, reader: Reader, group: Group, snapshot: Snapshot, only: Collection[str] | None, newest_sequence: int
+        self,
+        reader: Reader,
+        group: Group,
+        snapshot: Snapshot,
+        only: Collection[str] | None,
+        newest_sequence: int,
+        is_passing: Callable[[str], bool],
     ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
-        self._newest_sequence = newest_sequence
+        self._newest_sequence, self._is_passing = newest_sequence, is_passing
         self._tiers: dict[str, None] = {}
 
     def run(self) -> Recovered:
@@ -159,13 +169,15 @@ class _Attempt:
         for shard in range(record.world_size):
             having = [rank for rank in range(group.world_size) if near[rank][shard]]
             if len(having) == group.world_size:
-                manifest, arena = self._alone(shard)
+                manifest, arena, passing = self._alone(shard)
             else:
                 source = having[0] if having else seeing[shard % len(seeing)]
                 manifest, arena = self._together(shard, source, is_near=bool(having))
+                passing = {}
             if shard == group.rank % record.world_size:
                 whole.tree = part_of(manifest.tree, self._only)
-            whole.tensors |= arena.tensors({name: manifest.tensors[name] for name in self._wanted(manifest)})
+            wanted = self._entries(manifest)
+            whole.tensors |= passing | arena.tensors({name: wanted[name] for name in wanted.keys() - passing.keys()})
             whole.arenas.append((arena, manifest))
         whole.tiers = list(dict.fromkeys(name for told in group.gather(list(self._tiers)) for name in told))
         return whole
@@ -179,20 +191,28 @@ class _Attempt:
                     return True
         return False
 
-    def _alone(self, shard: int) -> tuple[Manifest, Arena]:
-        """Read by every rank for itself; what one cannot read, all give up together."""
+    def _alone(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
+        """Read by every rank for itself; what one cannot read, all give up together. Third: tensors left in place."""
         manifest, arena, failure = None, None, None
+        passing: dict[str, torch.Tensor] = {}
         try:
             manifest = self._reader.manifest(self._snapshot, shard)
-            arena = Arena(manifest.num_bytes)
-            fill_arena(self._reader, self._snapshot, manifest, arena, chunks_of(manifest, self._wanted(manifest)))
+            arena, wanted = Arena(manifest.num_bytes), self._entries(manifest)
+            numbers = chunks_of(manifest, wanted)
+            lying = self._reader.in_place(self._snapshot, manifest, numbers)
+            if lying is None:
+                fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
+            else:
+                data = torch.frombuffer(lying, dtype=torch.uint8)
+                passing = views(data, {name: entry for name, entry in wanted.items() if self._is_passing(name)})
+                arena.copy_from(data, (wanted[name] for name in wanted.keys() - passing.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
         assert manifest is not None
         assert arena is not None
         self._note(is_near=True)
-        return manifest, arena
+        return manifest, arena, passing
 
     def _together(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
         """Read by one rank, passed on in batches of chunks."""
@@ -208,7 +228,7 @@ class _Attempt:
         content = self._group.gather(content)[source]
         manifest = Manifest.parse(content.encode(), self._snapshot.record.manifests[shard])
         arena = Arena(manifest.num_bytes)
-        numbers = chunks_of(manifest, self._wanted(manifest))
+        numbers = chunks_of(manifest, self._entries(manifest))
         for first in range(0, len(numbers), _BATCH):
             batch = numbers[first : first + _BATCH]
             try:
@@ -229,12 +249,10 @@ class _Attempt:
         if reason is not None:
             raise CorruptCheckpointError(reason)
 
-    def _wanted(self, manifest: Manifest) -> list[str]:
+    def _entries(self, manifest: Manifest) -> dict[str, TensorEntry]:
         """The tensors of a shard that are to be read."""
-        if self._only is None:
-            return list(manifest.tensors)
-        named = tensors_in(part_of(manifest.tree, self._only))
-        return [name for name in manifest.tensors if name in named]
+        named = manifest.tensors if self._only is None else tensors_in(part_of(manifest.tree, self._only))
+        return {name: entry for name, entry in manifest.tensors.items() if name in named}
 
     def _note(self, *, is_near: bool) -> None:
         near = [source for source in self._snapshot.sources if source.tier.every_rank_commits == is_near]
@@ -260,7 +278,7 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
         def fill(part: Sequence[int]) -> None:
             reader.fill(snapshot, manifest, part, [arena.chunk(manifest, number) for number in part])
 
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
+        with ThreadPoolExecutor(FILLING_THREADS, thread_name_prefix="shade-restore") as pool:
             list(pool.map(fill, parts))
         return
     codec = CODECS.get(manifest.codec)()

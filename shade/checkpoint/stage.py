@@ -254,6 +254,13 @@ class Stage(Tier):
             found.append(None if stop > len(data) else codec.encode(data[start:stop], item_bytes))
         return found
 
+    def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
+        """See `Tier`. This rank's own only: another rank of this machine may begin a save whenever it has its state."""
+        if manifest.rank != self.rank or manifest.codec != "none":
+            return None
+        data = self._data(place, manifest)
+        return data[: manifest.num_bytes] if len(data) >= manifest.num_bytes else None
+
     def _data(self, place: str, manifest: Manifest) -> memoryview:
         """The buffer of one rank of this machine; empty where it left none."""
         own = self._buffers[int(place)] if manifest.rank == self.rank and int(place) < len(self._buffers) else None
@@ -263,7 +270,7 @@ class Stage(Tier):
         if path not in self._open:
             try:
                 with path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError):
                 return memoryview(b"")
             self._open[path] = memoryview(mapped)

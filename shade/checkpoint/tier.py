@@ -108,6 +108,18 @@ class Tier(ABC):
             The bytes, unverified, in the order of ``numbers``; None where there are none.
         """
 
+    def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
+        """A shard's data where it lies, for as long as this rank begins no save.
+
+        Args:
+            place: From `held`.
+            manifest: Verified.
+
+        Returns:
+            Writable, unverified, in one piece, not encoded; None where there is no such thing, as in most tiers.
+        """
+        return None
+
     def read_chunks_into(
         self,
         place: str,

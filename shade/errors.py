@@ -15,11 +15,15 @@
     │   └── CorruptEntryError         bytes came back that are not the bytes that were written
     ├── StorageError                  durable storage: a disk, a mount, a bucket; what was there before is still there
     │   └── StorageFullError          no space or quota left
-    └── CheckpointError               a snapshot cannot be taken, found or trusted; never silent, never half done
-        ├── TornSnapshotError         a tensor changed while it was copied; the message names it
-        ├── CorruptCheckpointError    its bytes do not match their checksums, in no copy that is left
-        ├── StateMismatchError        it does not fit what it shall be loaded into; the message names what differs
-        └── RunInUseError             another live process saves under this run id
+    ├── CheckpointError               a snapshot cannot be taken, found or trusted; never silent, never half done
+    │   ├── TornSnapshotError         a tensor changed while it was copied; the message names it
+    │   ├── CorruptCheckpointError    its bytes do not match their checksums, in no copy that is left
+    │   ├── StateMismatchError        it does not fit what it shall be loaded into; the message names what differs
+    │   └── RunInUseError             another live process saves under this run id
+    └── GradientError                 a step's gradient cannot be exchanged or applied; raised on all ranks or on none
+        ├── PayloadError              bytes that are no payload: wrong magic, version, length, checksum or content
+        ├── NonFiniteGradientError    NaN or infinity on some rank; no weight and no residual was changed
+        └── PeerLostError             another rank is gone, or did not answer in time
 
 Each message says what was expected, what came, and the cure. Every class is built from one string, so that it
 survives the trip from a worker process to the training loop unchanged.
@@ -140,3 +144,33 @@ class StateMismatchError(CheckpointError):
 
 class RunInUseError(CheckpointError):
     """Another live process saves under the same run id."""
+
+
+class GradientError(ShadeError):
+    """Base of what goes wrong between a gradient and the weights; raised on all ranks or on none."""
+
+    @classmethod
+    def of(cls, expected: str, got: object, cure: str) -> GradientError:
+        """As `ConfigError.of`.
+
+        Args:
+            expected: What should have come.
+            got: What came; shown with ``repr``.
+            cure: What to do about it.
+
+        Returns:
+            The exception, ready to raise.
+        """
+        return cls(f"expected {expected}, got {got!r}; {cure}")
+
+
+class PayloadError(GradientError):
+    """Bytes of another rank are not what it packed, or not packed for us. Nothing of them was used."""
+
+
+class NonFiniteGradientError(GradientError):
+    """A gradient holds NaN or infinity. Weights, optimizer state and residuals are what they were before the step."""
+
+
+class PeerLostError(GradientError):
+    """Another rank is gone, or did not answer in time. What was to be sent to it is still in the residual."""

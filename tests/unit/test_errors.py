@@ -9,7 +9,15 @@ import pickle
 import pytest
 
 from shade import errors
-from shade.errors import BadSampleError, ConfigError, DataError, ShadeError, StoreError, UnknownNameError
+from shade.errors import (
+    BadSampleError,
+    ConfigError,
+    DataError,
+    PayloadError,
+    ShadeError,
+    StoreError,
+    UnknownNameError,
+)
 
 EVERY = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ShadeError)]
 
@@ -27,7 +35,7 @@ def test_the_docstring_draws_every_error(cls: type[ShadeError]) -> None:
 
 
 def test_a_message_says_expected_got_and_cure() -> None:
-    for cls in (ConfigError, DataError):
+    for cls in (ConfigError, DataError, PayloadError):
         error = cls.of("a fraction in (0, 1]", "2", "leave it at 0.2")
         assert type(error) is cls
         assert str(error) == "expected a fraction in (0, 1], got '2'; leave it at 0.2"

@@ -5,6 +5,7 @@ Shape suffixes, the same everywhere: B batch · N data set · K drawn in one epo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -39,3 +40,42 @@ class Clock(Protocol):
     def __call__(self) -> float:
         """Seconds since some fixed point."""
         ...
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step cost one rank; JSON-plain. Seconds of stages that overlap do not add up to the step."""
+
+    step: int
+    rank: int
+    num_samples: int
+    """In this rank's part of the batch."""
+    compute_seconds: float
+    """Forward and backward on the training thread, without waiting for anybody."""
+    compress_seconds: float
+    """Choosing, coding, decoding and merging, on whatever thread."""
+    exchange_seconds: float
+    """In collectives, from the first byte handed over to the last one here; what it is hidden behind is not taken off."""
+    wait_seconds: float
+    """The training thread stood still for the exchange. Near 0: the link is hidden behind the compute."""
+    bytes_sent: int
+    """Over this rank's link: with W ranks in a ring, W - 1 times its own payload."""
+    bytes_received: int
+    density: float
+    """Kept fraction of the gradient, as it came to be, not as it was asked for; 0 < density ≤ 1."""
+    gradient_norm: float
+    """Of the merged gradient."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What every rank shall do from one step on, the same on all ranks; JSON-plain."""
+
+    density: float
+    """Kept fraction of the gradient, 0 < density ≤ 1."""
+    batch_sizes: tuple[int, ...]
+    """Samples for each rank, in rank order; empty: as they are."""
+    effective_step: int
+    """The first step it holds for, on all ranks."""
+    reason: str
+    """One sentence for people."""

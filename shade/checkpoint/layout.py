@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import heapq
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 
 from shade.checkpoint.manifest import CHUNK_BYTES, Manifest, TensorEntry, digest_of
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
-from shade.types import Bytes
 
 SPELLINGS: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -82,12 +79,6 @@ class Plan:
     """Replicated bytes that each rank saves; what is a rank's own comes on top."""
     digest: str
     """Of what was shared out: ranks with the same digest have the same plan."""
-
-    @property
-    def imbalance_fraction(self) -> float:
-        """How much more than the mean the busiest rank saves; 0 is perfect."""
-        total = sum(self.shared_bytes_W)
-        return max(self.shared_bytes_W) * len(self.shared_bytes_W) / total - 1 if total else 0.0
 
     def chunk_spans(self, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
         """First byte and one past the last of every chunk of the shard."""
@@ -154,11 +145,6 @@ def torch_dtype(spelling: str) -> torch.dtype:
         raise CorruptCheckpointError(f"expected one of {', '.join(_DTYPES)}, got dtype {spelling!r}") from None
 
 
-def empty_tensor(entry: TensorEntry) -> torch.Tensor:
-    """A tensor for what the entry describes; its content is undefined."""
-    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-
-
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8, of any type, shape and number of elements; nothing is copied."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -183,62 +169,6 @@ def chunks_of(manifest: Manifest, names: Iterable[str]) -> list[int]:
         if entry.start < entry.stop:
             wanted.update(range(entry.start // manifest.chunk_bytes, (entry.stop - 1) // manifest.chunk_bytes + 1))
     return sorted(wanted)
-
-
-class Scatter:
-    """Takes chunks in any order and puts their bytes where they belong. Threads may share one: chunks never overlap.
-
-    Args:
-        manifest: Of the shard.
-        targets: Tensors to fill, by name: contiguous, on the CPU, and of the entry's type and shape. Others of the
-            shard are passed over.
-
-    Raises:
-        StateMismatchError: The shard has no tensor of a target's name.
-        ConfigError: A target is not what its entry says.
-    """
-
-    def __init__(self, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
-        self._chunk_bytes, self._num_bytes = manifest.chunk_bytes, manifest.num_bytes
-        for name, tensor in targets.items():
-            entry = _entry(manifest, name)
-            found = (tensor.dtype, tuple(tensor.shape), tensor.device.type, tensor.is_contiguous())
-            if found != (torch_dtype(entry.dtype), entry.shape, "cpu", True):
-                raise ConfigError.of(
-                    f"a contiguous {entry.dtype} {list(entry.shape)} tensor on the CPU for {name!r}",
-                    found,
-                    "copy later",
-                )
-        self._entries = sorted(
-            (entry.start, entry.stop, name)
-            for name, entry in manifest.tensors.items()
-            if name in targets and entry.start < entry.stop
-        )
-        self._starts = [start for start, _, _ in self._entries]
-        self._bytes = {name: bytes_of(targets[name]).numpy() for _, _, name in self._entries}
-
-    def __call__(self, number: int, data: Bytes) -> None:
-        """Copies one chunk.
-
-        Args:
-            number: Of the chunk.
-            data: All its bytes, decoded.
-
-        Raises:
-            CorruptCheckpointError: Not as many bytes as the chunk has.
-        """
-        first = number * self._chunk_bytes
-        last = min(first + self._chunk_bytes, self._num_bytes)
-        if not 0 <= first < last or len(data) != last - first:
-            raise CorruptCheckpointError(f"expected {max(0, last - first)} bytes of chunk {number}, got {len(data)}")
-        source = np.frombuffer(data, dtype=np.uint8)
-        for place in range(max(0, bisect_right(self._starts, first) - 1), len(self._entries)):
-            start, stop, name = self._entries[place]
-            if start >= last:
-                break
-            begin, end = max(start, first), min(stop, last)
-            if begin < end:
-                self._bytes[name][begin - start : end - start] = source[begin - first : end - first]
 
 
 def _entry(manifest: Manifest, name: str) -> TensorEntry:

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from shade.checkpoint.layout import (
     SPELLINGS,
     Plan,
-    Scatter,
     TensorSpec,
     bytes_of,
     chunks_of,
-    empty_tensor,
     own_name,
     plan,
     torch_dtype,
@@ -84,9 +82,8 @@ def test_every_tensor_is_saved_once_without_holes(
 def test_a_model_is_shared_out_evenly() -> None:
     rng = random.Random(0)
     shared = {f"t{number}": TensorSpec("U8", (size := rng.randrange(1, 10**6),), size) for number in range(600)}
-    assert plan(shared, 0, 8).imbalance_fraction < 0.01
-    assert plan({}, 0, 8).imbalance_fraction == 0
-    assert plan({"only": TensorSpec("U8", (8,), 8)}, 0, 4).imbalance_fraction == 3
+    loads = plan(shared, 0, 8).shared_bytes_W
+    assert max(loads) < 1.01 * sum(loads) / 8
 
 
 def test_ranks_that_hold_different_tensors_have_different_plans() -> None:
@@ -111,24 +108,15 @@ def test_the_table_of_types_is_its_own_inverse() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(specs, st.integers(1, 100), st.randoms())
-def test_chunks_in_any_order_fill_the_tensors_that_are_wanted(
+def test_the_chunks_of_some_tensors_hold_all_their_bytes_and_none_is_idle(
     shared: dict[str, TensorSpec], chunk_bytes: int, order: random.Random
 ) -> None:
     made = plan(shared, 0, 1)
-    data = bytes(order.randrange(256) for _ in range(made.num_bytes))
-    manifest = manifest_of(made, data, chunk_bytes)
+    manifest = manifest_of(made, bytes(made.num_bytes), chunk_bytes)
     wanted = [name for name in shared if order.random() < 0.5]
-    targets = {name: empty_tensor(made.entries[name]) for name in wanted}
-    scatter = Scatter(manifest, targets)
+    needed = {byte for name in wanted for byte in range(made.entries[name].start, made.entries[name].stop)}
     numbers = chunks_of(manifest, wanted)
-    assert numbers == sorted(set(numbers))
-    spans = made.chunk_spans(chunk_bytes)
-    order.shuffle(numbers)
-    for number in numbers:
-        scatter(number, data[slice(*spans[number])])
-    for name, target in targets.items():
-        entry = made.entries[name]
-        assert bytes(bytes_of(target).numpy().tobytes()) == data[entry.start : entry.stop]
+    assert numbers == sorted({byte // chunk_bytes for byte in needed})
 
 
 def test_only_the_chunks_that_hold_something_are_named() -> None:
@@ -141,33 +129,6 @@ def test_only_the_chunks_that_hold_something_are_named() -> None:
     assert chunks_of(manifest, ["b", "a", "b"]) == [0, 1]
     with pytest.raises(StateMismatchError, match="'c'"):
         chunks_of(manifest, ["c"])
-
-
-def test_a_scatter_refuses_what_does_not_fit() -> None:
-    tensors = {"a": torch.arange(20.0)}
-    made = plan({"a": TensorSpec.of(tensors["a"])}, 0, 1)
-    data = pack(tensors, made)
-    manifest = manifest_of(made, data)
-    target = torch.empty(20)
-    scatter = Scatter(manifest, {"a": target})
-    for number, content in [(0, data[:63]), (1, data), (2, b""), (-1, data[:64]), (0, b"")]:
-        with pytest.raises(CorruptCheckpointError, match="bytes of chunk"):
-            scatter(number, content)
-    for wrong in (torch.empty(21), torch.empty(20, dtype=torch.int32), torch.empty(40)[::2], torch.empty(4, 5)):
-        with pytest.raises(ConfigError, match="contiguous F32"):
-            Scatter(manifest, {"a": wrong})
-    with pytest.raises(StateMismatchError, match="'b'"):
-        Scatter(manifest, {"b": target})
-
-
-def test_a_parameter_is_filled_in_place() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(20))
-    data = bytes(bytes_of(torch.arange(20.0)).numpy().tobytes())
-    manifest = manifest_of(plan({"a": TensorSpec.of(parameter)}, 0, 1), data)
-    scatter = Scatter(manifest, {"a": parameter})
-    scatter(1, memoryview(data)[64:])
-    scatter(0, bytearray(data[:64]))
-    assert torch.equal(parameter, torch.arange(20.0))
 
 
 def test_the_manifest_of_a_plan_is_read_in_the_order_of_its_bytes() -> None:

@@ -270,6 +270,37 @@ def test_another_model_is_refused_by_name_and_left_alone(begin: Callable[..., Ch
     assert all(torch.equal(tensor, before[name]) for name, tensor in wide.state_dict().items())
 
 
+def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
+    begin: Callable[..., Checkpointer], run: str, tmp_path: Path
+) -> None:
+    first = Training()
+    saving = begin(first)
+    losses(first, 2)
+    saving.save()
+    saving.wait_durable()
+    crash(saving)
+    expected = losses(first, 2)
+
+    def restored() -> tuple[Checkpointer, Training, tuple[str, ...]]:
+        second = Training()
+        reading = begin(second)
+        return reading, second, reading.restore_latest().tiers
+
+    (buffer,) = own_folder(run).glob("*.data")
+    reading, second, tiers = restored()
+    assert tiers == ("own memory",)
+    content = buffer.read_bytes()
+    buffer.write_bytes(bytes(len(content)))  # as the next save would overwrite it
+    assert losses(second, 2) == expected
+    crash(reading)
+
+    for place in (100, 900):  # somewhere in the optimizer's, somewhere in the model's
+        buffer.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        reading, second, tiers = restored()
+        assert losses(second, 2) == expected
+        crash(reading)
+
+
 def test_names_that_are_not_there(begin: Callable[..., Checkpointer]) -> None:
     training = Training()
     with begin() as checkpointer:

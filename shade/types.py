@@ -55,7 +55,7 @@ class StepReport:
     compress_seconds: float
     """Choosing, coding, decoding and merging, on whatever thread."""
     exchange_seconds: float
-    """In collectives, from the first byte handed over to the last one here; what it is hidden behind is not taken off."""
+    """In collectives, from the first byte handed over to the last one here, hidden behind the compute or not."""
     wait_seconds: float
     """The training thread stood still for the exchange. Near 0: the link is hidden behind the compute."""
     bytes_sent: int

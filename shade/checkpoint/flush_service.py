@@ -125,11 +125,7 @@ class _Served:
 
     def tidy(self) -> None:
         """Removes what earlier flushers died in the middle of."""
-        try:
-            for place in self._storage.sweep():
-                logger.info("removed %s: begun once, and never finished", place)
-        except StorageError as error:
-            logger.warning("what was left half written stays for now: %s", error)
+        self._storage.tidy()
 
     def is_over(self, patience_seconds: float) -> bool:
         """Whether nobody will save into this run any more, as far as one can tell."""

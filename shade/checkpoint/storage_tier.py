@@ -190,6 +190,14 @@ class StorageTier(Tier):
             self._remove(place, [name for name in names if name.startswith(f"{place}/")])
         return stale
 
+    def tidy(self) -> None:
+        """Sweeps, where a run's only writer begins; storage that refuses is no reason not to."""
+        try:
+            for place in self.sweep():
+                logger.info("removed %s: begun once, and never finished", place)
+        except StorageError as error:
+            logger.warning("what was left half written stays for now: %s", error)
+
     def close(self) -> None:
         """See `Tier`."""
         self._volume.close()

@@ -219,6 +219,8 @@ def open_tiers(
             lease = _lead(run, store, volume, resources)
             if store is not None and store_url is not None and persist_to is not None:
                 _see_to_flusher(store, store_url, persist_to, run, keep, stage.folder.parent)
+            elif storage is not None:
+                storage.tidy()
         opened = Tiers(stage, memory, storage, rules, is_first=group.rank == 0, lease=lease, resources=resources)
     except ShadeError as error:
         failure = error

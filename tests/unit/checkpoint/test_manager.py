@@ -411,6 +411,27 @@ def test_what_memory_has_lost_is_never_called_durable(
             checkpointer.wait_durable()
 
 
+def test_what_a_crashed_save_left_half_written_is_removed_by_the_next_training(
+    begin: Callable[..., Checkpointer], run: str, tmp_path: Path
+) -> None:
+    first = Training()
+    saving = begin(first)
+    for _ in range(5):
+        first.step()
+        saving.step()
+    saving.save()
+    saving.wait_durable()
+    crash(saving)
+    (whole,) = (tmp_path / "durable" / run).glob("step-*")
+    older, newer = whole.with_name(whole.name.replace("5", "3")), whole.with_name(whole.name.replace("5", "7"))
+    for place in (older, newer):
+        shutil.copytree(whole, place, ignore=lambda folder, names: {name for name in names if "commit" in name})
+    begin(Training())
+    assert whole.exists()
+    assert not older.exists()
+    assert newer.exists()  # nobody can tell that it is not being written
+
+
 def test_durable_where_there_is_no_storage(begin: Callable[..., Checkpointer]) -> None:
     with begin(Training(), persist_to=None) as checkpointer:
         checkpointer.save()

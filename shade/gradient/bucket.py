@@ -1,0 +1,198 @@
+"""Lays parameters one behind the other in flat buckets: one array to compress, one message to send, one step to apply.
+
+A network has hundreds of tensors, most of them small; a message each would cost a round trip each. So parameters of one
+optimizer group are packed, in the order of the model, into buckets of some megabytes. Short ones (biases, norms) go
+together into one bucket that is always sent whole: they are a thousandth of the bytes, and what is dropped there hurts
+most.
+
+Parameters that are float32 on the CPU become views of their bucket: a sparse step changes them in place, nothing is
+copied back. All others (on a device, or in another type) have float32 *master weights* here, which is where the step
+happens, and `Bucket.publish` carries the changed places over. A view keeps its parameter's strides, so
+``channels_last`` stays what it was.
+
+Invariant: after `publish`, every parameter equals its part of `Bucket.weights_D`, rounded to its own type.
+
+Legend: D bucket · K kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shade.errors import ConfigError
+from shade.types import Floats
+
+BUCKET_BYTES = 16 << 20
+"""Large enough that a message's latency is lost in it, small enough that the stages of several overlap."""
+SHORT = 2048
+"""Parameters of fewer elements, and those of one dimension, are always sent whole."""
+
+
+class Bucket:
+    """Some parameters of one optimizer group, as one flat array of float32 on the CPU. Takes them over when made.
+
+    Args:
+        parameters: Floating point, of one device and type, each once.
+        group: Number of their group in ``optimizer.param_groups``.
+        names: Theirs, for messages; none: by number.
+        is_dense: Whether it is always sent whole.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        group: int = 0,
+        names: Sequence[str] = (),
+        is_dense: bool = False,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.names = tuple(names) or tuple(str(number) for number in range(len(self.parameters)))
+        self.group = group
+        self.is_dense = is_dense
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.starts: tuple[int, ...] = tuple(int(start) for start in np.cumsum([0, *sizes[:-1]]))
+        """Where each parameter begins in the bucket."""
+        self.size = sum(sizes)
+        """D."""
+        self._layouts = [_layout(parameter) for parameter in self.parameters]
+        first = self.parameters[0]
+        self.device, self.dtype = first.device, first.dtype
+        self.is_master = first.device.type != "cpu" or first.dtype != torch.float32
+        """Whether the weights here are a copy of the parameters, and not their memory."""
+        self.weights_D = torch.empty(self.size, dtype=torch.float32)
+        """The weights. What steps change; on the CPU."""
+        self._remote_D = torch.empty(self.size, dtype=self.dtype, device=self.device) if self.is_master else None
+        home_D = self.weights_D if self._remote_D is None else self._remote_D
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self.views(home_D), strict=True):
+                view.copy_(parameter.detach())
+                parameter.data = view
+        self.refresh()
+
+    def views(self, flat_D: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat array of this bucket's size, in its own shape and strides."""
+        return [
+            flat_D[start : start + parameter.numel()].as_strided(
+                parameter.shape, layout, flat_D.storage_offset() + start
+            )
+            for parameter, start, layout in zip(self.parameters, self.starts, self._layouts, strict=True)
+        ]
+
+    def gather(self, gradients: Sequence[Tensor | None], out_D: Tensor, scale: float = 1.0) -> None:
+        """Widens gradients into one flat array; a parameter without one counts as zero.
+
+        Args:
+            gradients: One for each parameter, any floating type and device, dense or ``torch.sparse``.
+            out_D: float32 (D,), on the CPU or on the parameters' device; overwritten.
+            scale: What they are multiplied with, once they are float32.
+        """
+        with torch.no_grad():
+            for gradient, view in zip(gradients, self.views(out_D), strict=True):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+            if scale != 1.0:
+                out_D.mul_(scale)
+
+    def publish(self, indices_K: npt.NDArray[np.uint32] | None = None) -> None:
+        """Carries changed weights to parameters that are not their memory.
+
+        Args:
+            indices_K: The places that changed; None: all.
+        """
+        if self._remote_D is None:
+            return
+        with torch.no_grad():
+            if indices_K is None or 4 * len(indices_K) > self.size:
+                self._remote_D.copy_(self.weights_D)
+                return
+            places_K = torch.from_numpy(indices_K.astype(np.int64))
+            values_K = self.weights_D[places_K].to(self.dtype)
+            self._remote_D.index_copy_(0, places_K.to(self.device), values_K.to(self.device))
+
+    def refresh(self) -> None:
+        """Takes the weights from the parameters, after somebody else has changed those: a state that was loaded."""
+        if self._remote_D is not None:
+            self.weights_D.copy_(self._remote_D)
+
+    def array(self) -> Floats:
+        """The weights as a numpy array of the same memory."""
+        array_D: Floats = self.weights_D.numpy()
+        return array_D
+
+
+def plan_buckets(
+    param_groups: Sequence[Mapping[str, Any]],
+    names: Mapping[torch.nn.Parameter, str] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    short: int = SHORT,
+) -> list[Bucket]:
+    """Packs what an optimizer trains into buckets, front layers first, and takes the parameters over.
+
+    Frozen parameters are left out. Parameters of different groups, devices or types never share a bucket.
+
+    Args:
+        param_groups: As in ``optimizer.param_groups``.
+        names: Of the parameters, for messages.
+        bucket_bytes: What a bucket holds at most, unless a single parameter is larger.
+        short: Below that many elements, or with one dimension, a parameter is always sent whole.
+
+    Returns:
+        The buckets, in the order of the first parameter in each.
+
+    Raises:
+        ConfigError: There is nothing to train, or something that is not real floating point.
+    """
+    if bucket_bytes < 1:
+        raise ConfigError.of("bucket_bytes ≥ 1", bucket_bytes, "16 << 20 suits most links")
+    known = names or {}
+    packs: list[tuple[int, int, bool, list[torch.nn.Parameter]]] = []
+    open_packs: dict[Any, int] = {}
+    position = 0
+    for group, entry in enumerate(param_groups):
+        for parameter in entry["params"]:
+            position += 1
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            _check(parameter, known.get(parameter, str(position - 1)))
+            is_short = parameter.ndim < 2 or parameter.numel() < short
+            kind = (group, parameter.device, parameter.dtype, is_short)
+            pack = packs[open_packs[kind]][3] if kind in open_packs else []
+            held_bytes = 4 * sum(each.numel() for each in pack)
+            if not pack or held_bytes + 4 * parameter.numel() > bucket_bytes:
+                pack = []
+                open_packs[kind] = len(packs)
+                packs.append((position, group, is_short, pack))
+            pack.append(parameter)
+    if not packs:
+        raise ConfigError.of("an optimizer with trainable parameters", "none", "set requires_grad before it is made")
+    return [
+        Bucket(pack, group=group, names=[known.get(each, "?") for each in pack], is_dense=is_short)
+        for _, group, is_short, pack in sorted(packs, key=lambda entry: entry[0])
+    ]
+
+
+def _check(parameter: torch.nn.Parameter, name: str) -> None:
+    if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+        got = f"{parameter.dtype} {parameter.layout}"
+        raise ConfigError.of(f"dense real floating-point parameters, {name!r} too", got, "freeze it, or split it")
+    if parameter.numel() >= 2**32:
+        raise ConfigError.of(f"parameters below 2**32 elements, {name!r} too", parameter.numel(), "split it")
+
+
+def _layout(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's strides if it fills its memory without gaps or overlaps, else those of a contiguous one."""
+    expected = 1
+    for stride, length in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= length
+    return parameter.stride()

@@ -1,0 +1,96 @@
+"""How much a step is worth at a density: the one thing that a measurement of the link cannot tell.
+
+A step that exchanges more of the gradient takes longer and gets further. To weigh one against the other a controller
+needs to know how much further: a `Curve` maps density to progress, in steps that exchange everything. Without better
+knowledge it is a power law, density to the `DEFAULT_EXPONENT`. With a profile of ``shade tune`` it is what the profile
+says (`shade.control.profile`).
+
+Why a curve and not a constant: where the exchange hides behind the compute (staleness 1), every growing curve that is
+less than proportional gives the same answer, fill the time there is; where it does not (staleness 0), the answer is
+the curve's steepness and nothing else. The price: a wrong curve costs speed at staleness 0, never correctness.
+
+Invariant: progress never falls when density grows, and is above 0.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from shade.errors import ConfigError
+
+DEFAULT_EXPONENT: Final = 0.2
+"""Ten times the density is worth 1.6 times the steps: between the 1.25 and 1.9 of two small models (decision 0018)."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Progress a step at some densities; between them a line on doubly logarithmic paper, level outside.
+
+    Args:
+        densities: Ascending, each above 0 and at most 1.
+        progress: What a step is worth there; above 0. Dips, which are noise, are filled up.
+
+    Raises:
+        ConfigError: They are not that.
+    """
+
+    densities: tuple[float, ...]
+    progress: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        pairs = list(pairwise(self.densities))
+        if not self.densities or len(self.densities) != len(self.progress):
+            raise ConfigError.of("as many densities as values, at least one", self.densities, "give points of a curve")
+        if any(low >= high for low, high in pairs) or not 0 < self.densities[0] <= self.densities[-1] <= 1:
+            raise ConfigError.of("ascending densities, 0 < density ≤ 1", self.densities, "sort them, each once")
+        if not all(math.isfinite(value) and value > 0 for value in self.progress):
+            raise ConfigError.of("progress above 0", self.progress, "leave out what did not train")
+        best, filled = 0.0, []
+        for value in self.progress:
+            best = max(best, value)
+            filled.append(best)
+        object.__setattr__(self, "progress", tuple(filled))
+
+    def at(self, density: float) -> float:
+        """What one step is worth, in the curve's unit.
+
+        Args:
+            density: Above 0.
+
+        Returns:
+            Above 0; never less than at a smaller density.
+        """
+        place = bisect.bisect_right(self.densities, density)
+        if place in (0, len(self.densities)):
+            return self.progress[min(place, len(self.densities) - 1)]
+        low, high = self.densities[place - 1], self.densities[place]
+        share = math.log(density / low) / math.log(high / low)
+        return float(self.progress[place - 1] ** (1 - share) * self.progress[place] ** share)
+
+
+def power(exponent: float = DEFAULT_EXPONENT) -> Curve:
+    """Progress is density to some power, between a hundred-thousandth and 1; a step that exchanges all is worth 1.
+
+    Args:
+        exponent: From 0, density does not matter, to 1, half the density is worth half.
+
+    Returns:
+        The curve.
+
+    Raises:
+        ConfigError: The exponent is neither.
+    """
+    if not 0 <= exponent <= 1:
+        raise ConfigError.of("an exponent from 0 to 1", exponent, f"leave it at {DEFAULT_EXPONENT}")
+    return Curve((1e-5, 1.0), (float(1e-5**exponent), 1.0))
+
+
+def points(values: Sequence[tuple[float, float]]) -> Curve:
+    """A curve through pairs of density and progress, in whatever order they come."""
+    ordered = sorted(values)
+    return Curve(tuple(density for density, _ in ordered), tuple(progress for _, progress in ordered))

@@ -1,0 +1,183 @@
+"""What ``shade tune`` found out about a training: the quality that a global batch and a density come to, as JSON.
+
+A profile is a grid of expected quality over batch and density (the mean of the Gaussian process that the search ended
+with), what was really measured, and how. The controller reads from it two things: below which density the quality falls
+by more than it may (`Profile.floor`), and what a step is worth (`Profile.curve`): with h the relative shortfall of the
+quality, training needs ``1 + 50 h`` times as many samples (StellaTrain's objective), and a step is worth the inverse.
+
+JSON and never pickle: a profile is passed around, and reading one must run nothing. The grid is in the file, so that
+reading it takes no library either. The price: between grid points it is interpolated, and outside it is the edge.
+
+Invariant: what `save` wrote, `load` reads back equal; a file that is anything else is refused with what is wrong.
+
+References:
+    Lim et al., "Accelerating Model Training in Multi-cluster Environments with Consumer-grade GPUs", SIGCOMM 2024:
+    the form ``(1 + 50 h) / throughput``. Ours is relative, so that it holds for losses and percentages alike.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from shade.control.curve import Curve
+from shade.errors import ConfigError
+from shade.telemetry import jsonable
+
+FORMAT: Final = "shade-profile-1"
+SHORTFALL_COST: Final = 50.0
+"""Samples that a shortfall costs: 2 % worse means that it has to train twice as long."""
+ALLOWED_SHORTFALL_FRACTION: Final = 0.02
+"""Of the best quality; what a density may cost, where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Quality over global batch and density.
+
+    Args:
+        batches: Of the grid, ascending, in samples.
+        densities: Of the grid, ascending.
+        quality: Expected; a row for each batch, a column for each density.
+        is_loss: Whether less is better.
+        evaluations: What was measured: ``batch``, ``density``, ``quality`` or a failure; for people and plots.
+        settings: How: command, seed, …; for people.
+
+    Raises:
+        ConfigError: The grid is not a grid.
+    """
+
+    batches: tuple[int, ...]
+    densities: tuple[float, ...]
+    quality: tuple[tuple[float, ...], ...]
+    is_loss: bool
+    evaluations: tuple[Mapping[str, Any], ...] = ()
+    settings: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for axis, least in ((self.batches, 1.0), (self.densities, 0.0)):
+            ascending = all(low < high for low, high in pairwise(axis))
+            if not axis or not ascending or axis[0] < least or axis[0] <= 0 or not math.isfinite(axis[-1]):
+                raise ConfigError.of("an ascending axis of batches and one of densities", axis, "run shade tune again")
+        if self.densities[-1] > 1:
+            raise ConfigError.of("densities of at most 1", self.densities[-1], "run shade tune again")
+        shape = [len(row) for row in self.quality]
+        if shape != [len(self.densities)] * len(self.batches):
+            raise ConfigError.of("a row a batch and a column a density", shape, "run shade tune again")
+        if not all(math.isfinite(value) for row in self.quality for value in row):
+            raise ConfigError.of("a quality everywhere", "one that is no number", "run shade tune again")
+
+    def expected(self, batch: float, density: float) -> float:
+        """Quality in the metric's own unit, between grid points by logarithms of batch and density.
+
+        Args:
+            batch: Global, in samples.
+            density: Kept fraction.
+
+        Returns:
+            The quality; at the edge's, outside the grid.
+        """
+        row, along = _place(self.batches, batch)
+        column, across = _place(self.densities, density)
+        below = min(row + 1, len(self.batches) - 1)
+        right = min(column + 1, len(self.densities) - 1)
+        top = self.quality[row][column] * (1 - across) + self.quality[row][right] * across
+        bottom = self.quality[below][column] * (1 - across) + self.quality[below][right] * across
+        return top * (1 - along) + bottom * along
+
+    def shortfall(self, batch: float, density: float) -> float:
+        """How much worse than the best of the grid, as a fraction of it; at least 0."""
+        values = [value for row in self.quality for value in row]
+        best = min(values) if self.is_loss else max(values)
+        unit = max(abs(best), max(values) - min(values)) or 1.0
+        worse = self.expected(batch, density) - best
+        return max(0.0, (worse if self.is_loss else -worse) / unit)
+
+    def floor(self, batch: int, allowed_fraction: float = ALLOWED_SHORTFALL_FRACTION) -> float:
+        """The least density that costs no more quality than it may, compared with the best density at this batch.
+
+        Args:
+            batch: Global, in samples.
+            allowed_fraction: Of the best quality.
+
+        Returns:
+            A density of the grid; none from there up to the best costs more either.
+
+        Raises:
+            ConfigError: The fraction is negative.
+        """
+        if not allowed_fraction >= 0:
+            raise ConfigError.of("an allowed shortfall of 0 or more", allowed_fraction, "write 0.02 for 2 %")
+        shortfalls = [self.shortfall(batch, density) for density in self.densities]
+        limit = min(shortfalls) + allowed_fraction + 1e-12
+        best = shortfalls.index(min(shortfalls))
+        too_sparse = [place for place in range(best) if shortfalls[place] > limit]
+        return self.densities[too_sparse[-1] + 1 if too_sparse else 0]
+
+    def curve(self, batch: int) -> Curve:
+        """What a step is worth at this global batch, for a controller."""
+        worth = (1 / (1 + SHORTFALL_COST * self.shortfall(batch, density)) for density in self.densities)
+        return Curve(self.densities, tuple(worth))
+
+    # ── as a file ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it, whole or not at all.
+
+        Args:
+            path: Replaced if there.
+
+        Raises:
+            ConfigError: It cannot be written there.
+        """
+        beside = Path(f"{os.fspath(path)}.part")
+        try:
+            beside.write_text(json.dumps({"format": FORMAT, **jsonable(asdict(self))}, indent=1) + "\n", "utf-8")
+            beside.replace(path)
+        except OSError as error:
+            raise ConfigError.of("a place for a profile", f"{path}: {error.strerror}", "name another") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads one.
+
+        Args:
+            path: As `save` wrote it.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ConfigError: It cannot be read, or is none.
+        """
+        try:
+            told = json.loads(Path(path).read_bytes())
+            if not isinstance(told, dict) or told.get("format") != FORMAT:
+                raise ValueError(f"it is not {FORMAT}")
+            return cls(
+                tuple(int(batch) for batch in told["batches"]),
+                tuple(float(density) for density in told["densities"]),
+                tuple(tuple(float(value) for value in row) for row in told["quality"]),
+                bool(told["is_loss"]),
+                tuple(dict(each) for each in told.get("evaluations", ())),
+                dict(told.get("settings") or {}),
+            )
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            what = f"{os.fspath(path)}: {' '.join(str(error).split())}"
+            raise ConfigError.of("a profile of shade tune", what, "make one with shade tune") from None
+
+
+def _place(axis: tuple[float, ...] | tuple[int, ...], value: float) -> tuple[int, float]:
+    """The point of the axis below the value, and how far it is from there to the next, 0 to 1, in logarithms."""
+    inside = min(max(value, axis[0]), axis[-1])
+    place = max(min(bisect.bisect_right(axis, inside) - 1, len(axis) - 2), 0)
+    if len(axis) == 1:
+        return 0, 0.0
+    return place, math.log(inside / axis[place]) / math.log(axis[place + 1] / axis[place])

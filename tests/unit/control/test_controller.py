@@ -94,7 +94,11 @@ class TestDensity:
         second = controller.decide(20)
         assert second is not None
         assert second.effective_step == 20 + LEAD_STEPS
+        for step in range(12, 20):
+            for rank in range(2):
+                controller.observe(report(step, rank, density=controller.density, bandwidth=20e6))
         assert controller.decide(21) is None
+        assert controller.decide(22) is not None
 
     def test_an_effective_step_is_ahead_of_what_any_rank_has_reported(self) -> None:
         controller = Controller(1, density=0.001)
@@ -130,6 +134,13 @@ class TestDensity:
         assert made <= 4
         assert (fixed + controller.density * BULK) / 10e6 == pytest.approx(0.18, rel=0.1)
 
+    def test_the_first_step_does_not_count(self) -> None:
+        controller = Controller(1, density=0.0225)
+        controller.observe(replace(report(0), exchange_seconds=500.0, compute_seconds=60.0))
+        for step in range(1, 4):
+            controller.observe(report(step, density=0.0225))
+            assert controller.decide(step) is None
+
     def test_one_rank_alone_exchanges_nothing(self) -> None:
         controller = Controller(1, density=0.01)
         for step in range(20):
@@ -163,6 +174,13 @@ class TestBatches:
         assert decision is not None
         assert decision.batch_sizes == (48, 16)
         assert decision.density * BULK / 10e6 == pytest.approx(HIDDEN_FRACTION * 0.3, rel=1e-3)  # not of 0.6
+
+    def test_a_gain_of_less_than_a_tenth_is_not_worth_it(self) -> None:
+        controller = Controller(2, density=0.0225, batch_sizes=(32, 32))
+        for step in range(20):
+            controller.observe(report(step, 0, compute=0.2, density=0.0225))
+            controller.observe(report(step, 1, compute=0.176, density=0.0225))
+            assert controller.decide(step) is None
 
     def test_limits_hold(self) -> None:
         controller = Controller(2, density=0.0225, batch_sizes=(32, 32), batch_limits=((1, 40), (1, 64)))

@@ -22,11 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shade.errors import ConfigError
+from shade.errors import ConfigError, NonFiniteGradientError
 from shade.gradient.sparse import Sparse
 from shade.registry import Registry
 from shade.types import Floats
 
+ALIGNMENT_BYTES = 64
+"""Where the memory for a rest begins: streaming stores write whole lines of the cache."""
 _MASK = 2**64 - 1
 
 
@@ -58,17 +60,24 @@ class Compressor(ABC):
         Args:
             gradient_D: float32, contiguous; unchanged.
             residual_D: As long; unchanged.
-            rest_D: As long, apart from the other two; overwritten: 0 where picked, the sum elsewhere.
+            rest_D: As long, from `aligned_zeros`, apart from the other two; becomes 0 where picked, the sum elsewhere.
             density: The fraction to pick, 0 < density ≤ 1.
             key: What is drawn is drawn from it.
 
         Returns:
-            The picked places and their sums, about ``density`` · D of them; never a place whose sum is 0.
+            The picked places and their sums: ``density`` · D of them, or within a tenth of that, or all that is not 0.
 
         Raises:
             NonFiniteGradientError: The sum holds NaN or infinity; ``rest_D`` is worth nothing.
             ConfigError: A bad density, or arrays that do not fit each other.
         """
+
+
+def aligned_zeros(size: int) -> Floats:
+    """float32 (size,) that begins at a multiple of `ALIGNMENT_BYTES`."""
+    room = np.zeros(size + ALIGNMENT_BYTES // 4, dtype=np.float32)
+    start = -room.ctypes.data % ALIGNMENT_BYTES // 4
+    return room[start : start + size]
 
 
 def wanted_count(size: int, density: float) -> int:
@@ -98,8 +107,27 @@ def check(gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float
             raise ConfigError.of(
                 f"a {name} of {gradient_D.size} elements", array_D.size, "one residual serves one bucket"
             )
+    if rest_D.size and rest_D.ctypes.data % ALIGNMENT_BYTES:
+        cure = "make it with aligned_zeros"
+        raise ConfigError.of(f"a rest that begins at a multiple of {ALIGNMENT_BYTES} bytes", rest_D.ctypes.data, cure)
     if gradient_D.size >= 2**32:
         raise ConfigError.of("a bucket below 2**32 elements", gradient_D.size, "split it")
+
+
+def refuse_non_finite(sum_D: Floats) -> None:
+    """Looks for NaN and infinity.
+
+    Args:
+        sum_D: Gradient and residual, or what was picked of them.
+
+    Raises:
+        NonFiniteGradientError: There is one.
+    """
+    if not np.isfinite(sum_D).all():
+        raise NonFiniteGradientError(
+            "expected a finite gradient, got NaN or infinity; nothing was kept of it: skip the step on all ranks, "
+            "lower the learning rate or the loss scale"
+        )
 
 
 COMPRESSORS: Registry[Compressor] = Registry("compressor")

@@ -1,0 +1,127 @@
+"""The walks in numpy, a tile at a time: for machines without numba, or where its loops turn out to be slower.
+
+A tile and its scratch stay in the second-level cache, so memory is read and written once here too. What remains is some
+overhead a tile and a few passes within the cache.
+
+Legend: D bucket · L lines of 16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shade.types import Floats
+
+LINE = 16
+"""Elements of a cache line."""
+TILE = 2**14
+"""Elements between two looks at how much room is left: what is picked into has that much to spare."""
+OVERFLOW = -1
+
+Places = npt.NDArray[np.uint32]
+
+
+def pick_elements(
+    gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, indices: Places, values: Floats
+) -> int:
+    """Adds, picks single elements, keeps the rest.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        rest_D: Becomes the sum, 0 where picked.
+        threshold: Picked is what is not smaller in magnitude; so NaN is.
+        indices: Becomes the picked places, ascending.
+        values: As long; becomes their sums.
+
+    Returns:
+        How many; or `OVERFLOW`: at some tile fewer than `TILE` places were left in ``indices``, and ``rest_D`` is worth
+        nothing.
+    """
+    magnitude, is_below = np.empty(TILE, dtype=np.float32), np.empty(TILE, dtype=np.bool_)
+    count, limit = 0, np.float32(threshold)
+    for start in range(0, gradient_D.size, TILE):
+        if count + min(TILE, gradient_D.size - start) > len(indices):
+            return OVERFLOW
+        tile = rest_D[start : start + TILE]
+        np.add(gradient_D[start : start + TILE], residual_D[start : start + TILE], out=tile)
+        np.abs(tile, out=magnitude[: tile.size])
+        np.less(magnitude[: tile.size], limit, out=is_below[: tile.size])
+        picked = np.flatnonzero(np.logical_not(is_below[: tile.size], out=is_below[: tile.size]))
+        after = count + len(picked)
+        np.add(picked, start, out=indices[count:after], casting="unsafe")
+        np.take(tile, picked, out=values[count:after])
+        tile[picked] = 0
+        count = after
+    return count
+
+
+def pick_lines(
+    gradient_D: Floats,
+    residual_D: Floats,
+    rest_D: Floats,
+    scale: float,
+    threshold: float,
+    lines: Places,
+    values: Floats,
+) -> int:
+    """Adds, picks lines of 16 by their energy, keeps the rest. A last line may be shorter.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        rest_D: Becomes the sum, 0 where picked.
+        scale: A power of two, see `line_energy`.
+        threshold: Picked is what has not less energy; so is a line with a NaN.
+        lines: Becomes the numbers of the picked lines, ascending.
+        values: 16 times as long; becomes their sums, 0 beyond the end.
+
+    Returns:
+        How many lines; or `OVERFLOW`, as `pick_elements` where fewer than `TILE` / 16 places were left.
+    """
+    count, limit = 0, np.float32(threshold)
+    for start in range(0, gradient_D.size, TILE):
+        if count + -(-min(TILE, gradient_D.size - start) // LINE) > len(lines):
+            return OVERFLOW
+        tile = rest_D[start : start + TILE]
+        np.add(gradient_D[start : start + TILE], residual_D[start : start + TILE], out=tile)
+        tile_L = as_lines(tile)
+        picked = np.flatnonzero(~(line_energy(tile_L, scale) < limit))
+        after = count + len(picked)
+        np.add(picked, start // LINE, out=lines[count:after], casting="unsafe")
+        values[count * LINE : after * LINE].reshape(-1, LINE)[...] = tile_L[picked]
+        for line in picked:
+            tile[line * LINE : (line + 1) * LINE] = 0
+        count = after
+    return count
+
+
+def as_lines(array_D: Floats) -> Floats:
+    """As lines of 16, the last one filled up with zeros; a view where nothing needs filling."""
+    whole = array_D.size // LINE * LINE
+    if whole == array_D.size:
+        return array_D.reshape(-1, LINE)
+    filled = np.zeros(whole + LINE, dtype=np.float32)
+    filled[: array_D.size] = array_D
+    return filled.reshape(-1, LINE)
+
+
+def line_energy(lines: Floats, scale: float) -> Floats:
+    """The sum of squares of each line, after scaling; added in halves, as the vector loops add.
+
+    Args:
+        lines: float32 (L, 16).
+        scale: A power of two that brings the elements near 1: squares of 1e-23 would vanish, of 1e20 overflow.
+
+    Returns:
+        float32 (L,).
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        squares = lines * np.float32(scale)
+        np.multiply(squares, squares, out=squares)
+        width = LINE // 2
+        while width:
+            squares = squares[:, :width] + squares[:, width:]
+            width //= 2
+        return squares[:, 0]

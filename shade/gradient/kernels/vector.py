@@ -1,0 +1,381 @@
+"""The walks as vector code, in LLVM's words, compiled by numba for the processor that it runs on.
+
+A walk reads two streams and writes one. Three things keep it near what the memory gives:
+
+* The rest is written with non-temporal stores, which do not first fetch the line that they overwrite. So a third buffer
+  costs no more traffic than adding in place.
+* Both inputs are fetched 4 KiB ahead. The processor's own look-ahead ends at a page.
+* What is picked is written without a branch: AVX-512 stores the chosen lanes of 16 side by side in one instruction
+  (``compressed``). Where that is missing or slow (it is microcoded on some), a branch for the few vectors that have a
+  lane over the threshold takes out one after the other (``branching``). Lines are copied whether picked or not; only
+  the count moves on if they are.
+
+Comparisons are true for NaN, so that NaN is picked, and found among the picked. All arithmetic is IEEE's, in the order
+of `shade.gradient.kernels.arrays`: the results are the same to the last bit.
+
+Only whole lines of 16 come here; numpy does what is left over.
+
+Price: the compiler takes a second or two, once a machine: the builds are cached where numba caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import extending
+
+from shade.gradient.kernels import arrays
+from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, Places
+from shade.types import Floats
+
+_AHEAD_BYTES: Final = 4096
+_BIT, _OCTET, _MASK = ir.IntType(1), ir.IntType(8), ir.IntType(LINE)
+_INT, _WORD, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _INTS, _BITS = (ir.VectorType(kind, LINE) for kind in (_FLOAT, _INT, _BIT))
+_NOTHING = ir.VoidType()
+_ZEROS = ir.Constant(_FLOATS, [0.0] * LINE)
+_INT64, _ADDRESS, _FLOAT32 = numba.types.int64, numba.types.uintp, numba.types.float32
+_TILE_ARGUMENTS = (_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _INT64)
+_ELEMENT_WALK = _INT64(*_TILE_ARGUMENTS, _FLOAT32, _ADDRESS, _ADDRESS, _INT64)
+_LINE_WALK = _INT64(*_TILE_ARGUMENTS, _FLOAT32, _FLOAT32, _ADDRESS, _ADDRESS, _INT64)
+_ELEMENTS = "int64(uintp, uintp, uintp, int64, float32, uintp, uintp, int64)"
+_LINES = "int64(uintp, uintp, uintp, int64, float32, float32, uintp, uintp, int64)"
+Take = Callable[..., Any]
+
+
+class _Writer:
+    """Writes the body of a walk: words that a builder lacks."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def call(self, name: str, returned: Any, *arguments: Any) -> Any:
+        """Calls one of LLVM's own functions."""
+        module = self.builder.module
+        kind = ir.FunctionType(returned, [argument.type for argument in arguments])
+        function = module.globals.get(name) or ir.Function(module, kind, name)
+        return self.builder.call(function, arguments)
+
+    def at(self, address: Any, offset: Any, kind: Any, width_bytes: int = 4) -> Any:
+        """A pointer to the ``offset``-th of things of a width."""
+        moved = self.builder.add(address, self.builder.mul(offset, _WORD(width_bytes)))
+        return self.builder.inttoptr(moved, kind.as_pointer())
+
+    def all_lanes(self, value: Any) -> Any:
+        """A vector with the value in each lane."""
+        kind = ir.VectorType(value.type, LINE)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT(0))
+        return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LINE))
+
+    def load_sum(self, gradient: Any, residual: Any, position: Any) -> Any:
+        """Sixteen sums, and a word to the memory about what will be needed soon."""
+        loaded = []
+        for address in (gradient, residual):
+            pointer = self.at(address, position, _FLOATS)
+            ahead = self.builder.inttoptr(
+                self.builder.add(self.builder.ptrtoint(pointer, _WORD), _WORD(_AHEAD_BYTES)), _OCTET.as_pointer()
+            )
+            self.call("llvm.prefetch", _NOTHING, ahead, _INT(0), _INT(3), _INT(1))
+            loaded.append(self.builder.load(pointer, align=4))
+        return self.builder.fadd(*loaded)
+
+    def store_rest(self, rest: Any, position: Any, value: Any) -> None:
+        """Sixteen elements past the caches."""
+        stored = self.builder.store(value, self.at(rest, position, _FLOATS), align=4 * LINE)
+        stored.set_metadata("nontemporal", self.builder.module.add_metadata([_INT(1)]))
+
+    def energy(self, vector: Any) -> Any:
+        """The sum of squares, in halves."""
+        total, width = self.builder.fmul(vector, vector), LINE // 2
+        while width:
+            nothing = ir.Constant(total.type, ir.Undefined)
+            lower, upper = (
+                self.builder.shuffle_vector(
+                    total, nothing, ir.Constant(ir.VectorType(_INT, width), list(range(start, start + width)))
+                )
+                for start in (0, width)
+            )
+            total, width = self.builder.fadd(lower, upper), width // 2
+        return self.builder.extract_element(total, _INT(0))
+
+    def loop(self, start: Any, stop: Any, count: Any, body: Callable[[Any, Any], Any]) -> Any:
+        """Calls ``body(position, count) -> count`` to write what happens every sixteen elements; at least once."""
+        builder, before = self.builder, self.builder.block
+        inside, after = builder.append_basic_block("line"), builder.append_basic_block("end")
+        builder.branch(inside)
+        builder.position_at_end(inside)
+        position, counted = builder.phi(_WORD), builder.phi(_WORD)
+        position.add_incoming(start, before)
+        counted.add_incoming(count, before)
+        new_count = body(position, counted)
+        following = builder.add(position, _WORD(LINE))
+        position.add_incoming(following, builder.block)
+        counted.add_incoming(new_count, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, stop), inside, after)
+        builder.position_at_end(after)
+        return new_count
+
+
+def _generate_elements(take: Take) -> Callable[..., Any]:
+    """The code of a walk for single elements; ``take`` writes what is picked and returns the new count."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        gradient, residual, rest, start, stop, threshold, indices, values, count = arguments
+        writer = _Writer(builder)
+        limit = writer.all_lanes(threshold)
+
+        def body(position: Any, count: Any) -> Any:
+            total = writer.load_sum(gradient, residual, position)
+            picked = builder.fcmp_unordered(">=", writer.call("llvm.fabs.v16f32", _FLOATS, total), limit)
+            writer.store_rest(rest, position, builder.select(picked, _ZEROS, total))
+            return take(writer, total, picked, position, indices, values, count)
+
+        return writer.loop(start, stop, count, body)
+
+    return generate
+
+
+def _take_compressed(
+    writer: _Writer, total: Any, picked: Any, position: Any, indices: Any, values: Any, count: Any
+) -> Any:
+    """All picked lanes at once, side by side."""
+    builder = writer.builder
+    places = builder.add(writer.all_lanes(builder.trunc(position, _INT)), ir.Constant(_INTS, list(range(LINE))))
+    store = "llvm.masked.compressstore.v16"
+    writer.call(f"{store}f32", _NOTHING, total, writer.at(values, count, _FLOAT), picked)
+    writer.call(f"{store}i32", _NOTHING, places, writer.at(indices, count, _INT), picked)
+    num_picked = writer.call("llvm.ctpop.i16", _MASK, builder.bitcast(picked, _MASK))
+    return builder.add(count, builder.zext(num_picked, _WORD))
+
+
+def _take_branching(
+    writer: _Writer, total: Any, picked: Any, position: Any, indices: Any, values: Any, count: Any
+) -> Any:
+    """One picked lane after the other, from the lowest; usually there is none."""
+    builder, before = writer.builder, writer.builder.block
+    mask, first = builder.bitcast(picked, _MASK), builder.trunc(position, _INT)
+    lane_block, after = builder.append_basic_block("lane"), builder.append_basic_block("taken")
+    builder.cbranch(builder.icmp_unsigned("!=", mask, _MASK(0)), lane_block, after)
+    builder.position_at_end(lane_block)
+    left, taken = builder.phi(_MASK), builder.phi(_WORD)
+    lane = builder.zext(writer.call("llvm.cttz.i16", _MASK, left, _BIT(1)), _INT)
+    builder.store(builder.extract_element(total, lane), writer.at(values, taken, _FLOAT))
+    builder.store(builder.add(first, lane), writer.at(indices, taken, _INT))
+    still_left, now_taken = builder.and_(left, builder.sub(left, _MASK(1))), builder.add(taken, _WORD(1))
+    for phi, entering, following in ((left, mask, still_left), (taken, count, now_taken)):
+        phi.add_incoming(entering, before)
+        phi.add_incoming(following, lane_block)
+    builder.cbranch(builder.icmp_unsigned("!=", still_left, _MASK(0)), lane_block, after)
+    builder.position_at_end(after)
+    new_count = builder.phi(_WORD)
+    new_count.add_incoming(count, before)
+    new_count.add_incoming(now_taken, lane_block)
+    return new_count
+
+
+def _generate_lines(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """The code of a walk for lines."""
+    gradient, residual, rest, start, stop, scale, threshold, lines, values, count = arguments
+    writer = _Writer(builder)
+    scales = writer.all_lanes(scale)
+
+    def body(position: Any, count: Any) -> Any:
+        total = writer.load_sum(gradient, residual, position)
+        is_picked = builder.fcmp_unordered(">=", writer.energy(builder.fmul(total, scales)), threshold)
+        writer.store_rest(rest, position, builder.select(is_picked, _ZEROS, total))
+        builder.store(total, writer.at(values, count, _FLOATS, 4 * LINE), align=4)
+        line = builder.trunc(builder.udiv(position, _WORD(LINE)), _INT)
+        builder.store(line, writer.at(lines, count, _INT))
+        return builder.add(count, builder.zext(is_picked, _WORD))
+
+    return writer.loop(start, stop, count, body)
+
+
+def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """numba's decorator, which is typed in some versions only."""
+    decorate: Any = extending.intrinsic
+    decorated: Callable[..., Any] = decorate(function)
+    return decorated
+
+
+@_intrinsic
+def walk_compressed(
+    typing: Any,
+    gradient: Any,
+    residual: Any,
+    rest: Any,
+    start: Any,
+    stop: Any,
+    threshold: Any,
+    indices: Any,
+    values: Any,
+    count: Any,
+) -> Any:
+    """Elements of a tile, for numba."""
+    return _ELEMENT_WALK, _generate_elements(_take_compressed)
+
+
+@_intrinsic
+def walk_branching(
+    typing: Any,
+    gradient: Any,
+    residual: Any,
+    rest: Any,
+    start: Any,
+    stop: Any,
+    threshold: Any,
+    indices: Any,
+    values: Any,
+    count: Any,
+) -> Any:
+    """Elements of a tile, for numba."""
+    return _ELEMENT_WALK, _generate_elements(_take_branching)
+
+
+@_intrinsic
+def walk_lines(
+    typing: Any,
+    gradient: Any,
+    residual: Any,
+    rest: Any,
+    start: Any,
+    stop: Any,
+    scale: Any,
+    threshold: Any,
+    lines: Any,
+    values: Any,
+    count: Any,
+) -> Any:
+    """Lines of a tile, for numba."""
+    return _LINE_WALK, _generate_lines
+
+
+@_intrinsic
+def finish(typing: Any) -> Any:
+    """Waits for the stores past the caches, for numba: they are in no order until told so."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
+
+
+def _elements_compressed(
+    gradient: int, residual: int, rest: int, size: int, threshold: float, indices: int, values: int, room: int
+) -> int:
+    count: int = 0
+    for start in range(0, size, TILE):
+        stop = min(start + TILE, size)
+        if count + stop - start > room:
+            return OVERFLOW
+        count = walk_compressed(gradient, residual, rest, start, stop, threshold, indices, values, count)
+    finish()
+    return count
+
+
+def _elements_branching(
+    gradient: int, residual: int, rest: int, size: int, threshold: float, indices: int, values: int, room: int
+) -> int:
+    count: int = 0
+    for start in range(0, size, TILE):
+        stop = min(start + TILE, size)
+        if count + stop - start > room:
+            return OVERFLOW
+        count = walk_branching(gradient, residual, rest, start, stop, threshold, indices, values, count)
+    finish()
+    return count
+
+
+def _lines(
+    gradient: int,
+    residual: int,
+    rest: int,
+    size: int,
+    scale: float,
+    threshold: float,
+    lines: int,
+    values: int,
+    room: int,
+) -> int:
+    count: int = 0
+    for start in range(0, size, TILE):
+        stop = min(start + TILE, size)
+        if count + (stop - start) // LINE > room:
+            return OVERFLOW
+        count = walk_lines(gradient, residual, rest, start, stop, scale, threshold, lines, values, count)
+    finish()
+    return count
+
+
+def _compile(signature: str, function: Callable[..., int]) -> Callable[..., int]:
+    """Compiles, and keeps the build if there is a folder to keep it in."""
+    try:
+        built = numba.njit(signature, nogil=True, cache=True)(function)
+    except (RuntimeError, OSError):
+        built = numba.njit(signature, nogil=True)(function)
+    compiled: Callable[..., int] = built
+    return compiled
+
+
+def _element_picker(walk: Callable[..., int]) -> Callable[..., int]:
+    """The compiled walk over whole lines, and numpy's over the rest, behind one face."""
+
+    def pick_elements(
+        gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, indices: Places, values: Floats
+    ) -> int:
+        """See `arrays.pick_elements`."""
+        whole, count = gradient_D.size // LINE * LINE, 0
+        if whole:
+            inputs = (gradient_D.ctypes.data, residual_D.ctypes.data, rest_D.ctypes.data, whole, threshold)
+            count = walk(*inputs, indices.ctypes.data, values.ctypes.data, min(len(indices), len(values)))
+        if whole == gradient_D.size or count == OVERFLOW:
+            return count
+        tails = gradient_D[whole:], residual_D[whole:], rest_D[whole:]
+        more = arrays.pick_elements(*tails, threshold, indices[count:], values[count:])
+        if more == OVERFLOW:
+            return OVERFLOW
+        indices[count : count + more] += np.uint32(whole)
+        return count + more
+
+    return pick_elements
+
+
+def _line_picker(walk: Callable[..., int]) -> Callable[..., int]:
+    """As `_element_picker`, for lines."""
+
+    def pick_lines(
+        gradient_D: Floats,
+        residual_D: Floats,
+        rest_D: Floats,
+        scale: float,
+        threshold: float,
+        lines: Places,
+        values: Floats,
+    ) -> int:
+        """See `arrays.pick_lines`."""
+        whole, count = gradient_D.size // LINE * LINE, 0
+        if whole:
+            inputs = (gradient_D.ctypes.data, residual_D.ctypes.data, rest_D.ctypes.data, whole, scale, threshold)
+            count = walk(*inputs, lines.ctypes.data, values.ctypes.data, min(len(lines), len(values) // LINE))
+        if whole == gradient_D.size or count == OVERFLOW:
+            return count
+        tails = gradient_D[whole:], residual_D[whole:], rest_D[whole:]
+        more = arrays.pick_lines(*tails, scale, threshold, lines[count:], values[count * LINE :])
+        if more == OVERFLOW:
+            return OVERFLOW
+        lines[count : count + more] += np.uint32(whole // LINE)
+        return count + more
+
+    return pick_lines
+
+
+def variants() -> Iterator[tuple[str, Callable[..., int], Callable[..., int]]]:
+    """Name, `pick_elements` and `pick_lines` of each way, compiled."""
+    pick_lines = _line_picker(_compile(_LINES, _lines))
+    for name, walk in (("compressed", _elements_compressed), ("branching", _elements_branching)):
+        yield name, _element_picker(_compile(_ELEMENTS, walk)), pick_lines

@@ -1,0 +1,67 @@
+"""Cache lines of 16 elements by their energy, over a sampled threshold: cheap to pick, cheap to name.
+
+A line is picked whole. That needs no vector instructions beyond adding, so it is as fast on any processor; a place
+costs a sixteenth of an index on the wire; and the optimizer that applies it touches 1/16 of the cache lines. The price
+is energy: of a line's 16 elements some are small. On gradients of real networks, where neighbours are of a size, 0.9 of
+what single elements would capture at the same count; on independent noise 0.6 (decision 0015).
+
+By energy, the sum of squares, not the sum of magnitudes: at one count no other lines hold more of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shade.gradient.compressor import COMPRESSORS
+from shade.gradient.kernels.arrays import LINE, Places, as_lines, line_energy
+from shade.gradient.kernels.choice import prepare
+from shade.gradient.threshold import ThresholdCompressor, are_largest
+from shade.types import Floats
+
+
+@COMPRESSORS.register("threshold-v16")
+class ThresholdV16(ThresholdCompressor):
+    """Lines by energy; the bucket's last one may be shorter."""
+
+    unit = LINE
+    tolerance = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scale = 1.0
+
+    def _score_sample(self, sample_L: Floats) -> Floats:
+        return self._score_scaled(sample_L).copy()
+
+    def _score_scaled(self, lines_L: Floats) -> Floats:
+        """Their energy, after the scale was set to bring the largest near 1."""
+        largest = float(max(lines_L.max(initial=0), -lines_L.min(initial=0)))
+        self._scale = 2.0 ** -min(max(math.frexp(largest)[1], -125), 125) if math.isfinite(largest) else 1.0
+        return self._score(lines_L)
+
+    def _score(self, values: Floats) -> Floats:
+        return line_energy(values, self._scale)
+
+    def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
+        places, values = self._places[:room], self._values[: room * LINE]
+        return prepare().pick_lines(gradient_D, residual_D, rest_D, self._scale, threshold, places, values)
+
+    def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
+        lines_L = as_lines(rest_D)
+        energy_L = self._score_scaled(lines_L)
+        places: Places = np.flatnonzero(are_largest(energy_L, wanted) & (energy_L > 0)).astype(np.uint32)
+        self._places[: len(places)] = places
+        self._values[: len(places) * LINE] = lines_L[places].reshape(-1)
+        rest_D[self._elements(places, rest_D.size)] = 0
+        return len(places)
+
+    def _flat(self, places: Places, values: Floats, size: int) -> tuple[Places, Floats]:
+        indices_K = self._elements(places, size)
+        return indices_K, values.reshape(-1)[: len(indices_K)].copy()
+
+    def _elements(self, places: Places, size: int) -> Places:
+        """The elements of lines, in order."""
+        indices: Places = np.add.outer(places * np.uint32(LINE), np.arange(LINE, dtype=np.uint32)).reshape(-1)
+        return indices[: -(-size % LINE)] if len(places) and int(places[-1]) == size // LINE else indices

@@ -1,0 +1,181 @@
+"""One bucket's message: a fixed header, the coded indices, the coded values, under one checksum.
+
+::
+
+    magic "SHDG" · version · flags · fields of `Header` · both lengths · xxh3-64 of all else │ indices │ values
+
+Nothing that came is believed before the checksum over every other byte has been found right, and no length before it
+fits the bytes that are there: what is allocated is a few times what came, whatever a header claims. A message that is
+not for us is a `PayloadError` that says what was expected and what came; none decodes to something else in silence.
+
+The checksum guards against lines and bugs, not against people: who may join a group is the transport's business.
+
+Legend: D bucket · K kept.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from shade.errors import ConfigError, PayloadError, UnknownNameError
+from shade.gradient.indices import Octets, decode, encode
+from shade.gradient.quantiser import QUANTISERS, Quantiser
+from shade.gradient.sparse import Sparse
+from shade.types import Bytes
+
+MAGIC: Final = b"SHDG"
+VERSION: Final = 1
+_FIELDS: Final = struct.Struct("<4sHBxqqqQQdd16sqQQ")
+_CHECKSUM: Final = struct.Struct("<Q")
+HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
+_IS_FINITE: Final = 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself."""
+
+    generation: int
+    """Of the group; a message of an earlier one is late."""
+    step: int
+    bucket: int
+    """Number of the bucket."""
+    size: int
+    """D."""
+    count: int
+    """K."""
+    weight: float
+    """Samples that the gradient is the mean of, ≥ 0."""
+    quantiser: str
+    """Registered name; at most 16 letters."""
+    is_finite: bool = True
+    """False: there was NaN or infinity, and nothing is here."""
+    density_proposal: float = 0.0
+    """Rank 0's, see `shade.types.Decision`; 0: none."""
+    effective_step: int = 0
+    """From which step on the proposal holds."""
+
+
+def pack(header: Header, sparse: Sparse, quantiser: Quantiser) -> Octets:
+    """Makes the message.
+
+    Args:
+        header: Fits ``sparse``.
+        sparse: Values are coded by ``quantiser``.
+        quantiser: That of the header's name.
+
+    Returns:
+        uint8, new memory.
+
+    Raises:
+        ConfigError: The header is of another bucket, or has a field that has no room.
+    """
+    if (header.size, header.count) != (sparse.size, sparse.count):
+        raise ConfigError.of(
+            f"a header of {sparse.count} in {sparse.size} elements",
+            (header.count, header.size),
+            "make it from the bucket",
+        )
+    name = header.quantiser.encode()
+    if len(name) > 16:
+        raise ConfigError.of(
+            "a quantiser's name of at most 16 bytes", header.quantiser, "register it under a shorter one"
+        )
+    indices, values = encode(sparse.indices_K), quantiser.encode(sparse.values_K)
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        _IS_FINITE if header.is_finite else 0,
+        header.generation,
+        header.step,
+        header.bucket,
+        header.size,
+        header.count,
+        header.weight,
+        header.density_proposal,
+        name,
+        header.effective_step,
+        len(indices),
+        len(values),
+    )
+    data = np.empty(HEADER_BYTES + len(indices) + len(values), dtype=np.uint8)
+    data[: _FIELDS.size] = np.frombuffer(fields, dtype=np.uint8)
+    data[HEADER_BYTES : HEADER_BYTES + len(indices)] = indices
+    data[HEADER_BYTES + len(indices) :] = values
+    data[_FIELDS.size : HEADER_BYTES] = np.frombuffer(_CHECKSUM.pack(_digest(data)), dtype=np.uint8)
+    return data
+
+
+def unpack(data: Octets | Bytes, size: int | None = None) -> tuple[Header, Sparse]:
+    """Takes a message apart.
+
+    Args:
+        data: All of it, and nothing more.
+        size: D of the bucket that it must be of; None: whatever it says.
+
+    Returns:
+        What it says of itself, and the bucket's chosen elements, in new memory.
+
+    Raises:
+        PayloadError: It is not whole, not ours, of another version, or of another bucket.
+    """
+    octets = np.ascontiguousarray(data) if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
+    header, num_index_bytes = _read_header(octets)
+    if size is not None and header.size != size:
+        cure = "give every rank the same model and bucket size"
+        raise PayloadError.of(f"a bucket of {size} elements", header.size, cure)
+    try:
+        quantiser = QUANTISERS.get(header.quantiser)()
+    except UnknownNameError as error:
+        raise PayloadError(
+            f"expected a quantiser that this rank knows, got: {error}; run one version everywhere"
+        ) from None
+    start = HEADER_BYTES + num_index_bytes
+    num_value_bytes = len(octets) - start
+    if header.count > num_index_bytes or quantiser.num_bytes(header.count) != num_value_bytes:
+        got = f"{num_index_bytes} bytes of indices, {num_value_bytes} of values"
+        raise PayloadError.of(f"indices and values of {header.count} elements", got, "run one version everywhere")
+    indices_K = decode(octets[HEADER_BYTES:start], header.count, header.size)
+    return header, Sparse(indices_K, quantiser.decode(octets[start:], header.count), header.size)
+
+
+def _read_header(octets: Octets) -> tuple[Header, int]:
+    """The header and the length of the indices, once everything but their content is known to be right."""
+    cure = "see whether something else talks on this group, or a line damages what it carries"
+    if octets.dtype != np.uint8 or octets.ndim != 1 or len(octets) < HEADER_BYTES:
+        raise PayloadError.of(f"at least {HEADER_BYTES} bytes", octets.size * octets.itemsize, cure)
+    magic, version, flags, *numbers = _FIELDS.unpack_from(octets.data)
+    if magic != MAGIC:
+        raise PayloadError.of(f"a message that begins with {MAGIC!r}", magic, cure)
+    if version != VERSION:
+        raise PayloadError.of(f"a message of version {VERSION}", version, "run one version of shade on every rank")
+    generation, step, bucket, size, count, weight, density, name, effective_step, num_indices, num_values = numbers
+    if len(octets) != HEADER_BYTES + num_indices + num_values:
+        raise PayloadError.of(f"{HEADER_BYTES + num_indices + num_values} bytes, as it says", len(octets), cure)
+    (told,) = _CHECKSUM.unpack_from(octets.data, _FIELDS.size)
+    found = _digest(octets)
+    if told != found:
+        raise PayloadError(f"expected checksum {told:016x}, got {found:016x}; {cure}")
+    if size >= 2**32 or count > size or flags > _IS_FINITE:
+        raise PayloadError.of("count ≤ size < 2**32", (count, size, flags), "run one version everywhere")
+    if not (math.isfinite(weight) and weight >= 0 and math.isfinite(density)):
+        raise PayloadError.of("a finite weight ≥ 0 and a finite density", (weight, density), "see the sender's log")
+    quantiser = name.rstrip(b"\0").decode("ascii", "replace")
+    header = Header(
+        generation, step, bucket, size, count, weight, quantiser, bool(flags & _IS_FINITE), density, effective_step
+    )
+    return header, num_indices
+
+
+def _digest(data: Octets) -> int:
+    """Over all but the checksum's own place."""
+    state = xxhash.xxh3_64()
+    state.update(data[: _FIELDS.size].data)
+    state.update(data[HEADER_BYTES:].data)
+    return state.intdigest()

@@ -1,0 +1,7 @@
+"""Optimizers that take a few chosen elements at a time, on the CPU, and end where the dense ones would."""
+
+from shade.gradient.optim.adam import SparseAdam, SparseAdamW
+from shade.gradient.optim.base import SparseOptimizer
+from shade.gradient.optim.sgd import SparseSGD
+
+__all__ = ["SparseAdam", "SparseAdamW", "SparseOptimizer", "SparseSGD"]

@@ -66,6 +66,7 @@ class Compressor(ABC):
 
         Returns:
             The picked places and their sums: ``density`` · D of them, or within a tenth of that, or all that is not 0.
+            They may lie in the compressor's own memory until it chooses again; `ErrorFeedback` hands on copies.
 
         Raises:
             NonFiniteGradientError: The sum holds NaN or infinity; ``rest_D`` is worth nothing.
@@ -123,11 +124,18 @@ def refuse_non_finite(sum_D: Floats) -> None:
     Raises:
         NonFiniteGradientError: There is one.
     """
-    if not np.isfinite(sum_D).all():
-        raise NonFiniteGradientError(
-            "expected a finite gradient, got NaN or infinity; nothing was kept of it: skip the step on all ranks, "
-            "lower the learning rate or the loss scale"
-        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.add.reduce(sum_D, initial=np.float32(0)))
+    if not math.isfinite(total) and not np.isfinite(sum_D).all():  # finite values may add up to infinity
+        raise non_finite()
+
+
+def non_finite() -> NonFiniteGradientError:
+    """What to raise where NaN or infinity was found."""
+    return NonFiniteGradientError(
+        "expected a finite gradient, got NaN or infinity; nothing was kept of it: skip the step on all ranks, or lower "
+        "the learning rate or the loss scale"
+    )
 
 
 COMPRESSORS: Registry[Compressor] = Registry("compressor")

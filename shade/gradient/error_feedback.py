@@ -107,7 +107,7 @@ class ErrorFeedback:
             self._other_velocity_D[picked.indices_K] = 0
         self._swap()
         self._is_undoable = True
-        return Sparse(picked.indices_K, seen_K, self.size)
+        return Sparse(picked.indices_K.copy(), seen_K, self.size)
 
     def undo(self) -> None:
         """Makes the last `compress` not have been: its gradient is forgotten, what was kept before is back.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shade.gradient.compressor import COMPRESSORS, Compressor, Key, check, refuse_non_finite, wanted_count
-from shade.gradient.kernels.arrays import OVERFLOW, TILE
+from shade.gradient.compressor import COMPRESSORS, Compressor, Key, check, non_finite, wanted_count
+from shade.gradient.kernels.arrays import TILE
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.sparse import Sparse
 from shade.types import Floats
@@ -27,9 +27,11 @@ class RandomK(Compressor):
     def select(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float, key: Key) -> Sparse:
         """See `Compressor.select`."""
         check(gradient_D, residual_D, rest_D, density)
-        # Over an infinite threshold are only infinity and NaN: the walk adds and looks for them.
-        count = prepare().pick_elements(gradient_D, residual_D, rest_D, np.inf, self._places, self._values)
-        refuse_non_finite(self._values[: TILE if count == OVERFLOW else count])
+        # Only infinity and NaN are not below infinity: the walk adds, and looks for them.
+        with np.errstate(over="ignore", invalid="ignore"):
+            count = prepare().pick_elements(gradient_D, residual_D, rest_D, np.inf, self._places, self._values)
+        if count:
+            raise non_finite()
         count = wanted_count(gradient_D.size, density)
         edges = np.arange(count + 1, dtype=np.int64) * gradient_D.size // max(count, 1)
         rng = np.random.Generator(np.random.Philox(key=key.draw(2**64)))

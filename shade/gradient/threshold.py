@@ -31,16 +31,18 @@ import numpy as np
 
 from shade.gradient.compressor import Compressor, Key, check, refuse_non_finite, wanted_count
 from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, Places
+from shade.gradient.kernels.choice import prepare
 from shade.gradient.sparse import Sparse
 from shade.types import Bools, Floats
 
 _SMALL = 2**16
 """Elements, below which the exact way is fast enough."""
-_TAIL = 1600
-"""Wanted in the sample above the threshold: a count is then off by 1 / sqrt(1600) = 2.5 %, a quarter of the allowed."""
-_LARGEST_SAMPLES = 1 / 32, 1 / 4
+_TAIL = 800
+"""Wanted in the sample above the threshold: a count is then off by 1 / sqrt(800) = 3.5 %, a third of the allowed."""
+_LARGEST_SAMPLES = 1 / 64, 1 / 8
 """Of the bucket, at the first and the second look."""
-_SIGMAS = 3.5
+_SIGMAS = 2.5
+"""Of the sample's error, that are allowed for: once in 160 the count is too low, and it is looked a second time."""
 _ROOM = 4
 """Times the wanted number that can be picked in one walk."""
 _LEAST = float(np.finfo(np.float32).smallest_subnormal)
@@ -107,13 +109,10 @@ class ThresholdCompressor(Compressor):
 
     def _take_sample(self, gradient_D: Floats, residual_D: Floats, stride: int, start: int) -> None:
         """Adds every so many lines."""
-        whole = gradient_D.size // LINE * LINE
-        gradient_L, residual_L = (
-            array_D[:whole].reshape(-1, LINE)[start::stride] for array_D in (gradient_D, residual_D)
-        )
-        if self._sample.shape != gradient_L.shape:
-            self._sample = np.empty(gradient_L.shape, dtype=np.float32)
-        np.add(gradient_L, residual_L, out=self._sample)
+        num_lines = len(range(start, gradient_D.size // LINE, stride))
+        if len(self._sample) != num_lines:
+            self._sample = np.empty((num_lines, LINE), dtype=np.float32)
+        prepare().add_sample(gradient_D, residual_D, start, stride, self._sample)
 
     def _threshold(self, fraction: float) -> float:
         """What about that fraction of the units are over, by the sample; lower, if that may be too few by chance."""
@@ -127,7 +126,7 @@ class ThresholdCompressor(Compressor):
         return max(float(scores[last]), _LEAST)
 
     def _result(self, rest_D: Floats, count: int, wanted: int) -> Sparse:
-        """What was picked, in memory of its own; if that is too much, the smallest are put back."""
+        """What was picked; if that is too much, the smallest are put back."""
         places, values = self._places[:count], self._values[: count * self.unit].reshape(count, self.unit)
         if count > wanted * (1 + self.tolerance):
             is_kept = are_largest(self._score(values), wanted)
@@ -155,7 +154,7 @@ class ThresholdCompressor(Compressor):
 
     @abstractmethod
     def _flat(self, places: Places, values: Floats, size: int) -> tuple[Places, Floats]:
-        """Places and values of picked units, element by element, in new memory."""
+        """Places and values of picked units, element by element; they need not be new memory."""
 
 
 def are_largest(scores: Floats, wanted: int) -> Bools:

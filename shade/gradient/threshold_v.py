@@ -41,4 +41,4 @@ class ThresholdV(ThresholdCompressor):
 
     def _flat(self, places: Places, values: Floats, size: int) -> tuple[Places, Floats]:
         del size
-        return places.copy(), values.reshape(-1).copy()
+        return places, values.reshape(-1)

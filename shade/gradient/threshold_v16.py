@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 from shade.gradient.compressor import COMPRESSORS
-from shade.gradient.kernels.arrays import LINE, Places, as_lines, line_energy
+from shade.gradient.kernels.arrays import LINE, Places, as_lines
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.threshold import ThresholdCompressor, are_largest
 from shade.types import Floats
@@ -31,9 +31,10 @@ class ThresholdV16(ThresholdCompressor):
     def __init__(self) -> None:
         super().__init__()
         self._scale = 1.0
+        self._indices: Places = np.empty((0, LINE), dtype=np.uint32)
 
     def _score_sample(self, sample_L: Floats) -> Floats:
-        return self._score_scaled(sample_L).copy()
+        return self._score_scaled(sample_L)
 
     def _score_scaled(self, lines_L: Floats) -> Floats:
         """Their energy, after the scale was set to bring the largest near 1."""
@@ -42,7 +43,7 @@ class ThresholdV16(ThresholdCompressor):
         return self._score(lines_L)
 
     def _score(self, values: Floats) -> Floats:
-        return line_energy(values, self._scale)
+        return prepare().line_energy(values, np.float32(self._scale))
 
     def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
         places, values = self._places[:room], self._values[: room * LINE]
@@ -59,9 +60,14 @@ class ThresholdV16(ThresholdCompressor):
 
     def _flat(self, places: Places, values: Floats, size: int) -> tuple[Places, Floats]:
         indices_K = self._elements(places, size)
-        return indices_K, values.reshape(-1)[: len(indices_K)].copy()
+        return indices_K, values.reshape(-1)[: len(indices_K)]
 
     def _elements(self, places: Places, size: int) -> Places:
         """The elements of lines, in order."""
-        indices: Places = np.add.outer(places * np.uint32(LINE), np.arange(LINE, dtype=np.uint32)).reshape(-1)
-        return indices[: -(-size % LINE)] if len(places) and int(places[-1]) == size // LINE else indices
+        if self._indices.size < places.size * LINE:
+            self._indices = np.empty((len(self._places), LINE), dtype=np.uint32)
+        indices = self._indices[: len(places)]
+        np.multiply(places[:, None], np.uint32(LINE), out=indices)
+        np.add(indices, np.arange(LINE, dtype=np.uint32), out=indices)
+        missing = -size % LINE if len(places) and int(places[-1]) == size // LINE else 0
+        return indices.reshape(-1)[: places.size * LINE - missing]

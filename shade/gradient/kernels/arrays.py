@@ -87,7 +87,7 @@ def pick_lines(
         tile = rest_D[start : start + TILE]
         np.add(gradient_D[start : start + TILE], residual_D[start : start + TILE], out=tile)
         tile_L = as_lines(tile)
-        picked = np.flatnonzero(~(line_energy(tile_L, scale) < limit))
+        picked = np.flatnonzero(~(line_energy(tile_L, np.float32(scale)) < limit))
         after = count + len(picked)
         np.add(picked, start // LINE, out=lines[count:after], casting="unsafe")
         values[count * LINE : after * LINE].reshape(-1, LINE)[...] = tile_L[picked]
@@ -95,6 +95,21 @@ def pick_lines(
             tile[line * LINE : (line + 1) * LINE] = 0
         count = after
     return count
+
+
+def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, sample_L: Floats) -> None:
+    """Adds every so many lines.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        start: The first line.
+        stride: From one to the next.
+        sample_L: float32 (L, 16); becomes the sums of so many lines; all of them are whole.
+    """
+    whole = gradient_D.size // LINE * LINE
+    gradient_L, residual_L = gradient_D[:whole].reshape(-1, LINE), residual_D[:whole].reshape(-1, LINE)
+    np.add(gradient_L[start::stride], residual_L[start::stride], out=sample_L)
 
 
 def as_lines(array_D: Floats) -> Floats:
@@ -107,18 +122,18 @@ def as_lines(array_D: Floats) -> Floats:
     return filled.reshape(-1, LINE)
 
 
-def line_energy(lines: Floats, scale: float) -> Floats:
+def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
     """The sum of squares of each line, after scaling; added in halves, as the vector loops add.
 
     Args:
-        lines: float32 (L, 16).
+        lines_L: float32 (L, 16).
         scale: A power of two that brings the elements near 1: squares of 1e-23 would vanish, of 1e20 overflow.
 
     Returns:
         float32 (L,).
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        squares = lines * np.float32(scale)
+        squares = lines_L * scale
         np.multiply(squares, squares, out=squares)
         width = LINE // 2
         while width:

@@ -1,7 +1,7 @@
 """Chooses, once a process, how to walk: with AVX-512, with any vectors, or in numpy.
 
-The loops in `shade.gradient.kernels.vector` are compiled at first use, a second or two, unless a cached build from an
-earlier run is found. Then each way walks a small bucket a few times, and the fastest stays. Results are the same to the
+The loops in `shade.gradient.kernels.vector` are compiled at first use, a second or two, unless a build is found that an
+earlier run has kept. Then each way walks a small bucket a few times, and the fastest stays. Results are the same to the
 last bit, so the choice is about time only. Whoever needs a choice waits for it; `prepare`, in a thread that has time,
 makes the wait short.
 """
@@ -22,10 +22,10 @@ from shade.gradient.kernels import arrays
 from shade.gradient.kernels.arrays import LINE, TILE, Places
 from shade.types import Floats
 
-PickElements = Callable[[Floats, Floats, Floats, float, Places, Floats], int]
-PickLines = Callable[[Floats, Floats, Floats, float, float, Places, Floats], int]
 _PROBE_SIZE = 2**20
 _PROBE_ROUNDS = 5
+_ELEMENT_THRESHOLD, _LINE_THRESHOLD = 3.6, 70.0
+"""Over which about one in a hundred sums of two normal numbers lies, and one line in a hundred."""
 
 logger = logging.getLogger("shade.gradient")
 _lock = threading.Lock()
@@ -37,11 +37,13 @@ class Kernels:
     """One way to walk; see `shade.gradient.kernels.arrays` for what each function promises."""
 
     name: str
-    pick_elements: PickElements
-    pick_lines: PickLines
+    pick_elements: Callable[[Floats, Floats, Floats, float, Places, Floats], int]
+    pick_lines: Callable[[Floats, Floats, Floats, float, float, Places, Floats], int]
+    add_sample: Callable[[Floats, Floats, int, int, Floats], None]
+    line_energy: Callable[[Floats, np.float32], Floats]
 
 
-ARRAYS = Kernels("numpy", arrays.pick_elements, arrays.pick_lines)
+ARRAYS = Kernels("numpy", arrays.pick_elements, arrays.pick_lines, arrays.add_sample, arrays.line_energy)
 
 
 def prepare() -> Kernels:
@@ -50,34 +52,56 @@ def prepare() -> Kernels:
     if _chosen is None:
         with _lock:
             if _chosen is None:
-                _chosen = _choose(candidates())
+                _chosen = _fastest(candidates())
                 logger.info("gradients are compressed by the %s loops", _chosen.name)
     return _chosen
 
 
 def candidates() -> list[Kernels]:
-    """Every way that this machine can go."""
-    ways = [ARRAYS]
+    """Every way that this machine can go; numpy's is the first."""
     try:
+        from shade.gradient.kernels.sampling import add_sample, line_energy
         from shade.gradient.kernels.vector import variants
 
-        ways += [Kernels(*functions) for functions in variants()]
+        found = [Kernels(*walks, add_sample, line_energy) for walks in variants()]
+        _Probe(LINE).walk(found[0])
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: there is another way
         logger.info("gradients are compressed by numpy: %s", error)
-    return ways
+        return [ARRAYS]
+    return [ARRAYS, *found]
 
 
-def _choose(ways: list[Kernels]) -> Kernels:
-    """The one whose walks take the least time, in the median."""
-    rng = np.random.default_rng(0)
-    gradient_D, residual_D = (rng.standard_normal(_PROBE_SIZE, dtype=np.float32) for _ in range(2))
-    rest_D = aligned_zeros(_PROBE_SIZE)
-    places, values = np.zeros(2 * TILE, dtype=np.uint32), np.zeros(2 * TILE * LINE, dtype=np.float32)
+def _fastest(ways: list[Kernels]) -> Kernels:
+    """The one that takes the least time, in the median."""
+    probe = _Probe(_PROBE_SIZE)
     took: dict[str, list[float]] = {way.name: [] for way in ways}
     for _ in range(_PROBE_ROUNDS):
         for way in ways:
             begun = time.perf_counter()
-            way.pick_elements(gradient_D, residual_D, rest_D, 3.6, places, values)
-            way.pick_lines(gradient_D, residual_D, rest_D, 1.0, 70.0, places, values)
+            probe.walk(way)
             took[way.name].append(time.perf_counter() - begun)
     return min(ways, key=lambda way: statistics.median(took[way.name]))
+
+
+class _Probe:
+    """A bucket to walk along.
+
+    Args:
+        size: Its elements, a multiple of 16.
+    """
+
+    def __init__(self, size: int) -> None:
+        rng = np.random.default_rng(0)
+        self._gradient_D, self._residual_D = (rng.standard_normal(size, dtype=np.float32) for _ in range(2))
+        self._rest_D = aligned_zeros(size)
+        self._places = np.zeros(4 * TILE, dtype=np.uint32)
+        self._values = np.zeros(4 * TILE * LINE, dtype=np.float32)
+        self._sample_L = np.zeros((1, LINE), dtype=np.float32)
+
+    def walk(self, way: Kernels) -> None:
+        """Calls each function once."""
+        bucket = self._gradient_D, self._residual_D, self._rest_D
+        way.pick_elements(*bucket, _ELEMENT_THRESHOLD, self._places, self._values)
+        way.pick_lines(*bucket, 1.0, _LINE_THRESHOLD, self._places, self._values)
+        way.add_sample(self._gradient_D, self._residual_D, 0, len(self._gradient_D) // LINE, self._sample_L)
+        way.line_energy(self._sample_L, np.float32(1))

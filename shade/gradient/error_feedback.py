@@ -177,18 +177,16 @@ class ErrorFeedback:
 
     def _read(self, state: Mapping[str, Any]) -> tuple[Floats, Floats]:
         """Residual and velocity of a state, as arrays."""
+        if "residual" not in state:
+            raise StateMismatchError.of("a residual", sorted(state), "give what state_dict returned")
         arrays = []
         for name in ("residual", "velocity"):
-            if name == "velocity" and name not in state:
-                arrays.append(np.zeros(self.size, dtype=np.float32))
-                continue
-            array_D = np.asarray(torch.as_tensor(state[name]).detach().to("cpu", torch.float32))
+            array_D = np.zeros(self.size, dtype=np.float32)
+            if name in state:
+                array_D = torch.as_tensor(state[name]).detach().to("cpu", torch.float32).numpy()
             if array_D.shape != (self.size,):
-                raise StateMismatchError.of(
-                    f"a {name} of {self.size} elements",
-                    array_D.shape,
-                    "flatten the same parameters into the same buckets",
-                )
+                cure = "flatten the same parameters into the same buckets"
+                raise StateMismatchError.of(f"a {name} of {self.size} elements", array_D.shape, cure)
             if not np.isfinite(array_D).all():
                 raise StateMismatchError.of(f"a finite {name}", "NaN or infinity", "go on from an earlier snapshot")
             arrays.append(array_D)

@@ -36,11 +36,11 @@ from shade.gradient.sparse import Sparse
 from shade.types import Bools, Floats
 
 _SMALL = 2**16
-"""Elements, below which the exact way is fast enough."""
+"""Elements, below which the exact way is fast enough; and so is a sample of so many."""
 _TAIL = 800
 """Wanted in the sample above the threshold: a count is then off by 1 / sqrt(800) = 3.5 %, a third of the allowed."""
 _LARGEST_SAMPLES = 1 / 64, 1 / 8
-"""Of the bucket, at the first and the second look."""
+"""Of a large bucket, at the first and the second look."""
 _SIGMAS = 2.5
 """Of the sample's error, that are allowed for: once in 160 the count is too low, and it is looked a second time."""
 _ROOM = 4
@@ -105,7 +105,7 @@ class ThresholdCompressor(Compressor):
     def _stride(self, size: int, fraction: float, most: float) -> int:
         """Every how many lines one is looked at: as few as give the tail, but not more than a part of the bucket."""
         enough = _TAIL * self.unit / fraction / size
-        return int(1 / min(enough, most))
+        return int(1 / min(enough, max(most, _SMALL / size)))
 
     def _take_sample(self, gradient_D: Floats, residual_D: Floats, stride: int, start: int) -> None:
         """Adds every so many lines."""

@@ -127,7 +127,8 @@ def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
 
     Args:
         lines_L: float32 (L, 16).
-        scale: A power of two that brings the elements near 1: squares of 1e-23 would vanish, of 1e20 overflow.
+        scale: A power of two that brings the largest elements near 1. Squares of 1e-23 vanish and of 1e20 overflow, so
+            without it a choice would depend on the loss's scale; with it, what is 1e-22 of the largest counts as 0.
 
     Returns:
         float32 (L,).

@@ -1,0 +1,138 @@
+"""Deep Gradient Compression's corrections, as the paper writes them, and states that do not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.gradient import COMPRESSORS, QUANTISERS, Key, Sparse
+from shade.gradient.error_feedback import ErrorFeedback
+
+SIZE = 1000
+
+
+def feedback(size: int = SIZE, quantiser: str = "none", **settings: float) -> ErrorFeedback:
+    """An exact top-k with a memory."""
+    return ErrorFeedback(size, COMPRESSORS.get("topk")(), QUANTISERS.get(quantiser)(), **settings)
+
+
+def gradients(num_steps: int) -> list[np.ndarray]:
+    """Noise."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(SIZE, dtype=np.float32) for _ in range(num_steps)]
+
+
+def test_momentum_is_corrected_and_masked_as_in_the_paper() -> None:
+    memory, momentum = feedback(momentum=0.9), np.float32(0.9)
+    velocity_D, sum_D = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)
+    for step, gradient_D in enumerate(gradients(20)):
+        velocity_D = momentum * velocity_D + gradient_D
+        sum_D = sum_D + velocity_D
+        picked_K = np.sort(np.argsort(np.abs(sum_D))[-10:])
+        sent = memory.compress(gradient_D, 0.01, Key(0, step, 0))
+        np.testing.assert_array_equal(sent.indices_K, picked_K)
+        np.testing.assert_array_equal(sent.values_K, sum_D[picked_K])
+        velocity_D[picked_K] = 0
+        sum_D[picked_K] = 0
+        np.testing.assert_array_equal(memory.residual_D, sum_D)
+        np.testing.assert_array_equal(memory.state_dict()["velocity"].numpy(), velocity_D)
+
+
+def test_a_long_gradient_is_shortened_and_a_short_one_left() -> None:
+    for norm, expected in ((10.0, 2.0), (1.5, 1.5)):
+        gradient_D = gradients(1)[0]
+        gradient_D *= np.float32(norm / np.linalg.norm(gradient_D))
+        before = gradient_D.copy()
+        sent = feedback(clip_norm=2.0).compress(gradient_D, 1.0, Key(0, 0, 0))
+        assert np.linalg.norm(sent.values_K) == pytest.approx(expected, rel=1e-5)
+        np.testing.assert_array_equal(gradient_D, before)
+
+
+def test_what_adds_up_is_not_shortened_again() -> None:
+    memory = feedback(clip_norm=1.0)
+    for step, gradient_D in enumerate(gradients(20)):
+        memory.compress(gradient_D, 0.001, Key(0, step, 0))
+    assert np.linalg.norm(memory.residual_D) > 3.0
+
+
+def test_a_clipped_gradient_is_looked_at_for_nan() -> None:
+    memory = feedback(clip_norm=1.0)
+    gradient_D = gradients(1)[0]
+    gradient_D[3] = np.inf
+    with pytest.raises(NonFiniteGradientError):
+        memory.compress(gradient_D, 0.01, Key(0, 0, 0))
+    assert not memory.residual_D.any()
+
+
+@pytest.mark.parametrize("quantiser", ["bf16", "int8"])
+def test_what_rounding_loses_stays(quantiser: str) -> None:
+    memory = feedback(quantiser=quantiser)
+    (gradient_D,) = gradients(1)
+    sent = memory.compress(gradient_D, 0.1, Key(0, 0, 0))
+    lost_K = gradient_D[sent.indices_K] - sent.values_K
+    assert np.abs(lost_K).max() > 0
+    np.testing.assert_array_equal(memory.residual_D[sent.indices_K], lost_K)
+
+
+def test_a_gradient_is_never_written_to() -> None:
+    memory = feedback(momentum=0.9, clip_norm=0.5)
+    gradient_D = torch.from_numpy(gradients(1)[0]).requires_grad_()
+    before = gradient_D.detach().clone()
+    memory.compress(gradient_D, 0.1, Key(0, 0, 0))
+    assert torch.equal(gradient_D.detach(), before)
+
+
+def test_what_is_handed_on_is_not_changed_by_the_next_step() -> None:
+    memory = feedback()
+    first, second = gradients(2)
+    sent = memory.compress(first, 0.01, Key(0, 0, 0))
+    kept = Sparse(sent.indices_K.copy(), sent.values_K.copy(), SIZE)
+    memory.compress(second, 0.01, Key(0, 1, 0))
+    np.testing.assert_array_equal(sent.indices_K, kept.indices_K)
+    np.testing.assert_array_equal(sent.values_K, kept.values_K)
+
+
+@pytest.mark.parametrize(
+    ("state", "complaint"),
+    [
+        ({"residual": torch.zeros(SIZE - 1)}, "a residual of 1000 elements"),
+        ({"residual": torch.zeros(2, SIZE // 2)}, "a residual of 1000 elements"),
+        ({"residual": torch.zeros(SIZE), "velocity": torch.zeros(3)}, "a velocity of 1000 elements"),
+        ({"residual": torch.full((SIZE,), torch.nan)}, "a finite residual"),
+        ({"velocity": torch.zeros(SIZE)}, "a residual"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(state: dict[str, torch.Tensor], complaint: str) -> None:
+    memory = feedback(momentum=0.5)
+    memory.compress(gradients(1)[0], 0.01, Key(0, 0, 0))
+    before = memory.residual_D.copy()
+    for take in (memory.load_state_dict, memory.merge_from):
+        with pytest.raises(StateMismatchError, match=complaint):
+            take(state)
+    np.testing.assert_array_equal(memory.residual_D, before)
+
+
+def test_a_state_may_lack_a_velocity_or_have_one_too_many() -> None:
+    with_momentum, without = feedback(momentum=0.5), feedback()
+    for memory in (with_momentum, without):
+        memory.compress(gradients(1)[0], 0.01, Key(0, 0, 0))
+    states = [{k: v.clone() for k, v in memory.state_dict().items()} for memory in (with_momentum, without)]
+    with_momentum.load_state_dict(states[1])
+    assert not with_momentum.state_dict()["velocity"].any()
+    without.load_state_dict(states[0])
+    assert torch.equal(without.state_dict()["residual"], states[0]["residual"])
+
+
+def test_what_is_given_back_must_come_from_here() -> None:
+    memory = feedback()
+    elsewhere = Sparse(np.zeros(0, np.uint32), np.zeros(0, np.float32), SIZE + 1)
+    with pytest.raises(ConfigError, match="a bucket of 1000 elements, got 1001"):
+        memory.absorb(elsewhere)
+
+
+@pytest.mark.parametrize("settings", [{"momentum": 1.0}, {"momentum": -0.1}, {"clip_norm": 0.0}, {"clip_norm": -1.0}])
+def test_settings_are_checked(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        feedback(**settings)

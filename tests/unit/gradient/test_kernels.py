@@ -1,0 +1,154 @@
+"""Every way to walk along a bucket gives the same bits, and the slower ones are there when the fast ones are not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shade.gradient.compressor import aligned_zeros
+from shade.gradient.kernels import choice
+from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, as_lines
+from shade.gradient.kernels.choice import ARRAYS, Kernels, candidates, prepare
+
+SIZES = (0, 1, 15, 16, 17, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 33)
+
+
+def bucket(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A gradient and a residual, off the alignment that a rest has."""
+    rng = np.random.default_rng(size)
+    room = rng.standard_normal((2, size + 1), dtype=np.float32)
+    return room[0, 1:], room[1, 1:]
+
+
+def elements(way: Kernels, size: int, threshold: float, room: int | None = None) -> tuple[bytes, ...] | int:
+    """All that a walk for elements leaves behind."""
+    gradient_D, residual_D = bucket(size)
+    rest_D, room = aligned_zeros(size), size + TILE if room is None else room
+    places, values = np.zeros(room, dtype=np.uint32), np.zeros(room, dtype=np.float32)
+    count = way.pick_elements(gradient_D, residual_D, rest_D, threshold, places, values)
+    return count if count == OVERFLOW else (places[:count].tobytes(), values[:count].tobytes(), rest_D.tobytes())
+
+
+def lines(way: Kernels, size: int, threshold: float, room: int | None = None) -> tuple[bytes, ...] | int:
+    """All that a walk for lines leaves behind."""
+    gradient_D, residual_D = bucket(size)
+    rest_D, room = aligned_zeros(size), (size + TILE) // LINE + 1 if room is None else room
+    places, values = np.zeros(room, dtype=np.uint32), np.zeros(room * LINE, dtype=np.float32)
+    count = way.pick_lines(gradient_D, residual_D, rest_D, 0.25, threshold, places, values)
+    if count == OVERFLOW:
+        return count
+    return places[:count].tobytes(), values[: count * LINE].tobytes(), rest_D.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("threshold", [0.0, 0.7, 2.5, np.inf])
+def test_every_way_finds_the_same_elements(size: int, threshold: float) -> None:
+    expected = elements(ARRAYS, size, threshold)
+    assert [elements(way, size, threshold) for way in candidates()] == [expected] * len(candidates())
+    gradient_D, residual_D = bucket(size)
+    sum_D = gradient_D + residual_D
+    is_picked = np.abs(sum_D) >= np.float32(threshold)
+    assert expected == (
+        np.flatnonzero(is_picked).astype(np.uint32).tobytes(),
+        sum_D[is_picked].tobytes(),
+        np.where(is_picked, np.float32(0), sum_D).tobytes(),
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("threshold", [0.0, 1.5, 4.0, np.inf])
+def test_every_way_finds_the_same_lines(size: int, threshold: float) -> None:
+    expected = lines(ARRAYS, size, threshold)
+    assert [lines(way, size, threshold) for way in candidates()] == [expected] * len(candidates())
+    gradient_D, residual_D = bucket(size)
+    sum_L = as_lines(gradient_D + residual_D)
+    is_picked = ARRAYS.line_energy(sum_L, np.float32(0.25)) >= np.float32(threshold)
+    np.testing.assert_allclose(
+        ARRAYS.line_energy(sum_L, np.float32(0.25)), (sum_L.astype(np.float64) ** 2).sum(axis=1) / 16, rtol=1e-5
+    )
+    assert isinstance(expected, tuple)
+    assert expected[0] == np.flatnonzero(is_picked).astype(np.uint32).tobytes()
+    assert expected[1] == sum_L[is_picked].tobytes()
+    assert expected[2] == np.where(is_picked[:, None], np.float32(0), sum_L).reshape(-1)[:size].tobytes()
+
+
+@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
+def test_nothing_is_written_beyond_the_room(way: Kernels) -> None:
+    size = 3 * TILE + 33
+    assert elements(way, size, 0.0, room=size - 1) == OVERFLOW
+    assert elements(way, size, 0.0, room=TILE) == OVERFLOW
+    assert lines(way, size, 0.0, room=size // LINE) == OVERFLOW
+    assert isinstance(elements(way, size, 0.0, room=size), tuple)
+    assert isinstance(lines(way, size, 0.0, room=-(-size // LINE)), tuple)
+    places, values = np.full(size, 7, dtype=np.uint32), np.full(size, 7, dtype=np.float32)
+    way.pick_elements(*bucket(size), aligned_zeros(size), 0.0, places[: 2 * TILE], values[: 2 * TILE])
+    assert (places[2 * TILE :] == 7).all()
+    assert (values[2 * TILE :] == 7).all()
+
+
+@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 5, TILE + 3, TILE + 20])
+def test_what_is_not_finite_is_always_picked(way: Kernels, bad: float, place: int) -> None:
+    size = TILE + 21
+    gradient_D, residual_D = bucket(size)
+    gradient_D[place] = bad
+    places, values = np.zeros(2 * size, dtype=np.uint32), np.zeros(16 * size, dtype=np.float32)
+    assert way.pick_elements(gradient_D, residual_D, aligned_zeros(size), np.inf, places, values) == 1
+    assert places[0] == place
+    assert way.pick_lines(gradient_D, residual_D, aligned_zeros(size), 1.0, np.inf, places, values) == 1
+    assert places[0] == place // LINE
+    assert not np.isfinite(values[:LINE]).all()
+
+
+@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
+def test_samples_are_the_lines_asked_for(way: Kernels) -> None:
+    gradient_D, residual_D = bucket(1000)
+    sample_L = np.zeros((len(range(2, 62, 7)), LINE), dtype=np.float32)
+    way.add_sample(gradient_D, residual_D, 2, 7, sample_L)
+    np.testing.assert_array_equal(sample_L, (gradient_D + residual_D)[:992].reshape(-1, LINE)[2::7])
+    energy_L = way.line_energy(sample_L, np.float32(0.5))
+    np.testing.assert_array_equal(energy_L, ARRAYS.line_energy(sample_L, np.float32(0.5)))
+
+
+def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "shade.gradient.kernels.vector", None)
+    monkeypatch.setattr(choice, "_chosen", None)
+    with caplog.at_level(logging.INFO, logger="shade.gradient"):
+        assert prepare() is ARRAYS
+    assert "compressed by numpy" in caplog.text
+
+
+def test_threads_that_ask_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(choice, "candidates", lambda: asked.append(None) or [ARRAYS])
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: prepare().name, range(8))) == {"numpy"}
+    assert len(asked) == 1
+
+
+PROGRAM = """
+import numpy as np
+from tests.unit.gradient.test_kernels import SIZES, elements, lines
+from shade.gradient.kernels.choice import ARRAYS, candidates
+ways = candidates()
+assert len(ways) == 3, ways
+for size in SIZES:
+    for way in ways:
+        assert elements(way, size, 2.5) == elements(ARRAYS, size, 2.5), (way.name, size)
+        assert lines(way, size, 4.0) == lines(ARRAYS, size, 4.0), (way.name, size)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["generic", "haswell"])
+def test_lesser_processors_get_the_same_bits(processor: str, tmp_path: object) -> None:
+    features = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | features, check=True, timeout=120)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade import __version__
-from shade.cli import checkpoint
+from shade.cli import checkpoint, tune
 from shade.errors import ShadeError
 
 _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
@@ -27,6 +27,7 @@ examples:
   shade run … --cache redis+cluster://127.0.0.1:7000    and a run that uses it
   shade report runs/20250101-120000                     writes and shows a run's report again
   shade checkpoint list --persist /mnt/ckpt             what snapshots there are, and where
+  shade tune --command=… --metric accuracy              which batch and density train best; see shade tune --help
   shade simulate runs/20250101-120000 --capacity 10%,20%,40% --policy plan,lru --plot curves.png
                                                         what another policy or size would have saved
 """
@@ -101,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     verbs.add_parser("run", help="train through a cache (the launcher)", add_help=False)
     _add_cache(verbs)
     checkpoint.add(verbs)
+    tune.add(verbs)
     report = verbs.add_parser("report", help="write and show a run's report", description="Writes a run's report.")
     report.add_argument("run", metavar="RUN_DIR", type=Path, help="holds metrics.jsonl")
     report.set_defaults(answer=_report)

@@ -10,12 +10,20 @@ from typing import Any
 
 _HOME = {
     "Checkpointer": "shade.checkpoint.manager",
+    "DiLoCo": "shade.gradient.local_sgd",
+    "GradientEngine": "shade.gradient.engine",
+    "LocalSGD": "shade.gradient.local_sgd",
     "ShadeDataset": "shade.data.dataset",
     "ShadeSampler": "shade.data.sampler",
     "SampleCache": "shade.cache.cache",
+    "SparseAdam": "shade.gradient.optim",
+    "SparseAdamW": "shade.gradient.optim",
+    "SparseSGD": "shade.gradient.optim",
+    "SparseState": "shade.gradient.comm_hook",
     "TrainSession": "shade.train",
     "open_store": "shade.store",
     "simulate": "shade.policy.simulator",
+    "sparse_hook": "shade.gradient.comm_hook",
     "init_acute": "shade.checkpoint.acute",
     "init_dash": "shade.checkpoint.acute",
     "destroy_acute": "shade.checkpoint.acute",
@@ -24,9 +32,16 @@ _HOME = {
 
 __all__ = [
     "Checkpointer",
+    "DiLoCo",
+    "GradientEngine",
+    "LocalSGD",
     "SampleCache",
     "ShadeDataset",
     "ShadeSampler",
+    "SparseAdam",
+    "SparseAdamW",
+    "SparseSGD",
+    "SparseState",
     "TrainSession",
     "__version__",
     "destroy_acute",
@@ -35,6 +50,7 @@ __all__ = [
     "init_dash",
     "open_store",
     "simulate",
+    "sparse_hook",
 ]
 __version__ = "0.1.0"
 

@@ -1,0 +1,394 @@
+"""GradientEngine: takes the place of ``optimizer.step()`` in a data-parallel loop whose link is slow.
+
+::
+
+    optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
+    with GradientEngine(model, optimizer, density=0.01, staleness=1) as engine:
+        for images, labels in loader:
+            engine.num_samples = len(images)      # the weight of this rank's gradient
+            loss(model(images), labels).backward()
+            engine.step()                         # instead of optimizer.step() and zero_grad()
+            scheduler.step()
+        engine.finish()                           # before an evaluation, a snapshot by hand, the end
+
+Every rank compresses its own gradient, exchanges what it chose, and applies the same merged, sparse gradient with a
+`shade.gradient.optim` optimizer. Any module will do. Gradients are taken out of ``p.grad`` as the backward pass
+produces them, without a copy: ``p.grad`` is None afterwards, and clipping is the engine's (``clip_norm``, of the
+merged gradient).
+
+* **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the gradient of the step
+  before, while this one's is exchanged behind the next forward and backward; the first step applies nothing, `finish`
+  the last.
+* **Shared** parameters are one parameter. **Frozen** ones (when the engine is made) stay as rank 0 had them. A
+  parameter that gets **no gradient** in a step counts as zero on this rank; the others' count.
+* **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` brings them together, see
+  `shade.gradient.replica`.
+* **Accumulation**: backward passes inside ``with engine.accumulate():`` only add up.
+* **Errors** come out of `step` and `finish` on every rank, with weights and residuals as they were before the step.
+  After `NonFiniteGradientError` and `PayloadError` training may go on; after `PeerLostError` the group is lost.
+
+Invariant: all ranks hold the same weights, bit for bit, after every step. What each rank chose, plus what its residuals
+hold, is the sum of its gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.gradient.bucket import BUCKET_BYTES, plan_buckets
+from shade.gradient.density import WarmUp
+from shade.gradient.exchange import TIMEOUT_SECONDS, Exchange
+from shade.gradient.hierarchy import NodeRoute
+from shade.gradient.lane import make_lanes
+from shade.gradient.meter import Meter
+from shade.gradient.optim.base import SparseOptimizer
+from shade.gradient.pipeline import Pipeline
+from shade.gradient.plan import Plan
+from shade.gradient.replica import check_alike, share_weights, unite_buffers
+from shade.gradient.route import Route, StraightRoute
+from shade.gradient.scaling import ScaleKeeper
+from shade.gradient.sparse import Sparse
+from shade.gradient.state import LaneStates
+from shade.gradient.work import StepWork
+from shade.types import Decision, StepReport
+
+
+class GradientEngine:
+    """One rank's part in training together. Making it, `step` and `finish` are collective; use as a context manager.
+
+    Args:
+        model: Any module; rank 0's parameters and buffers are given to all ranks.
+        optimizer: `SparseSGD`, `SparseAdam` or `SparseAdamW` over its parameters.
+        compressor: Name in `shade.gradient.compressor.COMPRESSORS`.
+        density: Kept fraction of the gradient, or a `WarmUp` of it.
+        quantiser: Name in `shade.gradient.quantiser.QUANTISERS`.
+        staleness: 0 or 1: steps by which an update may be late.
+        local_size: Ranks in each node, for dense sums inside nodes (`shade.gradient.hierarchy`); 1: every rank for
+            itself.
+        clip_norm: Largest norm of the merged gradient; None: any.
+        momentum_correction: Momentum of `ErrorFeedback`, > 0 only where the optimizer has none.
+        scaler: Of mixed precision; see `shade.gradient.scaling`.
+        group: The ranks that train together; None: all.
+        timeout_seconds: Longest silence of a rank in an exchange.
+        bucket_bytes: What a bucket holds at most, unless one parameter is larger.
+        seed: Of what compressors draw; the same on every rank.
+        generation: Of the membership; see `Exchange`.
+
+    Raises:
+        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
+        PeerLostError: A rank is gone or silent.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: SparseOptimizer,
+        *,
+        compressor: str = "threshold-v16",
+        density: float | WarmUp = 0.01,
+        quantiser: str = "bf16",
+        staleness: int = 0,
+        local_size: int = 1,
+        clip_norm: float | None = None,
+        momentum_correction: float = 0.0,
+        scaler: torch.amp.GradScaler | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        bucket_bytes: int = BUCKET_BYTES,
+        seed: int = 0,
+        generation: int = 0,
+    ) -> None:
+        if staleness not in (0, 1):
+            raise ConfigError.of("staleness 0 or 1", staleness, "more than one step late needs another algorithm")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
+        if not isinstance(optimizer, SparseOptimizer):
+            cure = "use SparseSGD, SparseAdam or SparseAdamW, or keep yours and register shade.sparse_hook with DDP"
+            raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
+        warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
+        self._model, self._optimizer, self._staleness, self._clip_norm = model, optimizer, staleness, clip_norm
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
+        world = Exchange(group, timeout_seconds=timeout_seconds, generation=generation)
+        settings = {
+            "compressor": compressor,
+            "density": [warm_up.density, warm_up.num_steps, warm_up.first_density],
+            "quantiser": quantiser,
+            "staleness, local_size, seed": [staleness, local_size, seed],
+            "clip_norm, momentum_correction": [clip_norm, momentum_correction],
+            "optimizer, scaler": [type(optimizer).__name__, ScaleKeeper(scaler).skips],
+        }
+        check_alike(world, model, buckets, settings)
+        self._route: Route = StraightRoute(world) if local_size == 1 else NodeRoute(world, local_size)
+        share_weights(world, model, buckets)
+        self._lanes = make_lanes(self._route, buckets, compressor, quantiser, momentum_correction)
+        self._states = LaneStates(self._route, self._lanes)
+        self._places = {
+            parameter: (number, position)
+            for number, bucket in enumerate(buckets)
+            for position, parameter in enumerate(bucket.parameters)
+        }
+        self._pipeline = Pipeline(self._route, self._lanes, seed, is_late=staleness == 1)
+        self._plan, self._scale = Plan(warm_up, staleness), ScaleKeeper(scaler)
+        self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))
+        self._is_accumulating = self._is_closed = False
+        self._proposal: Decision | None = None
+        self._num_samples = 1
+        self._late: StepWork | None = None
+        """The step whose result is still to be applied."""
+        self._stepped_at = time.perf_counter()
+        self._open = self._begin(0)
+        take: Any = self._take
+        self._hooks: list[Any] = [each.register_post_accumulate_grad_hook(take) for each in self._places]  # type: ignore[no-untyped-call]
+        self._hooks.append(model.register_load_state_dict_post_hook(lambda *_: self._refresh()))  # type: ignore[no-untyped-call]
+
+    # ── the training loop ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that this rank's gradient is the mean of; its weight. Set it before the backward pass."""
+        return self._num_samples
+
+    @num_samples.setter
+    def num_samples(self, value: int) -> None:
+        if value < 0:
+            raise ConfigError.of("num_samples ≥ 0", value, "0 says that this rank has nothing to add")
+        if not self._open.is_untouched:
+            raise ConfigError.of("num_samples before the backward pass", "after it", "set it when the batch is drawn")
+        self._num_samples = self._open.num_samples = value
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes inside add to ``p.grad`` and start nothing; the last one of a step goes outside.
+
+        Their gradients are summed, as everywhere in PyTorch: divide the loss by the number of passes for a mean.
+        """
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    def step(self) -> None:
+        """Ends this step's backward pass and applies what is due: this step's gradient, or the one before.
+
+        Raises:
+            NonFiniteGradientError: NaN or infinity on some rank, without a scaler. The step never was.
+            PayloadError: Ranks are not in the same step, or a payload came damaged. What was chosen is kept.
+            PeerLostError: A rank is gone or silent. What was chosen is kept.
+            GradientError: A rank failed; see its log.
+        """
+        self._check_open()
+        compute_seconds = time.perf_counter() - self._stepped_at
+        work = self._open
+        for parameter, (number, position) in self._places.items():
+            if not work.has(number, position):
+                work.put(number, position, parameter.grad)
+                parameter.grad = None
+        due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
+        try:
+            if due is not None:
+                self._settle(due, compute_seconds)
+        finally:
+            self._open = self._begin(work.step + 1)
+            self._stepped_at = time.perf_counter()
+
+    def finish(self) -> None:
+        """Brings everything up to date: the last gradient, weights that lag, buffers. Collective; fails as `step`."""
+        self._check_between_steps()
+        due, self._late = self._late, None
+        if due is not None:
+            self._settle(due, 0.0)
+        self._optimizer.flush()
+        unite_buffers(self._route.world, self._model)
+
+    # ── what a controller says and sees ─────────────────────────────────────────────────────────────────────────────
+
+    def propose(self, decision: Decision) -> None:
+        """Rank 0 decides for all: rides in the next step's exchange, takes effect at one step on every rank.
+
+        Args:
+            decision: Not before its ``effective_step``, and not before every rank can know of it.
+
+        Raises:
+            ConfigError: On another rank, or one that cannot be.
+        """
+        world = self._route.world
+        if world.rank:
+            raise ConfigError.of("a decision on rank 0", f"rank {world.rank}", "run the controller on rank 0 only")
+        if not 0 < decision.density <= 1:
+            raise ConfigError.of("a density in (0, 1]", decision.density, "0.01 sends one element in a hundred")
+        if decision.batch_sizes and len(decision.batch_sizes) != world.world_size:
+            got = len(decision.batch_sizes)
+            raise ConfigError.of(f"{world.world_size} batch sizes, or none", got, "give one for each rank")
+        self._proposal = decision
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples that this rank shall take in the coming step; None: nobody has decided."""
+        decision = self._plan.at(self._open.step)
+        return decision.batch_sizes[self._route.world.rank] if decision and decision.batch_sizes else None
+
+    @property
+    def density(self) -> float:
+        """Kept fraction in the coming step."""
+        return self._open.density
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken; with staleness 1 the last of them is applied by the next, or by `finish`."""
+        return self._open.step
+
+    def report(self) -> StepReport | None:
+        """What the last step that ended cost this rank; None before the first."""
+        return self._meter.latest
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Totals of this process by name; `shade.gradient.meter.COUNTS` says how to read each."""
+        return dict(self._meter.totals)
+
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, what is still to be applied, the plan; between two steps. Weights are the model's."""
+        self._check_between_steps()
+        if self._late is not None:
+            self._late.done.wait()
+        self._pipeline.reclaim()
+        return {
+            **self._states.take(self._late),
+            "step": self._open.step,
+            "plan": self._plan.state_dict(),
+            "scaling": self._scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict` of this rank. Of another rank's (a rank that joins) residuals are left out.
+
+        Args:
+            state: Of an engine over the same model.
+
+        Raises:
+            StateMismatchError: It does not fit; nothing was changed.
+        """
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Goes on from the states of all ranks of a world that may have had another size.
+
+        A rank that there was before gets its own residuals. Those of ranks that are gone are added to those that are
+        left, in turns, so that nothing is lost; a rank that is new begins with none.
+
+        Args:
+            states: Those of the ranks before, in any order; the same on every rank.
+
+        Raises:
+            StateMismatchError: They do not fit; nothing was changed.
+        """
+        self._check_between_steps()
+        if not states:
+            raise StateMismatchError.of("at least one state", "none", "give what state_dict() returned")
+        late = self._states.give(states)
+        self._plan.load_state_dict(states[0]["plan"])
+        self._scale.load_state_dict(states[0]["scaling"])
+        self._restart(int(states[0]["step"]))
+        self._late = late
+        self._refresh()
+
+    def close(self) -> None:
+        """Ends the threads and the group; a step under way is dropped. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            for hook in self._hooks:
+                hook.remove()
+            self._open.abandon()
+            self._pipeline.close()
+            self._route.close()
+
+    def __enter__(self) -> GradientEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, step: int) -> StepWork:
+        sizes = [len(lane.bucket.parameters) for lane in self._lanes]
+        proposal, self._proposal = self._proposal, None
+        work = StepWork(step, sizes, self._plan.density(step), self._num_samples, self._late, proposal)
+        self._pipeline.submit(work)
+        return work
+
+    def _refresh(self) -> None:
+        """Takes weights from the parameters, where those are not views of ours and somebody has loaded them."""
+        for lane in self._lanes:
+            lane.bucket.refresh()
+
+    def _restart(self, step: int) -> None:
+        """Begins the coming step again, under another number or plan."""
+        self._proposal = self._proposal or self._open.proposal
+        self._open.abandon()
+        self._open = self._begin(step)
+
+    def _take(self, parameter: Tensor) -> None:
+        """Hook: a parameter's gradient is complete."""
+        if self._is_accumulating:
+            return
+        number, position = self._places[parameter]  # type: ignore[index]
+        work = self._open
+        if work.has(number, position):
+            name = self._lanes[number].bucket.names[position]
+            raise ConfigError.of(
+                "one backward pass per step",
+                f"a second gradient of {name!r}",
+                "put all but the last into `with engine.accumulate():`, or call engine.step() after each",
+            )
+        if work.is_untouched:
+            work.scale = self._scale.unscale
+        gradient, parameter.grad = parameter.grad, None
+        work.put(number, position, gradient)
+
+    def _settle(self, work: StepWork, compute_seconds: float) -> None:
+        """Waits for a step's end and applies it, or says on all ranks why not."""
+        started = time.perf_counter()
+        work.done.wait()
+        wait_seconds = time.perf_counter() - started
+        is_overflow = isinstance(work.error, NonFiniteGradientError) and self._scale.skips
+        outcome = "steps" if work.error is None else "skipped_steps" if is_overflow else "failed_steps"
+        self._meter.add(work, outcome, compute_seconds, wait_seconds)
+        if work.error is not None and not is_overflow:
+            raise work.error
+        self._scale.stepped(work.error is None)
+        if work.decision is not None:
+            self._plan.adopt(work.decision, work.step)
+        if work.error is None:
+            self._apply(work)
+
+    def _apply(self, work: StepWork) -> None:
+        """The sparse step, on the training thread: weights change nowhere else."""
+        self._optimizer.step()  # no parameter has a gradient: all it does is to call who asked to be told of steps
+        factor = 1.0
+        if self._clip_norm is not None and work.norm > self._clip_norm:
+            factor = self._clip_norm / work.norm
+        for lane, merged in zip(self._lanes, work.merged, strict=False):
+            scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
+            self._optimizer.apply(lane.bucket, scaled)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError.of("an open engine", "a closed one", "make a new one")
+
+    def _check_between_steps(self) -> None:
+        self._check_open()
+        if not self._open.is_untouched or any(parameter.grad is not None for parameter in self._places):
+            raise ConfigError.of("to be between two steps", "gradients of a step", "call engine.step() first")

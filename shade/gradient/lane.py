@@ -1,0 +1,52 @@
+"""A bucket on this rank: its parameters, what is remembered of its gradient, and how its values are coded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shade.gradient.bucket import Bucket
+from shade.gradient.compressor import COMPRESSORS
+from shade.gradient.error_feedback import ErrorFeedback
+from shade.gradient.quantiser import QUANTISERS
+from shade.gradient.route import Route
+
+WHOLE = "none"
+"""How the values of buckets that are always sent whole are coded: not at all."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One bucket."""
+
+    bucket: Bucket
+    feedback: ErrorFeedback
+    """Of the part that this rank answers for."""
+    coder: str
+    """Name of its quantiser."""
+
+
+def make_lanes(
+    route: Route, buckets: Sequence[Bucket], compressor: str, quantiser: str, momentum: float
+) -> tuple[Lane, ...]:
+    """Gives each bucket its memory.
+
+    Args:
+        route: Says which part of a bucket this rank answers for.
+        buckets: Front layers first.
+        compressor: Name in `COMPRESSORS`.
+        quantiser: Name in `QUANTISERS`, for buckets that are not sent whole.
+        momentum: Of `ErrorFeedback`.
+
+    Returns:
+        One lane for each bucket.
+    """
+    lanes = []
+    for bucket in buckets:
+        part = route.part(bucket.size)
+        coder = WHOLE if bucket.is_dense else quantiser
+        feedback = ErrorFeedback(
+            part.stop - part.start, COMPRESSORS.get(compressor)(), QUANTISERS.get(coder)(), momentum=momentum
+        )
+        lanes.append(Lane(bucket, feedback, coder))
+    return tuple(lanes)

@@ -1,0 +1,74 @@
+"""What density each step has: the schedule it was started with, until a decision of rank 0 takes its place.
+
+A decision is proposed on rank 0, rides to all ranks in the counts of the next step, and takes effect at a step that
+all of them can still reach: no earlier than the first step that no rank can have begun. So all of them change over
+together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shade.gradient.density import WarmUp
+from shade.types import Decision
+
+
+class Plan:
+    """Density and batch sizes by step.
+
+    Args:
+        warm_up: Until anything else is decided.
+        staleness: Steps that may be under way beside the current one.
+    """
+
+    def __init__(self, warm_up: WarmUp, staleness: int) -> None:
+        self._warm_up, self._staleness = warm_up, staleness
+        self._decisions: list[Decision] = []
+        """By step they take effect at; the last that holds and those to come."""
+
+    def at(self, step: int) -> Decision | None:
+        """The decision in force at a step; None: none yet."""
+        return next((each for each in reversed(self._decisions) if each.effective_step <= step), None)
+
+    def density(self, step: int) -> float:
+        """The density of a step."""
+        decision = self.at(step)
+        return self._warm_up.at(step) if decision is None else decision.density
+
+    def adopt(self, decision: Decision, told_at: int) -> Decision:
+        """Takes in what rank 0 proposed.
+
+        Args:
+            decision: As it came.
+            told_at: The step whose counts carried it.
+
+        Returns:
+            It, with the step it really takes effect at.
+        """
+        step = max(decision.effective_step, told_at + 1 + self._staleness)
+        adopted = Decision(decision.density, decision.batch_sizes, step, decision.reason)
+        current = self.at(told_at)
+        later = [each for each in self._decisions if told_at < each.effective_step < step]
+        self._decisions = [*([current] if current else []), *later, adopted]
+        return adopted
+
+    def state_dict(self) -> dict[str, Any]:
+        """The decisions."""
+        return {
+            "decisions": [
+                {
+                    "density": each.density,
+                    "batch_sizes": list(each.batch_sizes),
+                    "effective_step": each.effective_step,
+                    "reason": each.reason,
+                }
+                for each in self._decisions
+            ]
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes `state_dict` back."""
+        self._decisions = [
+            Decision(each["density"], tuple(each["batch_sizes"]), each["effective_step"], each["reason"])
+            for each in state["decisions"]
+        ]

@@ -1,0 +1,131 @@
+"""What an engine's state consists of, and how the residuals of one world find their places in another.
+
+Residuals belong to ranks. When a run goes on with fewer ranks, those of the ranks that are gone are added to those of
+the ranks that are left, in turns; with more ranks, the new ones begin with none. So the sum of what is kept stays
+what it was: no gradient is lost, and none is counted twice. (One that was to be averaged over two ranks weighs more
+among one.)
+
+The sparse result that a late step has still to apply is part of the state too: the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shade.errors import NonFiniteGradientError, StateMismatchError
+from shade.gradient.lane import Lane
+from shade.gradient.route import Route
+from shade.gradient.sparse import Sparse
+from shade.gradient.work import StepWork
+from shade.types import Decision
+
+_CURE = "build the model, the optimizer and the engine as they were when it was saved"
+
+
+class LaneStates:
+    """Takes and gives the state of an engine's buckets.
+
+    Args:
+        route: Says which rank this is.
+        lanes: The buckets.
+    """
+
+    def __init__(self, route: Route, lanes: Sequence[Lane]) -> None:
+        self._world, self._lanes = route.world, tuple(lanes)
+        self._parts = [[route.part(lane.bucket.size).start, lane.feedback.size] for lane in lanes]
+
+    def take(self, late: StepWork | None) -> dict[str, Any]:
+        """Takes the state.
+
+        Args:
+            late: The step whose result is still to be applied; done.
+
+        Returns:
+            Plain values, and residuals as the live memory.
+        """
+        return {
+            "rank": self._world.rank,
+            "world_size": self._world.world_size,
+            "names": [list(lane.bucket.names) for lane in self._lanes],
+            "parts": self._parts,
+            "residuals": [lane.feedback.state_dict() for lane in self._lanes],
+            "late": None if late is None else _pack_late(late),
+        }
+
+    def give(self, states: Sequence[Mapping[str, Any]]) -> StepWork | None:
+        """Puts residuals into their places.
+
+        Args:
+            states: Of some or all ranks of the world before.
+
+        Returns:
+            The step whose result is still to be applied.
+
+        Raises:
+            StateMismatchError: They do not fit; nothing was changed.
+        """
+        by_rank = {int(state["rank"]): state for state in states}
+        mine = [state for rank, state in sorted(by_rank.items()) if self._is_mine(rank)]
+        expected = [list(lane.bucket.names) for lane in self._lanes]
+        for state in states:
+            if state["names"] != expected:
+                raise StateMismatchError.of(f"residuals of the parameters {expected}", state["names"], _CURE)
+        for state in mine:
+            if [list(part) for part in state["parts"]] != self._parts:
+                raise StateMismatchError.of(f"parts of buckets {self._parts}", state["parts"], _CURE)
+            for (_, size), residual in zip(self._parts, state["residuals"], strict=True):
+                got = torch.as_tensor(residual["residual"]).numel()
+                if got != size:
+                    raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
+        late = _unpack_late(states[0]["late"], self._lanes)
+        for number, lane in enumerate(self._lanes):
+            lane.feedback.load_state_dict({"residual": torch.zeros(lane.feedback.size)})
+            for state in mine:
+                lane.feedback.merge_from(state["residuals"][number])
+        return late
+
+    def _is_mine(self, rank: int) -> bool:
+        """This rank's own, or of one that is gone and whose turn it is to come here."""
+        world = self._world
+        return rank == world.rank if rank < world.world_size else rank % world.world_size == world.rank
+
+
+def _pack_late(work: StepWork) -> dict[str, Any]:
+    decision = work.decision
+    return {
+        "step": work.step,
+        "num_samples": work.num_samples,
+        "norm": work.norm,
+        "overflow": str(work.error) if isinstance(work.error, NonFiniteGradientError) else None,
+        "decision": None
+        if decision is None
+        else [decision.density, list(decision.batch_sizes), decision.effective_step, decision.reason],
+        "indices": [each.indices_K.astype(np.int64) for each in work.merged],
+        "values": [each.values_K.copy() for each in work.merged],
+    }
+
+
+def _unpack_late(state: Mapping[str, Any] | None, lanes: Sequence[Lane]) -> StepWork | None:
+    if state is None:
+        return None
+    work = StepWork(int(state["step"]), [1] * len(lanes), 1.0, int(state["num_samples"]))
+    work.norm = float(state["norm"])
+    if state["overflow"] is not None:
+        work.fail(NonFiniteGradientError(state["overflow"]))
+    if state["decision"] is not None:
+        density, batch_sizes, step, reason = state["decision"]
+        work.decision = Decision(density, tuple(batch_sizes), step, reason)
+    for lane, indices, values in zip(lanes, state["indices"], state["values"], strict=False):
+        indices_K = np.asarray(indices, dtype=np.int64)
+        if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < lane.bucket.size:
+            got = f"places up to {indices_K.max()}"
+            raise StateMismatchError.of(f"a late result of {lane.bucket.size} elements", got, _CURE)
+        values_K = np.ascontiguousarray(np.asarray(values, dtype=np.float32))
+        work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, lane.bucket.size))
+    work.agreed.set()
+    work.done.set()
+    return work

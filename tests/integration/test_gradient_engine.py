@@ -1,0 +1,546 @@
+"""The engine between real processes: same weights everywhere, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
+from shade.gradient.engine import GradientEngine
+from shade.gradient.optim import SparseAdamW, SparseSGD
+from shade.types import Decision
+from tests.integration.gradient_ranks import batch, digest, distance, loss_of, network, play, told
+
+SMALL: dict[str, Any] = {"bucket_bytes": 4 * 4000, "timeout_seconds": 30.0, "density": 0.05}
+EXACT: dict[str, Any] = {**SMALL, "density": 1.0, "quantiser": "none"}
+
+
+def train(engine: GradientEngine, model: nn.Module, rank: int, steps: range) -> None:
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        engine.step()
+
+
+def residual_sum(engine: GradientEngine) -> list[float]:
+    return [float(np.asarray(each["residual"], np.float64).sum()) for each in engine.state_dict()["residuals"]]
+
+
+def residuals(engine: GradientEngine) -> list[np.ndarray]:
+    return [np.array(each["residual"], np.float64) for each in engine.state_dict()["residuals"]]
+
+
+# ── stories ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def story_of_replicas(rank: int, world_size: int) -> list[Any]:
+    """Per staleness and compressor: digest after 100 steps, and the norms on the way; twice, to see that it repeats."""
+    outcomes = []
+    for staleness, compressor, quantiser in (
+        (0, "topk", "int8"),
+        (1, "threshold-v16", "bf16"),
+        (1, "random-k", "none"),
+    ):
+        twice = []
+        for _ in range(2):
+            model = network(seed=rank)
+            optimizer = (
+                SparseAdamW(model.parameters(), lr=1e-3) if staleness else SparseSGD(model.parameters(), lr=0.05)
+            )
+            settings = {**SMALL, "compressor": compressor, "quantiser": quantiser, "staleness": staleness}
+            with GradientEngine(model, optimizer, **settings) as engine:
+                train(engine, model, rank, range(100))
+                engine.finish()
+                twice.append(digest(model))
+        outcomes.append(twice)
+    return outcomes
+
+
+def story_of_ddp(rank: int, world_size: int) -> list[float]:
+    """Everything sent: distance from DDP with torch.optim, without and with clipping; and from a late loop."""
+    outcomes = []
+    for clip_norm in (None, 0.3):
+        model, reference = network(), network()
+        ddp = nn.parallel.DistributedDataParallel(reference)
+        dense = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+        optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+        dense_plan = torch.optim.lr_scheduler.StepLR(dense, 10, 0.5)
+        plan = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+        with GradientEngine(model, optimizer, **EXACT, clip_norm=clip_norm) as engine:
+            for step in range(50):
+                loss_of(model, rank, step).backward()
+                engine.step()
+                plan.step()
+                loss_of(ddp, rank, step).backward()
+                if clip_norm:
+                    nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+                dense.step()
+                dense.zero_grad()
+                dense_plan.step()
+            engine.finish()
+        outcomes.append(distance(model, reference))
+    model, reference, ahead = network(), network(), None
+    optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
+    dense = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    with GradientEngine(model, optimizer, **EXACT, staleness=1) as engine:
+        for step in range(50):
+            loss_of(model, rank, step).backward()
+            engine.step()
+            losses = [loss_of(reference, each, step) for each in range(world_size)]
+            gradients = torch.autograd.grad(sum(losses) / world_size, list(reference.parameters()))
+            if ahead is not None:
+                for parameter, gradient in zip(reference.parameters(), ahead, strict=True):
+                    parameter.grad = gradient
+                dense.step()
+            ahead = gradients
+        outcomes.append(distance(model, reference))
+    return outcomes
+
+
+def story_of_mass(rank: int, world_size: int) -> list[float]:
+    """Largest difference between what the gradients were and what was sent plus what is kept, per staleness."""
+    outcomes = []
+    for staleness in (0, 1):
+        model = network()
+        optimizer = SparseSGD(model.parameters(), lr=0.0)
+        with GradientEngine(model, optimizer, **SMALL, staleness=staleness) as engine:
+            gradients = [np.zeros(lane.bucket.size) for lane in engine._lanes]
+            sent = [np.zeros(lane.bucket.size) for lane in engine._lanes]
+            for lane, total in zip(engine._lanes, sent, strict=True):
+                compress = lane.feedback.compress
+
+                def spy(gradient: Any, density: float, key: Any, compress: Any = compress, total: Any = total) -> Any:
+                    chosen = compress(gradient, density, key)
+                    total[chosen.indices_K] += chosen.values_K
+                    return chosen
+
+                lane.feedback.compress = spy  # type: ignore[method-assign]
+            for step in range(20):
+                loss = loss_of(model, rank, step)
+                for lane, total in zip(engine._lanes, gradients, strict=True):
+                    for own, view in zip(
+                        torch.autograd.grad(loss, lane.bucket.parameters, retain_graph=True),
+                        lane.bucket.views(torch.from_numpy(total)),
+                        strict=True,
+                    ):
+                        view += own
+                loss.backward()
+                engine.step()
+            engine.finish()
+            kept = residuals(engine)
+            lost = [np.abs(g - s - k).max() for g, s, k in zip(gradients, sent, kept, strict=True)]
+            assert max(np.abs(each).max() for each in kept) > 1e-3
+            outcomes.append(float(max(lost)))
+    return outcomes
+
+
+def story_of_nan(rank: int, world_size: int) -> list[Any]:
+    """NaN on rank 1 in one step: what each raised; whether weights and residuals stood still; digest at the end."""
+    outcomes = []
+    for staleness in (0, 1):
+        model = network()
+        with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL, staleness=staleness) as engine:
+            train(engine, model, rank, range(5))
+            if staleness:
+                engine.finish()
+            before, kept = digest(model), residual_sum(engine)
+            loss = loss_of(model, rank, 5)
+            (loss * float("nan") if rank == 1 else loss).backward()
+            raised = ""
+            try:
+                engine.step()
+                engine.finish()
+            except NonFiniteGradientError as error:
+                raised = str(error)
+            stood = [digest(model) == before, residual_sum(engine) == kept]
+            train(engine, model, rank, range(6, 10))
+            engine.finish()
+            outcomes.append([raised, stood, digest(model), engine.counts["gradient_failed_steps"]])
+    return outcomes
+
+
+def story_of_overflow(rank: int, world_size: int) -> list[Any]:
+    """Under a scaler an overflow on rank 0 skips on all: scales, digest, skips, distance from a run without it."""
+    models = []
+    for overflows in (True, False):
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT, scaler=scaler) as engine:
+            scales = []
+            for step in range(10):
+                if step == 5:
+                    if not overflows:
+                        continue
+                    loss = loss_of(model, rank, step) * (float("inf") if rank == 0 else 1.0)
+                else:
+                    loss = loss_of(model, rank, step)
+                scaler.scale(loss).backward()
+                engine.step()
+                scales.append(scaler.get_scale())
+            models.append(model)
+            if overflows:
+                outcome = [scales, digest(model), engine.counts["gradient_skipped_steps"]]
+    return [*outcome, distance(*models)]
+
+
+def story_of_damage(rank: int, world_size: int) -> list[Any]:
+    """A payload arrives damaged on rank 0 only: what each raised, whether weights stood, what is lost, the end."""
+    outcomes = []
+    for staleness in (0, 1):
+        model = network()
+        with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL, staleness=staleness) as engine:
+            train(engine, model, rank, range(3))
+            engine.finish()
+            world, gather = engine._route.world, engine._route.world.gather_bytes
+            hit = []
+
+            def damaged(payload: Any, lengths: Any, gather: Any = gather, hit: Any = hit) -> Any:
+                payloads = gather(payload, lengths)
+                if rank == 0 and not hit:
+                    payloads[1][len(payloads[1]) // 2] ^= 4
+                    hit.append(True)
+                return payloads
+
+            world.gather_bytes = damaged  # type: ignore[method-assign]
+            before, raised = digest(model), ""
+            expected = [kept.copy() for kept in residuals(engine)]
+            loss = loss_of(model, rank, 3)
+            for lane, kept in zip(engine._lanes, expected, strict=True):
+                own = torch.autograd.grad(loss, lane.bucket.parameters, retain_graph=True)
+                for gradient, view in zip(own, lane.bucket.views(torch.from_numpy(kept)), strict=True):
+                    view += gradient
+            loss.backward()
+            try:
+                engine.step()
+                engine.finish()
+            except PayloadError as error:
+                raised = str(error)
+            lost = max(float(np.abs(a - b).max()) for a, b in zip(residuals(engine), expected, strict=True))
+            stood = digest(model) == before
+            train(engine, model, rank, range(4, 8))
+            engine.finish()
+            outcomes.append([raised, stood, lost, digest(model)])
+    return outcomes
+
+
+def story_of_steps_apart(rank: int, world_size: int) -> str:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL) as engine:
+        train(engine, model, rank, range(2))
+        if rank == 1:
+            state = engine.state_dict()
+            engine.load_state_dict({**state, "step": 7})
+        try:
+            train(engine, model, rank, range(2, 3))
+        except PayloadError as error:
+            return str(error)
+    return "nothing raised"
+
+
+def story_of_a_defect(rank: int, world_size: int) -> str:
+    """A stage of rank 1 fails in its own way: the others hear of it at once."""
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL) as engine:
+        if rank == 1:
+            engine._lanes[0].feedback.compress = None  # type: ignore[method-assign, assignment]
+        try:
+            train(engine, model, rank, range(1))
+        except GradientError as error:
+            return f"{type(error.__cause__).__name__}: {error}"
+    return "nothing raised"
+
+
+def story_of_decisions(rank: int, world_size: int) -> list[Any]:
+    """Density by step, and batch size, around a decision of rank 0, per staleness."""
+    outcomes = []
+    for staleness in (0, 1):
+        model, seen = network(), []
+        with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL, staleness=staleness) as engine:
+            for step in range(10):
+                if step == 2 and rank == 0:
+                    engine.propose(Decision(0.5, tuple(range(10, 10 + world_size)), 6, "a test"))
+                if step == 7 and rank == 0:
+                    engine.propose(Decision(0.25, (), 0, "at once"))
+                seen.append([engine.density, engine.batch_size])
+                train(engine, model, rank, range(step, step + 1))
+        outcomes.append(seen)
+    return outcomes
+
+
+def story_of_samples(rank: int, world_size: int) -> float:
+    """Ranks with unequal batches, one with none: distance from one process that has all samples."""
+    model, reference = network(), network()
+    dense = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        for step in range(10):
+            sizes = [
+                4 + 12 * ((each + step) % world_size) if (each, step) != (0, 4) else 0 for each in range(world_size)
+            ]
+            engine.num_samples = sizes[rank]
+            if sizes[rank]:
+                loss_of(model, rank, step, sizes[rank]).backward()
+            engine.step()
+            drawn = [batch(each, step, size) for each, size in enumerate(sizes) if size]
+            inputs, labels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+            nn.functional.cross_entropy(reference(inputs), labels).backward()
+            dense.step()
+            dense.zero_grad()
+    return distance(model, reference)
+
+
+def story_of_buffers(rank: int, world_size: int) -> list[Any]:
+    """BatchNorm: statistics differ until `finish`, and are the ranks' mean then; counts are rank 0's."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(32, 80), nn.BatchNorm1d(80), nn.Linear(80, 5))
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL) as engine:
+        train(engine, model, rank, range(3))
+        own = model[1].running_mean.clone()
+        engine.finish()
+    everyone = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(everyone, own)
+    mean = torch.stack(everyone).double().mean(0).float()
+    return [bool((everyone[0] != everyone[1]).any()), bool(torch.equal(model[1].running_mean, mean)), digest(model)]
+
+
+def story_of_unequal_models(rank: int, world_size: int) -> list[str]:
+    outcomes = []
+    for model, settings in (
+        (nn.Linear(32, 64 + rank), SMALL),
+        (nn.Linear(32, 64), {**SMALL, "density": 0.01 * (1 + rank)}),
+        (nn.Sequential(nn.Linear(32, 64).requires_grad_(rank == 0), nn.Linear(64, 64)), SMALL),
+    ):
+        try:
+            GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **settings)
+        except ConfigError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def story_of_other_worlds(rank: int, world_size: int) -> list[Any]:
+    """Two ranks, then one, then two: what is kept in all, by the one, by it three steps later, and by each of two."""
+    settings = {**SMALL, "staleness": 1}
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **settings) as engine:
+        train(engine, model, rank, range(6))
+        state = engine.state_dict()
+        states: list[Any] = [None] * world_size
+        dist.all_gather_object(states, state)
+    total = sum(float(np.asarray(r["residual"], np.float64).sum()) for each in states for r in each["residuals"])
+    sums = [total]
+    alone = [dist.new_group([each]) for each in range(world_size)]
+    own = network()  # rank 1 trains one of its own meanwhile, which nobody looks at: groups are made by all ranks alike
+    own.load_state_dict(model.state_dict())
+    with GradientEngine(own, SparseSGD(own.parameters(), lr=0.1), **settings, group=alone[rank]) as engine:
+        engine.load_state_dicts(states)
+        sums.append(sum(residual_sum(engine)))
+        train(engine, own, rank, range(6, 9))
+        states = [engine.state_dict()]
+        sums.append(sum(residual_sum(engine)))
+    dist.broadcast_object_list(states, src=0)
+    model.load_state_dict(own.state_dict())
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **settings) as engine:
+        engine.load_state_dicts(states)
+        sums.append(sum(residual_sum(engine)))
+        train(engine, model, rank, range(9, 12))
+        engine.finish()
+        return [sums, digest(model)]
+
+
+def story_of_nodes(rank: int, world_size: int) -> list[Any]:
+    """Two nodes of two: distance from the straight mean when all is sent; digest when little is; elements kept; NaN."""
+    model, reference = network(), network()
+    dense = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT, local_size=2) as engine:
+        for step in range(10):
+            engine.num_samples = 8 * (1 + rank)
+            loss_of(model, rank, step, 8 * (1 + rank)).backward()
+            engine.step()
+            drawn = [batch(each, step, 8 * (1 + each)) for each in range(world_size)]
+            inputs, labels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+            nn.functional.cross_entropy(reference(inputs), labels).backward()
+            dense.step()
+            dense.zero_grad()
+    outcomes: list[Any] = [distance(model, reference)]
+    model = network(seed=rank)
+    settings = {**SMALL, "staleness": 1, "local_size": 2}
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1, momentum=0.9), **settings) as engine:
+        train(engine, model, rank, range(50))
+        engine.finish()
+        outcomes += [digest(model), sum(lane.feedback.size for lane in engine._lanes)]
+        loss = loss_of(model, rank, 50)
+        (loss * float("nan") if rank == 3 else loss).backward()
+        try:
+            engine.step()
+            engine.finish()
+        except NonFiniteGradientError as error:
+            outcomes.append(str(error))
+        train(engine, model, rank, range(51, 55))
+        engine.finish()
+        outcomes.append(digest(model))
+    return outcomes
+
+
+def story_of_a_thousand_steps(rank: int, world_size: int) -> list[str]:
+    outcomes = []
+    for staleness in (0, 1):
+        model = network(seed=rank)
+        optimizer = SparseSGD(model.parameters(), lr=0.05, momentum=0.9)
+        with GradientEngine(model, optimizer, **SMALL, staleness=staleness) as engine:
+            for part in range(10):
+                train(engine, model, rank, range(100 * part, 100 * (part + 1)))
+                outcomes.append(digest(model))
+    return outcomes
+
+
+PAIR = [
+    story_of_replicas,
+    story_of_ddp,
+    story_of_mass,
+    story_of_nan,
+    story_of_overflow,
+    story_of_damage,
+    story_of_steps_apart,
+    story_of_a_defect,
+    story_of_decisions,
+    story_of_samples,
+    story_of_buffers,
+    story_of_unequal_models,
+    story_of_other_worlds,
+]
+FOUR = [story_of_nodes, story_of_samples]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return play(PAIR, 2, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return play(FOUR, 4, tmp_path_factory.mktemp("four"))
+
+
+# ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_replicas_stay_alike_to_the_bit_and_two_runs_are_the_same(pair: Any) -> None:
+    first, second = told(pair, story_of_replicas)
+    assert first == second
+    assert all(once == again for once, again in first)
+    assert len({once for once, _ in first}) == 3
+
+
+def test_all_sent_it_is_ddp_with_a_dense_optimizer_and_late_it_is_a_loop_one_step_behind(pair: Any) -> None:
+    for plain, clipped, late in told(pair, story_of_ddp):
+        assert max(plain, clipped, late) < 1e-5
+
+
+def test_what_was_sent_and_what_is_kept_is_what_the_gradients_were(pair: Any) -> None:
+    assert max(max(each) for each in told(pair, story_of_mass)) < 1e-5
+
+
+def test_nan_on_one_rank_is_raised_on_all_and_the_step_never_was(pair: Any) -> None:
+    first, second = told(pair, story_of_nan)
+    assert first == second
+    for raised, stood, _, failed in first:
+        assert "NaN or infinity on rank 1" in raised
+        assert stood == [True, True]
+        assert failed == 1
+
+
+def test_an_overflow_on_one_rank_skips_on_all_and_halves_the_scale(pair: Any) -> None:
+    first, second = told(pair, story_of_overflow)
+    assert first == second
+    scales, _, skipped, off = first
+    assert scales == [2.0**10] * 3 + [2.0**11] * 2 + [2.0**10] * 4 + [2.0**11]
+    assert skipped == 1
+    assert off < 1e-6
+
+
+def test_a_damaged_payload_on_one_rank_is_raised_on_all_and_nothing_is_lost(pair: Any) -> None:
+    first, second = told(pair, story_of_damage)
+    for mine, theirs in zip(first, second, strict=True):
+        for raised, stood, lost, _ in (mine, theirs):
+            assert "damaged one on rank 0" in raised
+            assert stood
+            assert lost < 1e-6
+        assert mine[3] == theirs[3]
+
+
+def test_ranks_in_different_steps_hear_of_it(pair: Any) -> None:
+    assert all("same step, got [2, 7]" in each for each in told(pair, story_of_steps_apart))
+
+
+def test_a_rank_that_fails_tells_the_others(pair: Any) -> None:
+    first, second = told(pair, story_of_a_defect)
+    assert first == "NoneType: step 0 failed on rank 1 before it was sent; see the log of that rank"
+    assert second == first.replace("NoneType", "TypeError")
+
+
+def test_a_decision_takes_effect_at_one_step_on_all_ranks(pair: Any) -> None:
+    first, second = told(pair, story_of_decisions)
+    for staleness, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        assert [density for density, _ in mine] == [density for density, _ in theirs]
+        assert [density for density, _ in mine][:6] == [0.05] * 6
+        assert [mine[step][0] for step in (6, 7, 8)] == [0.5] * 3
+        assert mine[9][0] == (0.25 if staleness == 0 else 0.5)
+        assert [mine[5][1], mine[6][1], theirs[6][1]] == [None, 10, 11]
+
+
+def test_unequal_batches_weigh_by_their_samples(pair: Any, four: Any) -> None:
+    assert max(told(pair, story_of_samples)) < 1e-5
+    assert max(told(four, story_of_samples)) < 1e-5
+
+
+def test_buffers_are_brought_together_when_the_engine_finishes(pair: Any) -> None:
+    first, second = told(pair, story_of_buffers)
+    assert first == second
+    assert first[:2] == [True, True]
+
+
+def test_unequal_models_and_settings_are_named_on_all_ranks(pair: Any) -> None:
+    first, second = told(pair, story_of_unequal_models)
+    assert first == second
+    shape, setting, frozen = first
+    assert "parameter weight of rank 1" in shape
+    assert "(64, 32)" in shape
+    assert "(65, 32)" in shape
+    assert "setting density of rank 1" in setting
+    assert "frozen" in frozen
+
+
+def test_what_is_kept_survives_a_change_of_the_world(pair: Any) -> None:
+    first, second = told(pair, story_of_other_worlds)
+    two, one, later, again = first[0]
+    assert one == pytest.approx(two, abs=1e-4)
+    assert abs(two) > 1e-3
+    assert again == pytest.approx(later, abs=1e-5)
+    assert second[0][3] == 0.0
+    assert first[1] == second[1]
+
+
+def test_nodes_sum_densely_and_exchange_sparsely(four: Any) -> None:
+    outcomes = told(four, story_of_nodes)
+    for off, before, _, raised, after in outcomes:
+        assert off < 1e-5
+        assert "NaN or infinity" in raised
+        assert (before, after) == (outcomes[0][1], outcomes[0][4])
+    elements = sum(each.numel() for each in network().parameters())
+    assert outcomes[0][2] + outcomes[1][2] == elements  # each rank keeps its part, and no more
+
+
+def test_no_thread_is_left(pair: Any, four: Any) -> None:
+    assert [each["threads"] for each in (*pair, *four)] == [[]] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_replicas_are_alike_to_the_bit_after_a_thousand_steps(world_size: int, tmp_path: Path) -> None:
+    outcomes = told(play([story_of_a_thousand_steps], world_size, tmp_path), story_of_a_thousand_steps)
+    assert all(each == outcomes[0] for each in outcomes)
+    assert len(set(outcomes[0])) == 20

@@ -257,6 +257,12 @@ class ShadeOverlap(Shade):
     strategy = "overlap"
 
 
+class ShadeAsymmetric(Shade):
+    """Ours, the copy spread over forward and backward, layer by layer."""
+
+    strategy = "asymmetric"
+
+
 class ShadeMemory(ShadeOverlap):
     """Ours, through a Redis server's memory; a flusher brings it to storage."""
 
@@ -277,6 +283,7 @@ METHODS: dict[str, type[Method]] = {
     "torchsnapshot async_take": TorchSnapshotAsync,
     "shade, copy": Shade,
     "shade, overlap": ShadeOverlap,
+    "shade, asymmetric": ShadeAsymmetric,
     "shade, overlap, memory": ShadeMemory,
 }
 """By the name in the table."""

@@ -31,9 +31,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from shade.checkpoint.layout import torch_dtype
+from shade.checkpoint.layout import bytes_of, torch_dtype
 from shade.checkpoint.manifest import TensorEntry
-from shade.checkpoint.stillness import Others
+from shade.checkpoint.stillness import LONGEST_SECONDS, Others
 from shade.checkpoint.streaming import copy_bytes
 from shade.errors import ConfigError, TornSnapshotError
 
@@ -44,6 +44,8 @@ _SMALL_BYTES: Final = 2**18
 """Of a tensor below this the two ends are compared."""
 _STRIDE_BYTES: Final = 32 * 2**10
 """Between further places, of 8 bytes, in tensors that are longer."""
+_LINE_BYTES: Final = 64
+"""Pieces of a tensor are whole lines of the cache, and so whole items."""
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -71,6 +73,8 @@ class Copying:
         self._entries, self._buffer = entries, buffer
         self._noted = {name: _note(name, tensor) for name, tensor in self._live.items()}
         self._left = dict.fromkeys(entries)
+        self._begun: dict[str, int] = {}
+        """Bytes copied of tensors that are copied in part."""
         self._unchecked = dict.fromkeys(entries)
         devices = {tensor.device for tensor in self._source.values() if tensor.is_cuda}
         self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
@@ -82,22 +86,61 @@ class Copying:
         """Tensors not copied yet, in the order of the buffer."""
         return list(self._left)
 
+    @property
+    def num_bytes_left(self) -> int:
+        """Of tensors not copied yet; those copied in part count in full."""
+        return sum(map(self._num_bytes, self._left))
+
     def copy(self, name: str) -> None:
-        """Copies one tensor; on a device, begins to."""
-        entry, tensor = self._entries[name], self._source[name]
+        """Copies one tensor, or what `advance` has left of it; on a device, begins to."""
+        begun = self._begun.pop(name, 0)
         del self._left[name]
-        if entry.start == entry.stop:
+        self._copy(name, begun, self._num_bytes(name))
+
+    def advance(self, num_bytes: int) -> int:
+        """Copies the next bytes in the order of the buffer, to the middle of a tensor if need be.
+
+        Args:
+            num_bytes: How many; a tensor that is not contiguous is not divided.
+
+        Returns:
+            How many it were; 0 when nothing is left, or less than a line of the cache was asked for.
+        """
+        copied = 0
+        while copied < num_bytes and self._left:
+            name = next(iter(self._left))
+            begun, length = self._begun.get(name, 0), self._num_bytes(name)
+            stop = begun + (num_bytes - copied) // _LINE_BYTES * _LINE_BYTES
+            if stop < length and self._source[name].is_contiguous():
+                if stop == begun:
+                    return copied
+                self._copy(name, begun, stop)
+                self._begun[name] = stop
+                return copied + stop - begun
+            self.copy(name)
+            copied += length - begun
+        return copied
+
+    def _num_bytes(self, name: str) -> int:
+        return self._entries[name].stop - self._entries[name].start
+
+    def _copy(self, name: str, start: int, stop: int) -> None:
+        """Copies bytes of one tensor; of one that is not contiguous, all of them."""
+        entry, tensor = self._entries[name], self._source[name]
+        if start == stop:
             return
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            copy_bytes(self._buffer.data_ptr() + entry.start, tensor.data_ptr(), entry.stop - entry.start)
-            return
-        target = self._view(name)
-        if tensor.is_cuda:
+            copy_bytes(self._buffer.data_ptr() + entry.start + start, tensor.data_ptr() + start, stop - start)
+        elif tensor.is_cuda:
             with torch.cuda.stream(self._streams[tensor.device]):
-                target.copy_(tensor, non_blocking=True)
+                if tensor.is_contiguous():
+                    here = self._buffer[entry.start + start : entry.start + stop]
+                    here.copy_(bytes_of(tensor)[start:stop], non_blocking=True)
+                else:
+                    self._view(name).copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._streams[tensor.device])
         else:
-            target.copy_(tensor)
+            self._view(name).copy_(tensor)
 
     def _copy_all(self, names: Iterable[str]) -> None:
         for name in names:
@@ -141,8 +184,11 @@ class Copying:
             helped.result()
         for stream in self._streams.values():
             stream.synchronize()
-        if left:
-            Others().wait()
+        if left and not Others().wait():
+            raise TornSnapshotError(
+                "expected to see every other thread rest or run while a copy was checked, got one without a processor "
+                f"for {LONGEST_SECONDS:g} s; nothing was saved: give the training fewer threads, or more cores"
+            )
         for name in names:
             tensor = self._live[name]
             if _note(name, tensor) != self._noted[name]:

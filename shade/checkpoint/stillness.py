@@ -21,8 +21,9 @@ from typing import Final
 
 REST_SECONDS: Final = 0.0005
 """Enough processor time to write 32 KiB at the pace of the slowest of operations."""
-_LONGEST_SECONDS: Final = 0.25
-"""A thread that gets no processor for so long is given up: training shall not wait for a machine that overloaded."""
+LONGEST_SECONDS: Final = 5.0
+"""A thread that gets no processor for so long is given up. A quarter of a second was seen once in a thousand saves, with
+four threads to a core."""
 _THREADS: Final = Path("/proc/self/task")
 
 
@@ -38,15 +39,20 @@ class Others:
                     if int(name) != me:
                         self._begun_ns[int(name)] = _processor_ns(int(name))
 
-    def wait(self) -> None:
-        """Returns when each has slept, ended, or run for `REST_SECONDS`."""
-        deadline = time.monotonic() + _LONGEST_SECONDS
+    def wait(self) -> bool:
+        """Returns when each has slept, ended, or run for `REST_SECONDS`.
+
+        Returns:
+            Whether it is so; false: after `LONGEST_SECONDS` one still has not, and may be in the middle of anything.
+        """
+        deadline = time.monotonic() + LONGEST_SECONDS
         time.sleep(REST_SECONDS)
         left = list(self._begun_ns)
         while left := [thread for thread in left if self._may_be_stuck(thread)]:
             if time.monotonic() > deadline:
-                return
+                return False
             time.sleep(REST_SECONDS)
+        return True
 
     def _may_be_stuck(self, thread: int) -> bool:
         try:

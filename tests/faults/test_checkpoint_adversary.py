@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from shade.checkpoint import stillness
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.group import Alone
 from shade.checkpoint.layout import TensorSpec, plan
 from shade.checkpoint.manager import Checkpointer
 from shade.checkpoint.recover import recover
+from shade.checkpoint.strategies import STRATEGIES
 from shade.errors import CheckpointError, TornSnapshotError
 
 SIZES = (2_000_000, 500, 300_000, 7)
@@ -114,6 +116,21 @@ def test_where_nothing_changes_nothing_is_raised() -> None:
         copying_of(live).finish()
 
 
+def test_a_thread_that_may_be_in_the_middle_of_writing_costs_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying = copying_of(tensors())
+    monkeypatch.setattr(stillness, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(stillness.Others, "_may_be_stuck", lambda self, thread: True)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with pytest.raises(TornSnapshotError, match="without a processor"):
+            copying.finish()
+    finally:
+        ended.set()
+        thread.join()
+
+
 # ── one that never rests ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -158,7 +175,7 @@ def resting() -> Iterator[Callable[[Adversary], Adversary]]:
 
 
 @pytest.mark.parametrize("num_saves", [25, pytest.param(700, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-@pytest.mark.parametrize("strategy", ["copy", "overlap"])
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_torn_snapshot_is_ever_committed(
     kind: str, strategy: str, num_saves: int, resting: Callable[[Adversary], Adversary]

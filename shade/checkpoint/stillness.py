@@ -22,8 +22,8 @@ from typing import Final
 REST_SECONDS: Final = 0.0005
 """Enough processor time to write 32 KiB at the pace of the slowest of operations."""
 LONGEST_SECONDS: Final = 5.0
-"""A thread that gets no processor for so long is given up. A quarter of a second was seen once in a thousand saves, with
-four threads to a core."""
+"""A thread that gets no processor for so long is given up. A quarter of a second was seen once in a thousand saves,
+with four threads to a core."""
 _THREADS: Final = Path("/proc/self/task")
 
 

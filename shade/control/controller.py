@@ -90,6 +90,9 @@ class Controller:
         self._staleness = staleness
         self._curve = curve or power()
         self._floor, self._ceiling = floor, max(CEILING, floor)
+        ratio = self._ceiling / floor
+        densities = [floor * ratio ** (place / _CANDIDATES) for place in range(_CANDIDATES)] + [self._ceiling]
+        self._candidates = [(each, self._curve.at(each)) for each in densities]
         self._limits = tuple(batch_limits) or ((1, max(sum(batch_sizes), 1)),) * world_size
         if self.batch_sizes:
             split(sum(self.batch_sizes), [1.0] * world_size, self._limits)
@@ -206,17 +209,13 @@ class Controller:
 
     def _best(self, compute_seconds: float, exchange_seconds: float) -> float:
         """The density with most progress per second, of equals the greatest, if density 1 takes so long to exchange."""
-        ratio = self._ceiling / self._floor
-        candidates = [self._floor * ratio ** (place / _CANDIDATES) for place in range(_CANDIDATES)] + [self._ceiling]
-        hidden = HIDDEN_FRACTION * compute_seconds / exchange_seconds
-        if self._floor < hidden < self._ceiling:
-            candidates = sorted([*candidates, hidden])
+        hidden = min(max(HIDDEN_FRACTION * compute_seconds / exchange_seconds, self._floor), self._ceiling)
         best, best_rate = self._floor, 0.0
-        for density in candidates:
+        for density, worth in (*self._candidates, (hidden, self._curve.at(hidden))):
             exchange = density * exchange_seconds
             beside = max(compute_seconds, exchange / HIDDEN_FRACTION)
-            rate = self._curve.at(density) / (beside if self._staleness else compute_seconds + exchange)
-            if rate >= best_rate:
+            rate = worth / (beside if self._staleness else compute_seconds + exchange)
+            if rate > best_rate or (rate == best_rate and density > best):
                 best, best_rate = density, rate
         return best
 

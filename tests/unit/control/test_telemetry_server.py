@@ -220,7 +220,7 @@ class TestServer:
         monkeypatch.setattr(server._Handler, "timeout", 600)
         made = TelemetryServer()
         host, port = made.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as silent:
+        with socket.create_connection((host, int(port))):
             wait_for(lambda: bool(made._http._connected))
             closing = threading.Thread(target=made.close)
             closing.start()

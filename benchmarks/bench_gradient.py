@@ -1,0 +1,275 @@
+"""What a slow link costs a training step, and how soon the training is done: ours against what else is in use.
+
+Question
+    Two hosts, 100 or 500 Mbit/s between them. How long is a step with plain DDP, with its bf16 hook, with PowerSGD,
+    with DiLoCo, and with `GradientEngine`? When is the held-out loss where DDP's ends, and is the accuracy the same?
+
+Method
+    `scripts/testbed` makes two hosts (network namespaces) with a token bucket on either end of each cable; a rank runs
+    on each, with one thread. `train_gradient` trains ResNet-18, a small GPT and a ViT (11 M parameters each) on data
+    that they learn, with the same samples, optimizer and schedule for every method (`gradient_methods`,
+    `gradient_tasks`).
+
+    step        Interleaved: every round runs all methods at each rate, in a new random order, so that what else the
+                machine does hits all alike. A run's figure is the mean of all steps but the first four, DiLoCo's over
+                whole cycles; the table has the median of the rounds. `none` is the floor: the same step without any
+                exchange.
+    bytes       What rank 0's virtual cable has counted, sent and received, per step; not what a method believes.
+    loss        The course of the held-out loss is measured once per method over the whole schedule, with no limit on
+                the link: the methods do not look at the clock, so a link changes when a step ends and not what it
+                computes. That is checked: the losses of the slow runs' steps must be those of the first steps of the
+                long run, and the largest difference is printed. Loss against wall time is this course at the measured
+                step times.
+    to loss     Seconds until the held-out loss is, for good, below where DDP stood after three quarters of its steps;
+                that is where the schedule's last descent begins, and every method that works gets there.
+    accuracy    After the whole schedule, in points above DDP's, on 4,096 samples that nobody trains on.
+
+Bars
+    A step at least 20 times shorter than DDP's at 100 Mbit/s and 8 times at 500, or within 10 % of the floor; accuracy
+    not more than 0.5 points below DDP's at equal steps.
+
+--varying
+    The link follows a trace. One run for each density of a grid, and one whose density the controller sets,
+    interleaved, the trace beginning with the training. Figure: seconds until DDP's loss after three quarters of its
+    steps, as above. Bar: within 10 % of the best density, chosen in hindsight, and ahead of every other.
+
+Command
+    python benchmarks/bench_gradient.py --out benchmarks/results                 (an hour and a half; needs root)
+    python benchmarks/bench_gradient.py --varying --out benchmarks/results       (an hour)
+    python benchmarks/bench_gradient.py --quick                                  (a minute: does it all work?)
+
+Figures: benchmarks/results/gradient.md and gradient.png, gradient_varying.md and gradient_varying.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gradient_report import METHODS, Rows, plot, plot_varying, table, table_varying, target_of
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTBED, PROGRAM = ROOT / "scripts" / "testbed", ROOT / "benchmarks" / "train_gradient.py"
+TASKS = ("resnet18", "gpt", "vit")
+DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
+TRACE = "20 300mbit\n20 40mbit\n20 100mbit\n20 15mbit\n"
+PATIENCE_SECONDS = 3600
+
+
+# ── one run on the testbed ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Testbed:
+    """Two hosts of their own name."""
+
+    def __init__(self) -> None:
+        self.name = f"bench{os.getpid()}"
+
+    def __call__(self, verb: str, *words: str) -> None:
+        """A verb of scripts/testbed; its complaint ends this program."""
+        command = [sys.executable, str(TESTBED), verb, "--name", self.name, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"bench_gradient: {done.stderr.strip()}")
+
+    def run(self, *flags: str, trace: Path | None = None) -> Rows:
+        """What rank 0 of one training printed; a trace begins when the training is about to."""
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500",
+            "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+        }  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            complaints = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+            ranks: list[subprocess.Popen[str]] = []
+            for host, complaint in enumerate(complaints):
+                command = [sys.executable, str(TESTBED), "exec", "--name", self.name, str(host), "--"]
+                rank = subprocess.Popen(
+                    [*command, sys.executable, str(PROGRAM), *flags],
+                    env=environment | {"RANK": str(host)}, stdout=subprocess.PIPE, stderr=complaint, text=True,
+                )  # fmt: skip
+                ranks.append(rank)
+                stack.callback(rank.communicate)
+                stack.callback(rank.kill)
+            guard = threading.Timer(PATIENCE_SECONDS, ranks[0].kill)
+            guard.start()
+            stack.callback(guard.cancel)
+            rows: Rows = []
+            assert ranks[0].stdout is not None
+            for line in ranks[0].stdout:
+                rows.append(json.loads(line))
+                if rows[-1]["kind"] == "setup" and trace is not None:
+                    self("rate", "--trace", str(trace))
+            if any(rank.wait() for rank in ranks) or rows[-1]["kind"] != "end":
+                told = [complaint.seek(0) or complaint.read()[-1500:] for complaint in complaints]
+                raise RuntimeError(f"{' '.join(flags)}: " + "\n".join(told))
+        return rows
+
+
+@contextlib.contextmanager
+def testbed() -> Iterator[Testbed]:
+    """Two hosts that go away."""
+    bed = Testbed()
+    bed("up", "--hosts", "2", "--rate", "unlimited")
+    try:
+        yield bed
+    finally:
+        bed("down")
+
+
+def pick(rows: Rows, kind: str) -> Rows:
+    """The rows of one kind."""
+    return [row for row in rows if row["kind"] == kind]
+
+
+# ── fixed links ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def course(bed: Testbed, given: argparse.Namespace, task: str, *flags: str) -> dict[str, Any]:
+    """The whole schedule, with no limit on the link."""
+    look = ["--eval-every", str(max(1, given.steps // 20)), "--eval-samples", str(given.eval_samples)]
+    bed("rate", "unlimited")
+    rows = bed.run("--task", task, "--steps", str(given.steps), *look, *flags)
+    return {
+        "setup": rows[0],
+        "steps": [row["loss"] for row in pick(rows, "step")],
+        "evals": [{name: row[name] for name in ("step", "loss", "accuracy")} for row in pick(rows, "eval")],
+    }
+
+
+def rounds_of(bed: Testbed, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """All methods at all rates, round by round, each time in another order."""
+    found = []
+    places = [(task, rate, method) for task in given.tasks for rate in given.rates for method in given.methods]
+    for number in range(given.rounds):
+        for task, rate, method in random.Random(number).sample(places, len(places)):
+            bed("rate", rate)
+            length = ["--steps", str(given.steps), "--stop-after", str(given.time_steps), "--eval-samples", "0"]
+            rows = bed.run("--task", task, "--method", method, *length, *given.flags)
+            losses = [row["loss"] for row in pick(rows, "step")]
+            found.append({"task": task, "rate": rate, "method": method, "losses": losses} | rows[-1])
+            tell(f"round {number}: {task}, {rate}, {method}: {rows[-1]['step_seconds']:.3f} s a step")
+    return found
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Courses and rounds."""
+    courses: dict[str, dict[str, Any]] = {}
+    with testbed() as bed:
+        for task in given.tasks:
+            for method in given.methods:
+                courses.setdefault(task, {})[method] = course(bed, given, task, "--method", method, *given.flags)
+                tell(f"course: {task}, {method}: {courses[task][method]['evals'][-1]}")
+        runs = rounds_of(bed, given)
+    return {"about": about(given), "courses": courses, "runs": runs}
+
+
+# ── a varying link ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_varying(given: argparse.Namespace) -> dict[str, Any]:
+    """The controller and each fixed density, round by round, over the same trace; DDP's course gives the target."""
+    runs = []
+    with testbed() as bed, tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace"
+        trace.write_text(given.trace.read_text() if given.trace else TRACE)
+        targets = {}
+        for task in given.tasks:
+            targets[task] = target_of(course(bed, given, task, "--method", "ddp")["evals"])
+            tell(f"target: {task}: {targets[task]:.4f}")
+        ways = {f"density {density:g}": ["--density", f"{density:g}"] for density in given.densities}
+        ways["controller"] = ["--controller"]
+        places = [(task, way) for task in given.tasks for way in ways]
+        look = ["--eval-every", str(max(1, given.steps // 40)), "--eval-samples", str(min(512, given.eval_samples))]
+        for number in range(given.rounds):
+            for task, way in random.Random(number).sample(places, len(places)):
+                flags = ["--task", task, "--method", "engine", "--steps", str(given.steps), *look, *given.flags]
+                rows = bed.run(*flags, *ways[way], trace=trace)
+                evals = [{name: row[name] for name in ("step", "loss", "seconds")} for row in pick(rows, "eval")]
+                steps = [{name: row[name] for name in ("seconds", "density")} for row in pick(rows, "step")]
+                runs.append({"task": task, "way": way, "evals": evals, "steps": steps})
+                tell(f"round {number}: {task}, {way}: {rows[-1]['seconds']:.1f} s")
+        return {"about": about(given), "trace": trace.read_text(), "targets": targets, "runs": runs}
+
+
+# ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tell(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def about(given: argparse.Namespace) -> str:
+    """Commit, machine and versions."""
+    import torch
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":?")
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return (
+        f"commit {commit.stdout.strip()}, {given.rounds} rounds, schedules of {given.steps} steps, torch "
+        f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores of "
+        f"{model.partition(':')[2].strip()}, TCP with {control}, ours with {' '.join(given.flags)}"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all")
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400, help="of a whole schedule; 20 times DiLoCo's H, or more")
+    parser.add_argument(
+        "--time-steps", type=int, default=24, help="of a run that is timed; 4 + a multiple of DiLoCo's H"
+    )
+    parser.add_argument("--eval-samples", type=int, default=4096)
+    parser.add_argument("--density", type=float, default=0.03, help="of the hook and the engine")
+    parser.add_argument("--compressor", default="threshold-v16", help="of the hook and the engine")
+    parser.add_argument("--quick", action="store_true", help="one network, few steps: shows that it works, no figures")
+    parser.add_argument("--varying", action="store_true", help="the controller against fixed densities, on a trace")
+    parser.add_argument("--densities", nargs="+", type=float, default=DENSITIES, help="the grid of --varying")
+    parser.add_argument("--trace", type=Path, help="of --varying: lines `seconds rate`; default: one of four rates")
+    parser.add_argument("--out", type=Path, help="folder for the .json, .md and .png")
+    return parser
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    given = build_parser().parse_args()
+    others = given.methods or (["engine"] if given.quick else METHODS)
+    given.methods = list(dict.fromkeys(["none", "ddp", *others]))
+    given.flags = ["--compressor", given.compressor, "--density", f"{given.density:g}", "--momentum-correction"]
+    if given.quick:
+        given.tasks, given.rates, given.rounds, given.densities = ["resnet18"], ["100mbit"], 1, [0.01]
+        given.steps, given.time_steps, given.eval_samples = 8, 6, 128
+    result = measure_varying(given) if given.varying else measure(given)
+    name = "gradient_varying" if given.varying else "gradient"
+    text = f"# {'A varying link' if given.varying else 'A slow link'}\n\n{result['about']}\n"
+    text += (table_varying(result) if given.varying else table(result)) + "\n"
+    print(text)
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (given.out / f"{name}.md").write_text(text)
+        (plot_varying if given.varying else plot)(result, given.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

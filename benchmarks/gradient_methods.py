@@ -1,0 +1,276 @@
+"""The ways to train on several machines that `bench_gradient` compares: the same network, data, optimizer and schedule.
+
+A method has one verb, `step`: it takes a loss whose backward has not run, and returns when the weights may be used for
+the next forward. `settle` brings the weights to where everything that was sent is in them; it comes before the weights
+are looked at from outside, on all ranks.
+
+============  =============================================================================================
+none          no exchange: each rank trains alone. The floor: what a step costs without a network
+ddp           DistributedDataParallel as it comes: float32, all-reduced while backward runs
+ddp-bf16      the same with `bf16_compress_hook`
+powersgd4     the same with `powerSGD_hook`, rank 4, error feedback and warm start, from the third step on
+diloco        `DiLoCo`: each rank trains alone for H steps, then the ranks agree
+hook          `sparse_hook` on DistributedDataParallel: sparse on the wire, dense in the optimizer
+engine        `GradientEngine` with `SparseSGD` or `SparseAdamW`, a step's exchange beside the next one's compute
+============  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+MOMENTUM, WEIGHT_DECAY = 0.9, 0.01
+POWERSGD_RANK, POWERSGD_FROM_STEP = 4, 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the flags of `train_gradient` say."""
+
+    optimizer: str
+    lr: float
+    steps: int
+    batch_size: int
+    compressor: str = "threshold-v16"
+    density: float = 0.01
+    quantiser: str = "bf16"
+    staleness: int = 1
+    controller: bool = False
+    momentum_correction: bool = False
+    """Momentum before the choice, in error feedback, and not after it, in the optimizer; for ``sgd``."""
+    density_warm_up: int = 0
+    """Steps over which the density falls to where it shall be."""
+    inner_steps: int = 20
+    """DiLoCo's H."""
+
+    def of_sparse(self) -> dict[str, Any]:
+        """What hook and engine are told alike."""
+        from shade.gradient.density import WarmUp
+
+        return {
+            "compressor": self.compressor,
+            "density": WarmUp(self.density, self.density_warm_up),
+            "quantiser": self.quantiser,
+            "momentum_correction": MOMENTUM if self.optimizer_momentum == 0 else 0.0,
+        }
+
+    @property
+    def optimizer_momentum(self) -> float:
+        """Of SGD: 0 where error feedback has it."""
+        return 0.0 if self.momentum_correction and self.optimizer == "sgd" else MOMENTUM
+
+    def lr_factor(self, step: int) -> float:
+        """Warm-up over the first tenth, then a cosine to zero."""
+        warm_up = max(1, self.steps // 10)
+        return min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps)))
+
+
+class Method:
+    """One way; the base exchanges nothing."""
+
+    density: float = 1.0
+    """Kept fraction of the gradient in the last step."""
+    momentum: float = MOMENTUM
+    """Of SGD in the optimizer."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.raw, self.settings = model, settings
+        self.model = self.wrap(model)
+        self.optimizer = self.build_optimizer()
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, settings.lr_factor)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What forward is called on."""
+        return model
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, fused: the fastest there is."""
+        parameters, lr = self.raw.parameters(), self.settings.lr
+        if self.settings.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=lr, momentum=self.momentum, fused=True)
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step(self, loss: Tensor) -> None:
+        """Backward, exchange, update."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def settle(self) -> None:
+        """Brings the weights up to date with what was sent."""
+
+    def close(self) -> None:
+        """Ends threads and groups of its own."""
+
+
+class DDP(Method):
+    """As it comes."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+
+class DDPBF16(Method):
+    """Half the bytes."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        return wrapped
+
+
+class PowerSGD(Method):
+    """Low rank. In one bucket, as its authors advise; compressed as early as torch allows with error feedback."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
+
+
+class Hook(DDP):
+    """Our first door: any optimizer, and DDP's loop."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from shade import SparseState, sparse_hook
+
+        self.momentum = self.settings.optimizer_momentum
+        wrapped = DistributedDataParallel(model)
+        self.state = SparseState(wrapped, **self.settings.of_sparse())
+        self.density = self.settings.density
+        wrapped.register_comm_hook(self.state, sparse_hook)
+        return wrapped
+
+    def close(self) -> None:
+        self.state.close()
+
+
+class Engine(Method):
+    """Our second door: the exchange runs beside the next step's compute, and the optimizer steps where it must."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        from shade import GradientEngine
+
+        self.momentum = settings.optimizer_momentum
+        super().__init__(model, settings)
+        self.engine = GradientEngine(model, self.optimizer, staleness=settings.staleness, **settings.of_sparse())
+        self.engine.num_samples = settings.batch_size
+        self.steering = Steering(self.engine, settings) if settings.controller else None
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        from shade import SparseAdamW, SparseSGD
+
+        parameters, lr = self.raw.parameters(), self.settings.lr
+        if self.settings.optimizer == "sgd":
+            return SparseSGD(parameters, lr=lr, momentum=self.momentum)
+        return SparseAdamW(parameters, lr=lr, weight_decay=WEIGHT_DECAY)
+
+    def step(self, loss: Tensor) -> None:
+        self.density = self.engine.density
+        loss.backward()
+        self.engine.step()
+        self.scheduler.step()
+        if self.steering is not None:
+            self.steering.steer()
+
+    def settle(self) -> None:
+        self.engine.finish()
+
+    def close(self) -> None:
+        if self.steering is not None:
+            self.steering.close()
+        self.engine.close()
+
+
+class DiLoCo(Method):
+    """Each rank its own way for H steps, then a step of an outer optimizer along what they have in common."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        from shade import DiLoCo as Outer
+
+        super().__init__(model, settings)
+        self.outer = Outer(model, every=settings.inner_steps)
+        self.outer.num_samples = settings.batch_size * settings.inner_steps
+        self.is_common = True
+
+    def step(self, loss: Tensor) -> None:
+        super().step(loss)
+        self.is_common = self.outer.step()
+
+    def settle(self) -> None:
+        if not self.is_common:
+            self.outer.synchronise()
+            self.is_common = True
+
+    def close(self) -> None:
+        self.outer.close()
+
+
+class Steering:
+    """The controller on rank 0 hears what every rank's steps cost, and the engine carries out what it decides.
+
+    Rank 0 listens at its own address on the link, with a token, and tells both to the others.
+    """
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        from shade.control.client import TelemetryClient
+        from shade.control.controller import Controller
+        from shade.control.server import TelemetryServer
+
+        self.engine = engine
+        self.server = self.controller = None
+        told = torch.zeros(256, dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            token = secrets.token_hex(16)
+            self.server = TelemetryServer(os.environ["MASTER_ADDR"], token=token)
+            self.controller = Controller(dist.get_world_size(), density=settings.density, staleness=settings.staleness)
+            words = f"{self.server.url} {token}".encode()
+            told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+        dist.broadcast(told, 0)
+        url, token = bytes(told.tolist()).rstrip(b"\0").decode().split()
+        self.client = TelemetryClient(url, token=token)
+
+    def steer(self) -> None:
+        """Reports the last step; on rank 0, takes in what came and decides."""
+        report = self.engine.report()
+        if report is not None:
+            self.client.report(report)
+        if self.server is None or self.controller is None:
+            return
+        for each in self.server.drain():
+            self.controller.observe(each)
+        decision = self.controller.decide(self.engine.step_count)
+        if decision is not None:
+            self.engine.propose(decision)
+
+    def close(self) -> None:
+        self.client.close()
+        if self.server is not None:
+            self.server.close()
+
+
+METHODS: dict[str, Callable[[nn.Module, Settings], Method]] = {
+    "none": Method,
+    "ddp": DDP,
+    "ddp-bf16": DDPBF16,
+    "powersgd4": PowerSGD,
+    "diloco": DiLoCo,
+    "hook": Hook,
+    "engine": Engine,
+}
+"""All of them."""

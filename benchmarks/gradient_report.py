@@ -1,0 +1,199 @@
+"""The tables and plots of `bench_gradient`, from what it measured: ratios, bars, courses against wall time.
+
+Invariant: everything here can be made again from the .json alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+METHODS = {
+    "none": "no exchange (floor)",
+    "ddp": "DDP, float32",
+    "ddp-bf16": "DDP, bf16 hook",
+    "powersgd4": "DDP, PowerSGD rank 4",
+    "diloco": "shade, DiLoCo, H = 20",
+    "hook": "shade, sparse hook",
+    "engine": "shade, engine",
+}
+"""Name for `train_gradient` → name in the tables."""
+SPEED_UP_BARS = {"100mbit": 20.0, "500mbit": 8.0}
+FLOOR_BAR, ACCURACY_BAR, VARYING_BAR = 1.1, 0.5, 1.1
+Rows = list[dict[str, Any]]
+
+
+def seconds_to(evals: Rows, target: float, step_seconds: float) -> float | None:
+    """When the held-out loss has fallen to the target and stays there; None: never."""
+    reached = None
+    for row in evals:
+        if row["loss"] > target:
+            reached = None
+        elif reached is None:
+            reached = row["step"] * step_seconds
+    return reached
+
+
+def target_of(evals: Rows) -> float:
+    """The held-out loss after three quarters of the steps."""
+    return float(next(row["loss"] for row in evals if row["step"] >= 0.75 * evals[-1]["step"]))
+
+
+def rows_of(result: dict[str, Any]) -> Rows:
+    """A row for each rate, task and method: medians of the rounds, and ratios to DDP."""
+    found = []
+    for rate in dict.fromkeys(run["rate"] for run in result["runs"]):
+        for task, courses in result["courses"].items():
+            here = [run for run in result["runs"] if (run["task"], run["rate"]) == (task, rate)]
+
+            def median(method: str, name: str, here: Rows = here) -> float:
+                return statistics.median(run[name] for run in here if run["method"] == method)
+
+            ddp, floor = median("ddp", "step_seconds"), median("none", "step_seconds")
+            target, end = target_of(courses["ddp"]["evals"]), courses["ddp"]["evals"][-1]["accuracy"]
+            base = seconds_to(courses["ddp"]["evals"], target, ddp)
+            for method, told in courses.items():
+                seconds = median(method, "step_seconds")
+                spread = [run["step_seconds"] for run in here if run["method"] == method]
+                to_loss = seconds_to(told["evals"], target, seconds) if method != "none" else None
+                points = 100 * (told["evals"][-1]["accuracy"] - end) if method != "none" else None
+                same = [
+                    abs(one - other)
+                    for run in here
+                    if run["method"] == method
+                    for one, other in zip(run["losses"], told["steps"], strict=False)
+                ]
+                row = {
+                    "rate": rate, "task": task, "method": method, "step_seconds": seconds, "spread": spread,
+                    "speed_up": ddp / seconds, "over_floor": seconds / floor, "to_loss": to_loss,
+                    "to_loss_speed_up": base / to_loss if base and to_loss else None, "points": points,
+                    "accuracy": told["evals"][-1]["accuracy"], "loss_difference": max(same),
+                    "bytes": median(method, "step_bytes_sent") + median(method, "step_bytes_received"),
+                }  # fmt: skip
+                row["meets"] = verdict(row) if method == "engine" else None
+                found.append(row)
+    return found
+
+
+def verdict(row: dict[str, Any]) -> bool:
+    """Whether the bars are met."""
+    is_fast = row["speed_up"] >= SPEED_UP_BARS.get(row["rate"], 0.0) or row["over_floor"] <= FLOOR_BAR
+    return bool(is_fast and row["points"] >= -ACCURACY_BAR)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: a part for each rate and task."""
+    lines = []
+    previous = None
+    for row in rows_of(result):
+        place = (row["rate"], row["task"])
+        if place != previous:
+            setup = result["courses"][row["task"]]["ddp"]["setup"]
+            size = f"{setup['parameters'] / 1e6:.1f} M parameters, {setup['flops_per_step'] / 1e9:.1f} GFLOP a step"
+            lines += [
+                "", f"## {row['task']}, {row['rate']}", "", f"{size} and rank.", "",
+                "| method | step | spread | DDP / it | it / floor | MB a step | to loss | DDP / it | right | points |",
+                "|---|---|---|---|---|---|---|---|---|---|",
+            ]  # fmt: skip
+        previous = place
+        spread = f"{min(row['spread']):.3f}–{max(row['spread']):.3f}"
+        to_loss = f"{row['to_loss']:.0f} s" if row["to_loss"] else ""
+        sooner = f"{row['to_loss_speed_up']:.1f}" if row["to_loss_speed_up"] else ""
+        points = f"{row['points']:+.2f}" if row["points"] is not None else ""
+        met = {None: "", True: " (bars met)", False: " (**bars missed**)"}[row["meets"]]
+        lines.append(
+            f"| {METHODS[row['method']]}{met} | {row['step_seconds']:.3f} s | {spread} | {row['speed_up']:.1f} | "
+            f"{row['over_floor']:.2f} | {row['bytes'] / 1e6:.2f} | {to_loss} | {sooner} | "
+            f"{100 * row['accuracy']:.2f} % | {points} |"
+        )
+    worst = max(row["loss_difference"] for row in rows_of(result))
+    lines += ["", f"Largest difference between a slow run's losses and the same steps of the long run: {worst:.2g}."]
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Held-out loss against wall time, a panel for each task and rate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = rows_of(result)
+    tasks, rates = list(result["courses"]), list(dict.fromkeys(row["rate"] for row in rows))
+    figure, axes = pyplot.subplots(
+        len(tasks), len(rates), figsize=(6 * len(rates), 4 * len(tasks)), squeeze=False, layout="constrained"
+    )
+    for row in rows:
+        axis = axes[tasks.index(row["task"])][rates.index(row["rate"])]
+        evals = result["courses"][row["task"]][row["method"]]["evals"]
+        if row["method"] != "none":
+            seconds = [each["step"] * row["step_seconds"] for each in evals]
+            axis.plot(seconds, [each["loss"] for each in evals], label=METHODS[row["method"]])
+            axis.set(title=f"{row['task']}, {row['rate']}", xlabel="seconds", ylabel="held-out loss")
+            axis.set(xscale="log", yscale="log")
+    axes[0][0].legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def reached_after(evals: Rows, target: float) -> float:
+    """Seconds until the held-out loss is at the target for good; infinite if never."""
+    reached = float("inf")
+    for row in evals:
+        if row["loss"] > target:
+            reached = float("inf")
+        elif reached == float("inf"):
+            reached = row["seconds"]
+    return reached
+
+
+def table_varying(result: dict[str, Any]) -> str:
+    """Markdown: a row for each way, the fastest first."""
+    lines = []
+    for task, target in result["targets"].items():
+        seconds: dict[str, list[float]] = {}
+        for run in result["runs"]:
+            if run["task"] == task:
+                seconds.setdefault(run["way"], []).append(reached_after(run["evals"], target))
+        medians = {way: statistics.median(each) for way, each in seconds.items()}
+        fixed = sorted(each for way, each in medians.items() if way != "controller")
+        controller = medians["controller"]
+        is_met = controller <= VARYING_BAR * fixed[0] and all(controller < each for each in fixed[1:])
+        lines += [
+            "",
+            f"## {task}: held-out loss {target:.4f}",
+            "",
+            "| way | seconds | best fixed / it |",
+            "|---|---|---|",
+        ]
+        for way, each in sorted(medians.items(), key=lambda item: item[1]):
+            met = {True: " (bar met)", False: " (**bar missed**)"}[is_met] if way == "controller" else ""
+            lines.append(f"| {way}{met} | {each:.1f} | {fixed[0] / each:.2f} |")
+    return "\n".join(lines)
+
+
+def plot_varying(result: dict[str, Any], path: Path) -> None:
+    """Held-out loss and density against wall time, a row for each task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = list(result["targets"])
+    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(12, 4 * len(tasks)), squeeze=False, layout="constrained")
+    for row, task in zip(axes, tasks, strict=True):
+        drawn = set()
+        for run in result["runs"]:
+            if run["task"] != task or run["way"] in drawn:
+                continue
+            drawn.add(run["way"])
+            style = {"linewidth": 2.5, "color": "black"} if run["way"] == "controller" else {"linewidth": 1}
+            evals, steps = run["evals"], run["steps"]
+            row[0].plot([e["seconds"] for e in evals], [e["loss"] for e in evals], label=run["way"], **style)
+            row[1].plot([s["seconds"] for s in steps], [s["density"] for s in steps], **style)
+        row[0].set(title=task, xlabel="seconds", ylabel="held-out loss", yscale="log")
+        row[1].set(title=task, xlabel="seconds", ylabel="density", yscale="log")
+    axes[0][0].legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

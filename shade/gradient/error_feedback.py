@@ -34,6 +34,7 @@ import torch
 
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient.compressor import Compressor, Key, aligned_zeros, refuse_non_finite
+from shade.gradient.kernels.choice import prepare
 from shade.gradient.quantiser import Quantiser
 from shade.gradient.sparse import Sparse
 from shade.types import Floats
@@ -102,7 +103,7 @@ class ErrorFeedback:
         self._is_undoable = False  # from here on the other buffers are in use
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
-        self._other_residual_D[picked.indices_K] = picked.values_K - seen_K
+        prepare().keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
         if self.momentum:
             self._other_velocity_D[picked.indices_K] = 0
         self._swap()

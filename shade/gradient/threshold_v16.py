@@ -6,7 +6,7 @@ is energy: of a line's 16 elements some are small. On gradients of real networks
 what single elements would capture at the same count; on independent noise 0.6 (decision 0015).
 
 By energy, the sum of squares, not the sum of magnitudes: at one count no other lines hold more of it. Lines whose
-elements are all below 1e-22 of the bucket's largest count as empty.
+elements are all below 1e-13 of the bucket's largest may count as empty.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from shade.gradient.kernels.arrays import LINE, Places, as_lines
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.threshold import ThresholdCompressor, are_largest
 from shade.types import Floats
+
+_LOWEST, _HIGHEST = 1e-12, 1e30
+"""Of the greatest energy: beyond, elements are scaled before they are squared."""
 
 
 @COMPRESSORS.register("threshold-v16")
@@ -35,13 +38,14 @@ class ThresholdV16(ThresholdCompressor):
         self._indices: Places = np.empty((0, LINE), dtype=np.uint32)
 
     def _score_sample(self, sample_L: Floats) -> Floats:
-        return self._score_scaled(sample_L)
-
-    def _score_scaled(self, lines_L: Floats) -> Floats:
-        """Their energy, after the scale was set to bring the largest near 1."""
-        largest = float(max(lines_L.max(initial=0), -lines_L.min(initial=0)))
-        self._scale = 2.0 ** -min(max(math.frexp(largest)[1], -125), 125) if math.isfinite(largest) else 1.0
-        return self._score(lines_L)
+        self._scale = 1.0
+        energy_L = self._score(sample_L)
+        if _LOWEST < float(energy_L.max(initial=0)) < _HIGHEST:
+            return energy_L
+        largest = float(max(sample_L.max(initial=0), -sample_L.min(initial=0)))
+        if math.isfinite(largest):
+            self._scale = 2.0 ** -min(max(math.frexp(largest)[1], -125), 125)
+        return self._score(sample_L)
 
     def _score(self, values: Floats) -> Floats:
         return prepare().line_energy(values, np.float32(self._scale))
@@ -52,7 +56,7 @@ class ThresholdV16(ThresholdCompressor):
 
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
         lines_L = as_lines(rest_D)
-        energy_L = self._score_scaled(lines_L)
+        energy_L = self._score_sample(lines_L)
         places: Places = np.flatnonzero(are_largest(energy_L, wanted) & (energy_L > 0)).astype(np.uint32)
         self._places[: len(places)] = places
         self._values[: len(places) * LINE] = lines_L[places].reshape(-1)
@@ -68,7 +72,6 @@ class ThresholdV16(ThresholdCompressor):
         if self._indices.size < places.size * LINE:
             self._indices = np.empty((len(self._places), LINE), dtype=np.uint32)
         indices = self._indices[: len(places)]
-        np.multiply(places[:, None], np.uint32(LINE), out=indices)
-        np.add(indices, np.arange(LINE, dtype=np.uint32), out=indices)
+        prepare().name_elements(places, indices)
         missing = -size % LINE if len(places) and int(places[-1]) == size // LINE else 0
         return indices.reshape(-1)[: places.size * LINE - missing]

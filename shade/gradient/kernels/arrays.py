@@ -112,6 +112,29 @@ def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, 
     np.add(gradient_L[start::stride], residual_L[start::stride], out=sample_L)
 
 
+def name_elements(lines: Places, indices_L: Places) -> None:
+    """The elements of lines, in order.
+
+    Args:
+        lines: Their numbers.
+        indices_L: uint32 (L, 16), as many; overwritten.
+    """
+    np.multiply(lines[:, None], np.uint32(LINE), out=indices_L)
+    np.add(indices_L, np.arange(LINE, dtype=np.uint32), out=indices_L)
+
+
+def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Floats) -> None:
+    """Puts what rounding lost where it was picked.
+
+    Args:
+        rest_D: Overwritten at the places.
+        indices_K: The places, < D.
+        values_K: What was picked.
+        seen_K: What the receiver will see of it.
+    """
+    rest_D[indices_K] = values_K - seen_K
+
+
 def as_lines(array_D: Floats) -> Floats:
     """As lines of 16, the last one filled up with zeros; a view where nothing needs filling."""
     whole = array_D.size // LINE * LINE
@@ -128,7 +151,7 @@ def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
     Args:
         lines_L: float32 (L, 16).
         scale: A power of two that brings the largest elements near 1. Squares of 1e-23 vanish and of 1e20 overflow, so
-            without it a choice would depend on the loss's scale; with it, what is 1e-22 of the largest counts as 0.
+            without it a choice would depend on the loss's scale.
 
     Returns:
         float32 (L,).

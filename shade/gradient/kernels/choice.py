@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,16 @@ class Kernels:
     pick_lines: Callable[[Floats, Floats, Floats, float, float, Places, Floats], int]
     add_sample: Callable[[Floats, Floats, int, int, Floats], None]
     line_energy: Callable[[Floats, np.float32], Floats]
+    name_elements: Callable[[Places, Places], None]
+    keep_lost: Callable[[Floats, Places, Floats, Floats], None]
 
 
-ARRAYS = Kernels("numpy", arrays.pick_elements, arrays.pick_lines, arrays.add_sample, arrays.line_energy)
+def _kernels(name: str, pick_elements: Callable[..., int], pick_lines: Callable[..., int], others: Any) -> Kernels:
+    small = others.add_sample, others.line_energy, others.name_elements, others.keep_lost
+    return Kernels(name, pick_elements, pick_lines, *small)
+
+
+ARRAYS = _kernels("numpy", arrays.pick_elements, arrays.pick_lines, arrays)
 
 
 def prepare() -> Kernels:
@@ -60,10 +68,10 @@ def prepare() -> Kernels:
 def candidates() -> list[Kernels]:
     """Every way that this machine can go; numpy's is the first."""
     try:
-        from shade.gradient.kernels.sampling import add_sample, line_energy
+        from shade.gradient.kernels import loops
         from shade.gradient.kernels.vector import variants
 
-        found = [Kernels(*walks, add_sample, line_energy) for walks in variants()]
+        found = [_kernels(*walks, loops) for walks in variants()]
         _Probe(LINE).walk(found[0])
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: there is another way
         logger.info("gradients are compressed by numpy: %s", error)
@@ -105,3 +113,5 @@ class _Probe:
         way.pick_lines(*bucket, 1.0, _LINE_THRESHOLD, self._places, self._values)
         way.add_sample(self._gradient_D, self._residual_D, 0, len(self._gradient_D) // LINE, self._sample_L)
         way.line_energy(self._sample_L, np.float32(1))
+        way.name_elements(self._places[:1], self._places[: 2 * LINE].reshape(2, LINE)[1:])
+        way.keep_lost(self._rest_D, self._places[:1] % np.uint32(LINE), self._values[:1], self._values[:1])

@@ -117,6 +117,16 @@ def test_samples_are_the_lines_asked_for(way: Kernels) -> None:
     np.testing.assert_array_equal(energy_L, ARRAYS.line_energy(sample_L, np.float32(0.5)))
 
 
+@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
+def test_elements_are_named_and_losses_kept(way: Kernels) -> None:
+    named = np.zeros((2, LINE), dtype=np.uint32)
+    way.name_elements(np.array([1, 2**28 - 1], dtype=np.uint32), named)
+    assert named.tolist() == [list(range(16, 32)), list(range(2**32 - 16, 2**32))]
+    rest_D, places = np.full(9, 7, dtype=np.float32), np.array([2, 8], dtype=np.uint32)
+    way.keep_lost(rest_D, places, np.array([1.5, 3], np.float32), np.array([1, 3.25], np.float32))
+    assert rest_D.tolist() == [7, 7, 0.5, 7, 7, 7, 7, 7, -0.25]
+
+
 def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "shade.gradient.kernels.vector", None)
     monkeypatch.setattr(choice, "_chosen", None)

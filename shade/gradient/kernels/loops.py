@@ -1,15 +1,17 @@
-"""The sample's loops in numba: they read a line here and a line there, so what counts is many reads under way at once.
+"""The small loops in numba: a sample's lines, a line's elements, what rounding lost.
 
-numpy does the same in `shade.gradient.kernels.arrays`, five times as slowly: it begins a loop of its own for each line.
+They read or write a place here and a place there, so what counts is many accesses under way at once. numpy does the
+same in `shade.gradient.kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and widens
+indices before it uses them.
 
-Legend: D bucket · L lines of 16.
+Legend: D bucket · K kept · L lines of 16.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from shade.gradient.kernels.arrays import LINE
+from shade.gradient.kernels.arrays import LINE, Places
 from shade.gradient.kernels.compiling import compiled
 from shade.types import Floats
 
@@ -40,3 +42,19 @@ def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
             sums[lane] += sums[lane + 2]
         energy_L[row] = sums[0] + sums[1]
     return energy_L
+
+
+@compiled
+def name_elements(lines: Places, indices_L: Places) -> None:
+    """See `arrays.name_elements`."""
+    for row in range(len(lines)):
+        first = lines[row] * np.uint32(LINE)
+        for lane in range(LINE):
+            indices_L[row, lane] = first + np.uint32(lane)
+
+
+@compiled
+def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Floats) -> None:
+    """See `arrays.keep_lost`."""
+    for place in range(len(indices_K)):
+        rest_D[indices_K[place]] = values_K[place] - seen_K[place]

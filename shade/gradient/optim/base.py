@@ -219,8 +219,8 @@ class SparseOptimizer(Optimizer, ABC):
 
     def _tell(self, memory: Memory) -> None:
         """Shows the memory in ``state``, as PyTorch's optimizers do."""
-        for parameter in memory.bucket.parameters:
-            self.state[parameter] = {"step": memory.told_step}
+        for parameter, told_step in zip(memory.bucket.parameters, memory.told_steps, strict=True):
+            self.state[parameter] = {"step": told_step}
         for name in memory.moments:
             for parameter, view in zip(memory.bucket.parameters, memory.views(name), strict=True):
                 self.state[parameter][name] = view

@@ -48,14 +48,14 @@ class Memory:
         self.num_lines = -(-bucket.size // LINE)
         self.last_L: Places = np.full(self.num_lines, step, dtype=np.uint32)
         self.moments: dict[str, Floats] = {}
-        self.told_step = torch.tensor(float(step))
-        """The same number, as PyTorch's optimizers keep it."""
+        self.told_steps = torch.full((len(bucket.parameters),), float(step))
+        """The same number, one for each parameter, as PyTorch's optimizers keep it."""
         self.step = step
 
     def advance(self) -> None:
         """One step more."""
         self.step += 1
-        self.told_step.fill_(float(self.step))
+        self.told_steps.fill_(float(self.step))
 
     def add_moment(self, name: str) -> Floats:
         """A new array of zeros, one for each element."""

@@ -13,7 +13,7 @@ from shade.gradient.compressor import COMPRESSORS, Compressor, Key, check, non_f
 from shade.gradient.kernels.arrays import TILE
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.sparse import Sparse
-from shade.types import Floats
+from shade.types import Floats, Indices
 
 
 @COMPRESSORS.register("random-k")
@@ -32,10 +32,16 @@ class RandomK(Compressor):
             count = prepare().pick_elements(gradient_D, residual_D, rest_D, np.inf, self._places, self._values)
         if count:
             raise non_finite()
-        count = wanted_count(gradient_D.size, density)
-        edges = np.arange(count + 1, dtype=np.int64) * gradient_D.size // max(count, 1)
-        rng = np.random.Generator(np.random.Philox(key=key.draw(2**64)))
-        places = edges[:-1] + (rng.random(count) * np.diff(edges)).astype(np.int64)
+        places = draw_places(gradient_D.size, density, key)
         values_K = rest_D[places]
         rest_D[places] = 0
         return Sparse(places.astype(np.uint32), values_K, gradient_D.size)
+
+
+def draw_places(size: int, density: float, key: Key) -> Indices:
+    """One place from each of K equal stretches, ascending."""
+    count = wanted_count(size, density)
+    edges = np.arange(count + 1, dtype=np.int64) * size // max(count, 1)
+    rng = np.random.Generator(np.random.Philox(key=key.draw(2**64)))
+    places: Indices = edges[:-1] + (rng.random(count) * np.diff(edges)).astype(np.int64)
+    return places

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade import __version__
-from shade.cli import checkpoint, tune
+from shade.cli import checkpoint, top, tune
 from shade.errors import ShadeError
 
 _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
@@ -25,6 +25,7 @@ examples:
   shade run bench_cifar10.py /mnt/nfs/train -wss 0.2    trains on your images; see shade run --help
   shade cache up --nodes 3 --memory 8GiB                a Redis cluster on this machine; prints its URL
   shade run … --cache redis+cluster://127.0.0.1:7000    and a run that uses it
+  shade top http://127.0.0.1:9090                       a live look at what each rank of a run does
   shade report runs/20250101-120000                     writes and shows a run's report again
   shade checkpoint list --persist /mnt/ckpt             what snapshots there are, and where
   shade tune --command=… --metric accuracy              which batch and density train best; see shade tune --help
@@ -96,13 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all verbs but ``run``, which has its own."""
-    top = _Parser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
-    top.add_argument("--version", action="version", version=f"shade {__version__}")
-    verbs = top.add_subparsers(metavar="VERB", required=True)
+    whole = _Parser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
+    whole.add_argument("--version", action="version", version=f"shade {__version__}")
+    verbs = whole.add_subparsers(metavar="VERB", required=True)
     verbs.add_parser("run", help="train through a cache (the launcher)", add_help=False)
     _add_cache(verbs)
     checkpoint.add(verbs)
     tune.add(verbs)
+    top.add(verbs)
     report = verbs.add_parser("report", help="write and show a run's report", description="Writes a run's report.")
     report.add_argument("run", metavar="RUN_DIR", type=Path, help="holds metrics.jsonl")
     report.set_defaults(answer=_report)
@@ -129,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--cache", metavar="URL", help="a cache to look into")
     doctor.add_argument("--data", metavar="PATH", type=Path, help="a data set to look into, in ImageFolder layout")
     doctor.set_defaults(answer=_doctor)
-    return top
+    return whole
 
 
 def _add_cache(verbs: Any) -> None:

@@ -42,7 +42,7 @@ class TestHelp:
 
     @pytest.mark.parametrize(
         "words",
-        [[], ["run"], ["cache"], ["cache", "up"], ["report"], ["simulate"], ["doctor"]],
+        [[], ["run"], ["cache"], ["cache", "up"], ["report"], ["simulate"], ["tune"], ["top"], ["doctor"]],
     )
     def test_every_verb_teaches(self, words: list[str], capsys: Capture) -> None:
         with pytest.raises(SystemExit) as ended:

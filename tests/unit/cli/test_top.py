@@ -1,0 +1,182 @@
+"""What ``shade top`` shows: in a pipe one look, on a terminal again and again until it is told to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shade.checkpoint.gauge import Gauge, Loss
+from shade.cli import main, top_view
+from shade.control.server import TOKEN_VARIABLE, TelemetryServer
+from shade.types import Decision, StepReport
+
+Capture = pytest.CaptureFixture[str]
+GAUGES = [
+    Gauge(9, Loss(3, 1.25, 0.4, "own memory"), Loss(5, 2.0, None, "cluster memory"), Loss(9, 4.0, None, None)),
+    Gauge(9, Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage")),
+    Gauge(9, *[Loss(9, 30.0, None, None)] * 3),
+]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TelemetryServer]:
+    """Two ranks have told of ten steps, and something was decided."""
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with TelemetryServer() as made:
+        for step in range(10):
+            for rank in range(2):
+                made.hear(StepReport(step, rank, 32, 0.3, 0.01, 0.2, 0.1, 1_500_000, 3_000_000, 0.0125, 2.0))
+        made.hear(Decision(0.02, (), 12, "density 1.250% → 2.000%\x1b[31m: the link"))
+        yield made
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder as a run leaves it."""
+    told = {"saves": 1, "if_ended_now": GAUGES[0].row()}
+    rows: list[dict[str, Any]] = [
+        {"kind": "epoch", "epoch": 0, "rank": 0, "hits": 1, "misses": 9, "loss": 2.5},
+        {"kind": "epoch", "epoch": 1, "rank": 0, "hits": 85, "misses": 15, "loss": 1.25, "checkpoint": told},
+        {"kind": "epoch", "epoch": 1, "rank": 1, "hits": 0, "misses": 15, "loss": 1.25, "checkpoint": {}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"kind": "ep')
+    progress = {"epoch": 2, "step": 7, "num_steps": 50, "samples_per_second": 1234.5, "hit_ratio": 0.9}
+    (tmp_path / "progress.json").write_text(json.dumps({**progress, "waiting_fraction": 0.03}))
+    return tmp_path
+
+
+def test_one_look_at_a_server(server: TelemetryServer, capsys: Capture) -> None:
+    assert main(["top", server.url, "--once"]) == 0
+    told = capsys.readouterr().out
+    row = next(line.split() for line in told.splitlines() if line.split()[:2] == ["1", "9"])
+    assert row[2:9] == ["80.0", "1.250%", "0.300", "s", "0.200", "s", "25%"]
+    assert row[9:13] == ["1.5", "MB", "3.0", "MB"]
+    assert "all ranks: 160.0 samples/s" in told
+    assert "decision 1, from step 12: density 1.250% → 2.000%?[31m: the link" in told
+    assert "\x1b" not in told
+
+
+def test_one_look_at_a_run(run: Path, capsys: Capture) -> None:
+    assert main(["top", str(run)]) == 0  # no terminal: one look
+    assert capsys.readouterr().out.splitlines() == [
+        str(run),
+        "epoch 3, step 7 of 50: 1,234 samples/s, hits 90.0%, waits 3% for data",
+        "epoch 2 is done: hits 85.0%, loss 1.25",
+        f"when it last wrote: {GAUGES[0]}",
+    ]
+
+
+@pytest.mark.parametrize("gauge", GAUGES)
+def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: Gauge) -> None:
+    assert top_view.gauge(gauge.row()) == str(gauge)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"ranks": []}, {"ranks": [3, None]}, {"ranks": [{"rank": "x", "step": None}], "decision": 3},
+              {"ranks": [{"step": 1e400}], "decision": {"reason": 7, "effective_step": []}}]
+)  # fmt: skip
+def test_whatever_a_server_says_is_shown(state: dict[str, Any]) -> None:
+    assert all(isinstance(line, str) for line in top_view.of_server(state))
+
+
+def test_an_empty_folder_has_no_figures(tmp_path: Path) -> None:
+    assert top_view.of_run(tmp_path) == ["no figures yet"]
+    (tmp_path / "progress.json").write_text("[1")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n3\n[]\n")
+    assert top_view.of_run(tmp_path) == ["no figures yet"]
+
+
+@pytest.mark.parametrize("words", [["nowhere"], ["http://127.0.0.1:1"], ["ftp://x"], [".", "--interval", "0"]])
+def test_what_is_not_there_is_one_line(words: list[str], capsys: Capture) -> None:
+    assert main(["top", *words, "--once"]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+
+
+class Terminal:
+    """``shade top`` on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.ours, theirs = pty.openpty()
+        self.before = termios.tcgetattr(theirs)
+        program = "import sys; from shade.cli import main; sys.exit(main())"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, "top", *words, "--interval", "0.05"],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**os.environ, "COLUMNS": "60", "LINES": "12"},
+        )  # fmt: skip
+        self._theirs = theirs
+        self.seen = ""
+
+    def read_until(self, true: Callable[[str], bool]) -> None:
+        until = time.monotonic() + 60
+        while not true(self.seen) and time.monotonic() < until:
+            if select.select([self.ours], [], [], 0.1)[0]:
+                self.seen += os.read(self.ours, 65536).decode(errors="replace")
+        assert true(self.seen), self.seen[-2000:]
+
+    def end(self) -> int:
+        code = self.process.wait(60)
+        self.read_until(lambda seen: seen.endswith("\x1b[?25h\x1b[?1049l"))
+        after = termios.tcgetattr(self._theirs)
+        assert after == self.before
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+        os.close(self._theirs)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    made: list[Terminal] = []
+
+    def make(*words: str) -> Terminal:
+        made.append(Terminal(*words))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_on_a_terminal_it_is_drawn_again_until_q(
+    server: TelemetryServer, terminal: Callable[..., Terminal], run: Path
+) -> None:
+    shown = terminal(server.url, str(run))
+    shown.read_until(lambda seen: seen.count("all ranks: 160.0 samples/s") >= 2)
+    server.hear(StepReport(77_777, 0, 32, 0.3, 0.01, 0.2, 0.1, 1, 1, 0.01, 2.0))
+    shown.read_until(lambda seen: "77777" in seen)
+    os.write(shown.ours, b"xq")
+    assert shown.end() == 0
+    screens = shown.seen.split("\x1b[H")
+    assert screens[0] == "\x1b[?1049h\x1b[?25l"
+    lines = re.sub(r"\x1b\[\??\d*[a-zA-Z]", "", screens[2]).split("\r\n")
+    assert len(lines) <= 12
+    assert max(map(len, lines)) <= 60
+
+
+def test_a_server_that_goes_is_told_and_ctrl_c_ends_it(
+    server: TelemetryServer, terminal: Callable[..., Terminal]
+) -> None:
+    shown = terminal(server.url)
+    shown.read_until(lambda seen: "all ranks" in seen)
+    server.close()
+    shown.read_until(lambda seen: "no answer" in seen)
+    shown.process.send_signal(signal.SIGINT)
+    assert shown.end() == 0

@@ -3,7 +3,8 @@
 A bucket is known by the names of its parameters. When one comes that was not there before, everything that is kept is
 taken apart into parameters, and the new bucket's memory is put together from those.
 
-Invariant: cutting anew changes nothing of what is kept.
+Invariant: cutting anew changes nothing of what is kept. What is chosen does depend on the cut, so a resumed run, whose
+first step has DDP's first cut again, is not the uninterrupted one to the bit.
 
 Legend: D bucket.
 """

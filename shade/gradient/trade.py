@@ -9,6 +9,9 @@
 3. *Vote.* A payload may be damaged on its way to one rank only. So all say whether theirs were whole, and apply what
    they have merged only if everybody's were. The price is one more round trip a step; without it replicas could part.
 
+One case remains, as it must: a rank that is lost while the votes are counted may leave others with all votes and others
+without, one step apart. All of them fail in this step or the next; whoever goes on compares steps first.
+
 Rank 0's proposal for density and batch sizes rides in the words, and is known to all at the same step.
 
 Legend: W world · P peers · N words · B buckets.

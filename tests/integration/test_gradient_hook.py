@@ -1,0 +1,304 @@
+"""DDP's communication hook and infrequent synchronisation between real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shade.errors import NonFiniteGradientError, PayloadError, StateMismatchError
+from shade.gradient.comm_hook import SparseState, sparse_hook
+from shade.gradient.local_sgd import DiLoCo, LocalSGD
+from tests.integration.gradient_ranks import digest, distance, loss_of, network, play, told
+
+
+def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.parallel.DistributedDataParallel, SparseState]:
+    """A model under DDP with several small buckets, and the state of its hook."""
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+    state = SparseState(ddp, timeout_seconds=30.0, **settings)
+    ddp.register_comm_hook(state, sparse_hook)
+    return ddp, state
+
+
+def kept(state: SparseState) -> dict[str, np.ndarray]:
+    return {name: np.array(each["residual"], np.float64) for name, each in state.state_dict()["kept"].items()}
+
+
+def story_of_all_sent(rank: int, world_size: int) -> float:
+    """Distance from plain DDP with AdamW when everything is sent."""
+    model, reference = network(), network()
+    ddp, state = wrapped(model, density=1.0, quantiser="none")
+    plain = nn.parallel.DistributedDataParallel(reference)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
+    for step in range(20):
+        for network_, optimizer in zip((ddp, plain), optimizers, strict=True):
+            loss_of(network_, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state.close()
+    return distance(model, reference)
+
+
+def story_of_new_buckets(rank: int, world_size: int) -> list[Any]:
+    """DDP cuts its buckets anew: how many kinds there were, what was lost of the gradients, digest, resumed digest."""
+    model = network(seed=rank)
+    ddp, state = wrapped(model, density=0.05, compressor="topk")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sent = {name: np.zeros(parameter.numel()) for name, parameter in model.named_parameters()}
+    total = {name: np.zeros(parameter.numel()) for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    layouts, find = set(), state._keeper.of
+
+    def of(parameters: Any) -> Any:
+        feedback, key = find(parameters), tuple(names[each] for each in parameters)
+        if key not in layouts:
+            layouts.add(key)
+            compress = feedback.compress
+
+            def spy(gradient: Any, density: float, draw: Any) -> Any:
+                chosen = compress(gradient, density, draw)
+                ends = np.cumsum([sent[name].size for name in key])[:-1]
+                for name, part in zip(key, np.split(chosen.dense(), ends), strict=True):
+                    sent[name] += part
+                return chosen
+
+            feedback.compress = spy
+        return feedback
+
+    state._keeper.of = of  # type: ignore[method-assign]
+    for step in range(8):
+        gradients = torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
+        for name, gradient in zip(total, gradients, strict=True):
+            total[name] += gradient.flatten().double().numpy()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    lost = max(float(np.abs(total[name] - sent[name] - each).max()) for name, each in kept(state).items())
+    state.close()
+    return [len(layouts), lost, digest(model)]
+
+
+def story_of_resuming(rank: int, world_size: int) -> list[Any]:
+    """Five steps, a state, five more in a new DDP: whether what is kept came through, step, digest, refusal."""
+    model, saved, came_through = network(), None, False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for steps in (range(5), range(5, 10)):
+        ddp, state = wrapped(model, density=0.05, compressor="topk")
+        if saved is not None:
+            before = {name: np.array(each["residual"], np.float64) for name, each in saved["kept"].items()}
+            state.load_state_dict(saved)
+            came_through = all(np.array_equal(before[name], each) for name, each in kept(state).items())
+            came_through &= max(np.abs(each).max() for each in before.values()) > 1e-3
+        for step in steps:
+            loss_of(ddp, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = state.state_dict()
+        try:
+            state.load_state_dict({**saved, "kept": {"0.weight": {"residual": torch.zeros(3)}}})
+        except StateMismatchError as error:
+            refusal = str(error)
+        state.close()
+    return [bool(came_through), saved["step"], digest(model), refusal]
+
+
+def story_of_hook_nan(rank: int, world_size: int) -> list[Any]:
+    """NaN on rank 1: raised on all without a scaler, skipped on all with one; then training goes on."""
+    outcomes: list[Any] = []
+    for scaled in (False, True):
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+        ddp, state = wrapped(model, density=0.05, scaler=scaler)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        raised = ""
+        for step in range(8):
+            before, memory = digest(model), kept(state)
+            loss = loss_of(ddp, rank, step)
+            try:
+                scaler.scale(loss * float("nan") if (rank, step) == (1, 3) else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            except NonFiniteGradientError as error:
+                raised = str(error)
+            optimizer.zero_grad()
+            if step == 3:
+                after = kept(state)
+                stood = [digest(model) == before, all(np.array_equal(memory[name], after[name]) for name in memory)]
+        state.close()
+        outcomes.append([raised, stood, scaler.get_scale(), digest(model)])
+    return outcomes
+
+
+def story_of_hook_damage(rank: int, world_size: int) -> list[Any]:
+    """A damaged payload on rank 1 in one bucket: raised by all ranks' backward."""
+    model = network()
+    ddp, state = wrapped(model, density=0.05)
+    optimizer, raised = torch.optim.SGD(model.parameters(), lr=0.1), []
+    world, gather = state._route.world, state._route.world.gather_bytes
+
+    def damaged(payload: Any, lengths: Any) -> Any:
+        payloads = gather(payload, lengths)
+        if (rank, state.step) == (1, 2):
+            payloads[0][60] ^= 1
+        return payloads
+
+    world.gather_bytes = damaged  # type: ignore[method-assign]
+    for step in range(5):
+        try:
+            loss_of(ddp, rank, step).backward()
+            optimizer.step()
+        except PayloadError as error:
+            raised.append(f"{step}: {error}")
+        optimizer.zero_grad()
+    state.close()
+    return [raised, digest(model)]
+
+
+def story_of_local_sgd(rank: int, world_size: int) -> list[Any]:
+    """H = 1: distance from the mean of all ranks' weights, made by hand; and whether H = 3 waits for the third step."""
+    model = network(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    references = [network() for _ in range(world_size)]
+    with LocalSGD(model, every=1, timeout_seconds=30.0) as local:
+        for step in range(10):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            for each, reference in enumerate(references):
+                gradients = torch.autograd.grad(loss_of(reference, each, step), list(reference.parameters()))
+                with torch.no_grad():
+                    for parameter, gradient in zip(reference.parameters(), gradients, strict=True):
+                        parameter -= 0.1 * gradient
+            with torch.no_grad():
+                for parameters in zip(*(each.parameters() for each in references), strict=True):
+                    mean = torch.stack(list(parameters)).mean(0)
+                    for parameter in parameters:
+                        parameter.copy_(mean)
+    with LocalSGD(model, every=3, timeout_seconds=30.0) as local:
+        synchronised = [local.step() for _ in range(6)]
+    return [distance(model, references[0]), digest(model), synchronised]
+
+
+def story_of_diloco(rank: int, world_size: int) -> list[Any]:
+    """Loss before and after, dense and sparse; digests; and those of a run that was saved in the middle and resumed."""
+    outcomes: list[Any] = []
+    for density, quantiser in ((1.0, "none"), (0.05, "bf16")):
+        digests, losses = [], []
+        for parts in ([range(60)], [range(25), range(25, 60)]):
+            model, saved = network(seed=rank), None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            settings = {"every": 10, "density": density, "quantiser": quantiser, "compressor": "topk"}
+            for steps in parts:
+                weights = {name: each.clone() for name, each in model.state_dict().items()}
+                with DiLoCo(model, timeout_seconds=30.0, **settings) as outer:
+                    if saved is not None:
+                        model.load_state_dict(weights)
+                        outer.load_state_dict(saved)
+                    losses.append(float(loss_of(model, 7, 1000, 256).detach()))
+                    for step in steps:
+                        loss_of(model, rank, step).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        outer.step()
+                    saved = outer.state_dict()
+                    saved = {**saved, "anchors": [each.clone() for each in saved["anchors"]]}
+            losses.append(float(loss_of(model, 7, 1000, 256).detach()))
+            digests.append(digest(model))
+        outcomes.append([losses[0], losses[1], digests])
+    return outcomes
+
+
+def story_of_diloco_nan(rank: int, world_size: int) -> list[Any]:
+    """A rank whose weights are NaN: all ranks keep their own."""
+    model = network()
+    with DiLoCo(model, every=1, timeout_seconds=30.0) as outer:
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan") if rank == 0 else 5.0
+        before = digest(model)
+        try:
+            outer.step()
+        except NonFiniteGradientError as error:
+            return [str(error), digest(model) == before]
+    return ["nothing raised"]
+
+
+STORIES = [
+    story_of_all_sent,
+    story_of_new_buckets,
+    story_of_resuming,
+    story_of_hook_nan,
+    story_of_hook_damage,
+    story_of_local_sgd,
+    story_of_diloco,
+    story_of_diloco_nan,
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return play(STORIES, 2, tmp_path_factory.mktemp("pair"))
+
+
+def test_all_sent_the_hook_is_plain_ddp(pair: Any) -> None:
+    assert max(told(pair, story_of_all_sent)) < 1e-5
+
+
+def test_what_is_kept_follows_parameters_into_new_buckets(pair: Any) -> None:
+    first, second = told(pair, story_of_new_buckets)
+    assert first[0] > len(list(network().parameters())) // 3  # some before the first step, others after it
+    assert max(first[1], second[1]) < 1e-5
+    assert first[2] == second[2]
+
+
+def test_a_resumed_hook_goes_on_where_it_was(pair: Any) -> None:
+    first, second = told(pair, story_of_resuming)
+    assert first == second
+    assert first[:2] == [True, 10]
+    assert "'0.weight': 3072 elements" in first[3]
+
+
+def test_nan_under_the_hook_is_raised_or_skipped_on_all_ranks(pair: Any) -> None:
+    first, second = told(pair, story_of_hook_nan)
+    assert first == second
+    (raised, stood, _, _), (skipped, stood_too, scale, _) = first
+    assert "rank 1" in raised
+    assert skipped == ""
+    assert [stood, stood_too] == [[True, True]] * 2
+    assert scale == 2.0**7
+
+
+def test_a_damaged_payload_under_the_hook_is_raised_on_all_ranks(pair: Any) -> None:
+    first, second = told(pair, story_of_hook_damage)
+    assert len(first[0]) == len(second[0]) == 1
+    assert first[0][0].startswith("2: ")
+    assert "rank 1" in first[0][0]
+    assert first[1] == second[1]
+
+
+def test_local_sgd_at_every_step_is_the_mean_of_the_weights(pair: Any) -> None:
+    first, second = told(pair, story_of_local_sgd)
+    assert max(first[0], second[0]) < 1e-5
+    assert first[1] == second[1]
+    assert first[2] == [False, False, True] * 2
+
+
+def test_diloco_learns_stays_alike_and_resumes(pair: Any) -> None:
+    first, second = told(pair, story_of_diloco)
+    assert first == second
+    for before, after, (whole, resumed) in first:
+        assert after < 0.8 * before
+        assert whole == resumed
+
+
+def test_weights_that_are_nan_are_not_averaged(pair: Any) -> None:
+    for raised, stood in told(pair, story_of_diloco_nan):
+        assert "rank 0" in raised
+        assert stood
+
+
+def test_no_thread_is_left(pair: Any) -> None:
+    assert [each["threads"] for each in pair] == [[]] * 2

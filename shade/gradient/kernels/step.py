@@ -14,11 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from shade.gradient.kernels import lanes
 from shade.gradient.kernels.compiling import compiled
-from shade.gradient.kernels.lanes import LINE, advance_adam, advance_linear, fetch, is_any_small, step_adam
 
-_AHEAD = 64
-_U64 = np.uint64
+_LINE, _AHEAD, _U64 = lanes.LINE, 64, np.uint64
+# Intrinsics are called without their first argument, which no type checker knows.
+advance_adam: Any = lanes.advance_adam
+advance_linear: Any = lanes.advance_linear
+fetch: Any = lanes.fetch
+is_any_small: Any = lanes.is_any_small
+step_adam: Any = lanes.step_adam
 
 
 @compiled
@@ -26,7 +31,7 @@ def apply_plain(x: Any, indices: Any, values: Any, gain: Any) -> None:
     """Moves the touched elements and nothing else."""
     last = indices.size - 1
     for k in range(indices.size):
-        fetch(x, _U64(indices[min(k + _AHEAD, last)]))  # type: ignore[call-arg]
+        fetch(x, _U64(indices[min(k + _AHEAD, last)]))
         x[_U64(indices[k])] -= gain * values[k]
 
 
@@ -38,7 +43,7 @@ def apply_linear(
     now, last = _U64(step), indices.size - 1
     for k in range(indices.size):
         ahead = _U64(indices[min(k + _AHEAD, last)])
-        fetch(x, ahead)  # type: ignore[call-arg]
+        fetch(x, ahead)
         fetch(b, ahead)
         index = _U64(indices[k])
         line = index >> _U64(4)
@@ -59,39 +64,33 @@ def sweep_linear(x: Any, b: Any, last_L: Any, start: Any, stop: Any, step: Any, 
     for line in range(_U64(start), _U64(stop)):
         lag = now - _U64(last_L[line])
         if lag:
-            advance_linear(  # type: ignore[call-arg]
+            advance_linear(
                 x, b, line << _U64(4), table_4F[0, lag], table_4F[1, lag], table_4F[2, lag], table_4F[3, lag]
             )
             last_L[line] = now
 
 
 @compiled
-def _step(x: Any, m: Any, v: Any, offset: Any, g: Any, row: Any) -> None:
-    step_adam(  # type: ignore[call-arg]
-        x, m, v, offset, g, row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8]
-    )
-
-
-@compiled
-def _catch_up(
-    x: Any, m: Any, v: Any, line: Any, before: Any, now: Any, table_6F: Any, rows_F9: Any, replay: Any, zeros: Any
-) -> None:
-    """Brings one line from the step ``before`` to ``now``: by the table, or step by step."""
-    lag, offset = now - before, line << _U64(4)
-    if replay or is_any_small(m, v, offset, table_6F[5, lag]):  # type: ignore[call-arg]
-        for step in range(before + _U64(1), now + _U64(1)):
-            _step(x, m, v, offset, zeros, rows_F9[step % _U64(rows_F9.shape[0])])
-    else:
-        advance_adam(
+def _replay(x: Any, m: Any, v: Any, offset: Any, before: Any, now: Any, rows_F9: Any) -> None:
+    """Takes one line from the step ``before`` to ``now``, step by step."""
+    zeros = np.zeros(_LINE, np.float32)
+    for step in range(before + _U64(1), now + _U64(1)):
+        at = step % _U64(rows_F9.shape[0])
+        step_adam(
             x,
             m,
             v,
             offset,
-            table_6F[0, lag],
-            table_6F[1, lag],
-            table_6F[2, lag],
-            table_6F[3, lag],
-            table_6F[4, lag],
+            zeros,
+            rows_F9[at, 0],
+            rows_F9[at, 1],
+            rows_F9[at, 2],
+            rows_F9[at, 3],
+            rows_F9[at, 4],
+            rows_F9[at, 5],
+            rows_F9[at, 6],
+            rows_F9[at, 7],
+            rows_F9[at, 8],
         )
 
 
@@ -110,23 +109,40 @@ def apply_adam(
 ) -> None:
     """Brings touched lines to the step before, then takes this step with the gradient."""
     now, last = _U64(step), indices.size - 1
-    row = rows_F9[now % _U64(rows_F9.shape[0])]
-    zeros, g = np.zeros(LINE, np.float32), np.zeros(LINE, np.float32)
+    at = now % _U64(rows_F9.shape[0])
+    b1, a1, b2, a2, decay = rows_F9[at, 0], rows_F9[at, 1], rows_F9[at, 2], rows_F9[at, 3], rows_F9[at, 4]
+    lr, scale, eps, coupled = rows_F9[at, 5], rows_F9[at, 6], rows_F9[at, 7], rows_F9[at, 8]
+    g = np.zeros(_LINE, np.float32)
     k = 0
     while k < indices.size:
         ahead = _U64(indices[min(k + _AHEAD, last)])
-        fetch(x, ahead)  # type: ignore[call-arg]
+        fetch(x, ahead)
         fetch(m, ahead)
         fetch(v, ahead)
         line = _U64(indices[k]) >> _U64(4)
-        before = _U64(last_L[line])
-        if before + _U64(1) < now:
-            _catch_up(x, m, v, line, before, now - _U64(1), table_6F, rows_F9, replay, zeros)
+        offset = line << _U64(4)
+        lag = now - _U64(1) - _U64(last_L[line])
+        if lag:
+            # Written out here and in `sweep_adam`: a call that hands on five arrays takes longer than the line.
+            if replay or is_any_small(m, v, offset, table_6F[5, lag]):
+                _replay(x, m, v, offset, now - _U64(1) - lag, now - _U64(1), rows_F9)
+            else:
+                advance_adam(
+                    x,
+                    m,
+                    v,
+                    offset,
+                    table_6F[0, lag],
+                    table_6F[1, lag],
+                    table_6F[2, lag],
+                    table_6F[3, lag],
+                    table_6F[4, lag],
+                )
         first = k
         while k < indices.size and _U64(indices[k]) >> _U64(4) == line:
             g[_U64(indices[k]) & _U64(15)] = values[k]
             k += 1
-        _step(x, m, v, line << _U64(4), g, row)
+        step_adam(x, m, v, offset, g, b1, a1, b2, a2, decay, lr, scale, eps, coupled)
         for touched in range(first, k):
             g[_U64(indices[touched]) & _U64(15)] = np.float32(0)
         last_L[line] = now
@@ -147,17 +163,30 @@ def sweep_adam(
 ) -> None:
     """Brings the lines of a range to this step."""
     now = _U64(step)
-    zeros = np.zeros(LINE, np.float32)
     for line in range(_U64(start), _U64(stop)):
-        before = _U64(last_L[line])
-        if before < now:
-            _catch_up(x, m, v, line, before, now, table_6F, rows_F9, replay, zeros)
+        lag = now - _U64(last_L[line])
+        if lag:
+            offset = line << _U64(4)
+            if replay or is_any_small(m, v, offset, table_6F[5, lag]):
+                _replay(x, m, v, offset, now - lag, now, rows_F9)
+            else:
+                advance_adam(
+                    x,
+                    m,
+                    v,
+                    offset,
+                    table_6F[0, lag],
+                    table_6F[1, lag],
+                    table_6F[2, lag],
+                    table_6F[3, lag],
+                    table_6F[4, lag],
+                )
             last_L[line] = now
 
 
 def probe() -> None:
     """Compiles all of them, for the types that they are called with."""
-    x, m, v = (np.zeros(LINE, dtype=np.float32) for _ in range(3))
+    x, m, v = (np.zeros(_LINE, dtype=np.float32) for _ in range(3))
     last_L, index = np.zeros(1, dtype=np.uint32), np.zeros(1, dtype=np.uint32)
     value, one = np.zeros(1, dtype=np.float32), np.float32(1)
     table_4F, table_6F = np.ones((4, 3), dtype=np.float32), np.ones((6, 3), dtype=np.float32)

@@ -51,7 +51,7 @@ from shade.gradient.lane import make_lanes
 from shade.gradient.meter import Meter
 from shade.gradient.optim.base import SparseOptimizer
 from shade.gradient.pipeline import Pipeline
-from shade.gradient.plan import Plan
+from shade.gradient.plan import Plan, plain_decision, read_decision
 from shade.gradient.replica import check_alike, share_weights, unite_buffers
 from shade.gradient.route import Route, StraightRoute
 from shade.gradient.scaling import ScaleKeeper
@@ -264,8 +264,10 @@ class GradientEngine:
         if self._late is not None:
             self._late.done.wait()
         self._pipeline.reclaim()
+        proposal = self._proposal or self._open.proposal
         return {
             **self._states.take(self._late),
+            "proposal": None if proposal is None else plain_decision(proposal),
             "step": self._open.step,
             "plan": self._plan.state_dict(),
             "scaling": self._scale.state_dict(),
@@ -300,8 +302,11 @@ class GradientEngine:
         late = self._states.give(states)
         self._plan.load_state_dict(states[0]["plan"])
         self._scale.load_state_dict(states[0]["scaling"])
-        self._restart(int(states[0]["step"]))
+        proposal = states[0]["proposal"] if self._route.world.rank == 0 else None
+        self._proposal = None if proposal is None else read_decision(proposal)
+        self._open.abandon()
         self._late = late
+        self._open = self._begin(int(states[0]["step"]))
         self._refresh()
 
     def close(self) -> None:
@@ -333,12 +338,6 @@ class GradientEngine:
         """Takes weights from the parameters, where those are not views of ours and somebody has loaded them."""
         for lane in self._lanes:
             lane.bucket.refresh()
-
-    def _restart(self, step: int) -> None:
-        """Begins the coming step again, under another number or plan."""
-        self._proposal = self._proposal or self._open.proposal
-        self._open.abandon()
-        self._open = self._begin(step)
 
     def _take(self, parameter: Tensor) -> None:
         """Hook: a parameter's gradient is complete."""

@@ -7,6 +7,8 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from shade.gradient.density import WarmUp
@@ -54,21 +56,18 @@ class Plan:
 
     def state_dict(self) -> dict[str, Any]:
         """The decisions."""
-        return {
-            "decisions": [
-                {
-                    "density": each.density,
-                    "batch_sizes": list(each.batch_sizes),
-                    "effective_step": each.effective_step,
-                    "reason": each.reason,
-                }
-                for each in self._decisions
-            ]
-        }
+        return {"decisions": [plain_decision(each) for each in self._decisions]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes `state_dict` back."""
-        self._decisions = [
-            Decision(each["density"], tuple(each["batch_sizes"]), each["effective_step"], each["reason"])
-            for each in state["decisions"]
-        ]
+        self._decisions = [read_decision(each) for each in state["decisions"]]
+
+
+def plain_decision(decision: Decision) -> dict[str, Any]:
+    """A decision as a state holds it."""
+    return {**asdict(decision), "batch_sizes": list(decision.batch_sizes)}
+
+
+def read_decision(state: Mapping[str, Any]) -> Decision:
+    """The decision that `plain_decision` wrote down."""
+    return Decision(**{**state, "batch_sizes": tuple(state["batch_sizes"])})

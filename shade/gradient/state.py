@@ -18,10 +18,10 @@ import torch
 
 from shade.errors import NonFiniteGradientError, StateMismatchError
 from shade.gradient.lane import Lane
+from shade.gradient.plan import plain_decision, read_decision
 from shade.gradient.route import Route
 from shade.gradient.sparse import Sparse
 from shade.gradient.work import StepWork
-from shade.types import Decision
 
 _CURE = "build the model, the optimizer and the engine as they were when it was saved"
 
@@ -83,9 +83,10 @@ class LaneStates:
                     raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
         late = _unpack_late(states[0]["late"], self._lanes)
         for number, lane in enumerate(self._lanes):
-            lane.feedback.load_state_dict({"residual": torch.zeros(lane.feedback.size)})
-            for state in mine:
-                lane.feedback.merge_from(state["residuals"][number])
+            found = [state["residuals"][number] for state in mine] or [{"residual": torch.zeros(lane.feedback.size)}]
+            lane.feedback.load_state_dict(found[0])
+            for residual in found[1:]:
+                lane.feedback.merge_from(residual)
         return late
 
     def _is_mine(self, rank: int) -> bool:
@@ -95,15 +96,12 @@ class LaneStates:
 
 
 def _pack_late(work: StepWork) -> dict[str, Any]:
-    decision = work.decision
     return {
         "step": work.step,
         "num_samples": work.num_samples,
         "norm": work.norm,
         "overflow": str(work.error) if isinstance(work.error, NonFiniteGradientError) else None,
-        "decision": None
-        if decision is None
-        else [decision.density, list(decision.batch_sizes), decision.effective_step, decision.reason],
+        "decision": None if work.decision is None else plain_decision(work.decision),
         "indices": [each.indices_K.astype(np.int64) for each in work.merged],
         "values": [each.values_K.copy() for each in work.merged],
     }
@@ -117,8 +115,7 @@ def _unpack_late(state: Mapping[str, Any] | None, lanes: Sequence[Lane]) -> Step
     if state["overflow"] is not None:
         work.fail(NonFiniteGradientError(state["overflow"]))
     if state["decision"] is not None:
-        density, batch_sizes, step, reason = state["decision"]
-        work.decision = Decision(density, tuple(batch_sizes), step, reason)
+        work.decision = read_decision(state["decision"])
     for lane, indices, values in zip(lanes, state["indices"], state["values"], strict=False):
         indices_K = np.asarray(indices, dtype=np.int64)
         if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < lane.bucket.size:

@@ -1,0 +1,309 @@
+"""One rank's engine: what it does with gradients, samples, state. What ranks do together is in tests/integration."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shade.checkpoint.manager import Checkpointer
+from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.gradient.density import WarmUp
+from shade.gradient.engine import GradientEngine
+from shade.gradient.meter import COUNTS
+from shade.gradient.optim import SparseAdamW, SparseSGD
+from shade.telemetry import prometheus_text
+from shade.types import Decision, Stateful
+
+EXACT: dict[str, Any] = {"density": 1.0, "quantiser": "none"}
+SPARSE: dict[str, Any] = {"density": 0.05, "compressor": "topk", "bucket_bytes": 4 * 4000}
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    yield
+    gc.collect()
+    names = [each.name for each in threading.enumerate() if each.name.startswith("shade-gradient")]
+    assert names == []
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 5))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(inputs), inputs[:, :5].argmax(1))
+
+
+def train(engine: GradientEngine, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        loss_of(model, step).backward()
+        engine.step()
+
+
+def parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_accumulated_backward_passes_are_one_step() -> None:
+    models = [network(), network()]
+    with GradientEngine(models[0], SparseSGD(models[0].parameters(), lr=0.1), **EXACT) as engine:
+        with engine.accumulate():
+            loss_of(models[0], 0).backward()
+        loss_of(models[0], 1).backward()
+        engine.step()
+    dense = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    (loss_of(models[1], 0) + loss_of(models[1], 1)).backward()
+    dense.step()
+    for mine, theirs in zip(parameters(models[0]), parameters(models[1]), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+def test_a_second_backward_pass_in_a_step_is_refused_by_name() -> None:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT):
+        loss_of(model, 0).backward()
+        second = loss_of(model, 1)
+        with pytest.raises(ConfigError, match=r"a second gradient of '4\.(weight|bias)'.*accumulate"):
+            second.backward()
+
+
+class Odd(nn.Module):
+    """A shared weight, a frozen one, and one that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.sometimes = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.tied = nn.Linear(48, 48)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(48, 48).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, with_sometimes: bool) -> torch.Tensor:
+        hidden = self.frozen(self.tied(torch.tanh(self.first(inputs))))
+        return self.sometimes(hidden) if with_sometimes else hidden
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_shared_frozen_and_unused_parameters(staleness: int) -> None:
+    model, reference = Odd(), Odd()
+    dense = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1, momentum=0.5)
+    optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.5, flush_every=1)
+    pending: list[torch.Tensor] | None = None
+    with GradientEngine(model, optimizer, **EXACT, staleness=staleness) as engine:
+        for step in range(8):
+            inputs = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
+            model(inputs, step % 3 == 0).square().mean().backward()
+            engine.step()
+            reference(inputs, step % 3 == 0).square().mean().backward()
+            trained = [each for each in reference.parameters() if each.requires_grad]
+            fresh = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+            due, pending = (fresh, None) if staleness == 0 else (pending, fresh)
+            if due is not None:
+                for parameter, gradient in zip(trained, due, strict=True):
+                    parameter.grad = gradient
+                dense.step()
+            dense.zero_grad()
+    for mine, theirs in zip(parameters(model), parameters(reference), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+    assert model.tied.weight is model.first.weight
+
+
+def test_weights_of_half_precision_follow_float32_ones() -> None:
+    model = network().bfloat16()
+    optimizer = SparseSGD(model.parameters(), lr=1e-4)
+    with GradientEngine(model, optimizer, **EXACT) as engine:
+        before = parameters(model)
+        for step in range(3):
+            inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(inputs).square().mean().backward()
+            engine.step()
+        masters = torch.cat([each.weights_D for each in (lane.bucket for lane in engine._lanes)])
+        assert masters.dtype == torch.float32
+        assert not torch.equal(masters, masters.bfloat16().float())  # steps too small for bfloat16 are not lost
+        model.load_state_dict(
+            {name: each.clone() for (name, _), each in zip(model.named_parameters(), before, strict=True)}
+        )
+        for lane in engine._lanes:
+            for parameter, view in zip(lane.bucket.parameters, lane.bucket.views(lane.bucket.weights_D), strict=True):
+                assert torch.equal(parameter.float(), view)
+
+
+def test_samples_belong_to_the_batch_that_is_drawn() -> None:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE) as engine:
+        engine.num_samples = 16
+        loss_of(model, 0).backward()
+        with pytest.raises(ConfigError, match="before the backward pass"):
+            engine.num_samples = 8
+        engine.step()
+        report = engine.report()
+        assert report is not None
+        assert (report.step, report.num_samples) == (0, 16)
+        assert 0.05 <= report.density < 0.2
+        engine.num_samples = 0
+        before = parameters(model)
+        engine.step()  # nobody has samples: a step without a gradient
+        assert_same(parameters(model), before)
+        with pytest.raises(ConfigError, match="num_samples ≥ 0"):
+            engine.num_samples = -1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_nan_leaves_everything_as_it_was(staleness: int) -> None:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=staleness) as engine:
+        train(engine, model, range(3))
+        engine.finish()
+        before = parameters(model)
+        kept = [each["residual"].numpy().copy() for each in engine.state_dict()["residuals"]]
+        (loss_of(model, 3) * float("nan")).backward()
+        if staleness:
+            engine.step()
+        with pytest.raises(NonFiniteGradientError, match="step 3"):
+            (engine.finish if staleness else engine.step)()
+        assert_same(parameters(model), before)
+        engine.load_state_dict(state := engine.state_dict())
+        assert state["step"] == 4
+        assert all(np.array_equal(a, b["residual"].numpy()) for a, b in zip(kept, state["residuals"], strict=True))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_saved_run_goes_on_as_if_nothing_had_been(staleness: int, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, SparseAdamW, GradientEngine]:
+        model = network()
+        optimizer = SparseAdamW(model.parameters(), lr=1e-3)
+        settings = {**SPARSE, "density": WarmUp(0.02, 8), "quantiser": "int8", "staleness": staleness}
+        return model, optimizer, GradientEngine(model, optimizer, **settings)
+
+    def checkpointer() -> Checkpointer:
+        return Checkpointer(persist_to=str(tmp_path), every=1000)
+
+    model, optimizer, engine = build()
+    with checkpointer() as keeping, engine:
+        assert isinstance(engine, Stateful)
+        keeping.attach(model=model, optimizer=optimizer, engine=engine)
+        train(engine, model, range(5))
+        engine.propose(Decision(0.1, (16,), 8, "a test"))
+        train(engine, model, range(5, 6))
+        keeping.save()
+        keeping.wait_durable(60)
+        train(engine, model, range(6, 12))
+        engine.finish()
+        expected = parameters(model)
+
+    model, optimizer, engine = build()
+    with checkpointer() as keeping, engine:
+        keeping.attach(model=model, optimizer=optimizer, engine=engine)
+        train(engine, model, range(2))  # a run that is somewhere else
+        keeping.restore_latest()
+        assert engine.step_count == 6
+        train(engine, model, range(6, 12))
+        assert (engine.density, engine.batch_size) == (0.1, 16)
+        engine.finish()
+        assert_same(parameters(model), expected)
+
+
+def test_a_snapshot_still_being_copied_is_waited_for_before_weights_change() -> None:
+    model = network()
+    optimizer = SparseSGD(model.parameters(), lr=0.1)
+    told, moved = [], network()
+    optimizer.register_step_pre_hook(lambda *_: told.append(parameters(model)))
+    with GradientEngine(model, optimizer, **SPARSE) as engine:
+        train(engine, model, range(1))
+    assert len(told) == 1
+    assert_same(told[0], parameters(moved))
+
+
+def test_a_state_of_another_model_changes_nothing() -> None:
+    model, other = network(), nn.Linear(64, 64)
+    with GradientEngine(other, SparseSGD(other.parameters(), lr=0.1), **SPARSE) as engine:
+        foreign = engine.state_dict()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE) as engine:
+        train(engine, model, range(2))
+        before = [each["residual"].numpy().copy() for each in engine.state_dict()["residuals"]]
+        with pytest.raises(StateMismatchError, match="residuals of the parameters"):
+            engine.load_state_dict(foreign)
+        after = engine.state_dict()
+        assert after["step"] == 2
+        assert all(np.array_equal(a, b["residual"].numpy()) for a, b in zip(before, after["residuals"], strict=True))
+        loss_of(model, 2).backward()
+        with pytest.raises(ConfigError, match="between two steps"):
+            engine.state_dict()
+
+
+def test_clipping_bounds_what_is_applied() -> None:
+    model = network()
+    before = parameters(model)
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=1.0), **EXACT, clip_norm=1e-3) as engine:
+        train(engine, model, range(1))
+        report = engine.report()
+    assert report is not None
+    assert report.gradient_norm > 1e-3
+    moved = [after - at for after, at in zip(parameters(model), before, strict=True)]
+    assert float(torch.cat([each.flatten() for each in moved]).norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_counters_reach_a_page_of_prometheus() -> None:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=1) as engine:
+        train(engine, model, range(3))
+        assert engine.counts["gradient_steps"] == 2  # the third is still to be applied
+        engine.finish()
+        assert engine.counts["gradient_steps"] == 3
+        page = prometheus_text(engine.counts, COUNTS)
+    assert "shade_gradient_steps_total 3" in page
+    assert engine.counts["gradient_chosen"] < 0.2 * engine.counts["gradient_elements"]
+
+
+def test_what_cannot_be_is_said_at_once() -> None:
+    model = network()
+    optimizer = SparseSGD(model.parameters(), lr=0.1)
+    for settings, told in (
+        ({"staleness": 2}, "staleness 0 or 1"),
+        ({"clip_norm": 0.0}, "clip_norm > 0"),
+        ({"density": 0.0}, "density"),
+        ({"local_size": 2}, "divide 1"),
+        ({"timeout_seconds": 0}, "timeout_seconds > 0"),
+        ({"compressor": "topp"}, "did you mean 'topk'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            GradientEngine(model, optimizer, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="sparse_hook"):
+        GradientEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    engine = GradientEngine(model, optimizer)
+    with pytest.raises(ConfigError, match="1 batch sizes"):
+        engine.propose(Decision(0.1, (1, 2), 0, "a test"))
+    engine.close()
+    engine.close()
+    with pytest.raises(ConfigError, match="open engine"):
+        engine.step()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_model_on_a_gpu_trains_as_on_the_cpu(staleness: int) -> None:
+    models = [network(), network().cuda()]
+    for model in models:
+        with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT, staleness=staleness) as engine:
+            for step in range(10):
+                inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+                device = next(model.parameters()).device
+                nn.functional.cross_entropy(model(inputs.to(device)), inputs[:, :5].argmax(1).to(device)).backward()
+                engine.step()
+            engine.finish()
+    for mine, theirs in zip(parameters(models[0]), parameters(models[1]), strict=True):
+        assert torch.allclose(mine, theirs.cpu(), atol=1e-4)

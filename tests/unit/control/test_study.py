@@ -186,6 +186,13 @@ def test_what_is_no_journal_is_refused(content: bytes, tmp_path: Path) -> None:
         list(run(FEW, hill, tmp_path / "journal"))
 
 
+def test_a_line_that_stands_twice_counts_once(tmp_path: Path) -> None:
+    done = list(run(Study(SPACE, num_evaluations=3), hill, tmp_path / "journal"))
+    lines = (tmp_path / "journal").read_text().splitlines(keepends=True)
+    (tmp_path / "journal").write_text("".join([*lines[:3], lines[2], *lines[3:], lines[1]]))
+    assert read_journal(tmp_path / "journal", Study(SPACE)) == done
+
+
 def test_a_journal_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for where in (tmp_path, tmp_path / "file" / "journal"):

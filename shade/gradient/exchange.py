@@ -221,7 +221,7 @@ class Exchange:
         try:
             return collective()
         except (RuntimeError, ValueError) as error:
-            told = str(error).partition(" This is typically")[0].rpartition("] ")[2] or str(error)
+            told = str(error).partition(". This is typically")[0].rpartition("] ")[2] or str(error)
             self._lost = f"{type(error).__name__}: {told}"
             raise self._error() from error
         finally:

@@ -1,0 +1,51 @@
+"""What DDP's buckets keep back, by parameter. What ranks do together is in tests/integration."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shade.errors import ConfigError, StateMismatchError
+from shade.gradient.compressor import COMPRESSORS, Key
+from shade.gradient.error_feedback import ErrorFeedback
+from shade.gradient.kept import Keeper
+from shade.gradient.quantiser import QUANTISERS
+
+
+def make(size: int) -> ErrorFeedback:
+    return ErrorFeedback(size, COMPRESSORS.get("topk")(), QUANTISERS.get("none")(), momentum=0.5)
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+
+
+def test_what_is_kept_moves_with_its_parameters(model: nn.Sequential) -> None:
+    keeper, first = Keeper(model, make), list(model[0].parameters())
+    generator = np.random.default_rng(0)
+    keeper.of(first).compress(generator.standard_normal(144).astype(np.float32), 0.1, Key(0, 0, 0))
+    before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in keeper.state_dict().items()}
+    assert set(before) == {"0.weight", "0.bias"}
+    assert set(before["0.bias"]) == {"residual", "velocity"}
+    moved = keeper.of([model[1].bias, model[0].bias])
+    assert moved.residual_D[:4].tolist() == [0.0] * 4
+    assert torch.equal(torch.from_numpy(moved.residual_D[4:].copy()), before["0.bias"]["residual"])
+    assert keeper.of([model[1].bias, model[0].bias]) is moved
+    after = keeper.state_dict()
+    for name, kept in before.items():
+        assert all(torch.equal(each, after[name][kind]) for kind, each in kept.items())
+
+
+def test_a_state_fits_its_model_or_is_refused(model: nn.Sequential) -> None:
+    keeper = Keeper(model, make)
+    keeper.load_state_dict({"1.bias": {"residual": torch.arange(4.0)}})
+    with pytest.raises(StateMismatchError, match=r"'0\.bias': 16 elements"):
+        keeper.load_state_dict({"0.bias": {"residual": torch.zeros(3)}})
+    with pytest.raises(StateMismatchError, match="no such parameter"):
+        keeper.load_state_dict({"2.bias": {"residual": torch.zeros(3)}})
+    assert keeper.of([model[1].bias]).residual_D.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="the model that DDP wraps"):
+        keeper.of([torch.zeros(3)])

@@ -1,0 +1,42 @@
+"""Which density holds when."""
+
+from __future__ import annotations
+
+import pytest
+
+from shade.gradient.density import WarmUp
+from shade.gradient.plan import Plan
+from shade.types import Decision
+
+
+def decision(density: float, step: int) -> Decision:
+    return Decision(density, (), step, "a test")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_decision_holds_from_a_step_that_all_ranks_can_still_reach(staleness: int) -> None:
+    plan = Plan(WarmUp(0.01), staleness)
+    late = plan.adopt(decision(0.1, 3), told_at=5)
+    assert late.effective_step == 6 + staleness
+    assert [plan.density(step) for step in (5, 6 + staleness - 1, 6 + staleness, 100)] == [0.01, 0.01, 0.1, 0.1]
+    assert plan.adopt(decision(0.2, 50), told_at=8).effective_step == 50
+    assert [plan.density(step) for step in (9, 49, 50)] == [0.1, 0.1, 0.2]
+
+
+def test_a_newer_decision_takes_the_place_of_those_that_have_not_begun() -> None:
+    plan = Plan(WarmUp(0.01, 100), 0)
+    warm = plan.density(4)
+    assert warm > 0.2
+    plan.adopt(decision(0.1, 20), told_at=5)
+    plan.adopt(decision(0.05, 10), told_at=6)
+    assert plan.density(4) == warm
+    assert [plan.density(step) for step in (10, 20, 30)] == [0.05] * 3
+
+
+def test_what_was_decided_survives_a_state() -> None:
+    plan, other = Plan(WarmUp(0.01), 1), Plan(WarmUp(0.01), 1)
+    plan.adopt(Decision(0.1, (3, 4), 20, "a test"), told_at=5)
+    plan.adopt(decision(0.2, 30), told_at=8)
+    other.load_state_dict(plan.state_dict())
+    assert [other.at(step) for step in (7, 20, 30)] == [plan.at(step) for step in (7, 20, 30)]
+    assert other.at(25) == Decision(0.1, (3, 4), 20, "a test")

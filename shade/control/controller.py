@@ -13,7 +13,9 @@ Bandwidth is bytes over wall time of the slowest hop. A rank that is early waits
 that is not the link's fault and is taken off. What does not shrink with density (small dense tensors, latency) is seen
 as less bandwidth; as it is measured again at each new density, a few decisions settle it.
 
-Batches go by the samples that each rank computes in a second (`shade.control.split`); the global batch stays.
+Batches go by the samples that each rank computes in a second (`shade.control.split`); the global batch stays. What a
+step costs whatever its batch makes few samples look slow; each division is measured again, and they close in on equal
+times. That a rank which is only disturbed does not lose all its samples on the way, limits see to.
 
 A decision is made when it changes something by more than `HYSTERESIS_FRACTION`, only after the last one has taken
 effect, and takes effect `LEAD_STEPS` later: by then every rank has it. Arithmetic on reports, no clock, no randomness:
@@ -59,7 +61,7 @@ class Controller:
         curve: What a step is worth at a density.
         floor: Least density; a profile's, where there is one.
         batch_sizes: Samples for each rank at the beginning; empty: batches are left alone.
-        batch_limits: Least and most of each rank; empty: from 1 to the global batch.
+        batch_limits: Least and most of each rank; empty: from a quarter of its first batch to the global one.
 
     Raises:
         ConfigError: One of them is out of range.
@@ -93,7 +95,7 @@ class Controller:
         ratio = self._ceiling / floor
         densities = [floor * ratio ** (place / _CANDIDATES) for place in range(_CANDIDATES)] + [self._ceiling]
         self._candidates = [(each, self._curve.at(each)) for each in densities]
-        self._limits = tuple(batch_limits) or ((1, max(sum(batch_sizes), 1)),) * world_size
+        self._limits = tuple(batch_limits) or tuple((-(-size // 4), sum(batch_sizes)) for size in batch_sizes)
         if self.batch_sizes:
             split(sum(self.batch_sizes), [1.0] * world_size, self._limits)
         self._open: dict[int, dict[int, StepReport]] = {}
@@ -153,7 +155,8 @@ class Controller:
             step: That the training is at.
 
         Returns:
-            For all ranks; None: all stays. It is taken as carried out.
+            For all ranks, with their batches, changed or not, if it divides them; None: all stays. It is taken as
+            carried out.
         """
         now = max(step, self._newest_step)
         if self._num_steps < LEAST_REPORTS or now < self._effective_step:
@@ -162,11 +165,9 @@ class Controller:
         density, why_density = self._better_density(sizes)
         if not why_sizes and not why_density:
             return None
-        self.density, self._effective_step = density, now + LEAD_STEPS
-        if why_sizes:
-            self.batch_sizes = sizes
+        self.density, self.batch_sizes, self._effective_step = density, sizes, now + LEAD_STEPS
         reason = "; ".join(filter(None, (why_density, why_sizes)))
-        return Decision(density, sizes if why_sizes else (), self._effective_step, reason)
+        return Decision(density, sizes, self._effective_step, reason)
 
     def _better_sizes(self) -> tuple[tuple[int, ...], str]:
         """The batches as they are and no reason, or better ones and why."""

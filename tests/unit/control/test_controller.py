@@ -162,7 +162,8 @@ class TestBatches:
                 made.append(decision)
                 sizes = decision.batch_sizes or sizes
         assert sizes == (48, 16)
-        assert len([each for each in made if each.batch_sizes]) == 1
+        assert len([each for each in made if "batches" in each.reason]) == 1
+        assert {each.batch_sizes for each in made} == {(48, 16)}  # told again with a new density
         assert "batches 32, 32 → 48, 16: rank 1 takes 3.00 times as long for a sample as rank 0" in made[0].reason
 
     def test_the_density_fits_the_new_batches(self) -> None:
@@ -181,6 +182,28 @@ class TestBatches:
             controller.observe(report(step, 0, compute=0.2, density=0.0225))
             controller.observe(report(step, 1, compute=0.176, density=0.0225))
             assert controller.decide(step) is None
+
+    def test_what_a_step_costs_whatever_its_batch_does_not_keep_it_from_equal_times(self) -> None:
+        controller, sizes, made = Controller(2, density=0.0225, batch_sizes=(32, 32)), (32, 32), 0
+        for step in range(200):
+            times = (0.1 + 0.002 * sizes[0], 0.1 + 0.006 * sizes[1])
+            for rank, (size, seconds) in enumerate(zip(sizes, times, strict=True)):
+                controller.observe(report(step, rank, samples=size, compute=seconds, density=controller.density))
+            decision = controller.decide(step)
+            if decision is not None:
+                made, sizes = made + 1, decision.batch_sizes
+        assert sum(sizes) == 64
+        assert max(times) < 1.1 * min(times)
+        assert made <= 6
+
+    def test_a_rank_keeps_a_quarter_of_its_batch_where_nobody_set_limits(self) -> None:
+        controller = Controller(2, density=0.0225, batch_sizes=(32, 30))
+        for step in range(5):
+            controller.observe(report(step, 0, compute=0.1))
+            controller.observe(report(step, 1, compute=9.0, samples=30))
+        decision = controller.decide(4)
+        assert decision is not None
+        assert decision.batch_sizes == (54, 8)
 
     def test_limits_hold(self) -> None:
         controller = Controller(2, density=0.0225, batch_sizes=(32, 32), batch_limits=((1, 40), (1, 64)))

@@ -81,7 +81,7 @@ def test_unequal_ranks_are_made_equal_once() -> None:
     unequal = Cluster((0.01, 0.03), (20, 20), NUM_BYTES, 1, 0.1)
     control = Controller(2, density=0.01, batch_sizes=(20, 20))
     with_batches = play(unequal, LINKS["constant"], power(), 300.0, density=0.01, control=control)
-    assert [each.batch_sizes for each in with_batches.decisions if each.batch_sizes] == [(30, 10)]
+    assert {each.batch_sizes for each in with_batches.decisions} == {(30, 10)}
     assert with_batches.seconds < 0.75 * controlled(unequal, LINKS["constant"], power(), 300.0).seconds
 
 

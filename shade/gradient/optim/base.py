@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -143,6 +144,26 @@ class SparseOptimizer(Optimizer, ABC):
     def is_behind(self) -> bool:
         """Whether `flush` would change anything."""
         return any(memory.is_behind for memory in self._memories.values())
+
+    def replica(self, bucket: Bucket) -> list[npt.NDArray[np.uint8]]:
+        """All bytes that have to be the same on every rank: weights, moments, what lags, tables. Writable.
+
+        Args:
+            bucket: One that `apply` has seen, or will see.
+
+        Returns:
+            Views of the bucket's own memory, empty ones left out; step counts last.
+        """
+        memory = self._memory(bucket)
+        memory.counted[0] = memory.step
+        arrays: list[Any] = [bucket.array(), *memory.moments.values(), memory.last_L, memory.history, memory.rows]
+        return [array.reshape(-1).view(np.uint8) for array in (*arrays, memory.counted) if array.size]
+
+    def take_replica(self, bucket: Bucket) -> None:
+        """Goes on from what was written to `replica`'s views."""
+        memory = self._memory(bucket)
+        memory.go_to(int(memory.counted[0]))
+        bucket.publish()
 
     @abstractmethod
     def _new_memory(self, bucket: Bucket, step: int) -> Memory:

@@ -50,12 +50,18 @@ class Memory:
         self.moments: dict[str, Floats] = {}
         self.told_steps = torch.full((len(bucket.parameters),), float(step))
         """The same number, one for each parameter, as PyTorch's optimizers keep it."""
+        self.counted = np.zeros(1, dtype=np.int64)
+        """The same again, where another rank's can be written to."""
         self.step = step
 
     def advance(self) -> None:
         """One step more."""
-        self.step += 1
-        self.told_steps.fill_(float(self.step))
+        self.go_to(self.step + 1)
+
+    def go_to(self, step: int) -> None:
+        """So many steps have been taken."""
+        self.step = step
+        self.told_steps.fill_(float(step))
 
     def add_moment(self, name: str) -> Floats:
         """A new array of zeros, one for each element."""

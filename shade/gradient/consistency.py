@@ -1,0 +1,123 @@
+"""Looks every so many steps whether all ranks hold the same bits, and makes them the same again where they do not.
+
+Replicas stay alike because all apply the same steps in the same order. What breaks that is not a matter of rounding: a
+flipped bit in a memory, a script that changes weights on one rank, a flush that not all ranks made. Left alone,
+replicas part for good and the mean of their gradients means less and less, without a word. So each bucket's weights and
+optimizer state are hashed (xxh3, 64 bits), the hashes go to all ranks, and all draw the same conclusion from the same
+words.
+
+The state that most ranks hold is taken to be right; among equals, that of the lowest rank. Its lowest holder sends the
+bucket to all. That is said in the log and counted: whoever sees it twice should look at that machine.
+
+Price: one pass over the memory of weights and state, and 16 bytes a bucket, every `every` steps.
+
+Legend: W world · N words · B buckets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from shade.errors import ConfigError, GradientError
+from shade.gradient.bucket import Bucket
+from shade.gradient.exchange import Exchange
+from shade.gradient.optim.base import SparseOptimizer
+from shade.types import Indices
+
+EVERY = 500
+
+logger = logging.getLogger("shade.gradient")
+
+
+class Consistency:
+    """One rank's part in it.
+
+    Args:
+        exchange: Of all ranks.
+        optimizer: Steps the buckets.
+        buckets: The same on all ranks, in the same order.
+        every: Steps between two looks, ≥ 1.
+
+    Raises:
+        ConfigError: Not even one step between looks.
+    """
+
+    def __init__(
+        self, exchange: Exchange, optimizer: SparseOptimizer, buckets: Sequence[Bucket], *, every: int = EVERY
+    ) -> None:
+        if every < 1:
+            raise ConfigError.of("every ≥ 1 step", every, f"{EVERY} is the default")
+        self._exchange, self._optimizer, self._buckets, self._every = exchange, optimizer, tuple(buckets), every
+        self.num_checks = 0
+        """Looks so far."""
+        self.num_repairs = 0
+        """Buckets that were not the same on all ranks; more than a few: some machine's memory is bad."""
+
+    def after_step(self, step: int) -> list[int]:
+        """Looks, if it is time to. Collective, with the same step on every rank.
+
+        Args:
+            step: Steps taken.
+
+        Returns:
+            As `check`.
+        """
+        return self.check() if step % self._every == 0 else []
+
+    def check(self) -> list[int]:
+        """Looks now. Collective; no step may be under way.
+
+        Returns:
+            Numbers of the buckets that were repaired, the same on every rank.
+
+        Raises:
+            GradientError: Ranks differ in what they remember, not only in its content.
+            PeerLostError: A rank is gone or silent.
+        """
+        self.num_checks += 1
+        words_WN = self._exchange.gather_words(self._words()).reshape(self._exchange.world_size, -1, 2)
+        repaired = []
+        for number, bucket in enumerate(self._buckets):
+            hashes_W = words_WN[:, number, 0].tolist()
+            if len(set(hashes_W)) == 1:
+                continue
+            source = _healthiest(hashes_W)
+            others = [rank for rank, each in enumerate(hashes_W) if each != hashes_W[source]]
+            if len(set(words_WN[:, number, 1].tolist())) > 1:
+                cure = "restart all ranks from the last checkpoint"
+                raise GradientError.of(f"state of the same form in bucket {number} on every rank", others, cure)
+            logger.warning("bucket %d of rank %s is not what rank %d has; repaired", number, others, source)
+            self._share(bucket, source)
+            repaired.append(number)
+        self.num_repairs += len(repaired)
+        return repaired
+
+    def _words(self) -> Indices:
+        """Hash and form of each bucket."""
+        words = np.empty((len(self._buckets), 2), dtype=np.int64)
+        for number, bucket in enumerate(self._buckets):
+            state = xxhash.xxh3_64()
+            arrays = self._optimizer.replica(bucket)
+            for array in arrays:
+                state.update(array.data)
+            words[number] = np.uint64(state.intdigest()).astype(np.int64), len(arrays)
+        return words.reshape(-1)
+
+    def _share(self, bucket: Bucket, source: int) -> None:
+        """Makes one rank's weights and state everybody's."""
+        arrays = self._optimizer.replica(bucket)
+        for array in arrays:
+            self._exchange.broadcast(torch.from_numpy(array), source)
+        self._optimizer.take_replica(bucket)
+
+
+def _healthiest(hashes_W: list[int]) -> int:
+    """The lowest rank that holds what most hold; among equals, the lowest of all."""
+    counts = Counter(hashes_W)
+    return min(range(len(hashes_W)), key=lambda rank: (-counts[hashes_W[rank]], rank))

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient.compressor import Compressor, Key, aligned_zeros, refuse_non_finite
+from shade.gradient.compressor import Compressor, Key, aligned_zeros, check, refuse_non_finite
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.quantiser import Quantiser
 from shade.gradient.sparse import Sparse
@@ -95,12 +95,15 @@ class ErrorFeedback:
             NonFiniteGradientError: NaN or infinity, in the gradient or in the sum; nothing has changed.
             ConfigError: A bad density or gradient; nothing has changed.
         """
-        added_D = self._clipped(self._as_float32(gradient_D))
-        if self.momentum:
-            np.multiply(self._velocity_D, np.float32(self.momentum), out=self._other_velocity_D)
-            np.add(self._other_velocity_D, added_D, out=self._other_velocity_D)
-            added_D = self._other_velocity_D
+        added_D = self._as_float32(gradient_D)
+        check(added_D, self._residual_D, self._other_residual_D, density)
+        added_D = self._clipped(added_D)
         self._is_undoable = False  # from here on the other buffers are in use
+        if self.momentum:
+            with np.errstate(over="ignore", invalid="ignore"):  # the sum will be looked at
+                np.multiply(self._velocity_D, np.float32(self.momentum), out=self._other_velocity_D)
+                np.add(self._other_velocity_D, added_D, out=self._other_velocity_D)
+            added_D = self._other_velocity_D
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
         prepare().keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
@@ -218,7 +221,7 @@ class ErrorFeedback:
 
     def _clipped(self, gradient_D: Floats) -> Floats:
         """The gradient, scaled down where its norm is too large."""
-        if self.clip_norm is None or gradient_D.size != self.size:
+        if self.clip_norm is None:
             return gradient_D
         norm = float(torch.linalg.vector_norm(torch.from_numpy(gradient_D), dtype=torch.float64))
         if not np.isfinite(norm):

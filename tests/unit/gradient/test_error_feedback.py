@@ -66,6 +66,27 @@ def test_a_clipped_gradient_is_looked_at_for_nan() -> None:
     assert not memory.residual_D.any()
 
 
+@pytest.mark.parametrize("size", [0, 1, SIZE - 1, SIZE + 1])
+def test_a_gradient_of_another_size_changes_nothing(size: int) -> None:
+    memory = feedback(momentum=0.9, clip_norm=1.0)
+    first, second = gradients(2)
+    memory.compress(first, 0.01, Key(0, 0, 0))
+    before = {key: tensor.clone() for key, tensor in memory.state_dict().items()}
+    memory.compress(second, 0.01, Key(0, 1, 0))
+    with pytest.raises(ConfigError, match="elements"):
+        memory.compress(np.ones(size, dtype=np.float32), 0.01, Key(0, 2, 0))
+    memory.undo()
+    assert all(torch.equal(tensor, before[key]) for key, tensor in memory.state_dict().items())
+
+
+def test_momentum_beyond_what_a_float_holds_is_refused() -> None:
+    memory = feedback(momentum=0.9)
+    huge_D = np.full(SIZE, 3e38, dtype=np.float32)
+    memory.compress(huge_D, 0.01, Key(0, 0, 0))
+    with pytest.raises(NonFiniteGradientError):
+        memory.compress(huge_D, 0.01, Key(0, 1, 0))
+
+
 @pytest.mark.parametrize("quantiser", ["bf16", "int8"])
 def test_what_rounding_loses_stays(quantiser: str) -> None:
     memory = feedback(quantiser=quantiser)

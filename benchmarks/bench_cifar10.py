@@ -12,7 +12,6 @@ import networks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -112,15 +111,16 @@ def train(session: TrainSession, config: RunConfig) -> None:
         val_loader = DataLoader(share, batch_size=config.batch_size)
 
     model = networks.build(config.network, num_classes=len(folder.classes), image_size=size).to(device)
-    replica = DistributedDataParallel(model) if session.world_size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+    optimizer = session.optimizer(torch.optim.SGD, model.parameters(), **settings)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs)
     scaler = torch.amp.GradScaler(enabled=device.type == "cuda")
+    replica = session.replica(model, optimizer, scaler)
     session.attach(dataset, sampler, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
     for epoch in session.epochs():
         sampler.set_epoch(epoch)
-        replica.train()
+        model.train()
         for images, targets, indices in session.batches(loader):
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             with torch.autocast(device.type, enabled=device.type == "cuda"):
@@ -129,12 +129,11 @@ def train(session: TrainSession, config: RunConfig) -> None:
             loss = (losses_B * sampler.weights(indices).to(device)).mean()
             scaler.scale(loss).backward()
             sampler.report(indices, losses_B)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            replica.step()
             session.track(losses_B, logits.argmax(1) == targets)
         learning_rate = scheduler.get_last_lr()[0]
         scheduler.step()
+        replica.settle()
         val_loss, val_accuracy = validate(model, val_loader, device) if val_loader else (None, None)
         session.end_epoch(epoch, val_loss=val_loss, val_accuracy=val_accuracy, learning_rate=learning_rate)
 

@@ -95,6 +95,14 @@ class RunConfig:
     """Which snapshots stay in durable storage."""
     checkpoint_strategy: str = "overlap"
     """At which moments a snapshot is copied."""
+    gradient: str | None = None
+    """How a rank picks the elements of its gradient that it sends; None: whole gradients are averaged."""
+    density: float = 0.01
+    """Share of the elements that are sent (``gradient``)."""
+    staleness: int = 0
+    """Steps by which a gradient may be late, 0 or 1 (``gradient``)."""
+    controller: bool = False
+    """Rank 0 adapts the density to what the link carries (``gradient``)."""
     notice: str | None = None
     """What announces, besides SIGTERM, that this machine will be taken away: a path that appears, or an address."""
 

@@ -180,6 +180,14 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         "--notice", metavar="SOURCE", help="file or http:// address that announces this machine's end, beside SIGTERM"
     )
 
+    gradient = top.add_argument_group("gradient (across a slow link; see the README)")
+    gradient.add_argument(
+        "--gradient", metavar="NAME", help="threshold-v16, threshold-v, topk or random-k (none: whole gradients)"
+    )
+    gradient.add_argument("--density", type=float, metavar="F", help="share of the gradient that is sent (0.01)")
+    gradient.add_argument("--staleness", type=int, choices=(0, 1), help="1 hides the exchange behind the next step (0)")
+    gradient.add_argument("--controller", action="store_true", help="adapt the density to the link")
+
     ranks = top.add_argument_group("ranks")
     ranks.add_argument("-n", "--nodes", type=int, metavar="N", help="machines (1)")
     ranks.add_argument("-g", "--gpus", type=int, metavar="N", help="ranks on each machine; CPU ranks without GPUs (1)")

@@ -183,6 +183,15 @@ def _check(config: RunConfig) -> None:
     require(config.batch_size >= 1, "--batch_size of at least 1", config.batch_size, "give a positive number")
     require(config.workers >= 0, "--workers of at least 0", config.workers, "0 loads in the training process")
     require(config.steps is None or config.steps >= 1, "--steps of at least 1", config.steps, "leave it out for all")
+    typed = config.controller or config.staleness or config.density != RunConfig.density
+    require(
+        config.gradient is not None or not typed, "--gradient beside its settings", None, "--gradient threshold-v16"
+    )
+    require(0 < config.density <= 1, "--density in (0, 1]", config.density, "0.01 sends one element in a hundred")
+    if config.gradient is not None:
+        from shade.gradient.compressor import COMPRESSORS
+
+        COMPRESSORS.get(config.gradient)
     fraction = config.working_set_fraction
     require(0 < fraction <= 1, "-wss in (0, 1], the cached share", fraction, "-wss 0.2 caches a fifth")
     require(0 <= config.master_port < 65536, "--master_port below 65536", config.master_port, "choose another port")

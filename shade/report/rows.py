@@ -78,6 +78,8 @@ class Run:
     """``saves``, ``failed``, ``blocked_seconds`` of the slowest rank, ``committed_step``, ``durable_step``; what no row
     tells of is left out."""
     num_samples: int | None = None
+    gradient: dict[str, float] = field(default_factory=dict)
+    """Some of the gradient engine's counts, each of the rank that has most; empty where gradients went whole."""
     """N, the size of the data set, as the last row that names ``num_samples`` has it, or else the plan."""
 
     def total(self, name: str) -> int | None:
@@ -126,7 +128,8 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         by_epoch.setdefault(row["epoch"], []).append(row)
     summaries = [_summarize(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)]
     num_samples = _last([plan, *rows], "num_samples")
-    return Run(directory, plan, summaries, num_torn, _snapshots(told), int(num_samples) if num_samples else None)
+    samples = int(num_samples) if num_samples else None
+    return Run(directory, plan, summaries, num_torn, _snapshots(told), samples, _gradient(rows))
 
 
 def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -142,6 +145,18 @@ def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
         "committed_step": _last(first, "committed_step"),
         "durable_step": _last(first, "durable_step"),
     }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _gradient(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Sums over the run, of the rank that has most of each."""
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        told = row.get("gradient")
+        if isinstance(told, dict) and told.get("gradient_steps"):
+            by_rank.setdefault(int(row.get("rank") or 0), []).append(told)
+    names = ("gradient_steps", "gradient_chosen", "gradient_elements", "gradient_bytes_sent", "gradient_wait_seconds")
+    known = {name: _largest(_sum(each, name) for each in by_rank.values()) for name in names}
     return {name: value for name, value in known.items() if value is not None}
 
 

@@ -185,6 +185,8 @@ def _totals(run: Run) -> Iterator[str]:
         yield f"  Gradient weights: largest |z| {max(zs):.2f}, {verdict}{even}."
     if run.snapshots.get("saves"):
         yield f"  {_snapshots(run)}"
+    if run.gradient.get("gradient_elements"):
+        yield f"  {_gradient(run)}"
     for name, meaning in TROUBLES.items():
         if total := run.total(name):
             yield f"  {total:,} {meaning}."
@@ -201,6 +203,17 @@ def _snapshots(run: Run) -> str:
         f"them{share}; the newest that outlives the machine is of step {known.get('committed_step', 0):.0f}, "
         + (f"in storage of step {durable:.0f}." if durable else "none was in storage yet.")
     )
+
+
+def _gradient(run: Run) -> str:
+    known = run.gradient
+    seconds = sum(e.epoch_seconds or 0.0 for e in run.epochs)
+    waited = known.get("gradient_wait_seconds", 0.0)
+    share = f" ({waited / seconds:.1%} of the time)" if seconds else ""
+    sent = known.get("gradient_chosen", 0.0) / known["gradient_elements"]
+    step_bytes = known.get("gradient_bytes_sent", 0.0) / known["gradient_steps"]
+    told = f"{sent:.2%} of the gradient was sent, {_bytes(step_bytes)} a step and rank"
+    return f"{told}; training waited {waited:.2f} s for it{share}."
 
 
 def _fewer(part: int, whole: int) -> str:

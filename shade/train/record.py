@@ -46,6 +46,7 @@ class RunRecord:
         local_rank: Its number on this machine.
         host_group: A gloo group of all ranks, or None when there is one rank.
         snapshots: What became of the snapshots since it was last asked.
+        gradient: What was exchanged since it was last asked; empty where nobody counts.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class RunRecord:
         local_rank: int,
         host_group: dist.ProcessGroup | None,
         snapshots: Callable[[], dict[str, Any]],
+        gradient: Callable[[], dict[str, float]],
     ) -> None:
         self._out = Path(config.out)
         self._dataset, self._sampler = dataset, sampler
         self._rank, self._local_rank, self._host_group = rank, local_rank, host_group
-        self._snapshots = snapshots
+        self._snapshots, self._gradient = snapshots, gradient
         self._world_size = 1 if host_group is None else host_group.size()
         self._metrics = JsonlSink(self._out / "metrics.jsonl") if rank == 0 else None
         self._boards = _tensorboard(self._out / "tensorboard") if rank == 0 else None
@@ -141,6 +143,7 @@ class RunRecord:
             "learning_rate": learning_rate,
             "receipt": vars(self._sampler.receipt),
             "checkpoint": self._snapshots(),
+            "gradient": self._gradient(),
         }
         self._write(row)
         self._log(row)

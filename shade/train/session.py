@@ -31,6 +31,7 @@ from shade.data.sampler import ShadeSampler
 from shade.errors import ConfigError, ShadeError
 from shade.process import die_with_parent
 from shade.train.record import RunRecord
+from shade.train.replica import DenseReplica, Replica, SparseReplica, sparse_optimizer
 from shade.train.snapshots import Snapshots
 from shade.types import Stateful
 
@@ -70,6 +71,7 @@ class TrainSession:
         self._snapshots: Snapshots | None = None
         self._host_group: dist.ProcessGroup | None = None
         self._record: RunRecord | None = None
+        self._replica: Replica | None = None
         self._steps_before = 0
         self._epoch_steps = 0
         self._place = _Place()
@@ -118,7 +120,7 @@ class TrainSession:
             if self._snapshots is not None:
                 self._snapshots.close(kind, error, trace)
         finally:
-            for thing in (self._sampler, self._dataset, self._record):
+            for thing in (self._sampler, self._dataset, self._record, self._replica):
                 if thing is not None:
                     thing.close()
             if dist.is_initialized() and error is None:
@@ -139,6 +141,8 @@ class TrainSession:
             CheckpointError: No snapshot fits, or none is whole.
         """
         self._dataset, self._sampler = dataset, sampler
+        if self._replica is not None and self._exchanges:
+            stateful["replica"] = self._replica
         self._snapshots = Snapshots(
             self.config, {"sampler": sampler, **stateful, "session": self._place}, dataset.cache
         )
@@ -147,8 +151,58 @@ class TrainSession:
             self._epoch_steps = sampler.steps_done
             self._steps_before = total_steps - sampler.steps_done
         self._record = RunRecord(
-            self.config, dataset, sampler, self.rank, self.local_rank, self._host_group, self._snapshots.figures
+            self.config,
+            dataset,
+            sampler,
+            self.rank,
+            self.local_rank,
+            self._host_group,
+            self._snapshots.figures,
+            self._replica.figures if self._replica is not None else dict,
         )
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], *parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+        """Makes an optimizer: as asked, or under ``--gradient`` the one that computes the same from sparse gradients.
+
+        Args:
+            kind: A class of ``torch.optim``.
+            *parameters: As it takes them.
+            **settings: As it takes them.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            ConfigError: There is no sparse one of that kind, or not with these settings.
+        """
+        return (sparse_optimizer(kind) if self._exchanges else kind)(*parameters, **settings)
+
+    def replica(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    ) -> Replica:
+        """This rank's part in training together; before `attach`, which keeps it with the rest.
+
+        Args:
+            model: On `device`.
+            optimizer: From `optimizer`.
+            scaler: Of mixed precision; may be disabled.
+
+        Returns:
+            DDP, or under ``--gradient`` the gradient engine.
+
+        Raises:
+            ConfigError: On all ranks: a setting cannot be, or the ranks' models differ.
+        """
+        if self._exchanges:
+            host = self.config.master_address if self.config.nodes > 1 else "127.0.0.1"
+            self._replica = SparseReplica(model, optimizer, scaler, self.config, host)
+        else:
+            self._replica = DenseReplica(model, optimizer, scaler)
+        return self._replica
+
+    @property
+    def _exchanges(self) -> bool:
+        return self.config.gradient is not None and self.world_size > 1
 
     def save(self) -> None:
         """Takes a snapshot now, between two steps, and returns when it outlives this process. On every rank.

@@ -134,7 +134,15 @@ class SparseOptimizer(Optimizer, ABC):
         return loss
 
     def flush(self) -> None:
-        """Brings every element up to date: before weights are evaluated or handed on. On all ranks, or on none."""
+        """Brings every element up to date: before weights are evaluated or handed on. On all ranks, or on none.
+
+        Weights change as in a step, so whoever has asked to be called before a step is called: a snapshot may still be
+        being copied.
+        """
+        if not self.is_behind:
+            return
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            hook(self, (), {})
         for memory in self._memories.values():
             if memory.is_behind:
                 self._sweep(memory, 0, memory.num_lines)

@@ -278,3 +278,23 @@ def test_what_cannot_be_is_named() -> None:
     state = one.state_dict()
     with pytest.raises(ConfigError, match=r"momentum_buffer of shape \(5,\), got \(4,\)"):
         SparseSGD([torch.nn.Parameter(torch.zeros(5))], momentum=0.9).load_state_dict(state)
+
+
+def test_whoever_waits_for_steps_is_called_before_a_flush_changes_weights() -> None:
+    parameter = torch.nn.Parameter(torch.ones(64))
+    optimizer = SparseSGD([parameter], lr=0.1, momentum=0.9)
+    seen: list[torch.Tensor] = []
+    parameter.grad = torch.zeros(64)
+    parameter.grad[0] = 1.0
+    optimizer.step()
+    parameter.grad = torch.zeros(64)
+    parameter.grad[40] = 1.0
+    optimizer.step()
+    optimizer.register_step_pre_hook(lambda *_: seen.append(parameter.detach().clone()))
+    before = parameter.detach().clone()
+    assert optimizer.is_behind
+    optimizer.flush()
+    optimizer.flush()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], before)
+    assert not torch.equal(parameter.detach(), before)

@@ -1,0 +1,249 @@
+"""A rank's replica of the model, and the step that all ranks take together: dense as DDP does it, or sparse.
+
+A script calls the replica as it would call the model, ``backward()`` as ever, and `Replica.step` where
+``optimizer.step()`` was. What happens there is the launcher's choice: without ``--gradient`` DDP averages whole
+gradients; with it, the gradient engine exchanges the largest elements, and with ``--controller`` rank 0 decides how
+many from what the link carries.
+
+`sparse_optimizer` stands beside: the engine needs an optimizer that takes sparse gradients, and a scheduler wants to
+know it from the beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shade.checkpoint.group import current_group
+from shade.config import RunConfig
+from shade.control.client import TelemetryClient
+from shade.control.controller import Controller
+from shade.control.server import TelemetryServer
+from shade.errors import ConfigError
+from shade.gradient.engine import GradientEngine
+from shade.gradient.optim import SparseAdam, SparseAdamW, SparseSGD
+
+logger = logging.getLogger("shade.train")
+_SPARSE: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    torch.optim.SGD: SparseSGD,
+    torch.optim.Adam: SparseAdam,
+    torch.optim.AdamW: SparseAdamW,
+}
+
+
+def sparse_optimizer(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The optimizer that computes the same from sparse gradients.
+
+    Args:
+        kind: One of PyTorch's.
+
+    Returns:
+        Ours of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if kind not in _SPARSE:
+        known = ", ".join(each.__name__ for each in _SPARSE)
+        raise ConfigError.of(
+            f"one of {known} under --gradient", kind.__name__, "choose another, or leave --gradient out"
+        )
+    return _SPARSE[kind]
+
+
+class Replica(ABC):
+    """One rank's part; all ranks step together."""
+
+    @abstractmethod
+    def __call__(self, inputs_B: torch.Tensor) -> Any:
+        """Forward.
+
+        Args:
+            inputs_B: This rank's batch.
+
+        Returns:
+            What the model returns.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Ends a step: gradients come together, weights change, gradients are cleared."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Brings weights and buffers up to date, before they are judged or kept. On all ranks."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, float]:
+        """What was exchanged since this was last asked: `shade.gradient.meter.COUNTS`; empty where nobody counts."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What is neither the model's nor the optimizer's."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes it back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads and groups. Safe to call twice."""
+
+
+class DenseReplica(Replica):
+    """Whole gradients, averaged by DDP where there are several ranks.
+
+    Args:
+        model: On its device.
+        optimizer: Any.
+        scaler: Of mixed precision; may be disabled.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        is_many = dist.is_initialized() and dist.get_world_size() > 1
+        self._model = DistributedDataParallel(model) if is_many else model
+        self._optimizer, self._scaler = optimizer, scaler
+
+    def __call__(self, inputs_B: torch.Tensor) -> Any:
+        """See `Replica`."""
+        return self._model(inputs_B)
+
+    def step(self) -> None:
+        """See `Replica`."""
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """See `Replica`; nothing ever lags."""
+
+    def figures(self) -> dict[str, float]:
+        """See `Replica`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replica`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Replica`."""
+
+    def close(self) -> None:
+        """See `Replica`."""
+
+
+class SparseReplica(Replica):
+    """The gradient engine, its telemetry, and on rank 0 its controller.
+
+    Args:
+        model: On its device.
+        optimizer: From `sparse_optimizer`.
+        scaler: Of mixed precision; may be disabled.
+        config: The resolved run, ``config.gradient`` not None.
+        host: Name or address of rank 0's machine, as the other ranks reach it.
+
+    Raises:
+        ConfigError: On every rank: a setting cannot be, or the ranks' models differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        config: RunConfig,
+        host: str,
+    ) -> None:
+        self._model = model
+        assert config.gradient is not None, "the launcher's flag"
+        self._engine = GradientEngine(
+            model,
+            optimizer,  # type: ignore[arg-type]  # the engine says so itself
+            compressor=config.gradient,
+            density=config.density,
+            staleness=config.staleness,
+            scaler=scaler,
+            seed=config.seed,
+        )
+        self._counted: dict[str, float] = {}
+        self._controller: Controller | None = None
+        self._server: TelemetryServer | None = None
+        self._client: TelemetryClient | None = None
+        if config.controller:
+            self._begin_control(config, host)
+
+    def _begin_control(self, config: RunConfig, host: str) -> None:
+        group = current_group()
+        url = ""
+        if group.rank == 0:
+            self._server = TelemetryServer(host)
+            self._controller = Controller(group.world_size, density=config.density, staleness=config.staleness)
+            url = self._server.url
+        url = str(group.share(url))
+        group.close()
+        if self._server is None:
+            self._client = TelemetryClient(url)
+
+    def __call__(self, inputs_B: torch.Tensor) -> Any:
+        """See `Replica`; the batch's length is the weight of this rank's gradient."""
+        if torch.is_grad_enabled():
+            self._engine.num_samples = len(inputs_B)
+        return self._model(inputs_B)
+
+    def step(self) -> None:
+        """See `Replica`."""
+        self._engine.step()
+        report = self._engine.report()
+        if report is None:
+            return
+        if self._client is not None:
+            self._client.report(report)
+        if self._server is not None and self._controller is not None:
+            self._server.hear(report)
+            self._control(self._server, self._controller)
+
+    def _control(self, server: TelemetryServer, controller: Controller) -> None:
+        for told in server.drain():
+            controller.observe(told)
+        decision = controller.decide(self._engine.step_count)
+        if decision is not None:
+            server.hear(decision)
+            self._engine.propose(decision)
+            logger.info("from step %d: %s", decision.effective_step, decision.reason)
+
+    def settle(self) -> None:
+        """See `Replica`: the last gradient, weights that lag, buffers."""
+        self._engine.finish()
+
+    def figures(self) -> dict[str, float]:
+        """See `Replica`."""
+        counts, before = self._engine.counts, self._counted
+        self._counted = counts
+        return {name: count - before.get(name, 0) for name, count in counts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replica`: residuals, what is still to be applied, what has been decided."""
+        state: dict[str, Any] = {"engine": self._engine.state_dict()}
+        if self._controller is not None:
+            state["controller"] = self._controller.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Replica`."""
+        self._engine.load_state_dict(state["engine"])
+        if self._controller is not None and "controller" in state:
+            self._controller.load_state_dict(state["controller"])
+
+    def close(self) -> None:
+        """See `Replica`."""
+        self._engine.close()
+        for end in (self._client, self._server):
+            if end is not None:
+                end.close()
+        self._client = self._server = None

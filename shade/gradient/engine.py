@@ -136,6 +136,9 @@ class GradientEngine:
             for number, bucket in enumerate(buckets)
             for position, parameter in enumerate(bucket.parameters)
         }
+        self._frozen = [
+            each for group in optimizer.param_groups for each in group["params"] if each not in self._places
+        ]
         self._pipeline = Pipeline(self._route, self._lanes, seed, is_late=staleness == 1)
         self._plan, self._scale = Plan(warm_up, staleness), ScaleKeeper(scaler)
         self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))
@@ -187,6 +190,8 @@ class GradientEngine:
             GradientError: A rank failed; see its log.
         """
         self._check_open()
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise ConfigError.of("frozen parameters to stay frozen", "a gradient", "make a new engine to train them")
         compute_seconds = time.perf_counter() - self._stepped_at
         work = self._open
         for parameter, (number, position) in self._places.items():

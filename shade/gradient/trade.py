@@ -134,7 +134,7 @@ class Trade:
         size = self._part_size(number)
         try:
             merged = merge([self._unpack(payload, work, number, size) for payload in payloads], weights_P)
-        except PayloadError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, the others hear of it in the vote
             work.damage.append(error)
             merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
         work.costs.compress_seconds += time.perf_counter() - started

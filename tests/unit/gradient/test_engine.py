@@ -122,6 +122,15 @@ def test_shared_frozen_and_unused_parameters(staleness: int) -> None:
     assert model.tied.weight is model.first.weight
 
 
+def test_a_parameter_that_thaws_is_not_trained_by_one_rank_alone() -> None:
+    model = Odd()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        model.frozen.requires_grad_(True)
+        model(torch.ones(1, 48), True).sum().backward()
+        with pytest.raises(ConfigError, match="make a new engine"):
+            engine.step()
+
+
 def test_weights_of_half_precision_follow_float32_ones() -> None:
     model = network().bfloat16()
     optimizer = SparseSGD(model.parameters(), lr=1e-4)

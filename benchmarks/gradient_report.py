@@ -62,7 +62,7 @@ def rows_of(result: dict[str, Any]) -> Rows:
                     abs(one - other)
                     for run in here
                     if run["method"] == method
-                    for one, other in zip(run["losses"], told["steps"], strict=False)
+                    for one, other in zip(run["losses"], told["steps"][: told["evals"][0]["step"]], strict=False)
                 ]
                 row = {
                     "rate": rate, "task": task, "method": method, "step_seconds": seconds, "spread": spread,

@@ -103,6 +103,8 @@ class RunConfig:
     """Steps by which a gradient may be late, 0 or 1 (``gradient``)."""
     controller: bool = False
     """Rank 0 adapts the density to what the link carries (``gradient``)."""
+    profile: str | None = None
+    """What `shade tune` has found out about this training: the controller's prior."""
     notice: str | None = None
     """What announces, besides SIGTERM, that this machine will be taken away: a path that appears, or an address."""
 

@@ -73,6 +73,7 @@ def of_run(folder: Path) -> list[str]:
         Lines.
     """
     lines = []
+    live: Any = None
     with contextlib.suppress(OSError, ValueError):
         now = json.loads((folder / "progress.json").read_bytes())
         if isinstance(now, dict):
@@ -82,6 +83,7 @@ def of_run(folder: Path) -> list[str]:
                 f"{_number(now, 'samples_per_second', ',.0f')} samples/s, hits {_number(now, 'hit_ratio', '.1%')}, "
                 f"waits {_number(now, 'waiting_fraction', '.0%')} for data"
             )
+            live = now.get("if_ended_now")
     rows = _rows(folder / "metrics.jsonl")
     epochs = [row for row in rows if row.get("kind") == "epoch" and row.get("rank") == 0]
     if epochs:
@@ -92,7 +94,9 @@ def of_run(folder: Path) -> list[str]:
             f"epoch {(_value(last, 'epoch') or 0) + 1:.0f} is done: hits {ratio}, loss {_number(last, 'loss', '.4g')}"
         )
     told = [row["checkpoint"] for row in rows if row.get("rank") == 0 and isinstance(row.get("checkpoint"), dict)]
-    if told and isinstance(told[-1].get("if_ended_now"), dict):
+    if isinstance(live, dict):
+        lines.append(gauge(live))
+    elif told and isinstance(told[-1].get("if_ended_now"), dict):
         lines.append(f"when it last wrote: {gauge(told[-1]['if_ended_now'])}")
     return lines or ["no figures yet"]
 

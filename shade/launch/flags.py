@@ -187,6 +187,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     gradient.add_argument("--density", type=float, metavar="F", help="share of the gradient that is sent (0.01)")
     gradient.add_argument("--staleness", type=int, choices=(0, 1), help="1 hides the exchange behind the next step (0)")
     gradient.add_argument("--controller", action="store_true", help="adapt the density to the link")
+    gradient.add_argument("--profile", metavar="FILE", help="what shade tune has found out, for the controller")
 
     ranks = top.add_argument_group("ranks")
     ranks.add_argument("-n", "--nodes", type=int, metavar="N", help="machines (1)")

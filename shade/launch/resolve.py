@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shade.config import CACHE_URL, RunConfig
+from shade.control.profile import Profile
 from shade.errors import ConfigError
 from shade.store import StoreURL
 
@@ -69,6 +70,9 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
     chosen["script"] = str(_find_script(chosen.get("script", "bench_cifar10.py"), directory))
     for name in ("train_paths", "val_paths"):
         chosen[name] = tuple(str((directory / path).resolve()) for path in chosen.get(name, ()))
+    if chosen.get("profile"):
+        chosen["profile"] = str((directory / Path(chosen["profile"]).expanduser()).resolve())
+        Profile.load(chosen["profile"])
     if "replication_factor" in typed:
         if typed.get("sampling", "pads") != "pads":
             raise ConfigError.of("--sampling pads with -rep", typed["sampling"], "leave one of the two out")
@@ -183,6 +187,7 @@ def _check(config: RunConfig) -> None:
     require(config.batch_size >= 1, "--batch_size of at least 1", config.batch_size, "give a positive number")
     require(config.workers >= 0, "--workers of at least 0", config.workers, "0 loads in the training process")
     require(config.steps is None or config.steps >= 1, "--steps of at least 1", config.steps, "leave it out for all")
+    require(config.profile is None or config.controller, "--controller beside --profile", None, "add --controller")
     typed = config.controller or config.staleness or config.density != RunConfig.density
     require(
         config.gradient is not None or not typed, "--gradient beside its settings", None, "--gradient threshold-v16"

@@ -101,8 +101,12 @@ class RunRecord:
         self._num_correct = self._num_correct.to(losses_B.device) + correct_B.sum()
         self._num_seen += len(losses_B)
 
-    def show_progress(self) -> None:
-        """A small file that the launcher turns into a progress bar, and that anybody may look at."""
+    def show_progress(self, gauge: Callable[[], dict[str, Any]]) -> None:
+        """A small file that the launcher turns into a progress bar, and that `shade top` shows.
+
+        Args:
+            gauge: What an end would cost now: a row of `shade.checkpoint.gauge.Gauge`.
+        """
         now = time.monotonic()
         if self._local_rank != 0 or now - self._progress_at < _PROGRESS_SECONDS:
             return
@@ -116,6 +120,7 @@ class RunRecord:
             "samples_per_second": self._num_seen * self._world_size / elapsed,
             "hit_ratio": counts["hits"] / max(1, counts["samples"]),
             "waiting_fraction": self._wait_seconds / elapsed,
+            "if_ended_now": gauge(),
         }
         _replace(self._out / "progress.json", json.dumps(progress))
 

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shade.checkpoint.group import current_group
 from shade.config import RunConfig
 from shade.control.client import TelemetryClient
-from shade.control.controller import Controller
+from shade.control.controller import FLOOR, Controller
+from shade.control.profile import Profile
 from shade.control.server import TelemetryServer
 from shade.errors import ConfigError
 from shade.gradient.engine import GradientEngine
@@ -183,8 +184,9 @@ class SparseReplica(Replica):
         url = ""
         if group.rank == 0:
             self._server = TelemetryServer(host)
-            self._controller = Controller(group.world_size, density=config.density, staleness=config.staleness)
+            self._controller = _controller(config, group.world_size)
             url = self._server.url
+            logger.info("telemetry at %s (shade top %s)", url, url)
         url = str(group.share(url))
         group.close()
         if self._server is None:
@@ -247,3 +249,17 @@ class SparseReplica(Replica):
             if end is not None:
                 end.close()
         self._client = self._server = None
+
+
+def _controller(config: RunConfig, world_size: int) -> Controller:
+    """With what `shade tune` knows of the training, or with what is true of most."""
+    if config.profile is None:
+        return Controller(world_size, density=config.density, staleness=config.staleness)
+    profile, batch = Profile.load(config.profile), config.batch_size * world_size
+    return Controller(
+        world_size,
+        density=config.density,
+        staleness=config.staleness,
+        curve=profile.curve(batch),
+        floor=max(FLOOR, profile.floor(batch)),
+    )

@@ -267,7 +267,7 @@ class TrainSession:
             yield batch
             taken += 1
             self._epoch_steps = max(self._epoch_steps, taken)  # counts scripts, too, that have nothing to report
-            record.show_progress()
+            record.show_progress(snapshots.gauge)
             snapshots.step(self.total_steps)
         if self._out_of_steps():
             self._begin_save()

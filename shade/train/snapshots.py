@@ -133,6 +133,10 @@ class Snapshots:
         if ticket.landed.exception() is None:
             self._committed = (ticket.step, ticket.landed.result())
 
+    def gauge(self) -> dict[str, Any]:
+        """What an end would cost now: `shade.checkpoint.gauge.Gauge`, as a row."""
+        return self._checkpointer.gauge().row()
+
     def figures(self) -> dict[str, Any]:
         """What became of saves since this was last asked; numbers of steps as of now.
 
@@ -149,7 +153,7 @@ class Snapshots:
             "blocked_seconds": blocked_seconds - self._blocked_seconds,
             "committed_step": self._committed[0] if self._committed else 0,
             "durable_step": self._durable(),
-            "if_ended_now": self._checkpointer.gauge().row(),
+            "if_ended_now": self.gauge(),
         }
         self._tickets = [ticket for ticket in self._tickets if not ticket.landed.done()]
         self._blocked_seconds = sum(ticket.blocked_seconds for ticket in self._tickets)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launching import forget, make_images, rows, run
 
+from shade.control.profile import Profile
 from shade.launch.run import main
 
 WORDS = (
@@ -52,9 +53,14 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(data: Path, tmp_path: Path,
 
 
 def test_the_controller_hears_of_every_rank(data: Path, tmp_path: Path) -> None:
-    told = run(*words(data, "--epochs", "4", "--controller", "--staleness", "1"), cwd=tmp_path)
+    profile = Profile((16, 32), (0.001, 0.01, 0.1), ((0.5, 0.8, 0.9), (0.4, 0.7, 0.9)), is_loss=False)
+    profile.save(tmp_path / "profile.json")
+    more = ("--epochs", "4", "--controller", "--staleness", "1", "--density", "0.001", "--profile", "profile.json")
+    told = run(*words(data, *more), cwd=tmp_path)
     assert told.returncode == 0, told.stderr
-    assert "from step" in (tmp_path / "out" / "output.log").read_text()
+    said = (tmp_path / "out" / "output.log").read_text()
+    assert "telemetry at http://127.0.0.1:" in said
+    assert "from step" in said  # the profile asks for more than 0.1 %
 
 
 @pytest.mark.parametrize(
@@ -65,6 +71,8 @@ def test_the_controller_hears_of_every_rank(data: Path, tmp_path: Path) -> None:
         ("--density 0.5", "--gradient"),
         ("--controller", "--gradient"),
         ("--staleness 1", "--gradient"),
+        ("--gradient topk --profile nowhere.json --controller", "nowhere.json"),
+        ("--gradient topk --profile nowhere.json", "nowhere.json"),
     ],
 )
 def test_settings_that_cannot_be(

@@ -79,6 +79,13 @@ def test_one_look_at_a_run(run: Path, capsys: Capture) -> None:
     ]
 
 
+def test_the_gauge_of_this_moment_comes_first(run: Path, capsys: Capture) -> None:
+    progress = json.loads((run / "progress.json").read_text())
+    (run / "progress.json").write_text(json.dumps(progress | {"if_ended_now": GAUGES[1].row()}))
+    assert main(["top", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(GAUGES[1])
+
+
 @pytest.mark.parametrize("gauge", GAUGES)
 def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: Gauge) -> None:
     assert top_view.gauge(gauge.row()) == str(gauge)

@@ -23,6 +23,7 @@ merged gradient).
   parameter that gets **no gradient** in a step counts as zero on this rank; the others' count.
 * **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` brings them together, see
   `shade.gradient.replica`.
+* **A look** every ``check_every`` steps finds a replica that has parted all the same, and repairs it.
 * **Accumulation**: backward passes inside ``with engine.accumulate():`` only add up.
 * **Errors** come out of `step` and `finish` on every rank, with weights and residuals as they were before the step.
   After `NonFiniteGradientError` and `PayloadError` training may go on; after `PeerLostError` the group is lost.
@@ -44,6 +45,7 @@ from torch import Tensor, nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient.bucket import BUCKET_BYTES, plan_buckets
+from shade.gradient.consistency import EVERY, Consistency
 from shade.gradient.density import WarmUp
 from shade.gradient.exchange import TIMEOUT_SECONDS, Exchange
 from shade.gradient.hierarchy import NodeRoute
@@ -81,10 +83,10 @@ class GradientEngine:
         bucket_bytes: What a bucket holds at most, unless one parameter is larger.
         seed: Of what compressors draw; the same on every rank.
         generation: Of the membership; see `Exchange`.
+        check_every: Steps after which all ranks compare their weights; see `shade.gradient.consistency`.
 
     Raises:
         ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
-        PeerLostError: A rank is gone or silent.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class GradientEngine:
         bucket_bytes: int = BUCKET_BYTES,
         seed: int = 0,
         generation: int = 0,
+        check_every: int = EVERY,
     ) -> None:
         if staleness not in (0, 1):
             raise ConfigError.of("staleness 0 or 1", staleness, "more than one step late needs another algorithm")
@@ -117,12 +120,13 @@ class GradientEngine:
         self._model, self._optimizer, self._staleness, self._clip_norm = model, optimizer, staleness, clip_norm
         names = {parameter: name for name, parameter in model.named_parameters()}
         buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
-        world = Exchange(group, timeout_seconds=timeout_seconds, generation=generation)
+        world, looking = (Exchange(group, timeout_seconds=timeout_seconds, generation=generation) for _ in range(2))
+        self._looking, self._watch = looking, Consistency(looking, optimizer, buckets, every=check_every)
         settings = {
             "compressor": compressor,
             "density": [warm_up.density, warm_up.num_steps, warm_up.first_density],
             "quantiser": quantiser,
-            "staleness, local_size, seed": [staleness, local_size, seed],
+            "staleness, local_size, seed, check_every": [staleness, local_size, seed, check_every],
             "clip_norm, momentum_correction": [clip_norm, momentum_correction],
             "optimizer, scaler": [type(optimizer).__name__, ScaleKeeper(scaler).skips],
         }
@@ -136,9 +140,8 @@ class GradientEngine:
             for number, bucket in enumerate(buckets)
             for position, parameter in enumerate(bucket.parameters)
         }
-        self._frozen = [
-            each for group in optimizer.param_groups for each in group["params"] if each not in self._places
-        ]
+        trained = [each for entry in optimizer.param_groups for each in entry["params"]]
+        self._frozen = [each for each in trained if each not in self._places]
         self._pipeline = Pipeline(self._route, self._lanes, seed, is_late=staleness == 1)
         self._plan, self._scale = Plan(warm_up, staleness), ScaleKeeper(scaler)
         self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))
@@ -323,6 +326,7 @@ class GradientEngine:
             self._open.abandon()
             self._pipeline.close()
             self._route.close()
+            self._looking.close()
 
     def __enter__(self) -> GradientEngine:
         return self
@@ -352,11 +356,8 @@ class GradientEngine:
         work = self._open
         if work.has(number, position):
             name = self._lanes[number].bucket.names[position]
-            raise ConfigError.of(
-                "one backward pass per step",
-                f"a second gradient of {name!r}",
-                "put all but the last into `with engine.accumulate():`, or call engine.step() after each",
-            )
+            cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
+            raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
         if work.is_untouched:
             work.scale = self._scale.unscale
         gradient, parameter.grad = parameter.grad, None
@@ -377,13 +378,12 @@ class GradientEngine:
             self._plan.adopt(work.decision, work.step)
         if work.error is None:
             self._apply(work)
+            self._watch.after_step(work.step + 1)
 
     def _apply(self, work: StepWork) -> None:
         """The sparse step, on the training thread: weights change nowhere else."""
         self._optimizer.step()  # no parameter has a gradient: all it does is to call who asked to be told of steps
-        factor = 1.0
-        if self._clip_norm is not None and work.norm > self._clip_norm:
-            factor = self._clip_norm / work.norm
+        factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
         for lane, merged in zip(self._lanes, work.merged, strict=False):
             scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
             self._optimizer.apply(lane.bucket, scaled)

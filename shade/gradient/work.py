@@ -109,8 +109,9 @@ class StepWork:
         self.gradients[bucket][position] = gradient
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
-            if gradient is not None and gradient.is_cuda:
-                self.copied[bucket] = torch.cuda.current_stream(gradient.device).record_event()
+            on_device = next((each for each in self.gradients[bucket] if each is not None and each.is_cuda), None)
+            if on_device is not None:
+                self.copied[bucket] = torch.cuda.current_stream(on_device.device).record_event()
             self.ready[bucket].set()
 
     def abandon(self) -> None:

@@ -351,6 +351,21 @@ def story_of_other_worlds(rank: int, world_size: int) -> list[Any]:
         return [sums, digest(model)]
 
 
+def story_of_a_flipped_bit(rank: int, world_size: int) -> list[bool]:
+    """Rank 1's weights part from the others': whether they had, and whether they are the same after the next look."""
+    model, alike = network(), []
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL, staleness=1, check_every=5) as engine:
+        for steps in (range(7), range(7, 12)):
+            train(engine, model, rank, steps)
+            if rank == 1 and not alike:
+                with torch.no_grad():
+                    model[2].weight[3, 3] += 1.0
+            digests: list[Any] = [None] * world_size
+            dist.all_gather_object(digests, digest(model))
+            alike.append(len(set(digests)) == 1)
+    return alike
+
+
 def story_of_nodes(rank: int, world_size: int) -> list[Any]:
     """Two nodes of two: distance from the straight mean when all is sent; digest when little is; elements kept; NaN."""
     model, reference = network(), network()
@@ -411,6 +426,7 @@ PAIR = [
     story_of_buffers,
     story_of_unequal_models,
     story_of_other_worlds,
+    story_of_a_flipped_bit,
 ]
 FOUR = [story_of_nodes, story_of_samples]
 
@@ -522,6 +538,10 @@ def test_what_is_kept_survives_a_change_of_the_world(pair: Any) -> None:
     assert again == pytest.approx(later, abs=1e-5)
     assert second[0][3] == 0.0
     assert first[1] == second[1]
+
+
+def test_a_replica_that_has_parted_is_found_and_repaired(pair: Any) -> None:
+    assert told(pair, story_of_a_flipped_bit) == [[False, True]] * 2
 
 
 def test_nodes_sum_densely_and_exchange_sparsely(four: Any) -> None:

@@ -202,6 +202,7 @@ class GradientEngine:
                 work.put(number, position, parameter.grad)
                 parameter.grad = None
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
+        self._optimizer._opt_called = True  # schedulers ask for a step, and the first late one applies nothing
         try:
             if due is not None:
                 self._settle(due, compute_seconds)

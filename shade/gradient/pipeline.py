@@ -33,6 +33,7 @@ import torch
 
 from shade.errors import NonFiniteGradientError
 from shade.gradient.compressor import Key
+from shade.gradient.kernels.choice import prepare
 from shade.gradient.lane import Lane
 from shade.gradient.meter import norm_of
 from shade.gradient.route import Route
@@ -109,6 +110,7 @@ class _Stages:
     # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_compress(self) -> None:
+        prepare()  # compiles, while the first forward pass runs
         while (work := self.inbox.get()) is not None:
             self._packed.put(work)
             if work.before is not None:

@@ -48,10 +48,12 @@ class Plan:
             It, with the step it really takes effect at.
         """
         step = max(decision.effective_step, told_at + 1 + self._staleness)
-        adopted = Decision(decision.density, decision.batch_sizes, step, decision.reason)
         current = self.at(told_at)
         later = [each for each in self._decisions if told_at < each.effective_step < step]
-        self._decisions = [*([current] if current else []), *later, adopted]
+        before = [*([current] if current else []), *later]
+        sizes = decision.batch_sizes or (before[-1].batch_sizes if before else ())  # empty: as they are
+        adopted = Decision(decision.density, sizes, step, decision.reason)
+        self._decisions = [*before, adopted]
         return adopted
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,3 +40,13 @@ def test_what_was_decided_survives_a_state() -> None:
     other.load_state_dict(plan.state_dict())
     assert [other.at(step) for step in (7, 20, 30)] == [plan.at(step) for step in (7, 20, 30)]
     assert other.at(25) == Decision(0.1, (3, 4), 20, "a test")
+
+
+def test_batches_stay_as_they_are_where_a_decision_leaves_them_out() -> None:
+    plan = Plan(WarmUp(0.01), staleness=0)
+    plan.adopt(Decision(0.1, (3, 4), 10, "a test"), told_at=5)
+    plan.adopt(Decision(0.2, (), 20, "a test"), told_at=6)
+    plan.adopt(Decision(0.3, (), 30, "a test"), told_at=25)
+    found = [plan.at(step) for step in (20, 30)]
+    assert [each.batch_sizes for each in found if each] == [(3, 4)] * 2
+    assert [each.density for each in found if each] == [0.2, 0.3]

@@ -164,7 +164,14 @@ def check(job: Job, num_lives: int, *, keeps_durable: bool = True) -> list[Told]
 
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-@pytest.mark.parametrize(("world_size", "strategy"), [(1, "copy"), (2, "overlap"), (2, "asymmetric")])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        pytest.param(1, "copy", marks=pytest.mark.slow),
+        (2, "overlap"),
+        pytest.param(2, "asymmetric", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_is_killed_at_random_moments(
     make: Callable[..., Job], num_kills: int, world_size: int, strategy: str
 ) -> None:

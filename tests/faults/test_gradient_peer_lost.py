@@ -89,7 +89,7 @@ def _play(folder: Path, fault: int, staleness: int) -> list[dict[str, Any]]:
     ("fault", "staleness"),
     [
         pytest.param(signal.SIGKILL, 0, id="killed"),
-        pytest.param(signal.SIGSTOP, 1, id="stopped-late"),
+        pytest.param(signal.SIGSTOP, 1, id="stopped-late", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, 1, id="killed-late", marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 0, id="stopped", marks=pytest.mark.slow),
     ],

@@ -86,7 +86,7 @@ def test_a_trail_with_another_loss_says_at_which_step(
     assert said.endswith("not certified: something is not restored, or not deterministic\n")
 
 
-@pytest.mark.parametrize("forget", ["generator", "buffer"])
+@pytest.mark.parametrize("forget", [pytest.param("generator", marks=pytest.mark.slow), "buffer"])
 def test_what_is_forgotten_is_found_and_the_first_tensor_named(
     forget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

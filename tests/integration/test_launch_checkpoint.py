@@ -75,6 +75,7 @@ class Killed:
         assert not self.own_memory.exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_own_memory_where_nothing_else_is_left(
     undisturbed: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def test_with_both_the_flusher_brings_what_a_killed_run_left_in_the_store_to_sto
         wait_for(lambda: any(record.step == len(stream_of(undisturbed, 1)) for record in storage.held().values()))
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_keep_their_snapshots_apart(data: Path, tmp_path: Path) -> None:
     ids = []
     for name in ("one", "two"):
@@ -147,6 +149,7 @@ def test_a_resume_without_a_snapshot_anywhere_is_refused(
     assert killed.config.run in told
 
 
+@pytest.mark.slow
 def test_machines_without_a_file_system_in_common_go_on_from_the_first_ones_snapshot(
     undisturbed: Path, data: Path, tmp_path: Path
 ) -> None:

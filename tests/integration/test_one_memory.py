@@ -187,7 +187,13 @@ def end(trials: list[Trial]) -> None:
         trials.pop().end()
 
 
-@pytest.mark.parametrize("words", [("--checkpoint-every", "never"), ("--checkpoint-every", "7")], ids=["rare", "often"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("--checkpoint-every", "never"), id="rare", marks=pytest.mark.slow),
+        pytest.param(("--checkpoint-every", "7"), id="often"),
+    ],
+)
 def test_two_ranks_yield_alike_and_see_the_samples_that_they_would_have_seen(
     words: tuple[str, ...], pictures: Path, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_one_rank_killed_in_an_epoch_and_resumed_with_workers(uninterrupted: Tri
     assert len(logged) == counted, "the ledger has lost what the killed attempt read"
 
 
+@pytest.mark.slow
 def test_one_rank_resumed_as_two_from_a_warm_cache(uninterrupted: Trial, server: LocalServer, tmp_path: Path) -> None:
     trial = Trial(tmp_path, uninterrupted.data, words=("--cache", f"unix://{server.socket_path}", "-wss", "0.5"))
     trial.first(1, 1, kill_at=8)
@@ -130,6 +131,7 @@ def test_two_ranks_resumed_as_one_while_the_cache_dies(
     assert sum(row["store_errors"] for row in rows(trial.out) if row["kind"] == "epoch") > 0, "the cache did not die"
 
 
+@pytest.mark.slow
 def test_killed_between_the_last_step_of_an_epoch_and_its_end(uninterrupted: Trial, tmp_path: Path) -> None:
     """The epoch has no step left, and still has to be ended: the learning rate is due to fall."""
     trial = Trial(tmp_path, uninterrupted.data)

@@ -119,7 +119,7 @@ def test_setup_says_what_this_python_lacks(machine: Machine, no_venv: int, too_o
 
 def test_setup_without_python_or_with_a_wrong_flag_is_one_line(machine: Machine) -> None:
     wrong = machine.setup("--fast")
-    assert (wrong.returncode, wrong.stderr) == (2, "setup: unknown argument '--fast'; known: --dev, --help\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "setup: unknown argument '--fast'; known: --dev, --bench, --help\n")
     (machine.bin / "python3").unlink()
     result = machine.setup()
     assert (result.returncode, result.stderr) == (1, "setup: no python3 here; install Python 3.10 or newer\n")

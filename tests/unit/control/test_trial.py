@@ -35,7 +35,7 @@ def test_the_last_line_that_names_the_metric_counts(tmp_path: Path) -> None:
 
 
 def test_a_regular_expression_finds_it_in_errors_too(tmp_path: Path) -> None:
-    source = "import sys; print('loss=3.5'); print('loss=2.5e-1 done', file=sys.stderr)"
+    source = "import sys; print('loss=3.5', flush=True); print('loss=2.5e-1 done', file=sys.stderr)"
     assert CommandObjective(program(source), tmp_path, pattern=r"loss=([-+.\de]+)")(POINT) == 0.25
 
 

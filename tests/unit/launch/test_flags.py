@@ -49,11 +49,16 @@ BOTH_SPELLINGS = [
     ("checkpoint_keep", "last=3,best=val_loss", ["--checkpoint-keep", "--checkpoint_keep"]),
     ("checkpoint_strategy", "copy", ["--checkpoint-strategy", "--checkpoint_strategy"]),
     ("notice", "/run/notice", ["--notice"]),
+    ("gradient", "topk", ["--gradient"]),
+    ("density", 0.05, ["--density"]),
+    ("staleness", 1, ["--staleness"]),
+    ("profile", "profile.json", ["--profile"]),
 ]
 SWITCHES = [
     ("cache_training_data", ["--cache_training_data", "-cache_training_data", "--cache-training-data"]),
     ("nodedist", ["--nodedist", "-nodedist"]),
     ("dry_run", ["--dry-run", "--dry_run"]),
+    ("controller", ["--controller"]),
 ]
 
 

@@ -8,7 +8,6 @@ at its own offset. What has been copied onwards (a module's parameters) is given
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 
 from shade.checkpoint.layout import torch_dtype
 from shade.checkpoint.manifest import Manifest, TensorEntry
+from shade.checkpoint.streaming import copy_bytes
 
 FILLING_THREADS: Final = 4
 """Fresh memory is given out page by page, a disk likes several requests: both go faster side by side."""
@@ -46,11 +46,10 @@ class Arena:
             data: uint8, the whole shard.
             entries: Which.
         """
-
         target, source = self.tensor.data_ptr(), data.data_ptr()
 
         def take(piece: range) -> None:
-            ctypes.memmove(target + piece.start, source + piece.start, len(piece))
+            copy_bytes(target + piece.start, source + piece.start, len(piece))
 
         with ThreadPoolExecutor(FILLING_THREADS, thread_name_prefix="shade-restore") as pool:
             list(pool.map(take, _pieces(entries)))

@@ -86,6 +86,19 @@ def wanted_count(size: int, density: float) -> int:
     return min(size, max(1, math.ceil(size * density)))
 
 
+def check_density(density: float) -> None:
+    """Looks at a fraction to send.
+
+    Args:
+        density: 0 < density ≤ 1.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not 0 < density <= 1:
+        raise ConfigError.of("a density in (0, 1]", density, "0.01 sends one element in a hundred")
+
+
 def check(gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float) -> None:
     """Looks at what `Compressor.select` was given.
 
@@ -98,8 +111,7 @@ def check(gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float
     Raises:
         ConfigError: A bad density, or arrays that do not fit each other; the message names which.
     """
-    if not 0 < density <= 1:
-        raise ConfigError.of("a density in (0, 1]", density, "0.01 sends one element in a hundred")
+    check_density(density)
     for name, array_D in (("gradient", gradient_D), ("residual", residual_D), ("rest", rest_D)):
         if array_D.dtype != np.float32 or array_D.ndim != 1 or not array_D.flags.c_contiguous:
             got = f"{array_D.dtype} {array_D.shape} with strides {array_D.strides}"

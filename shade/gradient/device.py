@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient.compressor import Compressor, Key, non_finite, wanted_count
+from shade.gradient.compressor import Compressor, Key, check_density, non_finite, wanted_count
+from shade.gradient.error_feedback import check_corrections, check_own
 from shade.gradient.quantiser import Quantiser
 from shade.gradient.random_k import RandomK, draw_places
 from shade.gradient.sparse import Sparse
@@ -60,10 +61,7 @@ class DeviceErrorFeedback:
         if not isinstance(compressor, (ThresholdCompressor, RandomK)):
             cure = "compress on the host, or use a threshold"
             raise ConfigError.of("a compressor that devices know", type(compressor).__name__, cure)
-        if not 0 <= momentum < 1:
-            raise ConfigError.of("a momentum in [0, 1)", momentum, "0 leaves it to the optimizer")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
+        check_corrections(momentum, clip_norm)
         self.size, self.device, self.momentum, self.clip_norm = size, device, momentum, clip_norm
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D = torch.zeros(size, device=device)
@@ -90,8 +88,7 @@ class DeviceErrorFeedback:
             NonFiniteGradientError: NaN or infinity; nothing has changed.
             ConfigError: A bad density or gradient; nothing has changed.
         """
-        if not 0 < density <= 1:
-            raise ConfigError.of("a density in (0, 1]", density, "0.01 sends one element in a hundred")
+        check_density(density)
         if gradient_D.shape != (self.size,) or not gradient_D.is_floating_point():
             got = f"{gradient_D.dtype} {tuple(gradient_D.shape)}"
             raise ConfigError.of(f"a flat gradient of {self.size} elements", got, "flatten it into a bucket first")
@@ -136,8 +133,7 @@ class DeviceErrorFeedback:
         Raises:
             ConfigError: It is of a bucket of another size.
         """
-        if sparse.size != self.size:
-            raise ConfigError.of(f"a bucket of {self.size} elements", sparse.size, "give it back where it came from")
+        check_own(sparse, self.size)
         places_K = torch.from_numpy(sparse.indices_K.astype("int64")).to(self.device)
         self._residual_D[places_K] += torch.from_numpy(sparse.values_K).to(self.device)
         self._before = None

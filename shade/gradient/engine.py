@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient.bucket import BUCKET_BYTES, plan_buckets
+from shade.gradient.compressor import check_density
 from shade.gradient.consistency import EVERY, Consistency
 from shade.gradient.density import WarmUp
 from shade.gradient.exchange import TIMEOUT_SECONDS, Exchange
@@ -233,8 +234,7 @@ class GradientEngine:
         world = self._route.world
         if world.rank:
             raise ConfigError.of("a decision on rank 0", f"rank {world.rank}", "run the controller on rank 0 only")
-        if not 0 < decision.density <= 1:
-            raise ConfigError.of("a density in (0, 1]", decision.density, "0.01 sends one element in a hundred")
+        check_density(decision.density)
         if decision.batch_sizes and len(decision.batch_sizes) != world.world_size:
             got = len(decision.batch_sizes)
             raise ConfigError.of(f"{world.world_size} batch sizes, or none", got, "give one for each rank")

@@ -40,6 +40,36 @@ from shade.gradient.sparse import Sparse
 from shade.types import Floats
 
 
+def check_corrections(momentum: float, clip_norm: float | None) -> None:
+    """Looks at what an error feedback is made with.
+
+    Args:
+        momentum: 0 ≤ momentum < 1.
+        clip_norm: > 0, or None.
+
+    Raises:
+        ConfigError: One of them out of its range.
+    """
+    if not 0 <= momentum < 1:
+        raise ConfigError.of("a momentum in [0, 1)", momentum, "0 leaves it to the optimizer")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
+
+
+def check_own(sparse: Sparse, size: int) -> None:
+    """Looks whether something can have come from a bucket.
+
+    Args:
+        sparse: Given back.
+        size: Of the bucket.
+
+    Raises:
+        ConfigError: It is of a bucket of another size.
+    """
+    if sparse.size != size:
+        raise ConfigError.of(f"a bucket of {size} elements", sparse.size, "give it back where it came from")
+
+
 class ErrorFeedback:
     """Adds, picks, rounds, keeps.
 
@@ -63,10 +93,7 @@ class ErrorFeedback:
         momentum: float = 0.0,
         clip_norm: float | None = None,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ConfigError.of("a momentum in [0, 1)", momentum, "0 leaves it to the optimizer")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
+        check_corrections(momentum, clip_norm)
         self.size, self.momentum, self.clip_norm = size, momentum, clip_norm
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D, self._other_residual_D = aligned_zeros(size), aligned_zeros(size)
@@ -133,8 +160,7 @@ class ErrorFeedback:
         Raises:
             ConfigError: It is of a bucket of another size.
         """
-        if sparse.size != self.size:
-            raise ConfigError.of(f"a bucket of {self.size} elements", sparse.size, "give it back where it came from")
+        check_own(sparse, self.size)
         self._residual_D[sparse.indices_K] += sparse.values_K
         self._is_undoable = False
 

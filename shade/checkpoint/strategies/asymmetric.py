@@ -87,7 +87,7 @@ class Asymmetric(Strategy):
 
     def _at_mark(self, number: int) -> None:
         """A window begins: its partition may be copied."""
-        end = self._ends[number] if number < len(self._ends) else self._ends[-1]
+        end = self._ends[min(number, len(self._ends) - 1)]
         if end - self._released >= _LEAST_BYTES or number == len(self._ends) - 1:
             with self._turn:
                 self._released = end

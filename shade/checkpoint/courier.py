@@ -18,22 +18,21 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shade.checkpoint.codec import CODECS, Codec
 from shade.checkpoint.group import Group
-from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import TensorEntry
+from shade.checkpoint.packing import Packer
 from shade.checkpoint.protocol import Notes, Stored, agree, store
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Tier
 from shade.errors import CheckpointError, ShadeError
-from shade.types import Bytes
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -106,9 +105,9 @@ class Courier:
         may_save: Callable[[], None],
         landed: Callable[[Landing], None],
     ) -> None:
-        self._run, self._group, self._stage, self._codec_name = run, group, stage, codec
+        self._group, self._stage = group, stage
         self._ways = [tier for tier in (memory, storage) if tier is not None]
-        self._codec: Codec = CODECS.get(codec)()
+        self._packer = Packer(run, group.rank, group.world_size, codec)
         self._may_save, self._landed = may_save, landed
         self._troubled: set[str] = set()
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
@@ -147,18 +146,20 @@ class Courier:
                     logger.warning("after step %d: %s", ticket.step, error)
 
     def _deliver(self, parcel: Parcel) -> Landing:
-        manifest, chunks, error = None, None, None
+        packed, error = None, None
         try:
             parcel.ticket.copied.result()
             self._may_save()
-            manifest, chunks = self._pack(parcel)
+            packed = self._packer.pack(
+                parcel.ticket.step, parcel.buffer, parcel.num_bytes, parcel.entries, parcel.tree
+            )
         except Exception as failure:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
             error = " ".join(str(failure).split()) or type(failure).__name__
         ticket = parcel.ticket
-        agreed = agree(self._group, manifest, error, parcel.notes)
+        agreed = agree(self._group, None if packed is None else packed.manifest, error, parcel.notes)
         ticket.pace = agreed.pace
-        assert manifest is not None, "agree() raises where a rank has none"
-        assert chunks is not None
+        assert packed is not None, "agree() raises where a rank has none"
+        manifest, chunks = packed.manifest, packed.chunks
         at_home = store(self._stage, self._group, agreed, manifest, lambda: ())
         ticket.kept = at_home.place is not None
         if at_home.place is not None:
@@ -168,7 +169,7 @@ class Courier:
             logger.warning("own memory keeps no copy of step %d, nor of those to come: %s", ticket.step, at_home.reason)
         reasons = []
         for tier in self._ways:
-            stored = store(tier, self._group, agreed, manifest, chunks)
+            stored = store(tier, self._group, agreed, manifest, lambda: chunks)
             self._tell(tier, stored)
             if stored.place is not None:
                 return Landing(tier, stored.place, agreed.record.sequence)
@@ -187,22 +188,3 @@ class Courier:
             else:
                 logger.warning("%s works again", tier.name)
         (self._troubled.add if troubled else self._troubled.discard)(tier.name)
-
-    def _pack(self, parcel: Parcel) -> tuple[Manifest, Callable[[], Iterable[Bytes]]]:
-        """Hashes the chunks, in their stored form, and makes the manifest."""
-        data = memoryview(parcel.buffer.numpy().data)[: parcel.num_bytes]
-        plain = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
-        draft = Manifest(
-            run=self._run,
-            step=parcel.ticket.step,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            codec=self._codec_name,
-            num_bytes=parcel.num_bytes,
-            tensors=parcel.entries,
-            chunks=(),
-            tree=parcel.tree,
-        )
-        stored = [self._codec.encode(chunk, draft.item_bytes) for chunk in plain]
-        chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in stored)
-        return replace(draft, chunks=chunks), lambda: stored

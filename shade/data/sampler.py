@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
-from torch.utils.data import Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
 from shade.data.reminders import Reminders
+from shade.data.saved_draw import SavedDraws, load_draw
 from shade.data.steering import Steering
+from shade.data.walk import EpochWalk, check_order
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochWindow
@@ -37,11 +38,12 @@ from shade.sampling.shards import num_steps, rank_positions, rank_slice
 from shade.types import Floats, Indices
 
 
-class ShadeSampler(Sampler[int]):
+class ShadeSampler(DistributedSampler[int]):
     """Yields this rank's sample indices of one epoch.
 
     The arguments of `torch.utils.data.DistributedSampler`, and then ours by keyword. With a `ShadeDataset` it steers
-    the data set's cache; with any other data set it only samples.
+    the data set's cache; with any other data set it only samples. It is a DistributedSampler in name, so that frameworks
+    which give every loader one (Lightning) leave this one in its place, and tell it the epoch.
 
     Args:
         dataset: The data set that the DataLoader reads.
@@ -118,8 +120,9 @@ class ShadeSampler(Sampler[int]):
         self._last_epoch = None if epochs is None else epochs - 1
         self.epoch = 0
         self._draws: dict[int, Draw] = {}
+        self._saved = SavedDraws()
         self._first_step = self._steps_done = 0
-        self._begun = False
+        self._begun = self._is_placed = False
         self._accuracies: list[float] = []
         self._weight_N: Floats | None = None
         self._reminders = Reminders()
@@ -153,7 +156,8 @@ class ShadeSampler(Sampler[int]):
             self._turn_to(epoch)
 
     def _turn_to(self, epoch: int) -> None:
-        self.epoch, self._first_step, self._steps_done, self._begun = epoch, 0, 0, False
+        self.epoch, self._first_step, self._steps_done = epoch, 0, 0
+        self._begun = self._is_placed = False
 
     def weights(self, indices: torch.Tensor) -> torch.Tensor:
         """Gradient weights of samples of the present epoch: multiply the per-sample losses by them, then average.
@@ -177,6 +181,8 @@ class ShadeSampler(Sampler[int]):
             losses: float (B,), unweighted, on any device; detached here.
         """
         self._reminders.made.add("report")
+        if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices):
+            check_order(int(indices[0]), self._mine, self._steps_done, self.num_steps)
         self._steps_done += 1
         self.merger.report(indices, losses)
 
@@ -187,7 +193,12 @@ class ShadeSampler(Sampler[int]):
     # ── one epoch ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
-        """Samples that this rank takes in the present epoch; after a resume, in what is left of it."""
+        """Samples that this rank takes in the present epoch; after a resume, in what is left of it, unless it was resumed
+        through a loader that keeps its place: those count whole epochs."""
+        return self._num_mine(0 if self._is_placed else self._first_step)
+
+    def _num_mine(self, first_step: int) -> int:
+        """Samples that this rank takes in the present epoch from a step on."""
         num_drawn = len(self._draw(self.epoch).order_K)
         return len(
             rank_positions(
@@ -196,7 +207,7 @@ class ShadeSampler(Sampler[int]):
                 global_batch=self.global_batch,
                 world_size=self.num_replicas,
                 drop_last=self.drop_last,
-                cursor=min(self._first_step * self.global_batch, num_drawn),
+                cursor=min(first_step * self.global_batch, num_drawn),
             )
         )
 
@@ -224,7 +235,14 @@ class ShadeSampler(Sampler[int]):
             )
         return self._draw(epoch).order_K
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> EpochWalk:
+        return EpochWalk(self.batch_size, self._begin, self._seek)
+
+    def _begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
+        """Begins a pass, when its first index is asked for. One that was set to the epoch's end leaves it ended; the one
+        that comes after it is the next epoch, as loaders which keep their place begin anew after what they had ended."""
+        if self._is_placed and not is_placed and self._first_step >= self.num_steps:
+            self._turn_to(self.epoch + 1)
         self._remind()
         if self._begun:
             self._first_step = 0  # the same epoch once more, from its beginning
@@ -246,8 +264,19 @@ class ShadeSampler(Sampler[int]):
             score_N = None if scores is None else scores.score_N
             self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N))
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
+        return self._num_mine(0) - self._num_mine(self._first_step), self._pass(walk_K, len(order_K))
+
+    def _seek(self, step: int, is_between: bool) -> None:
+        """Sets where the next pass begins, whether or not the losses of the steps before were reported."""
+        if not is_between and step != self.num_steps:
+            raise ConfigError.of("a place between two batches", f"step {step}", "give loader and sampler one batch_size")
+        self._first_step = self._steps_done = step
+        self._is_placed = True
+
+    def _pass(self, walk_K: Indices, num_drawn: int) -> Iterator[int]:
+        """The rest of the epoch, each batch dispatched just before it is handed out."""
         for step in range(self._first_step, self.num_steps):
-            index_G, mine = self._share(walk_K, len(order_K), step)
+            index_G, mine = self._share(walk_K, num_drawn, step)
             if self._steering is not None:
                 self._steering.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
             yield from index_G[mine].tolist()
@@ -262,6 +291,12 @@ class ShadeSampler(Sampler[int]):
 
     def _slice(self, step: int, rank: int, num_drawn: int) -> range:
         return rank_slice(step, rank, num_drawn=num_drawn, global_batch=self.global_batch, world_size=self.num_replicas)
+
+    def _mine(self, step: int) -> list[int]:
+        """This rank's samples of one step."""
+        order_K = self._draw(self.epoch).order_K
+        index_G, mine = self._share(self._walk(order_K), len(order_K), step)
+        return index_G[mine].tolist()
 
     def _share(self, walk_K: Indices, num_drawn: int, step: int) -> tuple[Indices, slice]:
         """One global batch, and this rank's place in it."""
@@ -321,22 +356,12 @@ class ShadeSampler(Sampler[int]):
         may call it alone.
         """
         self.merger.flush()
-        draws = {}
-        for epoch in (self.epoch, self.epoch + 1):
-            if epoch in self._draws:
-                draw = self._draws[epoch]
-                weight_K = None if draw.weight_N is None else torch.from_numpy(draw.weight_N[draw.order_K])
-                draws[epoch] = {
-                    "order": torch.from_numpy(draw.order_K.astype(np.int32)),
-                    "weight": weight_K,
-                    "hash": _digest(draw.order_K),
-                    "receipt": vars(draw.receipt).copy(),
-                }
+        draws = [self._draws[epoch] for epoch in (self.epoch, self.epoch + 1) if epoch in self._draws]
         return {
             "settings": dict(self._settings),
             "epoch": self.epoch,
             "steps_done": self._steps_done,
-            "draws": draws,
+            "draws": {draw.epoch: self._saved.of(draw) for draw in draws},
             "table": {
                 name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
                 for name, value in self.table.state_dict().items()
@@ -357,16 +382,7 @@ class ShadeSampler(Sampler[int]):
             theirs = state["settings"].get(name)
             if theirs != mine:
                 raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")
-        draws = {}
-        for epoch, saved in state["draws"].items():
-            order_K = saved["order"].numpy().astype(np.int64)
-            if _digest(order_K) != saved["hash"]:
-                raise ConfigError.of("an order that matches its hash", saved["hash"], "restore an older checkpoint")
-            weight_N = None
-            if saved["weight"] is not None:
-                weight_N = np.ones(self.num_samples, dtype=np.float32)
-                weight_N[order_K] = saved["weight"].numpy()
-            draws[int(epoch)] = Draw(int(epoch), order_K, weight_N, Receipt(**saved["receipt"]))
+        draws = {int(epoch): load_draw(int(epoch), each, self.num_samples) for epoch, each in state["draws"].items()}
         self._draws = draws
         self._turn_to(int(state["epoch"]))
         self._first_step = self._steps_done = int(state["steps_done"])
@@ -379,8 +395,3 @@ class ShadeSampler(Sampler[int]):
     def close(self) -> None:
         """Ends the merging thread. Safe to call twice."""
         self.merger.close()
-
-
-def _digest(order_K: Indices) -> str:
-    """What tells one order from another."""
-    return xxhash.xxh3_64_hexdigest(order_K.tobytes())

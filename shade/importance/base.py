@@ -20,6 +20,9 @@ class ScoreStrategy(ABC):
     by_sample: bool = True
     """False when a new score depends on the other samples of the batch, so that batches must not be joined."""
 
+    takes_losses: bool = True
+    """False when what is reported is no loss: then it says nothing about a label."""
+
     @abstractmethod
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
         """The new scores of a batch.

@@ -23,6 +23,8 @@ from shade.importance.loss import LossScore
 class GradNormScore(LossScore):
     """Moving average, as `LossScore`, of what `last_layer_norm` gives."""
 
+    takes_losses = False
+
 
 @torch.no_grad()
 def last_layer_norm(logits_BC: Tensor, targets_B: Tensor) -> Tensor:

@@ -51,9 +51,13 @@ class ImportanceTable:
         self.score = score
         self.score_N: Floats = np.zeros(num_samples, dtype=np.float32)
         self.seen_N: Bools = np.zeros(num_samples, dtype=bool)
+        self.loss_N: Floats = np.full(num_samples, np.nan, dtype=np.float32)
+        """What was last reported of each sample, as it was reported, since `take_losses`; NaN: nothing was."""
         self.num_ignored = 0
         """Reports dropped because the loss was not finite."""
         self._strategy = SCORES.get(score)()
+        self.takes_losses = self._strategy.takes_losses
+        """Whether what is reported are losses, and not something else that makes a sample important."""
 
     def update(self, index_B: Indices, loss_B: Floats) -> None:
         """Takes in one batch of reports.
@@ -84,6 +88,13 @@ class ImportanceTable:
             self.num_ignored += len(finite_B) - len(index_B)
         self.score_N[index_B] = self._strategy.rescore(self.score_N[index_B], self.seen_N[index_B], loss_B)
         self.seen_N[index_B] = True
+        self.loss_N[index_B] = loss_B
+
+    def take_losses(self) -> Floats:
+        """A copy of `loss_N`, which is empty afterwards: what was reported in an epoch, when its end asks for it."""
+        taken = self.loss_N.copy()
+        self.loss_N.fill(np.nan)
+        return taken
 
     def update_in_order(self, index_B: Indices, loss_B: Floats, sizes: Sequence[int]) -> None:
         """As `update`, batch after batch; in one go where that comes to the same, at a third of the price.

@@ -107,6 +107,8 @@ class RunConfig:
     """What `shade tune` has found out about this training: the controller's prior."""
     notice: str | None = None
     """What announces, besides SIGTERM, that this machine will be taken away: a path that appears, or an address."""
+    metrics_port: int | None = None
+    """Port of 127.0.0.1 where each machine serves its ranks' Prometheus page, 0 for any; None: in files alone."""
 
     def __post_init__(self) -> None:
         if not self.run:

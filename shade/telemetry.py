@@ -1,8 +1,9 @@
 """Carries what was counted and timed to where somebody can read it.
 
 `Histogram` keeps a distribution in 48 integers; a sink (`JsonlSink`, `TensorBoardSink`, `prometheus_text`) carries a
-snapshot out. What is counted is declared where it is counted (`shade.cache.ledger`), each name with the sentence that
-says how to read it, and that sentence travels to the reader: it is the ``# HELP`` line in Prometheus.
+snapshot out, and `join_pages` makes one Prometheus page of several. What is counted is declared where it is counted
+(`shade.cache.ledger`), each name with the sentence that says how to read it, and that sentence travels to the reader:
+it is the ``# HELP`` line in Prometheus.
 
 Why this way: the hot path is one integer addition per batch, nothing is formatted until an epoch ends, and no thread
 runs in the background. The price: a histogram knows a value only to within a factor of two, and a row that the disk
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def prometheus_text(
     meaning: Mapping[str, str],
     histograms: Mapping[str, Histogram] | None = None,
     labels: Mapping[str, object] | None = None,
+    gauges: Mapping[str, float] | None = None,
 ) -> str:
     """Renders a snapshot in the Prometheus text format, every name under ``shade_``.
 
@@ -182,6 +184,7 @@ def prometheus_text(
         meaning: Name → the sentence that says how to read it: the ``# HELP`` line.
         histograms: Name (unit included) → histogram; empty leading and trailing buckets are left out.
         labels: Put on every line: ``{"rank": 0}``.
+        gauges: What is so now and may fall again; become ``shade_<name>``. One that is not finite is left out.
 
     Returns:
         The page, ending in a newline.
@@ -189,10 +192,12 @@ def prometheus_text(
     quoted = [f"{k}={json.dumps(str(v), ensure_ascii=False)}" for k, v in (labels or {}).items()]
     suffix = f"{{{','.join(quoted)}}}" if quoted else ""
     lines: list[str] = []
-    for name, value in counts.items():
+    totals = [(f"{name}_total", "counter", name, value) for name, value in counts.items()]
+    now = [(name, "gauge", name, value) for name, value in (gauges or {}).items() if math.isfinite(value)]
+    for shown, kind, name, value in [*totals, *now]:
         text = meaning[name].replace("\\", "\\\\").replace("\n", "\\n")
-        lines += [f"# HELP shade_{name}_total {text}", f"# TYPE shade_{name}_total counter"]
-        lines.append(f"shade_{name}_total{suffix} {value!r}")
+        lines += [f"# HELP shade_{shown} {text}", f"# TYPE shade_{shown} {kind}"]
+        lines.append(f"shade_{shown}{suffix} {value!r}")
     for name, histogram in (histograms or {}).items():
         lines.append(f"# TYPE shade_{name} histogram")
         cumulative = np.cumsum(histogram.bucket_counts)
@@ -204,3 +209,26 @@ def prometheus_text(
         lines.append(f"shade_{name}_bucket{{{infinite}}} {histogram.count}")
         lines += [f"shade_{name}_sum{suffix} {histogram.total!r}", f"shade_{name}_count{suffix} {histogram.count}"]
     return "\n".join(lines) + "\n"
+
+
+def join_pages(pages: Iterable[str]) -> str:
+    """One page out of several ranks': the lines of a metric together under one header, as the format wants it.
+
+    Args:
+        pages: From `prometheus_text`, with labels that tell them apart.
+
+    Returns:
+        The page.
+    """
+    headers: dict[str, dict[str, None]] = {}
+    samples: dict[str, list[str]] = {}
+    for page in pages:
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                headers.setdefault(family, {})[line] = None
+            else:
+                samples.setdefault(family, []).append(line)
+    lines = [line for family in headers for line in (*headers[family], *samples.get(family, ()))]
+    return "".join(f"{line}\n" for line in lines)

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any, Final
@@ -49,18 +50,26 @@ class TelemetryServer:
         port: 0 for a free one.
         token: What requests must bear; by default the environment's.
         clock: Seconds that only grow.
+        page: What `/metrics` answers; by default what was reported here.
 
     Raises:
         ConfigError: It would listen beyond this machine without a token, or cannot listen there.
     """
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None, clock: Clock = time.monotonic
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        token: str | None = None,
+        clock: Clock = time.monotonic,
+        page: Callable[[], str] | None = None,
     ) -> None:
         token = token_given(token)
         if token is None and not is_loopback(host):
             raise ConfigError.of(f"a token in {TOKEN_VARIABLE}, to listen at {host}", token, "set it for all ranks")
         self._history = History(clock)
+        self._page = page
         self._unread: deque[StepReport] = deque(maxlen=_MOST_UNREAD)
         self._lock = threading.Lock()
         self.num_refused = 0
@@ -120,7 +129,9 @@ class TelemetryServer:
             return {**self._history.state(), "num_refused": self.num_refused}
 
     def prometheus(self) -> str:
-        """As `History.prometheus`."""
+        """The page that was given, or else as `History.prometheus`."""
+        if self._page is not None:
+            return self._page()
         with self._lock:
             return self._history.prometheus()
 

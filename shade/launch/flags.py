@@ -207,5 +207,9 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     run = top.add_argument_group("run")
     run.add_argument("--out", metavar="DIR", help="run directory (runs/<time>)")
     run.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on with a run (--out, else the latest)")
+    run.add_argument(
+        "--metrics-port", "--metrics_port", type=int, metavar="PORT",
+        help="serve Prometheus at 127.0.0.1:PORT/metrics; 0: any, see output.log (files only)",
+    )  # fmt: skip
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the resolved plan and stop")
     return top

@@ -200,4 +200,10 @@ def _check(config: RunConfig) -> None:
     fraction = config.working_set_fraction
     require(0 < fraction <= 1, "-wss in (0, 1], the cached share", fraction, "-wss 0.2 caches a fifth")
     require(0 <= config.master_port < 65536, "--master_port below 65536", config.master_port, "choose another port")
+    require(
+        config.metrics_port is None or 0 <= config.metrics_port < 65536,
+        "--metrics-port below 65536",
+        config.metrics_port,
+        "9464 is customary, 0 takes any that is free",
+    )
     require(bool(config.train_paths), "a TRAIN_PATH", "none", "name a folder with one sub-folder per class")

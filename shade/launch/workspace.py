@@ -22,6 +22,7 @@ from shade.config import SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
 from shade.launch import snapshots
 from shade.telemetry import JsonlSink
+from shade.trajectory import LOSSES
 
 _OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "trail.jsonl", "progress.json")
 
@@ -89,7 +90,7 @@ class Workspace:
             path.unlink(missing_ok=True)
         for path in (*self.out.glob("failure-*.txt"), *self.out.glob("rank*.prom")):
             path.unlink()
-        for folder in ("tensorboard", SNAPSHOTS):
+        for folder in ("tensorboard", LOSSES, SNAPSHOTS):
             shutil.rmtree(self.out / folder, ignore_errors=True)
         shutil.rmtree(own_folder(self._config.run), ignore_errors=True)
         with contextlib.suppress(OSError):

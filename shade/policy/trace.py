@@ -1,8 +1,9 @@
 """A trace: which samples a run used, in which order, epoch by epoch. What the simulator replays.
 
 One file a run, an ``.npz`` that numpy reads without this package: ``size_bytes`` (N,), ``global_batch``, and for each
-epoch ``order_00000`` and perhaps ``score_00000``, the importance as that epoch began. An epoch is appended when it
-begins, so a run that is killed leaves what it had recorded; only a kill during the append itself spoils the file.
+epoch ``order_00000`` and perhaps ``score_00000``, the importance as that epoch began; ``score_after`` is that of the run's
+end. An epoch is appended when it begins, so a run that is killed leaves what it had recorded; only a kill during the
+append itself spoils the file.
 
 Price: four bytes a sample an epoch on disk, four more with scores.
 
@@ -38,6 +39,8 @@ class Trace:
     """Accesses a step, over all ranks."""
     scores: tuple[Floats | None, ...] = ()
     """Importance as each epoch began; empty when none was recorded."""
+    score_after: Floats | None = None
+    """Importance as the run ended: what an epoch more would be drawn from."""
 
     def __post_init__(self) -> None:
         num_samples = len(self.size_bytes_N)
@@ -79,6 +82,8 @@ class Trace:
         with TraceRecorder(path, self.size_bytes_N, self.global_batch) as recorder:
             for epoch, order_K in enumerate(self.orders):
                 recorder.begin_epoch(epoch, order_K, self.score_of(epoch))
+            if self.score_after is not None:
+                recorder.end_run(self.score_after)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -111,6 +116,7 @@ class Trace:
             tuple(arrays[f"order_{epoch}"].astype(np.int64) for epoch in epochs),
             int(arrays["global_batch"]),
             scores if any(score_N is not None for score_N in scores) else (),
+            arrays.get("score_after"),
         )
 
 
@@ -140,6 +146,10 @@ class TraceRecorder:
         if score_N is not None:
             arrays[f"score_{epoch:05d}"] = np.asarray(score_N, dtype=np.float32)
         self._append(arrays, mode="a")
+
+    def end_run(self, score_N: Floats) -> None:
+        """Appends the importance as it came to be; once."""
+        self._append({"score_after": np.asarray(score_N, dtype=np.float32)}, mode="a")
 
     def _append(self, arrays: dict[str, Any], mode: Any) -> None:
         """Adds members to the file."""

@@ -1,8 +1,9 @@
 """RunRecord: what one rank saw of a run, written where people and tools look for it.
 
-``metrics.jsonl`` and TensorBoard get a row per epoch and rank, ``train.log`` a line, ``rank<r>.prom`` the totals as a
-Prometheus page, ``progress.json`` the present moment for the launcher's bar, ``trace.npz`` the order of every epoch for
-`shade simulate`, ``trail.jsonl`` the loss of every step for `shade checkpoint certify`.
+``metrics.jsonl`` and TensorBoard get a row per epoch and rank, ``train.log`` a line, ``rank<r>.prom`` (and a URL) the
+totals as a Prometheus page, ``progress.json`` the present moment for the launcher's bar and `shade top`, ``trace.npz``
+the order of every epoch for `shade simulate`, ``losses`` what each sample's loss was for `shade quality`,
+``trail.jsonl`` the loss of every step for `shade checkpoint certify`.
 
 Rank 0 writes the rows of all ranks: the machines need no file system in common. The trace costs eight bytes a sample an
 epoch on its disk (1 GB for 90 epochs of ImageNet). Invariant: every access is counted in exactly one row.
@@ -21,14 +22,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shade.cache.ledger import FIELDS, Ledger
+from shade.cache.entry import FORM_ENCODED
+from shade.cache.ledger import Ledger
 from shade.checkpoint.certify import TRAIL_FILE, Trail
 from shade.config import ACCESS_LOG, RunConfig
 from shade.data.dataset import ShadeDataset
 from shade.data.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError
 from shade.policy.trace import Trace, TraceRecorder
-from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable, prometheus_text
+from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable
+from shade.train.exposition import Exposition, replace
+from shade.trajectory import LOSSES, LossRecorder, Samples
 
 TRACE_FILE = "trace.npz"
 """In the run directory: the order of every epoch, for `shade simulate`."""
@@ -69,6 +73,9 @@ class RunRecord:
         self._boards = _tensorboard(self._out / "tensorboard") if rank == 0 else None
         self._recorder = self._open_trace(config.resume) if rank == 0 else None
         self._trail = Trail(self._out / TRAIL_FILE) if rank == 0 else None
+        self._losses = LossRecorder(self._out / LOSSES, self._samples) if rank == 0 else None
+        self._exposition = Exposition(config, rank, local_rank)
+        self._stalls: dict[str, float] = {}
         self._ledger = self._ledger_now()
         self._waits = Histogram()
         self._progress_at = time.monotonic()
@@ -78,7 +85,7 @@ class RunRecord:
 
     def begin_epoch(self) -> None:
         """Starts the epoch's clock and averages."""
-        self._epoch_began, self._wait_seconds = time.monotonic(), 0.0
+        self._epoch_began, self._wait_seconds, self._step_seconds = time.monotonic(), 0.0, 0.0
         self._loss_sum, self._num_correct, self._num_seen = torch.zeros(()), torch.zeros(()), 0
         self._traced = False
 
@@ -91,6 +98,10 @@ class RunRecord:
             sampler = self._sampler
             score_N = sampler.table.scores().score_N if sampler.mode.uses_scores else None
             self._recorder.begin_epoch(sampler.epoch, sampler.order_of(sampler.epoch), score_N)
+
+    def batch_done(self, seconds: float) -> None:
+        """The script had a batch in hand for so long."""
+        self._step_seconds += seconds
 
     def track(self, step: int, losses_B: torch.Tensor, correct_B: torch.Tensor) -> None:
         """Adds one step's losses and right answers to the epoch's averages and the trail, without a device sync."""
@@ -107,6 +118,8 @@ class RunRecord:
         Args:
             gauge: What an end would cost now: a row of `shade.checkpoint.gauge.Gauge`.
         """
+        if self._exposition.is_due:
+            self._expose()
         now = time.monotonic()
         if self._local_rank != 0 or now - self._progress_at < _PROGRESS_SECONDS:
             return
@@ -119,10 +132,14 @@ class RunRecord:
             "num_steps": self._sampler.num_steps,
             "samples_per_second": self._num_seen * self._world_size / elapsed,
             "hit_ratio": counts["hits"] / max(1, counts["samples"]),
+            "origin_reads": counts["origin_reads"],
             "waiting_fraction": self._wait_seconds / elapsed,
+            "stall_seconds": counts.stall_seconds(self._wait_seconds),
+            "step_seconds": self._step_seconds,
+            "cache": None if self._dataset.cache is None else self._dataset.cache.store.url,
             "if_ended_now": gauge(),
         }
-        _replace(self._out / "progress.json", json.dumps(progress))
+        replace(self._out / "progress.json", json.dumps(progress))
 
     # ── at its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,12 +148,14 @@ class RunRecord:
     ) -> None:
         """Writes the epoch's row of every rank; collective. See `TrainSession.end_epoch` for the arguments."""
         self._flush_trail()
+        self._keep_losses(epoch)
         ledger, seen = self._ledger_since(), self._num_seen
         cache = self._dataset.cache
         row = self._row(epoch, ledger) | {
             "samples": seen,
             "epoch_seconds": time.monotonic() - self._epoch_began,
             "stall_seconds": ledger.stall_seconds(self._wait_seconds),
+            "step_seconds": self._step_seconds,
             "wait_p50_seconds": self._waits.p50,
             "wait_p99_seconds": self._waits.p99,
             "capacity_bytes": cache.capacity_bytes if cache else 0,
@@ -152,6 +171,11 @@ class RunRecord:
         }
         self._write(row)
         self._log(row)
+        for cause, seconds in row["stall_seconds"].items():
+            self._stalls[cause] = self._stalls.get(cause, 0.0) + seconds
+        self._stalls["step"] = self._stalls.get("step", 0.0) + self._step_seconds
+        self._wait_seconds = self._step_seconds = 0.0
+        self._exposition.end_epoch(row | _derived(row))
         self._expose()
 
     def end_run(self) -> None:
@@ -161,6 +185,9 @@ class RunRecord:
         row = self._row(self._sampler.epoch, self._ledger_since())
         if any(each["hits"] or each["misses"] for each in self._gather(row)):
             self._write(row)
+        if self._recorder is not None and self._sampler.mode.uses_scores:
+            self._sampler.merger.flush()
+            self._recorder.end_run(self._sampler.table.scores().score_N)
         last = {"kind": "end", "rank": self._rank, "checkpoint": self._snapshots(), "time": time.time()}
         for each in self._gather(last):
             if self._metrics is not None:
@@ -171,7 +198,8 @@ class RunRecord:
             self._trail.flush()
 
     def close(self) -> None:
-        """Closes the files. Safe to call twice."""
+        """Closes the files, and the URL. Safe to call twice."""
+        self._exposition.close()
         for sink in (self._metrics, self._boards):
             if sink is not None:
                 sink.close()
@@ -187,7 +215,7 @@ class RunRecord:
             if self._metrics is not None:
                 self._metrics.write(each)
             if self._boards is not None:
-                self._boards.write(each)
+                self._boards.write(each | _derived(each))
 
     def _gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's row, in rank order, on every rank."""
@@ -215,10 +243,40 @@ class RunRecord:
             log.write(line)
 
     def _expose(self) -> None:
-        """The totals so far as a Prometheus page, for a node exporter's textfile collector to pick up."""
-        counts = {name: count for name, count in self._ledger_now().as_dict().items() if name in FIELDS}
-        page = prometheus_text(counts, FIELDS, {"wait_seconds": self._waits}, {"rank": self._rank})
-        _replace(self._out / f"rank{self._rank}.prom", page)
+        """The totals so far, and this moment, on the Prometheus page."""
+        ledger = self._ledger_now()
+        counts, cache = ledger - self._ledger, self._dataset.cache
+        stalls = dict(self._stalls)
+        for cause, seconds in counts.stall_seconds(self._wait_seconds).items():
+            stalls[cause] = stalls.get(cause, 0.0) + seconds
+        steps = stalls.pop("step", 0.0) + self._step_seconds
+        elapsed = max(1e-9, time.monotonic() - self._epoch_began)
+        now = {
+            "epoch": self._sampler.epoch,
+            "step": self._sampler.steps_done,
+            "capacity_bytes": cache.capacity_bytes if cache else 0,
+            "resident_bytes": cache.policy.used_bytes if cache and cache.policy else 0,
+        }
+        if counts["samples"]:
+            now["epoch_samples_per_second"] = self._num_seen / elapsed
+            now["epoch_hit_ratio"] = counts["hits"] / counts["samples"]
+        told = {f"stall_{cause}_seconds": seconds for cause, seconds in stalls.items()}
+        self._exposition.write({**ledger.as_dict(), **told, "step_seconds": steps}, now, self._waits)
+
+    def _keep_losses(self, epoch: int) -> None:
+        """Of every sample, as all ranks reported them."""
+        table = self._sampler.table
+        if self._losses is not None and table.takes_losses:
+            self._sampler.merger.flush()
+            with contextlib.suppress(OSError):  # no report is worth a training
+                self._losses.end_epoch(epoch, table.take_losses())
+
+    def _samples(self) -> Samples:
+        """Who the samples are, for people."""
+        source = self._dataset.source
+        names = map(source.name_of, range(len(self._dataset))) if source.form == FORM_ENCODED else ()
+        targets = () if source.target_N is None else source.target_N.tolist()
+        return Samples(tuple(names), tuple(targets))
 
     def _ledger_since(self) -> Ledger:
         """What was counted since this was last asked for; every access is in exactly one answer."""
@@ -245,11 +303,12 @@ class RunRecord:
         return recorder
 
 
-def _replace(path: Path, text: str) -> None:
-    """Writes a file that readers only ever see whole."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text)
-    aside.replace(path)
+def _derived(row: dict[str, Any]) -> dict[str, float]:
+    """What people look for first, of a row; TensorBoard cannot divide."""
+    seconds, uses = row.get("epoch_seconds"), row["hits"] + row["misses"]
+    known = {"hit_ratio": row["hits"] / uses} if uses else {}
+    known["origin_reads_per_sample"] = row["origin_reads"] / max(1, row["num_samples"])
+    return known | ({"samples_per_second": row["samples"] / seconds} if seconds else {})
 
 
 def _tensorboard(folder: Path) -> TensorBoardSink | None:

@@ -262,9 +262,11 @@ class TrainSession:
             batch = next(source, None)
             if batch is None:
                 break
-            record.batch_came(time.monotonic() - begun)
+            came = time.monotonic()
+            record.batch_came(came - begun)
             set_generators(self.config.seed, self.total_steps, self.rank)
             yield batch
+            record.batch_done(time.monotonic() - came)
             taken += 1
             self._epoch_steps = max(self._epoch_steps, taken)  # counts scripts, too, that have nothing to report
             record.show_progress(snapshots.gauge)

@@ -22,7 +22,7 @@ ROW_FIELDS = {
     "origin_bytes", "cache_reads", "cache_bytes", "admitted", "admitted_bytes", "evicted", "yielded", "declined",
     "surprises", "corrupt", "store_errors", "skipped", "bad_samples", "busy_seconds", "epoch_seconds", "stall_seconds",
     "capacity_bytes", "resident_bytes", "loss", "train_accuracy", "val_loss", "val_accuracy", "learning_rate",
-    "receipt", "time", "wait_p50_seconds", "wait_p99_seconds", "checkpoint", "gradient",
+    "receipt", "time", "wait_p50_seconds", "wait_p99_seconds", "checkpoint", "gradient", "step_seconds",
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def shell(command: str, cwd: Path) -> int:
 def test_it_leaves_all_that_it_promises(done: Done) -> None:
     names = {path.name for path in done.out.iterdir()}
     files = {"train.log", "output.log", "metrics.jsonl", "epochs.csv", "report.txt", "report.png", "run.json"}
-    assert names == files | {"checkpoints", "trace.npz", "trail.jsonl", "tensorboard", "rank0.prom", "rank1.prom"}
+    assert names == files | {"report.html", "losses"} | {"checkpoints", "trace.npz", "trail.jsonl", "tensorboard", "rank0.prom", "rank1.prom"}
     assert (done.out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((done.out / "tensorboard").glob("events.out.tfevents.*"))
     assert (done.here / "train.log").resolve() == done.out / "train.log"

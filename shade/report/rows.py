@@ -50,6 +50,16 @@ class EpochSummary:
     """Held at the end of the epoch, as the rank that saw most of it says: ranks share one cache."""
     capacity_bytes: float | None
     receipt: dict[str, Any]
+    step_seconds: float | None = None
+    """The script had a batch in hand: mean rank."""
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    """Cause → time spent on it, summed over all workers of all ranks; they run side by side."""
+    num_cpus: int | None = None
+    """That the ranks of a machine may run on."""
+    snapshot_seconds: float | None = None
+    """The training waited for snapshots: slowest rank."""
+    gradient_bytes: float | None = None
+    """Sent by all ranks together; None where gradients went whole."""
 
     @property
     def hit_ratio(self) -> float | None:
@@ -174,7 +184,7 @@ def _summarize(epoch: int, rows: list[dict[str, Any]]) -> EpochSummary:
         by_rank.setdefault(int(row.get("rank") or 0), []).append(row)
     parts = list(by_rank.values())
     counts = {name: int(total) for name in COUNTERS if (total := _sum(rows, name)) is not None}
-    stalls = [row["stall_seconds"] for row in rows if isinstance(row.get("stall_seconds"), dict)]
+    stalls = _inner(rows, "stall_seconds")
     stall_seconds = {c: total / len(parts) for c in CAUSES if (total := _sum(stalls, c)) is not None}
     return EpochSummary(
         epoch=epoch,
@@ -190,7 +200,17 @@ def _summarize(epoch: int, rows: list[dict[str, Any]]) -> EpochSummary:
         resident_bytes=_largest(_last(part, "resident_bytes") for part in parts),
         capacity_bytes=_largest(_last(part, "capacity_bytes") for part in parts),
         receipt=next((row["receipt"] for row in reversed(rows) if isinstance(row.get("receipt"), dict)), {}),
+        step_seconds=_mean(_sum(part, "step_seconds") for part in parts),
+        busy_seconds={c: total for c in CAUSES if (total := _sum(_inner(rows, "busy_seconds"), c)) is not None},
+        num_cpus=None if (cpus := _last(rows, "cpus")) is None else int(cpus),
+        snapshot_seconds=_largest(_sum(_inner(part, "checkpoint"), "blocked_seconds") for part in parts),
+        gradient_bytes=_sum(_inner(rows, "gradient"), "gradient_bytes_sent"),
     )
+
+
+def _inner(rows: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """What rows hold under a name that stands for several numbers."""
+    return [row[name] for row in rows if isinstance(row.get(name), dict)]
 
 
 def _number(value: Any) -> float | None:

@@ -156,6 +156,7 @@ class RunRecord:
             "epoch_seconds": time.monotonic() - self._epoch_began,
             "stall_seconds": ledger.stall_seconds(self._wait_seconds),
             "step_seconds": self._step_seconds,
+            "cpus": len(os.sched_getaffinity(0)),
             "wait_p50_seconds": self._waits.p50,
             "wait_p99_seconds": self._waits.p99,
             "capacity_bytes": cache.capacity_bytes if cache else 0,

@@ -22,7 +22,7 @@ ROW_FIELDS = {
     "origin_bytes", "cache_reads", "cache_bytes", "admitted", "admitted_bytes", "evicted", "yielded", "declined",
     "surprises", "corrupt", "store_errors", "skipped", "bad_samples", "busy_seconds", "epoch_seconds", "stall_seconds",
     "capacity_bytes", "resident_bytes", "loss", "train_accuracy", "val_loss", "val_accuracy", "learning_rate",
-    "receipt", "time", "wait_p50_seconds", "wait_p99_seconds", "checkpoint", "gradient", "step_seconds",
+    "receipt", "time", "wait_p50_seconds", "wait_p99_seconds", "checkpoint", "gradient", "step_seconds", "cpus",
 }  # fmt: skip
 
 

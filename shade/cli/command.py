@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade import __version__
-from shade.cli import checkpoint, top, tune
+from shade.cli import checkpoint, simulation, top, tune
 from shade.errors import ShadeError
 
 _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
@@ -29,8 +29,9 @@ examples:
   shade report runs/20250101-120000                     writes and shows a run's report again
   shade checkpoint list --persist /mnt/ckpt             what snapshots there are, and where
   shade tune --command=… --metric accuracy              which batch and density train best; see shade tune --help
-  shade simulate runs/20250101-120000 --capacity 10%,20%,40% --policy plan,lru --plot curves.png
-                                                        what another policy or size would have saved
+  shade quality runs/20250101-120000                    which samples have likely a wrong label
+  shade simulate runs/20250101-120000 --add-cache 20GiB --add-workers 4
+                                                        what more cache or more workers would give
 """
 _CACHE_EXAMPLES: Final = """\
 examples:
@@ -42,15 +43,15 @@ examples:
 
 Servers listen on this machine only. For servers on several machines see redis.conf.
 """
-_SIMULATE_EXAMPLES: Final = """\
+_QUALITY_EXAMPLES: Final = """\
 examples:
-  shade simulate runs/20250101-120000
-  shade simulate runs/20250101-120000/trace.npz --capacity 5%,10%,8GiB --policy plan,lru,belady --plot curves.png
+  shade quality runs/20250101-120000
+  shade quality runs/20250101-120000 && xdg-open runs/20250101-120000/quality.png
 
-hits %   share of samples served from the cache
-reads/N  origin reads an epoch over the size of the data set: 1.000 is a run without a cache that uses every sample once
+suspicion   0: the model believes in the label as it does in others of the class; 1: it never did
+confidence  the probability that the model gave the label, averaged over the run
 
-Every run records its trace. Scores, order and sizes are those of that run; only the cache is another.
+The most suspicious come first. Three epochs will do; ten are better.
 """
 _DOCTOR_EXAMPLES: Final = """\
 examples:
@@ -108,20 +109,15 @@ def parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="write and show a run's report", description="Writes a run's report.")
     report.add_argument("run", metavar="RUN_DIR", type=Path, help="holds metrics.jsonl")
     report.set_defaults(answer=_report)
-    simulate = verbs.add_parser(
-        "simulate",
-        help="what another policy or size would have saved",
-        description="Replays a recorded trace through cache policies and counts what they read.",
-        epilog=_SIMULATE_EXAMPLES,
+    quality = verbs.add_parser(
+        "quality",
+        help="samples of a run that are likely mislabelled, never learned, or twice there",
+        description="Reads the losses that a run recorded, and writes quality.csv and a contact sheet, quality.png.",
+        epilog=_QUALITY_EXAMPLES,
     )
-    simulate.add_argument("trace", metavar="TRACE", type=Path, help="a run directory, or a trace.npz")
-    simulate.add_argument(
-        "--capacity", default="10%,20%,40%", help="of the data set or in bytes, as 20%%,8GiB (10%%,20%%,40%%)"
-    )
-    simulate.add_argument("--policy", default="plan,shade,lru,fifo,static", help="names (plan,shade,lru,fifo,static)")
-    simulate.add_argument("--skip-epochs", type=int, default=1, metavar="N", help="warm-up left out of the figures (1)")
-    simulate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves too")
-    simulate.set_defaults(answer=_simulate)
+    quality.add_argument("run", metavar="RUN_DIR", type=Path, help="of a script that reports its losses")
+    quality.set_defaults(answer=_quality)
+    simulation.add(verbs)
     doctor = verbs.add_parser(
         "doctor",
         help="is this machine ready?",
@@ -162,10 +158,11 @@ def _report(given: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(given: argparse.Namespace) -> int:
-    from shade.cli import simulation
+def _quality(given: argparse.Namespace) -> int:
+    from shade.report.samples import write_quality
 
-    return simulation.answer(given.trace, given.capacity, given.policy, given.skip_epochs, given.plot)
+    sys.stdout.write(write_quality(given.run))
+    return 0
 
 
 def _cache(given: argparse.Namespace) -> int:

@@ -1,52 +1,87 @@
-"""``shade simulate``: miss-ratio curves of a recorded run, as a table and as a picture."""
+"""``shade simulate``: miss-ratio curves of a recorded run, as a table and as a picture, and what they would be worth."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
+from typing import Any, Final
 
 from shade.errors import ConfigError
-from shade.policy.rendering import format_table, plot_curves
-from shade.policy.simulator import miss_ratio_curves
-from shade.policy.trace import Trace
-from shade.store.url import parse_bytes
-from shade.train import TRACE_FILE
+
+_EXAMPLES: Final = """\
+examples:
+  shade simulate runs/20250101-120000
+  shade simulate runs/20250101-120000 --add-cache 20GiB --add-workers 4
+  shade simulate runs/20250101-120000/trace.npz --capacity 5%,10%,8GiB --policy plan,lru,belady --plot curves.png
+
+hits %   share of samples served from the cache
+reads/N  origin reads an epoch over the size of the data set: 1.000 is a run without a cache that uses every sample once
+
+Every run records its trace. Scores, order and sizes are those of that run; only the cache is another. One epoch will
+do: the next ones are drawn from the scores it ended with. Of a run directory the times are scaled, too: what an epoch
+would take, and what it would wait for.
+"""
 
 
-def answer(where: Path, capacities: str, policies: str, skip_epochs: int, plot: Path | None) -> int:
-    """Simulates and prints.
+def add(verbs: Any) -> None:
+    """Adds ``simulate`` to the command."""
+    parser = verbs.add_parser(
+        "simulate",
+        help="what another policy, more cache or more workers would have saved",
+        description="Replays a recorded trace through cache policies, and scales what the run measured.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="a run directory, or a trace.npz")
+    parser.add_argument(
+        "--capacity", default="10%,20%,40%", help="of the data set or in bytes, as 20%%,8GiB (10%%,20%%,40%%)"
+    )
+    parser.add_argument("--policy", default="plan,shade,lru,fifo,static", help="names (plan,shade,lru,fifo,static)")
+    parser.add_argument("--skip-epochs", type=int, default=1, metavar="N", help="warm-up left out of the figures (1)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves too")
+    parser.add_argument("--add-cache", metavar="BYTES", help="what so much more cache would give, as 20GiB")
+    parser.add_argument("--add-workers", type=int, metavar="N", help="what so many more workers a rank would give")
+    parser.set_defaults(answer=_answer)
 
-    Args:
-        where: A run directory, or a trace file.
-        capacities: Separated by commas, each a percentage of the data set or bytes.
-        policies: Names, separated by commas.
-        skip_epochs: Warm-up left out of the figures.
-        plot: Where to draw the curves, or None.
 
-    Returns:
-        The exit code.
-    """
+def _answer(given: argparse.Namespace) -> int:
+    from shade.policy.rendering import format_table, plot_curves
+    from shade.policy.simulator import miss_ratio_curves
+    from shade.policy.trace import Trace
+    from shade.store.url import parse_bytes
+    from shade.train import TRACE_FILE
+
+    where: Path = given.trace
     trace = Trace.load(where / TRACE_FILE if where.is_dir() else where)
     if trace.num_epochs == 0:
         raise ConfigError.of("a trace with an epoch in it", str(where), "let the run begin an epoch")
-    fractions = sorted({_fraction(text.strip(), trace.data_set_bytes) for text in capacities.split(",")})
-    names = [name.strip() for name in policies.split(",")]
-    skip_epochs = min(skip_epochs, trace.num_epochs - 1) if skip_epochs == 1 else skip_epochs
+    fractions = sorted({_fraction(text.strip(), trace.data_set_bytes) for text in given.capacity.split(",")})
+    names = [name.strip() for name in given.policy.split(",")]
+    skip_epochs = min(given.skip_epochs, trace.num_epochs - 1) if given.skip_epochs == 1 else given.skip_epochs
     curves = miss_ratio_curves(trace, names, fractions, skip_epochs=skip_epochs)
-    if plot is not None:
+    if given.plot is not None:
         try:
-            plot_curves({where.name: curves}, plot)
+            plot_curves({where.name: curves}, given.plot)
         except (OSError, ValueError) as error:
-            raise ConfigError.of("a --plot that can be written", f"{plot}: {error}", "name a .png") from None
+            raise ConfigError.of("a --plot that can be written", f"{given.plot}: {error}", "name a .png") from None
     skipped = f", the first {skip_epochs} left out" if skip_epochs else ""
     sys.stdout.write(
         f"{trace.num_epochs} epochs{skipped}; {trace.num_samples:,} samples of {trace.data_set_bytes:,} bytes in all; "
         f"{trace.global_batch} a step; f = capacity / data set\n\n{format_table(curves)}\n"
     )
+    more = parse_bytes(given.add_cache) if given.add_cache is not None else None
+    if where.is_dir() and (where / "metrics.jsonl").exists():
+        from shade.cli import what_if
+
+        sys.stdout.write("\n" + "".join(f"{line}\n" for line in what_if.lines(where, trace, more, given.add_workers)))
+    elif more is not None or given.add_workers is not None:
+        raise ConfigError.of("a run directory, which has times, for --add-cache and --add-workers", str(where), "name it")
     return 0
 
 
 def _fraction(text: str, data_set_bytes: int) -> float:
+    from shade.store.url import parse_bytes
+
     if not text.endswith("%"):
         return parse_bytes(text) / data_set_bytes
     try:

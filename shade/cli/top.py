@@ -23,10 +23,13 @@ from shade.errors import ConfigError
 _EXAMPLES: Final = """\
 examples:
   shade top http://127.0.0.1:9090                       a run's telemetry server; its log says where
-  shade top http://127.0.0.1:9090 runs/20250101-120000  and its folder: hit ratio, snapshots
+  shade top http://127.0.0.1:9090 runs/20250101-120000  and its folder: reads, stalls, memory
   shade top runs/20250101-120000 --once | cat           one look
 
 compute, exchange   medians of the last 64 steps; the exchange may be hidden behind the compute
+time                of the present epoch: the step itself, and the stalls by what the loading was busy with
+                    (origin, cache, decode, transform; wait: none of these)
+cache node          what the cache's servers hold, asked of them
 waits               share of the step that the training stood still for the exchange
 silent              since the rank was last heard of
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from shade.cli import top_nodes
 from shade.cli.checkpoint_verb import size, table
 
 _TAIL_BYTES: Final = 1 << 20
@@ -64,7 +65,7 @@ def of_server(state: Mapping[str, Any]) -> list[str]:
 
 
 def of_run(folder: Path) -> list[str]:
-    """Where a run is, its hit ratio, and what an end would cost, from the files that it writes.
+    """Where a run is, where its time goes, what an end would cost, and what its cache's nodes hold.
 
     Args:
         folder: A run directory.
@@ -72,8 +73,9 @@ def of_run(folder: Path) -> list[str]:
     Returns:
         Lines.
     """
-    lines = []
+    lines: list[str] = []
     live: Any = None
+    url: Any = None
     with contextlib.suppress(OSError, ValueError):
         now = json.loads((folder / "progress.json").read_bytes())
         if isinstance(now, dict):
@@ -83,6 +85,8 @@ def of_run(folder: Path) -> list[str]:
                 f"{_number(now, 'samples_per_second', ',.0f')} samples/s, hits {_number(now, 'hit_ratio', '.1%')}, "
                 f"waits {_number(now, 'waiting_fraction', '.0%')} for data"
             )
+            lines += _spent(now)
+            url = now.get("cache")
             live = now.get("if_ended_now")
     rows = _rows(folder / "metrics.jsonl")
     epochs = [row for row in rows if row.get("kind") == "epoch" and row.get("rank") == 0]
@@ -98,6 +102,8 @@ def of_run(folder: Path) -> list[str]:
         lines.append(gauge(live))
     elif told and isinstance(told[-1].get("if_ended_now"), dict):
         lines.append(f"when it last wrote: {gauge(told[-1]['if_ended_now'])}")
+    if isinstance(url, str):
+        lines += map(printable, top_nodes.lines(url))
     return lines or ["no figures yet"]
 
 
@@ -129,6 +135,20 @@ def gauge(row: Mapping[str, Any]) -> str:
 def printable(text: object) -> str:
     """Without anything that a terminal obeys."""
     return "".join(each if each.isprintable() else "?" for each in str(text))
+
+
+def _spent(now: Mapping[str, Any]) -> list[str]:
+    """What the present epoch has read, and on what its time went, the largest share first."""
+    reads, stalls = _value(now, "origin_reads"), now.get("stall_seconds")
+    rank = f", rank 0 of {ranks:.0f}" if (ranks := _value(now, "num_ranks") or 1) > 1 else ""
+    told = [] if reads is None else [f"read {reads:,.0f} from the origin in this epoch{rank}"]
+    if isinstance(stalls, dict):
+        spent = {"step": _value(now, "step_seconds") or 0.0, **{str(c): _value(stalls, c) or 0.0 for c in stalls}}
+        total = sum(spent.values())
+        if total > 0:
+            shares = sorted(spent.items(), key=lambda each: -each[1])
+            told.append("time: " + " · ".join(f"{printable(c)} {s / total:.0%}" for c, s in shares))
+    return ["; ".join(told)] if told else []
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""Turns a run directory into something to read: ``epochs.csv``, ``report.txt`` and ``report.png``.
+"""Turns a run directory into something to read: ``epochs.csv``, ``report.txt``, ``report.png`` and ``report.html``.
 
-In reading order: `rows` (what the file says, added up), `text` (the tables and what they mean), `plot` (the picture).
+In reading order: `rows` (what the file says, added up), `text` (the tables and what they mean), `plot` (the picture),
+`page` and `svg` (the page). `samples` answers `shade quality`: what the recorded losses say of each sample (`quality`),
+which files are there twice (`duplicates`), and the `sheet` to look at.
 """
 
 from __future__ import annotations
@@ -8,14 +10,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shade.report import plot, text
+from shade.report import page, plot, text
 from shade.report.rows import EpochSummary, Run, load_run
 
 __all__ = ["EpochSummary", "Run", "load_run", "write_report"]
 
 
 def write_report(directory: str | os.PathLike[str]) -> str:
-    """Reads a run and writes the three files beside its ``metrics.jsonl``; running it again replaces them.
+    """Reads a run and writes the four files beside its ``metrics.jsonl``; running it again replaces them.
 
     Args:
         directory: Holds ``metrics.jsonl`` and, if the launcher wrote one, ``run.json``.
@@ -28,6 +30,7 @@ def write_report(directory: str | os.PathLike[str]) -> str:
     """
     run = load_run(directory)
     (run.directory / "epochs.csv").write_text(text.render_csv(run), encoding="utf-8")
+    page.write_html(run, run.directory / "report.html")
     note = plot.write_png(run, run.directory / "report.png")
     report = text.render(run, note)
     Path(run.directory / "report.txt").write_text(report, encoding="utf-8")

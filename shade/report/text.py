@@ -52,7 +52,7 @@ def render(run: Run, note: str = "") -> str:
         "\n".join(_header(run)),
         "\n".join(_table(run)),
         "\n".join(_trends(run)),
-        "\n".join(_totals(run)),
+        "\n".join(totals(run)),
         LEGEND,
         note,
     ]
@@ -72,7 +72,7 @@ def render_csv(run: Run) -> str:
     for e in run.epochs:
         writer.writerow(
             [e.epoch, e.ranks, *(e.counts.get(name) for name in COUNTERS)]
-            + [e.hit_ratio, _reads_per_n(run, e), e.epoch_seconds, e.samples_per_second]
+            + [e.hit_ratio, reads_per_n(run, e), e.epoch_seconds, e.samples_per_second]
             + [e.stall_seconds.get(cause) for cause in CAUSES]
             + [getattr(e, name) for name in plain]
             + [e.receipt.get(name) for name in RECEIPT]
@@ -90,7 +90,7 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 
 def _header(run: Run) -> Iterator[str]:
-    pairs = [("run", str(run.directory)), *_flatten(run.plan)]
+    pairs = [("run", str(run.directory)), *flatten(run.plan)]
     width = min(max(len(name) for name, _ in pairs), 34)
     for name, value in pairs:
         yield f"{name:<{width}}  {value if len(value) <= 84 else value[:83] + '…'}"
@@ -98,10 +98,11 @@ def _header(run: Run) -> Iterator[str]:
         yield f"{run.num_torn} torn line(s) of metrics.jsonl were left out: the run was killed while writing"
 
 
-def _flatten(plan: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten(plan: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The plan's settings as name and text, without those that are None and without passwords."""
     for name, value in plan.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         elif value is not None:
             shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             yield f"{prefix}{name}", re.sub(r"//[^/@\s]*@", "//***@", shown)
@@ -123,7 +124,7 @@ def _table(run: Run) -> Iterator[str]:
         yield (
             f"{e.epoch:>5} {_cell(e.loss, 7, '.4f')} {_cell(e.train_accuracy, 7, '.2%')} "
             f"{_cell(e.val_accuracy, 7, '.2%')} {_cell(e.counts.get('samples'), 8, ',')} "
-            f"{_cell(e.hit_ratio, 6, '.1%')} {reads} {_cell(_reads_per_n(run, e), 7, '.3f')} {stall} "
+            f"{_cell(e.hit_ratio, 6, '.1%')} {reads} {_cell(reads_per_n(run, e), 7, '.3f')} {stall} "
             f"{_cell(e.epoch_seconds, 7, '.2f')} {_cell(e.samples_per_second, 9, ',.0f')}"
         )
 
@@ -143,7 +144,8 @@ def _trends(run: Run) -> Iterator[str]:
             yield f"{name:<13} {sparkline(values)}  {known[0]:,.5g} → {known[-1]:,.5g}"
 
 
-def _totals(run: Run) -> Iterator[str]:
+def totals(run: Run) -> Iterator[str]:
+    """A headline, and the run in sentences."""
     yield "Altogether"
     samples, reads = run.total("samples"), run.total("origin_reads")
     hits, misses = run.total("hits"), run.total("misses")
@@ -163,7 +165,7 @@ def _totals(run: Run) -> Iterator[str]:
     if hits is not None and misses is not None and hits + misses:
         yield f"  Hit ratio {hits / (hits + misses):.1%}: {hits:,} hits, {misses:,} misses."
     moved = [
-        f"{_bytes(total)} {where}"
+        f"{human_bytes(total)} {where}"
         for name, where in (("origin_bytes", "from the origin"), ("cache_bytes", "from the cache"))
         if (total := run.total(name)) is not None
     ]
@@ -172,7 +174,7 @@ def _totals(run: Run) -> Iterator[str]:
     last = run.epochs[-1]
     if last.resident_bytes is not None and last.capacity_bytes:
         share = last.resident_bytes / last.capacity_bytes
-        yield f"  The cache ended at {_bytes(last.resident_bytes)} of {_bytes(last.capacity_bytes)} ({share:.1%})."
+        yield f"  The cache ended at {human_bytes(last.resident_bytes)} of {human_bytes(last.capacity_bytes)} ({share:.1%})."
     zs = [abs(e.receipt["weight_sum_z"]) for e in run.epochs if _is_number(e.receipt.get("weight_sum_z"))]
     if zs:
         verdict = "sound" if max(zs) <= 4 else "BROKEN: the weights are not those of the draw; please report it"
@@ -212,7 +214,7 @@ def _gradient(run: Run) -> str:
     share = f" ({waited / seconds:.1%} of the time)" if seconds else ""
     sent = known.get("gradient_chosen", 0.0) / known["gradient_elements"]
     step_bytes = known.get("gradient_bytes_sent", 0.0) / known["gradient_steps"]
-    told = f"{sent:.2%} of the gradient was sent, {_bytes(step_bytes)} a step and rank"
+    told = f"{sent:.2%} of the gradient was sent, {human_bytes(step_bytes)} a step and rank"
     return f"{told}; training waited {waited:.2f} s for it{share}."
 
 
@@ -220,7 +222,8 @@ def _fewer(part: int, whole: int) -> str:
     return f"{1 - part / whole:.1%} fewer" if part <= whole else f"{part / whole - 1:.1%} more"
 
 
-def _reads_per_n(run: Run, e: EpochSummary) -> float | None:
+def reads_per_n(run: Run, e: EpochSummary) -> float | None:
+    """Origin reads over the size of the data set."""
     reads = e.counts.get("origin_reads")
     return reads / run.num_samples if run.num_samples and reads is not None else None
 
@@ -233,7 +236,8 @@ def _cell(value: float | None, width: int, form: str) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}{form}}"
 
 
-def _bytes(value: float) -> str:
+def human_bytes(value: float) -> str:
+    """Bytes with the unit that suits them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
             return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"

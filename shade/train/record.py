@@ -132,6 +132,7 @@ class RunRecord:
             "num_steps": self._sampler.num_steps,
             "samples_per_second": self._num_seen * self._world_size / elapsed,
             "hit_ratio": counts["hits"] / max(1, counts["samples"]),
+            "num_ranks": self._world_size,
             "origin_reads": counts["origin_reads"],
             "waiting_fraction": self._wait_seconds / elapsed,
             "stall_seconds": counts.stall_seconds(self._wait_seconds),

@@ -1,0 +1,103 @@
+"""Stop in the middle of an epoch and go on there, with torchdata's StatefulDataLoader.
+
+    pip install 'shade[ecosystem]'
+    python examples/stateful_loader.py
+
+The loader's state holds the sampler's, so ``loader.state_dict()`` is all that there is to save: what comes next, the
+order and the weights of this epoch and of the next, the scores. Batches that workers have under way are loaded again.
+
+What to know: the loader asks for the sampler's state at every batch, unless ``snapshot_every_n_steps`` says otherwise;
+the losses of the few batches under way at a stop are not in it. To the last bit, the same training follows from
+`shade.Checkpointer`, or with ``num_workers=0``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from shade import ShadeDataset, ShadeSampler
+
+BATCH = 8
+
+
+def make_data(num_samples: int = 200) -> TensorDataset:
+    """Points in four classes, and some noise."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(num_samples) % 4
+    points = F.one_hot(labels, 16).float() * 2 + torch.randn(num_samples, 16, generator=generator)
+    return TensorDataset(points, labels)
+
+
+class Training:
+    """A model, and all that is needed to go on with it."""
+
+    def __init__(self, workers: int = 0) -> None:
+        torch.manual_seed(0)
+        self.dataset = ShadeDataset(make_data(), cache="local://", working_set_fraction=0.5)
+        self.sampler = ShadeSampler(self.dataset, batch_size=BATCH, seed=0)
+        self.loader = StatefulDataLoader(
+            self.dataset, batch_size=BATCH, sampler=self.sampler, num_workers=workers, snapshot_every_n_steps=1
+        )
+        self.model = torch.nn.Linear(16, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.epoch = 0
+
+    def run(self, epochs: int, stop_after: int | None = None) -> list[list[int]]:
+        """Trains; returns the sample indices of each step."""
+        seen: list[list[int]] = []
+        for self.epoch in range(self.epoch, epochs):
+            self.sampler.set_epoch(self.epoch)
+            for points, labels, indices in self.loader:
+                losses_B = F.cross_entropy(self.model(points), labels, reduction="none")
+                (losses_B * self.sampler.weights(indices)).mean().backward()
+                self.sampler.report(indices, losses_B)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                seen.append(indices.tolist())
+                if len(seen) == stop_after:
+                    return seen
+        return seen
+
+    def save(self, path: Path) -> None:
+        """Between two steps, or after an epoch."""
+        state = {"epoch": self.epoch, "loader": self.loader.state_dict(), "model": self.model.state_dict()}
+        torch.save(state | {"optimizer": self.optimizer.state_dict()}, path)
+
+    def restore(self, path: Path) -> None:
+        """In a new process, before the first batch."""
+        state = torch.load(path, weights_only=True)
+        self.epoch = state["epoch"]
+        self.loader.load_state_dict(state["loader"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> None:
+        """Ends the loader's workers, the sampler's thread and the private cache server."""
+        del self.loader
+        self.sampler.close()
+        self.dataset.close()
+
+
+def main() -> None:
+    """Trains three epochs in one go, and again with a stop in the second."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "training.pt"
+        whole, first, second = Training(), Training(), Training()
+        expected = whole.run(3)
+        found = first.run(3, stop_after=33)
+        first.save(path)
+        second.restore(path)
+        found += second.run(3)
+        for training in (whole, first, second):
+            training.close()
+    print(f"{len(expected)} steps; the same samples after the stop: {found == expected}")
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,9 @@ def make_waveforms(num_samples: int = 96) -> datasets.Dataset:
     draw = np.random.default_rng(0)
     labels = [number % 3 for number in range(num_samples)]
     times = [np.arange(draw.integers(240, 480)) / RATE for _ in labels]
-    waves = [np.sin(2 * np.pi * (300 + 400 * label) * t).astype(np.float32) for label, t in zip(labels, times, strict=True)]
+    waves = [
+        np.sin(2 * np.pi * (300 + 400 * label) * t).astype(np.float32) for label, t in zip(labels, times, strict=True)
+    ]
     return datasets.Dataset.from_dict({"wave": waves, "label": labels}).with_format("numpy")
 
 

@@ -5,11 +5,11 @@
 
 Three things to set, and why:
 
-* ``reload_dataloaders_every_n_epochs=1``: an epoch of ``unbiased`` has fewer steps than a full one, and Lightning counts
-  the steps only when it asks for the loader. (With ``mode="uniform"`` all epochs are alike and it is not needed.)
-* ``sampler.set_epoch(self.trainer.current_epoch)`` where the loader is made, so that the steps counted are this epoch's.
-* A ``StatefulDataLoader``, if a checkpoint may fall into an epoch: Lightning puts its state into the checkpoint and goes
-  on with the next batch. With a plain DataLoader take checkpoints at the ends of epochs, as Lightning does by itself.
+* ``reload_dataloaders_every_n_epochs=1``: an epoch of ``unbiased`` has fewer steps than a full one, and Lightning
+  counts the steps only when it asks for the loader. (With ``mode="uniform"`` all epochs are alike: not needed.)
+* ``sampler.set_epoch(self.trainer.current_epoch)`` where the loader is made: the steps counted are then this epoch's.
+* A ``StatefulDataLoader``, if a checkpoint may fall into an epoch: Lightning puts its state into the checkpoint and
+  goes on with the next batch. With a plain DataLoader take checkpoints at the ends of epochs, as Lightning does.
 
 ``use_distributed_sampler`` may stay as it is: Lightning takes a ShadeSampler for what it is, a sampler that knows the
 ranks. Make it after the ranks have met: in ``setup`` or in ``train_dataloader``, not before ``trainer.fit``.

@@ -51,8 +51,9 @@ class Training:
     def run(self, epochs: int, stop_after: int | None = None) -> list[list[int]]:
         """Trains; returns the sample indices of each step."""
         seen: list[list[int]] = []
-        for self.epoch in range(self.epoch, epochs):
-            self.sampler.set_epoch(self.epoch)
+        for epoch in range(self.epoch, epochs):
+            self.epoch = epoch
+            self.sampler.set_epoch(epoch)
             for points, labels, indices in self.loader:
                 losses_B = F.cross_entropy(self.model(points), labels, reduction="none")
                 (losses_B * self.sampler.weights(indices)).mean().backward()

@@ -8,8 +8,9 @@ not pass through Accelerate), and what the loss is. A callback says the epoch an
 checkpoint. Two arguments matter: ``remove_unused_columns=False``, or the Trainer drops the sample indices, and, to
 resume, ``ignore_data_skip=True``: the loader goes to its place by itself, and would be skipped ahead twice.
 
-The Trainer counts the steps of the first epoch and takes all to be as long. Epochs of ``unbiased`` become shorter after
-the second, so a learning rate that falls over ``max_steps`` does not quite reach its end; ``keep=1.0`` keeps them alike.
+The Trainer counts the steps of the first epoch and takes all to be as long. Epochs of ``unbiased`` become shorter
+after the second, so a learning rate that falls over ``max_steps`` does not quite reach its end; ``keep=1.0`` keeps all
+of them alike.
 """
 
 from __future__ import annotations

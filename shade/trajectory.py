@@ -20,6 +20,7 @@ import gzip
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,8 +132,9 @@ def _file(epoch: int) -> str:
 
 def _read(path: Path) -> npt.NDArray[np.float16]:
     try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            found = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError.of("the losses of an epoch", str(path), f"it does not read ({error}); remove it") from error
     if not isinstance(found, np.ndarray) or found.dtype != np.float16 or found.ndim != 1:
         raise DataError.of("the losses of an epoch", str(path), "it holds something else; remove it")

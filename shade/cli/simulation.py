@@ -1,4 +1,4 @@
-"""``shade simulate``: miss-ratio curves of a recorded run, as a table and as a picture, and what they would be worth."""
+"""``shade simulate``: miss-ratio curves of a recorded run, as a table and a picture, and what they would be worth."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def _answer(given: argparse.Namespace) -> int:
 
         sys.stdout.write("\n" + "".join(f"{line}\n" for line in what_if.lines(where, trace, more, given.add_workers)))
     elif more is not None or given.add_workers is not None:
-        raise ConfigError.of("a run directory, which has times, for --add-cache and --add-workers", str(where), "name it")
+        raise ConfigError.of(
+            "a run directory, which has times, for --add-cache and --add-workers", str(where), "name it"
+        )
     return 0
 
 

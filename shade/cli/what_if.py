@@ -23,7 +23,7 @@ from shade.sampling import MODES, Scores
 
 ENOUGH_EPOCHS: Final = 4
 """Recorded epochs from which on nothing is drawn here: two that warm up, and two that do not."""
-_DRAWN: Final = 4
+_DRAWN: Final = 6
 """Epochs drawn; the first of them is left out, for it still meets what the recorded ones left in the cache."""
 _SETTINGS: Final = {"unbiased": ("keep",), "pads": ("replication_factor",)}
 _MIB, _GIB = 2**20, 2**30
@@ -55,7 +55,10 @@ def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int
     if add_cache is None and add_workers is None:
         whole = trace.data_set_bytes
         told += [(f"twice the cache ({_size(2 * capacity)})", 2 * capacity, now)] if 2 * capacity < whole else []
-        told += [(f"all of it cached ({_size(whole)})", whole, now), (f"{max(2, 2 * now)} workers", capacity, max(2, 2 * now))]
+        told += [
+            (f"all of it cached ({_size(whole)})", whole, now),
+            (f"{max(2, 2 * now)} workers", capacity, max(2, 2 * now)),
+        ]
     else:
         more, hands = capacity + (add_cache or 0), now + (add_workers or 0)
         told += [(f"{_size(add_cache)} more cache ({_size(more)})", more, now)] if add_cache else []

@@ -16,7 +16,8 @@ import xxhash
 
 from shade.errors import ConfigError
 from shade.sampling.base import Draw, Receipt
-from shade.types import Indices
+from shade.sampling.receipt import measure
+from shade.types import Floats, Indices
 
 
 class SavedDraws:
@@ -78,3 +79,19 @@ def load_draw(epoch: int, saved: dict[str, Any], num_samples: int) -> Draw:
 def _digest(order_K: Indices) -> str:
     """What tells one order from another."""
     return xxhash.xxh3_64_hexdigest(order_K.tobytes())
+
+
+def draw_from(epoch: int, order_K: Indices, weight_N: Floats | None, *, num_samples: int) -> Draw:
+    """A draw that another job made, from its order and weights; without targets its receipt is silent on classes.
+
+    Args:
+        epoch: Whose draw it is.
+        order_K: Its order.
+        weight_N: Weight of every sample; None: all 1.
+        num_samples: N.
+
+    Returns:
+        The draw.
+    """
+    known_N = np.ones(num_samples, dtype=np.float32) if weight_N is None else weight_N
+    return Draw(epoch, order_K, weight_N, measure(order_K, known_N))

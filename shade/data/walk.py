@@ -3,8 +3,8 @@
 A loader that keeps its own place (torchdata's ``StatefulDataLoader``) asks the iterator of its sampler where it stands,
 and sets a new one there when it resumes. The sampler cannot answer that: it counts the steps whose losses came back,
 and the batches that workers have under way run ahead of those. So there are two numbers, each for its reader:
-`ShadeSampler.steps_done` is what training has done, for a checkpoint of the training; ``num_taken`` is what a loader has
-been given, for a loader that brings back what was under way by itself.
+`ShadeSampler.steps_done` is what training has done, for a checkpoint of the training; ``num_taken`` is what a loader
+has been given, for a loader that brings back what was under way by itself.
 
 Nothing happens before the first index is asked for: such loaders make more iterators than they use.
 

@@ -75,7 +75,7 @@ class Forecast:
     @property
     def bottleneck(self) -> str:
         """What the epoch waits for, and so what would help, in words."""
-        if not self.num_workers and min(self.load_seconds, self.step_seconds) > 0.1 * self.seconds:
+        if not self.num_workers and min(self.load_seconds, self.step_seconds) > 0.05 * self.seconds:
             return "loading and stepping take turns: a worker would do one beside the other"
         if self.step_seconds >= self.load_seconds:
             return "the step: loading keeps up, and neither more cache nor more workers would help"

@@ -1,9 +1,9 @@
 """A trace: which samples a run used, in which order, epoch by epoch. What the simulator replays.
 
 One file a run, an ``.npz`` that numpy reads without this package: ``size_bytes`` (N,), ``global_batch``, and for each
-epoch ``order_00000`` and perhaps ``score_00000``, the importance as that epoch began; ``score_after`` is that of the run's
-end. An epoch is appended when it begins, so a run that is killed leaves what it had recorded; only a kill during the
-append itself spoils the file.
+epoch ``order_00000`` and perhaps ``score_00000``, the importance as that epoch began; ``score_after`` is that of the
+run's end. An epoch is appended when it begins, so a run that is killed leaves what it had recorded; only a kill during
+the append itself spoils the file.
 
 Price: four bytes a sample an epoch on disk, four more with scores.
 

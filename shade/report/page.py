@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 
 from shade.report.quality import CSV_FILE, SHEET_FILE
-from shade.report.rows import CAUSES, EpochSummary, Run
+from shade.report.rows import CAUSES, Run
 from shade.report.svg import Format, Series, bar_chart, line_chart
 from shade.report.text import LEGEND, flatten, human_bytes, reads_per_n, totals
 
@@ -25,30 +25,43 @@ _MOST_SHEET_BYTES = 8 * 2**20
 _NUM_SUSPECTS = 10
 
 STYLE = """\
-:root { color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: #1d2a35; --muted: #5d6b78; --grid: #e1e7ec;
+:root { color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: #1d2a35; --muted: #5d6b78; --grid:
+  #e1e7ec;
   --c1: #2f6fb0; --c2: #d97f1f; --c3: #2f8a5d; --c4: #c24a33; --c5: #7d5aa6; --c6: #3f93b5; --c7: #94a1ad; }
 @media (prefers-color-scheme: dark) { :root { --paper: #12181e; --card: #1b232b; --ink: #e6ecf1; --muted: #98a6b3;
-  --grid: #2c3741; --c1: #6aa9e6; --c2: #f0a54f; --c3: #5fc394; --c4: #ea7b64; --c5: #b393dd; --c6: #74c1df; --c7: #7d8a96; } }
+  --grid: #2c3741; --c1: #6aa9e6; --c2: #f0a54f; --c3: #5fc394; --c4: #ea7b64; --c5: #b393dd; --c6: #74c1df; --c7:
+  #7d8a96; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1240px; padding: 28px 20px 60px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 36px 0 10px; } h3 { font-size: 14px; margin: 0 0 2px; }
+h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 36px 0 10px; } h3 { font-size: 14px; margin: 0 0
+  2px; }
 .sub, .none, figcaption, .legend, dt { color: var(--muted); } .sub { margin: 2px 0 20px; overflow-wrap: anywhere; }
-.tiles, .charts { display: grid; gap: 14px; } .tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
+.tiles, .charts { display: grid; gap: 14px; } .tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr));
+  }
 .charts { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
 .tile, figure { background: var(--card); border-radius: 10px; padding: 12px 14px; margin: 0; }
-.tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; } .tile span { color: var(--muted); font-size: 13px; }
-figcaption, .legend { font-size: 13px; } .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px;
+.tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; } .tile span { color: var(--muted);
+  font-size: 13px; }
+figcaption, .legend { font-size: 13px; } .legend i { display: inline-block; width: 10px; height: 10px;
+  border-radius: 2px;
   margin: 0 5px 0 12px; } .legend i:first-child { margin-left: 0; }
-svg { width: 100%; height: auto; display: block; } .grid { stroke: var(--grid); } .rule { stroke: var(--muted); stroke-dasharray: 5 4; }
+svg { width: 100%; height: auto; display: block; } .grid { stroke: var(--grid); } .rule { stroke: var(--muted);
+  stroke-dasharray: 5 4; }
 .tick { fill: var(--muted); font-size: 11px; } .line { fill: none; stroke-width: 2; }
-.c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); } .c4 { --c: var(--c4); } .c5 { --c: var(--c5); }
-.c6 { --c: var(--c6); } .c7 { --c: var(--c7); } .line { stroke: var(--c); } .bar, .mark { fill: var(--c); } i { background: var(--c); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; width: 100%; }
+.c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); } .c4 { --c: var(--c4); } .c5 { --c:
+  var(--c5); }
+.c6 { --c: var(--c6); } .c7 { --c: var(--c7); } .line { stroke: var(--c); } .bar, .mark { fill: var(--c); } i {
+  background: var(--c); }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px;
+  width: 100%; }
 th, td { padding: 5px 9px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th { color: var(--muted); font-weight: 600; } td.text, th.text { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; color: var(--muted); font-size: 12.5px; } li { margin: 3px 0; } img { max-width: 100%; border-radius: 8px; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; font-size: 13px; } dd { margin: 0; overflow-wrap: anywhere; }
+th { color: var(--muted); font-weight: 600; } td.text, th.text { text-align: left; white-space: normal;
+  overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; color: var(--muted); font-size: 12.5px; } li { margin: 3px 0; } img { max-width: 100%;
+  border-radius: 8px; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; font-size: 13px; } dd { margin: 0;
+  overflow-wrap: anywhere; }
 """
 
 
@@ -97,12 +110,12 @@ def _tiles(run: Run) -> Iterator[str]:
     """The last epoch at a glance, and the run's totals."""
     last = run.epochs[-1]
     accuracy = next((e.val_accuracy for e in reversed(run.epochs) if e.val_accuracy is not None), None)
-    waited = _waited(last)
+    waited = sum(last.stall_seconds.values()) / last.epoch_seconds if last.epoch_seconds else None
     known = {
         "hit ratio, last epoch": _percent(last.hit_ratio),
         "origin reads / N, last epoch": _plain(reads_per_n(run, last), ".3f"),
         "samples/s, last epoch": _plain(last.samples_per_second, ",.0f"),
-        "of the last epoch spent waiting for data": _percent(waited / last.epoch_seconds if last.epoch_seconds else None),
+        "of the last epoch spent waiting for data": _percent(waited),
         "validation accuracy": _percent(accuracy),
         "training loss": _plain(last.loss, ".4g"),
         "snapshots": _plain(run.snapshots.get("saves"), ",.0f"),
@@ -164,7 +177,18 @@ def _figure(title: str, series: Sequence[Series], chart: str, caption: str = "")
 
 
 def _table(run: Run) -> str:
-    names = ("epoch", "loss", "train acc.", "val acc.", "samples", "hit ratio", "origin reads", "reads/N", "samples/s", "seconds")
+    names = (
+        "epoch",
+        "loss",
+        "train acc.",
+        "val acc.",
+        "samples",
+        "hit ratio",
+        "origin reads",
+        "reads/N",
+        "samples/s",
+        "seconds",
+    )
     heads = (*names, "step", *CAUSES)
     rows = []
     for e in run.epochs:
@@ -190,10 +214,14 @@ def _quality(directory: Path) -> Iterator[str]:
         ]
     except (OSError, csv.Error, KeyError):
         return
+    if not suspects:
+        return
     yield "<h2>Samples worth a look</h2>"
     heads = ("suspicion", "confidence", "usual in its class", "target")
     cells = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell or '–')}</td>" for cell in row[:4]) + f'<td class="text">{escape(row[4])}</td></tr>'
+        "<tr>"
+        + "".join(f"<td>{escape(cell or '–')}</td>" for cell in row[:4])
+        + f'<td class="text">{escape(row[4])}</td></tr>'
         for row in suspects
     )
     header = "".join(f"<th>{head}</th>" for head in heads) + '<th class="text">sample</th>'
@@ -205,10 +233,6 @@ def _quality(directory: Path) -> Iterator[str]:
     if len(picture) <= _MOST_SHEET_BYTES:
         source = base64.b64encode(picture).decode()
         yield f'<p><img alt="the most suspicious samples" src="data:image/png;base64,{source}"></p>'
-
-
-def _waited(e: EpochSummary) -> float:
-    return sum(e.stall_seconds.values())
 
 
 def _plain(value: float | None, form: str) -> str:

@@ -13,7 +13,7 @@ Price: nothing while training, for the losses are computed anyway; here a pass o
 
 References:
     Swayamdipta et al., "Dataset Cartography", EMNLP 2020, for confidence and variability; Toneva et al., "An Empirical
-    Study of Example Forgetting", ICLR 2019; Northcutt et al., "Confident Learning", JAIR 2021, for looking at each class.
+    Study of Example Forgetting", ICLR 2019; Northcutt et al., "Confident Learning", JAIR 2021, for judging by class.
 
 Legend: N data set · C classes.
 """
@@ -159,7 +159,9 @@ class _Tally:
 
 def _ratio(sum_N: npt.NDArray[np.float64], count_N: Counts) -> npt.NDArray[np.float64]:
     """Means; NaN where there is nothing to average."""
-    return np.divide(sum_N, count_N, out=np.full(len(sum_N), np.nan), where=count_N > 0)
+    ratio_N = np.full(len(sum_N), np.nan)
+    np.divide(sum_N, count_N, out=ratio_N, where=count_N > 0)
+    return ratio_N
 
 
 def _medians(confidence_N: npt.NDArray[np.float64], target_N: npt.ArrayLike | None) -> npt.NDArray[np.float64]:

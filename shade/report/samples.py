@@ -113,8 +113,8 @@ def _told(
     if few:
         yield f"  {few:,} were used less than {FEWEST_USES} times: nothing is said of them"
     yield (
-        f"  {int(verdicts.mislabelled_N.sum()):,} likely mislabelled: the model believed in the label at most half as much "
-        "as is usual in its class"
+        f"  {int(verdicts.mislabelled_N.sum()):,} likely mislabelled: the model believed in the label at most half as "
+        "much as is usual in its class"
     )
     yield f"  {int(verdicts.never_learned_N.sum()):,} never learned: at no use did the label get an even chance"
     if samples.names:
@@ -132,5 +132,5 @@ def _told(
             f"{label_of(samples, index):<16} {name}"
         )
     yield ""
-    sheet = f", {SHEET_FILE} shows the first {num_shown}" if num_shown else f"; no {SHEET_FILE}: no picture is to be had"
+    sheet = f", {SHEET_FILE} shows the first {num_shown}" if num_shown else f"; no {SHEET_FILE}: there is no picture"
     yield f"{CSV_FILE} has all of them, in this order{sheet}"

@@ -149,11 +149,14 @@ class _Frame:
         for value in self._ticks:
             y = self.y(value)
             lines.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            lines.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{escape(self._form(value))}</text>')
+            lines.append(_text(_LEFT - 7, y + 3.5, "end", self._form(value)))
         every = -(-len(self._epochs) // 12)
-        for epoch in self._epochs[::every]:
-            lines.append(f'<text class="tick" x="{self.x(epoch):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{epoch}</text>')
+        lines += [_text(self.x(epoch), HEIGHT - 8, "middle", str(epoch)) for epoch in self._epochs[::every]]
         return "".join(lines)
+
+
+def _text(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _runs(epochs: Sequence[int], values: Sequence[float | None]) -> list[list[tuple[int, float]]]:
@@ -169,6 +172,4 @@ def _runs(epochs: Sequence[int], values: Sequence[float | None]) -> list[list[tu
 
 def _svg(body: Sequence[str], series: Sequence[Series]) -> str:
     names = ", ".join(each.name for each in series if each.is_known)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(names)} by epoch">{"".join(body)}</svg>'
-    )
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(names)} by epoch">{"".join(body)}</svg>'

@@ -173,8 +173,8 @@ def totals(run: Run) -> Iterator[str]:
         yield f"  Bytes moved: {', '.join(moved)}."
     last = run.epochs[-1]
     if last.resident_bytes is not None and last.capacity_bytes:
-        share = last.resident_bytes / last.capacity_bytes
-        yield f"  The cache ended at {human_bytes(last.resident_bytes)} of {human_bytes(last.capacity_bytes)} ({share:.1%})."
+        held, most = human_bytes(last.resident_bytes), human_bytes(last.capacity_bytes)
+        yield f"  The cache ended at {held} of {most} ({last.resident_bytes / last.capacity_bytes:.1%})."
     zs = [abs(e.receipt["weight_sum_z"]) for e in run.epochs if _is_number(e.receipt.get("weight_sum_z"))]
     if zs:
         verdict = "sound" if max(zs) <= 4 else "BROKEN: the weights are not those of the draw; please report it"

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shade.cache.entry import FORM_ENCODED
 from shade.cache.ledger import Ledger
 from shade.checkpoint.certify import TRAIL_FILE, Trail
 from shade.config import ACCESS_LOG, RunConfig
@@ -253,7 +252,7 @@ class RunRecord:
             stalls[cause] = stalls.get(cause, 0.0) + seconds
         steps = stalls.pop("step", 0.0) + self._step_seconds
         elapsed = max(1e-9, time.monotonic() - self._epoch_began)
-        now = {
+        now: dict[str, float] = {
             "epoch": self._sampler.epoch,
             "step": self._sampler.steps_done,
             "capacity_bytes": cache.capacity_bytes if cache else 0,
@@ -276,7 +275,9 @@ class RunRecord:
     def _samples(self) -> Samples:
         """Who the samples are, for people."""
         source = self._dataset.source
-        names = map(source.name_of, range(len(self._dataset))) if source.form == FORM_ENCODED else ()
+        first = source.name_of(0)
+        is_named = os.path.isabs(first) or "://" in first  # a path or a URL, and not a number for want of one
+        names = map(source.name_of, range(len(self._dataset))) if is_named else ()
         targets = () if source.target_N is None else source.target_N.tolist()
         return Samples(tuple(names), tuple(targets))
 

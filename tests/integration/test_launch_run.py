@@ -15,6 +15,7 @@ from launching import ROOT, environment, make_images, rows, run
 
 from shade.cli import main
 from shade.policy.trace import Trace
+from shade.trajectory import Trajectory
 
 EPOCHS, RANKS, BATCH = 3, 2, 4
 ROW_FIELDS = {
@@ -55,10 +56,40 @@ def shell(command: str, cwd: Path) -> int:
 def test_it_leaves_all_that_it_promises(done: Done) -> None:
     names = {path.name for path in done.out.iterdir()}
     files = {"train.log", "output.log", "metrics.jsonl", "epochs.csv", "report.txt", "report.png", "run.json"}
-    assert names == files | {"report.html", "losses"} | {"checkpoints", "trace.npz", "trail.jsonl", "tensorboard", "rank0.prom", "rank1.prom"}
+    folders = {"checkpoints", "losses", "tensorboard"}
+    assert names == files | folders | {"trace.npz", "trail.jsonl", "report.html", "rank0.prom", "rank1.prom"}
     assert (done.out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((done.out / "tensorboard").glob("events.out.tfevents.*"))
     assert (done.here / "train.log").resolve() == done.out / "train.log"
+
+
+def test_tensorboard_has_what_people_look_for_first(done: Done) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(done.out / "tensorboard")).Reload()
+    told = rows(done.out)
+    for rank in range(RANKS):
+        mine = [row for row in told if row["rank"] == rank]
+        expected = {
+            "hit_ratio": [row["hits"] / row["samples"] for row in mine],
+            "origin_reads_per_sample": [row["origin_reads"] / 48 for row in mine],
+            "stall_seconds/decode": [row["stall_seconds"]["decode"] for row in mine],
+            "step_seconds": [row["step_seconds"] for row in mine],
+        }
+        for name, values in expected.items():
+            assert [e.value for e in events.Scalars(f"rank{rank}/{name}")] == pytest.approx(values, rel=1e-5)
+
+
+def test_the_losses_of_every_sample_are_kept(done: Done) -> None:
+    trajectory = Trajectory.load(done.out / "losses")
+    assert (trajectory.epochs, trajectory.num_samples) == (tuple(range(EPOCHS)), 48)
+    first = next(trajectory.losses())
+    assert np.isfinite(first).all(), "both ranks' losses, of a full epoch"
+    told = rows(done.out)
+    mean = sum(row["loss"] * row["samples"] for row in told[:RANKS]) / 48
+    assert first.mean() == pytest.approx(mean, rel=0.01)
+    assert trajectory.samples.targets == tuple(number // 12 for number in range(48))
+    assert all(Path(name).is_file() for name in trajectory.samples.names)
 
 
 def test_it_ends_with_the_report_and_says_where_it_is(done: Done) -> None:

@@ -21,6 +21,7 @@ import pytest
 from shade.checkpoint.gauge import Gauge, Loss
 from shade.cli import main, top_view
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer
+from shade.store.server import LocalServer
 from shade.types import Decision, StepReport
 
 Capture = pytest.CaptureFixture[str]
@@ -77,6 +78,42 @@ def test_one_look_at_a_run(run: Path, capsys: Capture) -> None:
         "epoch 2 is done: hits 85.0%, loss 1.25",
         f"when it last wrote: {GAUGES[0]}",
     ]
+
+
+def test_one_look_tells_of_reads_stalls_and_memory(run: Path, capsys: Capture) -> None:
+    with LocalServer(settings={"maxmemory": "64mb"}) as cache:
+        progress = json.loads((run / "progress.json").read_text())
+        stalls = {"origin": 2.0, "cache": 0.5, "decode": 1.0, "transform": 0.25, "wait": 0.25}
+        more = {"origin_reads": 1234, "num_ranks": 4, "step_seconds": 6.0, "stall_seconds": stalls}
+        (run / "progress.json").write_text(json.dumps(progress | more | {"cache": f"unix://{cache.socket_path}"}))
+        assert main(["top", str(run)]) == 0
+        told = capsys.readouterr().out.splitlines()
+    assert told[2] == (
+        "read 1,234 from the origin in this epoch, rank 0 of 4; "
+        "time: step 60% · origin 20% · decode 10% · cache 5% · transform 2% · wait 2%"
+    )
+    heads, node = (line.split() for line in told[-2:])
+    assert heads == ["cache", "node", "role", "memory", "of", "full", "entries"]
+    assert node[1] == "primary"
+    assert node[4:6] == ["67.1", "MB"]
+
+
+def test_a_cache_that_is_gone_is_told_and_the_rest_is_shown(run: Path, capsys: Capture) -> None:
+    progress = json.loads((run / "progress.json").read_text())
+    (run / "progress.json").write_text(json.dumps(progress | {"cache": "redis://:***@127.0.0.1:1"}))
+    assert main(["top", str(run)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1].startswith("epoch 3, step 7 of 50")
+    assert told[-1].startswith("cache nodes: no answer")
+
+
+@pytest.mark.parametrize("url", ["memory://", "local://", "file:///etc/passwd", 7, "redis://[", "unix://"])
+def test_a_run_that_names_no_server_starts_none(run: Path, url: object, capsys: Capture) -> None:
+    progress = json.loads((run / "progress.json").read_text())
+    (run / "progress.json").write_text(json.dumps(progress | {"cache": url, "stall_seconds": [1], "origin_reads": "x"}))
+    assert main(["top", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "cache node " not in told
 
 
 def test_the_gauge_of_this_moment_comes_first(run: Path, capsys: Capture) -> None:

@@ -1,0 +1,63 @@
+"""While a run goes on: its Prometheus page behind a URL, and what `shade top` shows of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+from launching import make_images, run, start, wait_for
+
+from shade.cli import main
+
+
+def test_a_run_is_scraped_and_looked_at_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_images(tmp_path / "train", per_class=12)
+    words = ("bench_cifar10.py", tmp_path / "train", "--network", "cnn", "--batch_size", "4", "-g", "2")
+    out = tmp_path / "out"
+    more = ("--workers", "1", "--epochs", "100000", "-wss", "0.4", "--metrics-port", "0", "--checkpoint-every", "never")
+    launcher = start(*words, *more, "--out", out, cwd=tmp_path)
+
+    def url() -> str | None:
+        assert launcher.poll() is None, launcher.communicate()
+        log = out / "output.log"
+        told = re.search(r"scrape (http://127\.0\.0\.1:\d+/metrics)", log.read_text()) if log.exists() else None
+        return told[1] if told else None
+
+    def page() -> str | None:
+        with urllib.request.urlopen(found, timeout=10) as answer:
+            text = str(answer.read().decode())
+        known = re.search(r'shade_hits_total\{rank="0"\} [1-9]', text) and 'shade_hit_ratio{rank="1"}' in text
+        return text if known else None
+
+    try:
+        found = wait_for(url)
+        text = wait_for(page)
+        for rank in range(2):
+            assert f'shade_origin_reads_total{{rank="{rank}"}}' in text
+            assert f'shade_stall_decode_seconds_total{{rank="{rank}"}}' in text
+            assert re.search(rf'shade_step_seconds_total\{{rank="{rank}"\}} 0*\.?\d', text)
+        assert text.count("# TYPE shade_hits_total counter") == 1
+        wait_for((out / "progress.json").exists)
+        assert main(["top", str(out)]) == 0
+        told = capsys.readouterr().out
+        assert re.search(r"^epoch \d+, step \d+ of \d+: .* samples/s, hits", told, re.MULTILINE)
+        assert re.search(r"^read [\d,]+ from the origin in this epoch, rank 0 of 2; time: ", told, re.MULTILINE)
+        assert all(cause in told for cause in ("step", "origin", "cache", "decode", "transform", "wait"))
+        assert re.search(r"primary +[\d.]+ [kM]B", told)
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGINT
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(found, timeout=10)
+
+
+def test_a_port_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    make_images(tmp_path / "train", per_class=2)
+    told = run("bench_cifar10.py", tmp_path / "train", "--metrics-port", "70000", cwd=tmp_path)
+    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1)
+    assert "--metrics-port below 65536" in told.stderr
+    assert not (tmp_path / "runs").exists()

@@ -9,13 +9,15 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shade.checkpoint.copying import Copying
-from shade.checkpoint.strategies.base import STRATEGIES, Strategy
+from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 from shade.errors import TornSnapshotError
 
 
 @STRATEGIES.register("copy")
 class Copy(Strategy):
     """Everything at once, in `begin`."""
+
+    terms = Terms(save_waits_for="copied")
 
     def __init__(self) -> None:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="shade-copy")

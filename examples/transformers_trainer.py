@@ -112,17 +112,14 @@ class KeepPlace(TrainerCallback):
 def make_trainer(folder: Path, dataset: ShadeDataset, **options: Any) -> ShadeTrainer:
     """All that an example needs, and no more."""
     torch.manual_seed(0)
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
         remove_unused_columns=False,
         ignore_data_skip=True,
         learning_rate=0.05,
-        **options,
+        **(quiet | options),
     )
     sampler = ShadeSampler(dataset, batch_size=BATCH, seed=0)
     return ShadeTrainer(BagOfWords(), arguments, train_dataset=dataset, data_collator=collate, sampler=sampler)

@@ -38,7 +38,7 @@ def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int
         add_cache: Bytes more of cache, or None for a choice of sizes.
         add_workers: Workers more of a rank, or None.
 
-    Returns:
+    Yields:
         Lines of text.
 
     Raises:

@@ -241,7 +241,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--eval-samples", type=int, default=4096)
     parser.add_argument("--density", type=float, default=0.03, help="of the hook and the engine")
-    parser.add_argument("--compressor", default="threshold-v16", help="of the hook and the engine")
+    parser.add_argument("--compressor", default="threshold-v", help="of the hook and the engine")
     parser.add_argument("--quick", action="store_true", help="one network, few steps: shows that it works, no figures")
     parser.add_argument("--varying", action="store_true", help="the controller against fixed densities, on a trace")
     parser.add_argument("--densities", nargs="+", type=float, default=DENSITIES, help="the grid of --varying")

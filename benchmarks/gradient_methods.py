@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +40,7 @@ class Settings:
     lr: float
     steps: int
     batch_size: int
-    compressor: str = "threshold-v16"
+    compressor: str = "threshold-v"
     density: float = 0.01
     quantiser: str = "bf16"
     staleness: int = 1
@@ -170,7 +168,15 @@ class Engine(Method):
         super().__init__(model, settings)
         self.engine = GradientEngine(model, self.optimizer, staleness=settings.staleness, **settings.of_sparse())
         self.engine.num_samples = settings.batch_size
-        self.steering = Steering(self.engine, settings) if settings.controller else None
+        self.steering = self.build_steering() if settings.controller else None
+
+    def build_steering(self) -> Any:
+        """The controller on rank 0, which listens at its own address on the link."""
+        from shade.control.controller import Controller
+        from shade.train.steering import Steering
+
+        given = {"density": self.settings.density, "staleness": self.settings.staleness}
+        return Steering(self.engine, lambda num_ranks: Controller(num_ranks, **given), os.environ["MASTER_ADDR"])
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         from shade import SparseAdamW, SparseSGD
@@ -219,49 +225,6 @@ class DiLoCo(Method):
 
     def close(self) -> None:
         self.outer.close()
-
-
-class Steering:
-    """The controller on rank 0 hears what every rank's steps cost, and the engine carries out what it decides.
-
-    Rank 0 listens at its own address on the link, with a token, and tells both to the others.
-    """
-
-    def __init__(self, engine: Any, settings: Settings) -> None:
-        from shade.control.client import TelemetryClient
-        from shade.control.controller import Controller
-        from shade.control.server import TelemetryServer
-
-        self.engine = engine
-        self.server = self.controller = None
-        told = torch.zeros(256, dtype=torch.uint8)
-        if dist.get_rank() == 0:
-            token = secrets.token_hex(16)
-            self.server = TelemetryServer(os.environ["MASTER_ADDR"], token=token)
-            self.controller = Controller(dist.get_world_size(), density=settings.density, staleness=settings.staleness)
-            words = f"{self.server.url} {token}".encode()
-            told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
-        dist.broadcast(told, 0)
-        url, token = bytes(told.tolist()).rstrip(b"\0").decode().split()
-        self.client = TelemetryClient(url, token=token)
-
-    def steer(self) -> None:
-        """Reports the last step; on rank 0, takes in what came and decides."""
-        report = self.engine.report()
-        if report is not None:
-            self.client.report(report)
-        if self.server is None or self.controller is None:
-            return
-        for each in self.server.drain():
-            self.controller.observe(each)
-        decision = self.controller.decide(self.engine.step_count)
-        if decision is not None:
-            self.engine.propose(decision)
-
-    def close(self) -> None:
-        self.client.close()
-        if self.server is not None:
-            self.server.close()
 
 
 METHODS: dict[str, Callable[[nn.Module, Settings], Method]] = {

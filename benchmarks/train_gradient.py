@@ -154,7 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, help="of each rank; default: the task's")
     parser.add_argument("--lr", type=float, help="its peak; default: the task's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compressor", default="threshold-v16", help="engine and hook: what chooses")
+    parser.add_argument("--compressor", default="threshold-v", help="engine and hook: what chooses")
     parser.add_argument("--density", type=float, default=0.01, help="engine and hook: kept fraction of the gradient")
     parser.add_argument("--quantiser", default="bf16", help="engine and hook: none, bf16 or int8 on the wire")
     parser.add_argument("--staleness", type=int, choices=(0, 1), default=1, help="engine: steps the exchange may lag")

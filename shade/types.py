@@ -5,6 +5,7 @@ Shape suffixes, the same everywhere: B batch · N data set · K drawn in one epo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -31,6 +32,15 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state back; what follows is identical to what would have followed then."""
+        ...
+
+
+@runtime_checkable
+class Parted(Stateful, Protocol):
+    """Something of which each rank holds a part of its own: where ranks are fewer, those left take over the others'."""
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes back the states of all ranks that there were, in any order; the same call on every rank that there is."""
         ...
 
 

@@ -11,7 +11,7 @@ Loading checks first and changes afterwards: a snapshot that does not fit leaves
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from shade.checkpoint.layout import TensorSpec, bytes_of
 from shade.checkpoint.rng import RandomState
 from shade.checkpoint.state import dismantle, escape
 from shade.errors import ConfigError, ShadeError, StateMismatchError
-from shade.types import Stateful
+from shade.types import Parted, Stateful
 
 _SAMPLE_BYTES = 64
 _SHAPED = frozenset(
@@ -149,13 +149,16 @@ class Contents:
         """Whether a loaded tensor has been copied onwards: modules copy what they load, others may keep it."""
         return name.startswith(tuple(f"{escape(module)}/" for module in self.modules))
 
-    def load(self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+    def load(
+        self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()
+    ) -> None:
         """Gives things their state back.
 
         Args:
             tree: Theirs, perhaps with others.
-            tensors: All that it names.
+            tensors: All that it names, and that ``trees`` name.
             names: Of the things.
+            trees: Of all ranks that saved, for what is shared out anew when ranks are fewer or more.
 
         Raises:
             StateMismatchError: It does not fit; nothing was changed.
@@ -176,16 +179,24 @@ class Contents:
                 _check_module(name, thing, state[name])
             elif isinstance(thing, torch.optim.Optimizer):
                 _check_optimizer(name, thing, state[name])
-        self._put(state, names)
+        parted = [name for name in names if isinstance(self._things[name], Parted)] if trees else []
+        states = [assemble(each, tensors) for each in trees] if parted else []
+        self._put(state, names, {name: [each[name] for each in states if name in each] for name in parted})
 
-    def _put(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+    def _put(
+        self, state: Mapping[str, Any], names: Collection[str], parts: Mapping[str, Sequence[dict[str, Any]]]
+    ) -> None:
         """What could still refuse goes first, and is put back if it does; modules and optimizers have been checked."""
         checked = {*self.modules, *self.optimizers}
         before: dict[str, Any] = {}
         try:
             for name in (name for name in names if name not in checked):
                 before[name] = copy.deepcopy(self._things[name].state_dict())
-                self._things[name].load_state_dict(state[name])
+                thing = self._things[name]
+                if isinstance(thing, Parted) and name in parts:
+                    thing.load_state_dicts(parts[name])
+                else:
+                    thing.load_state_dict(state[name])
         except Exception as error:
             for loaded, old in before.items():
                 self._things[loaded].load_state_dict(old)

@@ -12,7 +12,7 @@ Invariant: what comes back is what was handed over, on each rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -83,8 +83,11 @@ class GivenState(Contents):
         """Nothing: what is read is what is handed out."""
         return False
 
-    def load(self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+    def load(
+        self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()
+    ) -> None:
         """Keeps what was read, to be taken; see `Contents.load`."""
+        del trees
         self.read(tree, tensors, with_generators="random" in names)
 
     def read(self, tree: Any, tensors: Mapping[str, torch.Tensor], *, with_generators: bool) -> None:

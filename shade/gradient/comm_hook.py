@@ -81,7 +81,7 @@ class SparseState:
         self,
         model: nn.Module,
         *,
-        compressor: str = "threshold-v16",
+        compressor: str = "threshold-v",
         density: float | WarmUp = 0.01,
         quantiser: str = "bf16",
         momentum_correction: float = 0.0,

@@ -93,7 +93,7 @@ class Consistency:
                 cure = "restart all ranks from the last checkpoint"
                 raise GradientError.of(f"state of the same form in bucket {number} on every rank", others, cure)
             logger.warning("bucket %d of rank %s is not what rank %d has; repaired", number, others, source)
-            self._share(bucket, source)
+            share_replica(self._exchange, self._optimizer, bucket, source)
             repaired.append(number)
         self.num_repairs += len(repaired)
         return repaired
@@ -109,12 +109,19 @@ class Consistency:
             words[number] = np.uint64(state.intdigest()).astype(np.int64), len(arrays)
         return words.reshape(-1)
 
-    def _share(self, bucket: Bucket, source: int) -> None:
-        """Makes one rank's weights and state everybody's."""
-        arrays = self._optimizer.replica(bucket)
-        for array in arrays:
-            self._exchange.broadcast(torch.from_numpy(array), source)
-        self._optimizer.take_replica(bucket)
+
+def share_replica(exchange: Exchange, optimizer: SparseOptimizer, bucket: Bucket, source: int) -> None:
+    """Makes one rank's weights and optimizer state of a bucket everybody's. Collective.
+
+    Args:
+        exchange: Of all ranks.
+        optimizer: Steps the bucket; has the same moments on every rank.
+        bucket: Overwritten, except on ``source``.
+        source: Whose state.
+    """
+    for array in optimizer.replica(bucket):
+        exchange.broadcast(torch.from_numpy(array), source)
+    optimizer.take_replica(bucket)
 
 
 def _healthiest(hashes_W: list[int]) -> int:

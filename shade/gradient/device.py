@@ -58,7 +58,7 @@ class DeviceErrorFeedback:
         momentum: float = 0.0,
         clip_norm: float | None = None,
     ) -> None:
-        if not isinstance(compressor, (ThresholdCompressor, RandomK)):
+        if not is_known(compressor):
             cure = "compress on the host, or use a threshold"
             raise ConfigError.of("a compressor that devices know", type(compressor).__name__, cure)
         check_corrections(momentum, clip_norm)
@@ -197,6 +197,11 @@ class DeviceErrorFeedback:
             return units
         places = (units[:, None] * unit + torch.arange(unit, device=self.device)).reshape(-1)
         return places[places < self.size]
+
+
+def is_known(compressor: Compressor) -> bool:
+    """Whether there is a way on a device to choose as this compressor does."""
+    return isinstance(compressor, (ThresholdCompressor, RandomK))
 
 
 def _scores(sum_D: torch.Tensor, unit: int) -> torch.Tensor:

@@ -26,7 +26,8 @@ merged gradient).
 * **A look** every ``check_every`` steps finds a replica that has parted all the same, and repairs it.
 * **Accumulation**: backward passes inside ``with engine.accumulate():`` only add up.
 * **Errors** come out of `step` and `finish` on every rank, with weights and residuals as they were before the step.
-  After `NonFiniteGradientError` and `PayloadError` training may go on; after `PeerLostError` the group is lost.
+  After `NonFiniteGradientError` and `PayloadError` training may go on; after `PeerLostError` the group is lost, and
+  training goes on with whom is left only in an `ElasticEngine` (`shade.gradient.elastic`).
 
 Invariant: all ranks hold the same weights, bit for bit, after every step. What each rank chose, plus what its residuals
 hold, is the sum of its gradients.
@@ -34,14 +35,14 @@ hold, is the sum of its gradients.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient.bucket import BUCKET_BYTES, plan_buckets
@@ -50,6 +51,7 @@ from shade.gradient.consistency import EVERY, Consistency
 from shade.gradient.density import WarmUp
 from shade.gradient.exchange import TIMEOUT_SECONDS, Exchange
 from shade.gradient.hierarchy import NodeRoute
+from shade.gradient.intake import Intake
 from shade.gradient.lane import make_lanes
 from shade.gradient.meter import Meter
 from shade.gradient.optim.base import SparseOptimizer
@@ -60,6 +62,7 @@ from shade.gradient.route import Route, StraightRoute
 from shade.gradient.scaling import ScaleKeeper
 from shade.gradient.sparse import Sparse
 from shade.gradient.state import LaneStates
+from shade.gradient.trade import PROTOCOL
 from shade.gradient.work import StepWork
 from shade.types import Decision, StepReport
 
@@ -95,7 +98,7 @@ class GradientEngine:
         model: nn.Module,
         optimizer: SparseOptimizer,
         *,
-        compressor: str = "threshold-v16",
+        compressor: str = "threshold-v",
         density: float | WarmUp = 0.01,
         quantiser: str = "bf16",
         staleness: int = 0,
@@ -119,11 +122,11 @@ class GradientEngine:
             raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
         warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
         self._model, self._optimizer, self._staleness, self._clip_norm = model, optimizer, staleness, clip_norm
+        self._seed, self._check_every = seed, check_every
         names = {parameter: name for name, parameter in model.named_parameters()}
-        buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
-        world, looking = (Exchange(group, timeout_seconds=timeout_seconds, generation=generation) for _ in range(2))
-        self._looking, self._watch = looking, Consistency(looking, optimizer, buckets, every=check_every)
-        settings = {
+        self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
+        self._settings: dict[str, Any] = {
+            "protocol": PROTOCOL,
             "compressor": compressor,
             "density": [warm_up.density, warm_up.num_steps, warm_up.first_density],
             "quantiser": quantiser,
@@ -131,31 +134,27 @@ class GradientEngine:
             "clip_norm, momentum_correction": [clip_norm, momentum_correction],
             "optimizer, scaler": [type(optimizer).__name__, ScaleKeeper(scaler).skips],
         }
-        check_alike(world, model, buckets, settings)
-        self._route: Route = StraightRoute(world) if local_size == 1 else NodeRoute(world, local_size)
-        share_weights(world, model, buckets)
-        self._lanes = make_lanes(self._route, buckets, compressor, quantiser, momentum_correction)
-        self._states = LaneStates(self._route, self._lanes)
-        self._places = {
-            parameter: (number, position)
-            for number, bucket in enumerate(buckets)
-            for position, parameter in enumerate(bucket.parameters)
-        }
-        trained = [each for entry in optimizer.param_groups for each in entry["params"]]
-        self._frozen = [each for each in trained if each not in self._places]
-        self._pipeline = Pipeline(self._route, self._lanes, seed, is_late=staleness == 1)
+        self._grouping: dict[str, Any] = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
+        world, looking = self._connect("gradients"), self._connect("looks")
+        self._enter(world)
+        route: Route = StraightRoute(world) if local_size == 1 else NodeRoute(world, local_size)
+        self._lanes = make_lanes(route, self._buckets, compressor, quantiser, momentum_correction)
+        self._wire(route, looking)
         self._plan, self._scale = Plan(warm_up, staleness), ScaleKeeper(scaler)
         self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))
-        self._is_accumulating = self._is_closed = False
+        self._intake = Intake(self._lanes, optimizer.param_groups, self._scale)
+        self._is_closed = False
         self._proposal: Decision | None = None
         self._num_samples = 1
         self._late: StepWork | None = None
         """The step whose result is still to be applied."""
+        self._settled: StepWork | None = None
+        """The step that ended last, one way or the other."""
+        self._applied = (-1, 0.0)
+        """The step that was applied last, and its norm."""
         self._stepped_at = time.perf_counter()
         self._open = self._begin(0)
-        take: Any = self._take
-        self._hooks: list[Any] = [each.register_post_accumulate_grad_hook(take) for each in self._places]  # type: ignore[no-untyped-call]
-        self._hooks.append(model.register_load_state_dict_post_hook(lambda *_: self._refresh()))  # type: ignore[no-untyped-call]
+        self._hook: Any = model.register_load_state_dict_post_hook(lambda *_: self._refresh())  # type: ignore[no-untyped-call]
 
     # ── the training loop ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,17 +171,12 @@ class GradientEngine:
             raise ConfigError.of("num_samples before the backward pass", "after it", "set it when the batch is drawn")
         self._num_samples = self._open.num_samples = value
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Backward passes inside add to ``p.grad`` and start nothing; the last one of a step goes outside.
 
         Their gradients are summed, as everywhere in PyTorch: divide the loss by the number of passes for a mean.
         """
-        before, self._is_accumulating = self._is_accumulating, True
-        try:
-            yield
-        finally:
-            self._is_accumulating = before
+        return self._intake.accumulate()
 
     def step(self) -> None:
         """Ends this step's backward pass and applies what is due: this step's gradient, or the one before.
@@ -194,14 +188,9 @@ class GradientEngine:
             GradientError: A rank failed; see its log.
         """
         self._check_open()
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise ConfigError.of("frozen parameters to stay frozen", "a gradient", "make a new engine to train them")
         compute_seconds = time.perf_counter() - self._stepped_at
         work = self._open
-        for parameter, (number, position) in self._places.items():
-            if not work.has(number, position):
-                work.put(number, position, parameter.grad)
-                parameter.grad = None
+        self._intake.seal(work)
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
         self._optimizer._opt_called = True  # schedulers ask for a step, and the first late one applies nothing
         try:
@@ -309,7 +298,7 @@ class GradientEngine:
         if not states:
             raise StateMismatchError.of("at least one state", "none", "give what state_dict() returned")
         late = self._states.give(states)
-        self._plan.load_state_dict(states[0]["plan"])
+        self._plan.load_state_dict(states[0]["plan"], self._route.world.world_size)
         self._scale.load_state_dict(states[0]["scaling"])
         proposal = states[0]["proposal"] if self._route.world.rank == 0 else None
         self._proposal = None if proposal is None else read_decision(proposal)
@@ -322,12 +311,9 @@ class GradientEngine:
         """Ends the threads and the group; a step under way is dropped. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            for hook in self._hooks:
-                hook.remove()
-            self._open.abandon()
-            self._pipeline.close()
-            self._route.close()
-            self._looking.close()
+            self._hook.remove()
+            self._intake.close()
+            self._unwire()
 
     def __enter__(self) -> GradientEngine:
         return self
@@ -337,11 +323,36 @@ class GradientEngine:
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _connect(self, purpose: str) -> Exchange:
+        """A group for one purpose. Collective."""
+        del purpose  # PyTorch tells groups apart by their order
+        return Exchange(**self._grouping)
+
+    def _enter(self, world: Exchange) -> None:
+        """Makes this rank one of those in a group: the same model, settings and weights. Collective."""
+        check_alike(world, self._model, self._buckets, self._settings)
+        share_weights(world, self._model, self._buckets)
+
+    def _wire(self, route: Route, looking: Exchange) -> None:
+        """Takes up what knows who is in the group."""
+        self._route, self._looking = route, looking
+        self._watch = Consistency(looking, self._optimizer, self._buckets, every=self._check_every)
+        self._states = LaneStates(route, self._lanes)
+        self._pipeline = Pipeline(route, self._lanes, self._seed, is_late=self._staleness == 1)
+
+    def _unwire(self) -> None:
+        """Lets go of it; a step under way is dropped."""
+        self._open.abandon()
+        self._pipeline.close()
+        self._route.close()
+        self._looking.close()
+
     def _begin(self, step: int) -> StepWork:
         sizes = [len(lane.bucket.parameters) for lane in self._lanes]
         proposal, self._proposal = self._proposal, None
         work = StepWork(step, sizes, self._plan.density(step), self._num_samples, self._late, proposal)
         self._pipeline.submit(work)
+        self._intake.work = work
         return work
 
     def _refresh(self) -> None:
@@ -349,25 +360,11 @@ class GradientEngine:
         for lane in self._lanes:
             lane.bucket.refresh()
 
-    def _take(self, parameter: Tensor) -> None:
-        """Hook: a parameter's gradient is complete."""
-        if self._is_accumulating:
-            return
-        number, position = self._places[parameter]  # type: ignore[index]
-        work = self._open
-        if work.has(number, position):
-            name = self._lanes[number].bucket.names[position]
-            cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
-            raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
-        if work.is_untouched:
-            work.scale = self._scale.unscale
-        gradient, parameter.grad = parameter.grad, None
-        work.put(number, position, gradient)
-
     def _settle(self, work: StepWork, compute_seconds: float) -> None:
         """Waits for a step's end and applies it, or says on all ranks why not."""
         started = time.perf_counter()
         work.done.wait()
+        self._settled = work
         wait_seconds = time.perf_counter() - started
         is_overflow = isinstance(work.error, NonFiniteGradientError) and self._scale.skips
         outcome = "steps" if work.error is None else "skipped_steps" if is_overflow else "failed_steps"
@@ -388,6 +385,7 @@ class GradientEngine:
         for lane, merged in zip(self._lanes, work.merged, strict=False):
             scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
             self._optimizer.apply(lane.bucket, scaled)
+        self._applied = work.step, work.norm
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -395,5 +393,5 @@ class GradientEngine:
 
     def _check_between_steps(self) -> None:
         self._check_open()
-        if not self._open.is_untouched or any(parameter.grad is not None for parameter in self._places):
+        if not self._intake.is_empty:
             raise ConfigError.of("to be between two steps", "gradients of a step", "call engine.step() first")

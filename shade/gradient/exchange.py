@@ -6,8 +6,8 @@ rank that is gone breaks the connection and is noticed at once; one that is stop
 silence.
 
 After the first failure the group is worth nothing, so every later call fails at once with the same words. To go on
-without the lost rank, an outer layer makes another exchange over the survivors with the next generation; messages name
-their generation, so that a late one of the old group is never taken for one of the new.
+without the lost rank, `shade.gradient.membership` makes another exchange over the survivors with the next generation;
+messages name their generation, so that a late one of the old group is never taken for one of the new.
 
 The price of a group of its own: W² connections. Ranks that wait for one another at other times too (one evaluates, the
 rest stand in the next step) need a timeout longer than that.
@@ -25,7 +25,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +43,20 @@ Octets = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
 
 
+class Formed(NamedTuple):
+    """A gloo group for one exchange alone, formed outside of torch.distributed's world."""
+
+    group: dist.ProcessGroup | None
+    """None: nobody else is in it."""
+    rank: int
+    world_size: int
+
+
 class Exchange:
     """The ranks of a group, or this process alone where torch.distributed is not initialised. Collective to make.
 
     Args:
-        group: Whose ranks; None: all.
+        group: Whose ranks, or a group that was formed for this exchange; None: all.
         ranks: Instead of a group, its ranks; the same call on each of them.
         timeout_seconds: Longest silence of a peer, > 0.
         generation: Of the membership; grows by one when a group is formed anew.
@@ -58,7 +67,7 @@ class Exchange:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Formed | None = None,
         *,
         ranks: Sequence[int] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -78,7 +87,10 @@ class Exchange:
         self.rank, self.world_size = 0, 1
         self.ranks: tuple[int, ...] = (0,)
         """The members, as torch.distributed numbers them."""
-        if dist.is_available() and dist.is_initialized():
+        if isinstance(group, Formed):
+            self._group, self.rank, self.world_size = group
+            self.ranks = tuple(range(self.world_size))
+        elif dist.is_available() and dist.is_initialized():
             if ranks is None and group is not None:
                 ranks = dist.get_process_group_ranks(group)
             if ranks is not None and dist.get_rank() not in ranks:
@@ -214,18 +226,23 @@ class Exchange:
         self.bytes_received += received
 
     def _run(self, collective: Callable[[], _T]) -> _T:
-        """Runs a collective; whatever the backend says of a failure becomes `PeerLostError`, now and from now on."""
+        """Runs a collective; whatever the backend says of a failure becomes `PeerLostError`, now and from now on.
+
+        Its own error is told and let go: its traceback would keep the group alive, and the end of a rank's connections
+        is what tells the others that it has given up.
+        """
         if self._lost is not None:
             raise self._error()
         started = time.perf_counter()
         try:
             return collective()
         except (RuntimeError, ValueError) as error:
-            told = str(error).partition(". This is typically")[0].rpartition("] ")[2] or str(error)
-            self._lost = f"{type(error).__name__}: {told}"
-            raise self._error() from error
+            first = error.__context__ or error  # PyTorch looks up a failing group, and does not know one of ours
+            told = str(first).partition(". This is typically")[0].rpartition("] ")[2] or str(first)
+            self._lost = f"{type(first).__name__}: {told}"
         finally:
             self.seconds += time.perf_counter() - started
+        raise self._error()
 
     def _error(self) -> PeerLostError:
         return PeerLostError(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shade.gradient.bucket import Bucket
 from shade.gradient.compressor import COMPRESSORS
+from shade.gradient.device import DeviceErrorFeedback, is_known
 from shade.gradient.error_feedback import ErrorFeedback
 from shade.gradient.quantiser import QUANTISERS
 from shade.gradient.route import Route
@@ -20,8 +23,8 @@ class Lane:
     """One bucket."""
 
     bucket: Bucket
-    feedback: ErrorFeedback
-    """Of the part that this rank answers for."""
+    feedback: ErrorFeedback | DeviceErrorFeedback
+    """Of the part that this rank answers for; where its gradient is chosen from."""
     coder: str
     """Name of its quantiser."""
 
@@ -45,8 +48,17 @@ def make_lanes(
     for bucket in buckets:
         part = route.part(bucket.size)
         coder = WHOLE if bucket.is_dense else quantiser
-        feedback = ErrorFeedback(
-            part.stop - part.start, COMPRESSORS.get(compressor)(), QUANTISERS.get(coder)(), momentum=momentum
-        )
+        size = part.stop - part.start
+        parts = COMPRESSORS.get(compressor)(), QUANTISERS.get(coder)()
+        feedback: ErrorFeedback | DeviceErrorFeedback
+        if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
+            feedback = DeviceErrorFeedback(size, *parts, bucket.device, momentum=momentum)
+        else:  # also of what is summed over a node first: that sum is made on the host
+            feedback = ErrorFeedback(size, *parts, momentum=momentum)
         lanes.append(Lane(bucket, feedback, coder))
     return tuple(lanes)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it is far from the host: what is chosen there is all that has to come over."""
+    return device.type == "cuda"

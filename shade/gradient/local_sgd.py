@@ -77,7 +77,7 @@ class DiLoCo:
         lr: float = 0.7,
         momentum: float = 0.9,
         density: float = 1.0,
-        compressor: str = "threshold-v16",
+        compressor: str = "threshold-v",
         quantiser: str = "none",
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,

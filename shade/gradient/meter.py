@@ -23,6 +23,10 @@ COUNTS: dict[str, str] = {
     "gradient_compress_seconds": "time for choosing, coding, decoding and merging, hidden behind the compute or not",
     "gradient_exchange_seconds": "time in collectives, waiting for slower ranks included, hidden or not",
     "gradient_wait_seconds": "time the training thread stood still for an exchange; near 0: the link is hidden",
+    "gradient_generations": "times the group has formed anew, because a rank was lost, came or left",
+    "gradient_lost_ranks": "ranks that were lost; what they had kept back is lost with them",
+    "gradient_caught_up_steps": "steps this rank applied late, as a rank was lost in the middle of the vote on them",
+    "gradient_repaired_buckets": "buckets that differed after the group had formed anew; more than 0: look at the log",
 }
 """Every counter, and how to read it; for `shade.telemetry.prometheus_text`."""
 
@@ -36,9 +40,18 @@ class Meter:
     """
 
     def __init__(self, rank: int, num_elements: int) -> None:
-        self._rank, self._num_elements = rank, num_elements
+        self.rank, self._num_elements = rank, num_elements
         self.totals: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self.latest: StepReport | None = None
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Adds to one total.
+
+        Args:
+            name: One of `COUNTS`, without its beginning.
+            amount: How much.
+        """
+        self.totals[f"gradient_{name}"] += amount
 
     def add(self, work: StepWork, outcome: str, compute_seconds: float, wait_seconds: float) -> None:
         """Takes in a step that has ended.
@@ -52,7 +65,7 @@ class Meter:
         costs = work.costs
         self.latest = StepReport(
             step=work.step,
-            rank=self._rank,
+            rank=self.rank,
             num_samples=work.num_samples,
             compute_seconds=compute_seconds,
             compress_seconds=costs.compress_seconds,
@@ -75,7 +88,7 @@ class Meter:
             "wait_seconds": wait_seconds,
         }
         for name, amount in amounts.items():
-            self.totals[f"gradient_{name}"] += amount
+            self.count(name, amount)
 
 
 def norm_of(merged: Sequence[Sparse]) -> float:

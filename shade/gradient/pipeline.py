@@ -3,7 +3,8 @@
 ::
 
     backward (training thread)   hooks hand over gradients; no copy, no wait
-    compress (thread 1)          device → host, widen, sum over the node, choose, code
+    compress (thread 1)          device → host, widen, sum over the node, choose, code; or choose there, and what is
+                                 chosen → host
     exchange (thread 2)          counts, payloads, merge, vote                       → `StepWork.done`
     apply    (training thread)   sparse step, host → device, at one fixed point
 
@@ -22,17 +23,20 @@ Legend: D bucket · B buckets.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from shade.errors import NonFiniteGradientError
+from shade.errors import NonFiniteGradientError, PeerLostError
 from shade.gradient.compressor import Key
+from shade.gradient.device import DeviceErrorFeedback
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.lane import Lane
 from shade.gradient.meter import norm_of
@@ -105,7 +109,9 @@ class _Stages:
 
     def reclaim(self) -> None:
         for number, sparse in self.undelivered.take():
-            self._lanes[number].feedback.absorb(sparse)
+            lane = self._lanes[number]
+            with self._on_stream(lane.bucket.device):
+                lane.feedback.absorb(sparse)
 
     # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,13 +142,16 @@ class _Stages:
                 share, weight = self._route.begin(work.num_samples)
             started = time.perf_counter()
             bucket = self._lanes[number].bucket
-            gradient_D = self._gather(work, number, share * work.scale)
-            reduced_D = self._route.reduce(gradient_D)
-            if weight and not work.trouble:
-                density = 1.0 if bucket.is_dense else work.density
-                self._choose(work, number, reduced_D, density)
-            elif not work.trouble:
-                nothing = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), reduced_D.numel())
+            with self._on_stream(bucket.device):
+                gradient_D = self._gather(work, number, share * work.scale)
+                if gradient_D.device.type == "cpu":
+                    gradient_D = self._route.reduce(gradient_D)
+                if weight and not work.trouble:
+                    density = 1.0 if bucket.is_dense else work.density
+                    self._choose(work, number, gradient_D, density)
+            if not weight and not work.trouble:
+                size = self._lanes[number].feedback.size
+                nothing = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
                 work.payloads[number] = self._trade.pack(work, number, nothing)
             work.costs.compress_seconds += time.perf_counter() - started
             work.packed[number].set()
@@ -159,25 +168,32 @@ class _Stages:
             work.trouble.append(error)
 
     def _gather(self, work: StepWork, number: int, scale: float) -> torch.Tensor:
-        """The bucket's gradient on the host; its tensors are given up."""
-        bucket, gradients = self._lanes[number].bucket, work.gradients[number]
-        gradient_D = self._gradient_D[: bucket.size]
-        if bucket.device.type != "cuda":
+        """The bucket's gradient, where it is chosen from: on the host, or where it is; its tensors are given up."""
+        lane, gradients, computed = self._lanes[number], work.gradients[number], work.copied[number]
+        bucket, host_D = lane.bucket, self._gradient_D[: lane.bucket.size]
+        if computed is not None:
+            torch.cuda.current_stream(bucket.device).wait_event(computed)
+        if isinstance(lane.feedback, DeviceErrorFeedback):
+            gradient_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
             bucket.gather(gradients, gradient_D, scale)
+        elif bucket.device.type == "cuda":
+            remote_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
+            bucket.gather(gradients, remote_D, scale)
+            gradient_D = host_D.copy_(remote_D, non_blocking=True)
+            torch.cuda.current_stream(bucket.device).synchronize()
         else:
-            if bucket.device not in self._streams:
-                self._streams[bucket.device] = torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
-            stream = self._streams[bucket.device]
-            with torch.cuda.stream(stream):
-                copied = work.copied[number]
-                if copied is not None:
-                    stream.wait_event(copied)
-                remote_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
-                bucket.gather(gradients, remote_D, scale)
-                gradient_D.copy_(remote_D, non_blocking=True)
-                stream.record_event().synchronize()
+            gradient_D = host_D
+            bucket.gather(gradients, gradient_D, scale)
         work.gradients[number] = []
         return gradient_D
+
+    def _on_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """A stream of our own, beside the one that the model computes on."""
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._streams[device])
 
     # ── thread 2 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,7 +208,9 @@ class _Stages:
             work.costs.exchange_seconds = link.seconds - before[0]
             work.costs.bytes_sent = link.bytes_sent - before[1]
             work.costs.bytes_received = link.bytes_received - before[2]
-            work.chosen, work.payloads = {}, {}
+            work.payloads = {}
+            if work.unvoted is None:
+                work.chosen = {}
             work.agreed.set()
             work.done.set()
 
@@ -210,8 +228,9 @@ class _Stages:
                 for number, lengths_P in zip(numbers, lengths, strict=True):
                     merged[number] = self._trade.bring(work, number, weights_P, lengths_P)
         everything = [merged[number] for number in sorted(merged)]
+        work.unvoted = None if work.damage else everything
         work.norm = self._trade.vote(work, norm_of(everything))
-        work.merged = everything
+        work.merged, work.unvoted = everything, None
 
     def _give_up(self, work: StepWork, error: Exception) -> None:
         """Ends a failed step: its residuals are as before it, or hold again what was chosen."""
@@ -219,6 +238,8 @@ class _Stages:
         if own is not None and not work.agreed.is_set():
             error.__cause__ = own
         work.compressed.wait()
+        if not isinstance(error, PeerLostError):
+            work.unvoted = None
         if isinstance(error, NonFiniteGradientError):
             for number in work.chosen:
                 self._lanes[number].feedback.undo()

@@ -8,7 +8,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from shade.gradient.density import WarmUp
@@ -60,9 +60,17 @@ class Plan:
         """The decisions."""
         return {"decisions": [plain_decision(each) for each in self._decisions]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict` back."""
-        self._decisions = [read_decision(each) for each in state["decisions"]]
+    def load_state_dict(self, state: Mapping[str, Any], world_size: int) -> None:
+        """Takes `state_dict` back.
+
+        Args:
+            state: Perhaps of a world of another size.
+            world_size: Ranks now; batch sizes for as many are kept, others left out.
+        """
+        decisions = [read_decision(each) for each in state["decisions"]]
+        self._decisions = [
+            each if len(each.batch_sizes) == world_size else replace(each, batch_sizes=()) for each in decisions
+        ]
 
 
 def plain_decision(decision: Decision) -> dict[str, Any]:

@@ -62,10 +62,24 @@ def share_weights(exchange: Exchange, model: nn.Module, buckets: Sequence[Bucket
     """
     if exchange.world_size == 1:
         return
-    held = {parameter for bucket in buckets for parameter in bucket.parameters}
     for bucket in buckets:
         exchange.broadcast(bucket.weights_D, source)
         bucket.publish()
+    share_rest(exchange, model, buckets, source)
+
+
+def share_rest(exchange: Exchange, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:
+    """Gives every rank one rank's buffers, and the parameters that are not trained. Collective.
+
+    Args:
+        exchange: Of all ranks.
+        model: Overwritten, except on ``source``.
+        buckets: What is trained, and left alone.
+        source: Whose values.
+    """
+    if exchange.world_size == 1:
+        return
+    held = {parameter for bucket in buckets for parameter in bucket.parameters}
     others = [parameter for parameter in model.parameters() if parameter not in held]
     for tensor in (*others, *model.buffers()):
         _share(exchange, tensor, source)

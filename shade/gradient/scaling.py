@@ -9,6 +9,7 @@ public setters: back off after an overflow, grow after ``growth_interval`` good 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,10 +53,20 @@ class ScaleKeeper:
             self._scaler.update(scale * self._scaler.get_growth_factor())
             self.num_good_steps = 0
 
+    def standing(self) -> dict[str, Any]:
+        """All that a rank which joins has to take over: `state_dict`, and the scale."""
+        return {**self.state_dict(), "scale": None if self._scaler is None else self._scaler.get_scale()}
+
+    def take(self, standing: Mapping[str, Any]) -> None:
+        """Takes over another rank's `standing`."""
+        self.load_state_dict(standing)
+        if self._scaler is not None and standing["scale"] is not None:
+            self._scaler.update(standing["scale"])
+
     def state_dict(self) -> dict[str, Any]:
         """What the scaler itself does not save for us."""
         return {"num_good_steps": self.num_good_steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict` back."""
         self.num_good_steps = int(state["num_good_steps"])

@@ -10,9 +10,11 @@
    they have merged only if everybody's were. The price is one more round trip a step; without it replicas could part.
 
 One case remains, as it must: a rank that is lost while the votes are counted may leave others with all votes and others
-without, one step apart. All of them fail in this step or the next; whoever goes on compares steps first.
+without, one step apart. All of them fail in this step or the next. Who has no votes has the merged step all the same,
+and keeps it: whoever goes on together (`shade.gradient.elastic`) compares steps first, and catches up.
 
-Rank 0's proposal for density and batch sizes rides in the words, and is known to all at the same step.
+Rank 0's proposal for density and batch sizes rides in the words, and is known to all at the same step. So does what a
+rank has to say of the membership.
 
 Legend: W world · P peers · N words · B buckets.
 """
@@ -35,10 +37,10 @@ from shade.gradient.wire import Header, pack, unpack
 from shade.gradient.work import StepWork
 from shade.types import Decision, Indices
 
-PROTOCOL = 0x5348_4144_4500_0001
+PROTOCOL = 0x5348_4144_4500_0002
 """First word of every count: who we are, and which version of this file."""
 FINE, NON_FINITE, FAILED = 0, 1, 2
-_FIXED = 9
+_FIXED = 10
 
 
 class Trade:
@@ -111,6 +113,7 @@ class Trade:
             )
         if all_WN[0, 6]:
             work.decision = self._decision(all_WN[0], len(numbers))
+        work.notices = tuple(all_WN[:, _FIXED - 1].tolist())
         samples_W = all_WN[:, 5]
         peers, place = self._route.peers, self._route.peers[self._route.place].index(self._route.world.rank)
         weights_P = [float(samples_W[list(ranks)].sum()) for ranks in peers]
@@ -174,6 +177,7 @@ class Trade:
             words += [1, density_bits, proposal.effective_step]
         else:
             words += [0, 0, 0]
+        words.append(work.notice)
         words += [len(work.payloads[number]) if status == FINE else 0 for number in numbers]
         sizes = list(proposal.batch_sizes) if proposal is not None else []
         words += (sizes or [-1] * route.world.world_size)[: route.world.world_size]

@@ -20,6 +20,9 @@ from shade.gradient.exchange import Octets
 from shade.gradient.sparse import Sparse
 from shade.types import Decision
 
+STAYS, CALLS, LEAVES = 0, 1, 2
+"""Notices: nothing new; somebody wants in; this rank goes after this step."""
+
 
 @dataclass
 class Costs:
@@ -75,10 +78,16 @@ class StepWork:
         self.done = threading.Event()
         self.merged: list[Sparse] = []
         """One for each bucket, the same on all ranks; empty if it failed, or nobody had samples."""
+        self.unvoted: list[Sparse] | None = None
+        """As `merged`, of a step during whose vote a rank was lost: others may have applied it."""
         self.norm = 0.0
         """Of what was merged, the same on all ranks."""
         self.decision: Decision | None = None
         """What rank 0 proposed with this step."""
+        self.notice = STAYS
+        """What this rank says of itself: whether it stays, and whether the group shall form anew."""
+        self.notices: tuple[int, ...] = ()
+        """What all ranks have said."""
         self.error: Exception | None = None
         self.is_abandoned = False
         """Nobody will ever fill it."""

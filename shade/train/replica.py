@@ -11,8 +11,8 @@ know it from the beginning.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,17 +20,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shade.checkpoint.group import current_group
 from shade.config import RunConfig
-from shade.control.client import TelemetryClient
 from shade.control.controller import FLOOR, Controller
 from shade.control.profile import Profile
-from shade.control.server import TelemetryServer
 from shade.errors import ConfigError
 from shade.gradient.engine import GradientEngine
 from shade.gradient.optim import SparseAdam, SparseAdamW, SparseSGD
+from shade.train.steering import Steering
 
-logger = logging.getLogger("shade.train")
 _SPARSE: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.SGD: SparseSGD,
     torch.optim.Adam: SparseAdam,
@@ -173,24 +170,9 @@ class SparseReplica(Replica):
             seed=config.seed,
         )
         self._counted: dict[str, float] = {}
-        self._controller: Controller | None = None
-        self._server: TelemetryServer | None = None
-        self._client: TelemetryClient | None = None
+        self._steering: Steering | None = None
         if config.controller:
-            self._begin_control(config, host)
-
-    def _begin_control(self, config: RunConfig, host: str) -> None:
-        group = current_group()
-        url = ""
-        if group.rank == 0:
-            self._server = TelemetryServer(host)
-            self._controller = _controller(config, group.world_size)
-            url = self._server.url
-            logger.info("telemetry at %s (shade top %s)", url, url)
-        url = str(group.share(url))
-        group.close()
-        if self._server is None:
-            self._client = TelemetryClient(url)
+            self._steering = Steering(self._engine, lambda world_size: _controller(config, world_size), host)
 
     def __call__(self, inputs_B: torch.Tensor) -> Any:
         """See `Replica`; the batch's length is the weight of this rank's gradient."""
@@ -201,23 +183,8 @@ class SparseReplica(Replica):
     def step(self) -> None:
         """See `Replica`."""
         self._engine.step()
-        report = self._engine.report()
-        if report is None:
-            return
-        if self._client is not None:
-            self._client.report(report)
-        if self._server is not None and self._controller is not None:
-            self._server.hear(report)
-            self._control(self._server, self._controller)
-
-    def _control(self, server: TelemetryServer, controller: Controller) -> None:
-        for told in server.drain():
-            controller.observe(told)
-        decision = controller.decide(self._engine.step_count)
-        if decision is not None:
-            server.hear(decision)
-            self._engine.propose(decision)
-            logger.info("from step %d: %s", decision.effective_step, decision.reason)
+        if self._steering is not None:
+            self._steering.steer()
 
     def settle(self) -> None:
         """See `Replica`: the last gradient, weights that lag, buffers."""
@@ -232,23 +199,30 @@ class SparseReplica(Replica):
     def state_dict(self) -> dict[str, Any]:
         """See `Replica`: residuals, what is still to be applied, what has been decided."""
         state: dict[str, Any] = {"engine": self._engine.state_dict()}
-        if self._controller is not None:
-            state["controller"] = self._controller.state_dict()
+        if self._steering is not None:
+            state["controller"] = self._steering.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Replica`."""
-        self._engine.load_state_dict(state["engine"])
-        if self._controller is not None and "controller" in state:
-            self._controller.load_state_dict(state["controller"])
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes back what all ranks had: where there were more, what the others had kept back is shared out here.
+
+        Args:
+            states: Of all ranks that there were.
+        """
+        self._engine.load_state_dicts([state["engine"] for state in states])
+        if self._steering is not None:
+            first: dict[str, Any] = next((state["controller"] for state in states if state.get("controller")), {})
+            self._steering.load_state_dict(first)
 
     def close(self) -> None:
         """See `Replica`."""
         self._engine.close()
-        for end in (self._client, self._server):
-            if end is not None:
-                end.close()
-        self._client = self._server = None
+        if self._steering is not None:
+            self._steering.close()
 
 
 def _controller(config: RunConfig, world_size: int) -> Controller:

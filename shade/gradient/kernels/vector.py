@@ -7,8 +7,8 @@ A walk reads two streams and writes one. Three things keep it near what the memo
 * Both inputs are fetched 4 KiB ahead. The processor's own look-ahead ends at a page.
 * What is picked is written without a branch: AVX-512 stores the chosen lanes of 16 side by side in one instruction
   (``compressed``). Where that is missing or slow (it is microcoded on some), a branch for the few vectors that have a
-  lane over the threshold takes out one after the other (``branching``). Lines are copied whether picked or not; only
-  the count moves on if they are.
+  lane over the threshold takes out one after the other (``branching``). Lines are
+  copied behind a branch, which is taken for one in a hundred: a copy that is overwritten costs a store all the same.
 
 Comparisons are true for NaN, so that NaN is picked, and found among the picked. All arithmetic is IEEE's, in the order
 of `shade.gradient.kernels.arrays`: the results are the same to the last bit.
@@ -187,10 +187,19 @@ def _generate_lines(context: Any, builder: Any, signature: Any, arguments: Any) 
         total = writer.load_sum(gradient, residual, position)
         is_picked = builder.fcmp_unordered(">=", writer.energy(builder.fmul(total, scales)), threshold)
         writer.store_rest(rest, position, builder.select(is_picked, _ZEROS, total))
+        before, taking, after = builder.block, *map(builder.append_basic_block, ("take", "taken"))
+        builder.cbranch(is_picked, taking, after)
+        builder.position_at_end(taking)
         builder.store(total, writer.at(values, count, _FLOATS, 4 * LINE), align=4)
-        line = builder.trunc(builder.udiv(position, _WORD(LINE)), _INT)
+        line = builder.trunc(builder.lshr(position, _WORD(4)), _INT)
         builder.store(line, writer.at(lines, count, _INT))
-        return builder.add(count, builder.zext(is_picked, _WORD))
+        one_more = builder.add(count, _WORD(1))
+        builder.branch(after)
+        builder.position_at_end(after)
+        counted = builder.phi(_WORD)
+        counted.add_incoming(count, before)
+        counted.add_incoming(one_more, taking)
+        return counted
 
     return writer.loop(start, stop, count, body)
 

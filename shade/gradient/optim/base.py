@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -166,6 +166,23 @@ class SparseOptimizer(Optimizer, ABC):
         memory.counted[0] = memory.step
         arrays: list[Any] = [bucket.array(), *memory.moments.values(), memory.last_L, memory.history, memory.rows]
         return [array.reshape(-1).view(np.uint8) for array in (*arrays, memory.counted) if array.size]
+
+    def moments_of(self, bucket: Bucket) -> list[str]:
+        """Which moments a bucket has by now; what ranks must have alike to share a `replica`."""
+        return list(self._memory(bucket).moments)
+
+    def add_moments(self, bucket: Bucket, names: Sequence[str]) -> None:
+        """Gives a bucket the moments that another rank's has; they are 0 until its replica is taken over.
+
+        Args:
+            bucket: Whose.
+            names: As `moments_of` says there.
+        """
+        memory = self._memory(bucket)
+        for name in names:
+            if name not in memory.moments:
+                memory.add_moment(name)
+        self._tell(memory)
 
     def take_replica(self, bucket: Bucket) -> None:
         """Goes on from what was written to `replica`'s views."""

@@ -37,9 +37,11 @@ def test_what_was_decided_survives_a_state() -> None:
     plan, other = Plan(WarmUp(0.01), 1), Plan(WarmUp(0.01), 1)
     plan.adopt(Decision(0.1, (3, 4), 20, "a test"), told_at=5)
     plan.adopt(decision(0.2, 30), told_at=8)
-    other.load_state_dict(plan.state_dict())
+    other.load_state_dict(plan.state_dict(), 2)
     assert [other.at(step) for step in (7, 20, 30)] == [plan.at(step) for step in (7, 20, 30)]
     assert other.at(25) == Decision(0.1, (3, 4), 20, "a test")
+    other.load_state_dict(plan.state_dict(), 3)
+    assert other.at(25) == Decision(0.1, (), 20, "a test")  # batches of two ranks say nothing to three
 
 
 def test_batches_stay_as_they_are_where_a_decision_leaves_them_out() -> None:

@@ -15,8 +15,11 @@ from torch import nn
 
 from shade.checkpoint.manager import Checkpointer
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.gradient import lane
 from shade.gradient.density import WarmUp
+from shade.gradient.device import DeviceErrorFeedback
 from shade.gradient.engine import GradientEngine
+from shade.gradient.error_feedback import ErrorFeedback
 from shade.gradient.meter import COUNTS
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.telemetry import prometheus_text
@@ -316,3 +319,45 @@ def test_a_model_on_a_gpu_trains_as_on_the_cpu(staleness: int) -> None:
             engine.finish()
     for mine, theirs in zip(parameters(models[0]), parameters(models[1]), strict=True):
         assert torch.allclose(mine, theirs.cpu(), atol=1e-4)
+
+
+def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU's gradient through lanes and pipeline, with the host playing the GPU."""
+
+    def build() -> tuple[nn.Module, GradientEngine]:
+        model = network()
+        settings = {**SPARSE, "quantiser": "int8", "staleness": 1}
+        return model, GradientEngine(model, SparseSGD(model.parameters(), lr=0.1, momentum=0.9), **settings)
+
+    model, engine = build()
+    with engine:
+        train(engine, model, range(8))
+        engine.finish()
+        expected, kept = parameters(model), engine.state_dict()["residuals"]
+    monkeypatch.setattr(lane, "is_accelerator", lambda device: True)
+    far, far_engine = build()
+    with far_engine:
+        kinds = [(each.bucket.is_dense, type(each.feedback)) for each in far_engine._lanes]
+        assert {DeviceErrorFeedback, ErrorFeedback} == {kind for _, kind in kinds}
+        assert all(
+            is_dense == (kind is ErrorFeedback) for is_dense, kind in kinds
+        )  # what is sent whole may as well travel
+        train(far_engine, far, range(8))
+        far_engine.finish()
+        for mine, theirs in zip(parameters(far), expected, strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-6)
+        before = parameters(far)
+        (loss_of(far, 8) * float("nan")).backward()
+        far_engine.step()
+        with pytest.raises(NonFiniteGradientError):
+            far_engine.finish()
+        assert_same(parameters(far), before)
+        for mine, theirs in zip(far_engine.state_dict()["residuals"], kept, strict=True):
+            assert torch.allclose(mine["residual"], torch.as_tensor(theirs["residual"]), atol=1e-6)
+        state = far_engine.state_dict()
+    monkeypatch.undo()
+    near, near_engine = build()
+    with near_engine:
+        near.load_state_dict(far.state_dict())
+        near_engine.load_state_dict(state)  # a run on GPUs goes on without
+        train(near_engine, near, range(9, 11))

@@ -1,0 +1,211 @@
+"""Who trains together is agreed on at the meeting place: here its members are threads, which fail more exactly."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shade.errors import ConfigError, GradientError, PeerLostError
+from shade.gradient import meeting
+from shade.gradient.membership import Generation, Membership
+
+QUICK: dict[str, Any] = {"timeout_seconds": 5.0, "patience_seconds": 8.0, "dead_seconds": 0.5, "give_up_seconds": 20.0}
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.1)
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    store = meeting.serve()
+    yield f"127.0.0.1:{store.port}"
+    del store
+
+
+@pytest.fixture
+def members(place: str) -> Iterator[Callable[..., Membership]]:
+    made: list[Membership] = []
+
+    def make(num_members: int = 3, **settings: Any) -> Membership:
+        made.append(Membership(place, num_members, **{**QUICK, **settings}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each returns, or raises, when all are called at the same time."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for each in found:
+        if isinstance(each, AssertionError):
+            raise each
+    return found
+
+
+def fall_silent(member: Membership) -> None:
+    """As a process does that is killed, or whose line is cut."""
+    member._meeting._speak = lambda store: None  # type: ignore[method-assign]
+
+
+def formed(members: list[Membership], *standings: Any) -> list[Generation]:
+    """All form the next generation together."""
+    told = standings or [{"name": number} for number in range(len(members))]
+    calls = [lambda each=each, words=words: each.form(words) for each, words in zip(members, told, strict=True)]
+    return at_once(*calls)  # type: ignore[return-value]
+
+
+def ids(generation: Generation) -> list[str]:
+    return [each.id for each in generation.members]
+
+
+def gather(member: Membership, purpose: str, word: int) -> list[int]:
+    exchange = member.connect(purpose)
+    try:
+        return [int(each) for each in exchange.gather_words(np.array([word], dtype=np.int64))[:, 0]]
+    finally:
+        exchange.close()
+
+
+def test_all_hold_one_list_and_reach_each_other(members: Callable[..., Membership]) -> None:
+    three = [members() for _ in range(3)]
+    first = formed(three)
+    assert {tuple(ids(each)) for each in first} == {tuple(ids(first[0]))}
+    assert sorted(each.rank for each in first) == [0, 1, 2]
+    assert [each.number for each in first] == [0, 0, 0]
+    by_rank = sorted(zip(first, three, strict=True), key=lambda pair: pair[0].rank)
+    assert all(each.standing == first[0].members[rank].standing for rank, each in enumerate(first[1].members))
+    words = at_once(*[lambda m=member, g=generation: gather(m, "a", 10 + g.rank) for generation, member in by_rank])
+    assert words == [[10, 11, 12]] * 3
+
+
+def test_a_silent_member_is_not_waited_for_and_its_last_words_are_known(members: Callable[..., Membership]) -> None:
+    three = [members() for _ in range(3)]
+    for number, each in enumerate(three):
+        each.say(kept=float(number))
+    first = formed(three)
+    time.sleep(0.5)
+    lost = three[2]
+    fall_silent(lost)
+    began = time.monotonic()
+    second = formed(three[:2])
+    assert time.monotonic() - began < QUICK["patience_seconds"] - 2
+    for before, now in zip(first, second, strict=False):
+        assert (now.number, now.world_size) == (1, 2)
+        assert now.members[now.rank].rank_before == before.rank
+        assert [words["kept"] for words in now.gone] == [2.0]
+    assert ids(second[0]) == [each for each in ids(first[0]) if each != lost._meeting.id]  # ranks keep their order
+
+
+def test_one_that_lives_is_waited_for_but_not_for_ever(members: Callable[..., Membership]) -> None:
+    three = [members(patience_seconds=2.0) for _ in range(3)]
+    formed(three)
+    began = time.monotonic()
+    second = formed(three[:2])
+    assert 1.5 < time.monotonic() - began < 6
+    assert [each.world_size for each in second] == [2, 2]
+    back = at_once(
+        lambda: three[2].form({}), lambda: (time.sleep(0.7), three[0].form({}))[1], lambda: three[1].form({})
+    )
+    assert [each.number for each in back] == [2, 2, 2]
+    assert back[0].members[back[0].rank].rank_before is None
+    assert back[0].rank == 2  # behind those who stayed
+
+
+def test_who_leaves_in_good_order_is_not_lost(members: Callable[..., Membership]) -> None:
+    two = [members(2) for _ in range(2)]
+    formed(two)
+    time.sleep(0.3)
+    two[1].close()
+    (alone,) = formed(two[:1])
+    assert (alone.world_size, alone.gone) == (1, ({},))
+    assert gather(two[0], "a", 7) == [7]
+
+
+def test_one_that_comes_later_rings_and_is_let_in(members: Callable[..., Membership]) -> None:
+    two = [members(2) for _ in range(2)]
+    formed(two)
+    assert not two[0].is_wanted
+    late = members(2)
+    waiting = threading.Thread(target=lambda: late.form({"name": "late"}))
+    waiting.start()
+    deadline = time.monotonic() + 10
+    while not all(each.is_wanted for each in two) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = formed(two)
+    waiting.join(20)
+    assert [each.world_size for each in second] == [3, 3]
+    assert second[0].members[2].standing == {"name": "late"}
+    assert late.generation.rank == 2
+    assert not two[0].is_wanted
+
+
+def test_a_generation_whose_members_are_all_gone_is_followed_by_a_first_one(members: Callable[..., Membership]) -> None:
+    two = [members(2) for _ in range(2)]
+    formed(two)
+    time.sleep(0.3)
+    for each in two:
+        fall_silent(each)
+    fresh = formed([members(2) for _ in range(2)])
+    assert [(each.number, each.world_size) for each in fresh] == [(1, 2)] * 2
+    assert all(member.rank_before is None for member in fresh[0].members)
+
+
+def test_who_is_lost_while_a_group_connects_is_told_in_time(members: Callable[..., Membership]) -> None:
+    two = [members(2, timeout_seconds=1.5) for _ in range(2)]
+    formed(two)
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"generation 0 to connect within 1\.5 s"):
+        two[0].connect("a")
+    assert time.monotonic() - began < 15
+
+
+def test_nobody_and_nowhere_are_said_in_time(members: Callable[..., Membership]) -> None:
+    with pytest.raises(GradientError, match="expected 3 processes to meet at"):
+        members(3, dead_seconds=0.1, patience_seconds=0.5, give_up_seconds=1.0).form({})
+    nowhere = Membership("127.0.0.1:9", 1, **{**QUICK, "patience_seconds": 0.6, "give_up_seconds": 1.0})
+    began = time.monotonic()
+    with pytest.raises(GradientError, match=r"meeting place at .* to answer"):
+        nowhere.form({})
+    nowhere.close()
+    assert time.monotonic() - began < 5
+
+
+def test_runs_at_one_place_do_not_see_each_other(members: Callable[..., Membership]) -> None:
+    found = formed([members(1, run="one"), members(1, run="other")])
+    assert [(each.number, each.world_size) for each in found] == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("address", "settings", "told"),
+    [
+        ("somewhere", {}, "host:port"),
+        ("127.0.0.1:x", {}, "host:port"),
+        ("127.0.0.1:1", {"num_members": 0}, "num_members"),
+        ("127.0.0.1:1", {"dead_seconds": 99.0}, "dead_seconds ≤ patience_seconds"),
+    ],
+)
+def test_what_cannot_be_is_refused(address: str, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Membership(address, **{"num_members": 2, **settings})

@@ -1,0 +1,49 @@
+"""Young, Daly and the exact optimum agree where they should, and the optimum is one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shade.checkpoint.autopilot.interval import best_cycle, goodput, young
+
+
+@pytest.mark.parametrize("mtbf", [600.0, 3600.0, 86400.0])
+@pytest.mark.parametrize("cost", [0.01, 1.0, 30.0, 400.0])
+def test_nothing_keeps_more_than_the_best_cycle(cost: float, mtbf: float) -> None:
+    best = best_cycle(cost, mtbf)
+    kept = [
+        goodput(factor * best - cost, cost, mtbf, lag_seconds=2.0, recover_seconds=9.0)
+        for factor in (0.9, 0.98, 1.0, 1.02, 1.1)
+        if factor * best > cost
+    ]
+    assert max(kept) == goodput(best - cost, cost, mtbf, lag_seconds=2.0, recover_seconds=9.0)
+
+
+def test_for_a_small_cost_it_is_youngs() -> None:
+    assert best_cycle(0.5, 86400) - 0.5 == pytest.approx(young(0.5, 86400), rel=0.003)
+    assert young(0.5, 86400) == pytest.approx(math.sqrt(86400))
+
+
+def test_for_a_large_cost_it_is_dalys() -> None:
+    cost, mtbf = 300.0, 3600.0
+    daly = math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(cost / (2 * mtbf)) / 3 + cost / (18 * mtbf)) - cost
+    assert best_cycle(cost, mtbf) - cost == pytest.approx(daly, rel=0.002)
+    assert abs(young(cost, mtbf) - daly) > 0.1 * daly  # where Young's is far off
+
+
+def test_where_nothing_fails_saving_is_all_loss() -> None:
+    assert best_cycle(1.0, math.inf) == math.inf
+    assert goodput(9.0, 1.0, math.inf) == pytest.approx(0.9)
+
+
+def test_a_free_save_is_never_too_often() -> None:
+    assert best_cycle(0.0, 3600) == 0.0
+
+
+def test_what_is_safe_late_or_slow_to_recover_keeps_less() -> None:
+    quick = goodput(100.0, 1.0, 3600.0)
+    assert goodput(100.0, 1.0, 3600.0, lag_seconds=36.0) == pytest.approx(quick * math.exp(-0.01))
+    assert goodput(100.0, 1.0, 3600.0, recover_seconds=36.0) == pytest.approx(quick * math.exp(-0.01))
+    assert goodput(1e9, 1.0, 3600.0) == 0.0

@@ -303,11 +303,11 @@ def restore_table(found: dict[str, list[float]]) -> str:
 
 def measure(given: argparse.Namespace) -> None:
     """All rounds, and the report."""
-    from checkpoint_methods import METHODS
+    from checkpoint_methods import USUAL
 
     from shade.store.server import LocalServer
 
-    names = given.methods or [name for name in METHODS if not given.slow or name in SLOW_METHODS]
+    names = given.methods or [name for name in USUAL if not given.slow or name in SLOW_METHODS]
     names = ["none", *(name for name in names if name != "none")]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))

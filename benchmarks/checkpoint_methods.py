@@ -3,6 +3,10 @@
 A method has three verbs. `begin` takes the snapshot; what it needs until it returns blocks. `may_change` returns when
 the optimizer may step: a method that copies in the background waits there, which blocks as well. `finish` returns when
 everything begun is on the disk. What a library leaves in the page cache is synced for it, so that all reach the same.
+
+Every strategy of the package is a method by the name `shade, <strategy>`, with its own terms but for the interval: what
+sync, fastpersist and the like wait for beyond the copy is waited for here as in a training. torchsnapshot is here and
+is no strategy: it is the package as it is, with its own format (decision 0027).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from shade import Checkpointer
+from shade.checkpoint.strategies import STRATEGIES
 
 State = dict[str, Any]
 
@@ -242,6 +247,8 @@ class Shade(Method):
 
     def may_change(self) -> None:
         self.checkpointer.wait_copy_complete()
+        if self.checkpointer.terms.step_waits_for == "durable" and self.tickets:
+            self.checkpointer.wait_durable()
 
     def finish(self) -> None:
         if self.tickets:
@@ -251,22 +258,16 @@ class Shade(Method):
                 self.durable_seconds.append(time.monotonic() - begun)
 
 
-class ShadeOverlap(Shade):
-    """Ours, the copy in a thread behind forward and backward."""
-
-    strategy = "overlap"
-
-
-class ShadeAsymmetric(Shade):
-    """Ours, the copy spread over forward and backward, layer by layer."""
-
-    strategy = "asymmetric"
-
-
-class ShadeMemory(ShadeOverlap):
+class ShadeMemory(Shade):
     """Ours, through a Redis server's memory; a flusher brings it to storage."""
 
+    strategy = "overlap"
     store = "BENCH_STORE"
+
+
+def shade_with(strategy: str) -> type[Shade]:
+    """Ours, by one of its strategies: shade.checkpoint.strategies says what each does."""
+    return type(f"Shade, {strategy}", (Shade,), {"strategy": strategy})
 
 
 METHODS: dict[str, type[Method]] = {
@@ -282,8 +283,11 @@ METHODS: dict[str, type[Method]] = {
     "torchsnapshot take": TorchSnapshot,
     "torchsnapshot async_take": TorchSnapshotAsync,
     "shade, copy": Shade,
-    "shade, overlap": ShadeOverlap,
-    "shade, asymmetric": ShadeAsymmetric,
+    "shade, overlap": shade_with("overlap"),
+    "shade, asymmetric": shade_with("asymmetric"),
     "shade, overlap, memory": ShadeMemory,
 }
 """By the name in the table."""
+USUAL = tuple(METHODS)
+"""What is compared where nobody names methods: of ours those that are no rival's."""
+METHODS |= {f"shade, {name}": shade_with(name) for name in STRATEGIES if f"shade, {name}" not in METHODS}

@@ -31,6 +31,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.layout import bytes_of, torch_dtype
 from shade.checkpoint.manifest import TensorEntry
 from shade.checkpoint.stillness import LONGEST_SECONDS, Others
@@ -46,6 +47,8 @@ _STRIDE_BYTES: Final = 32 * 2**10
 """Between further places, of 8 bytes, in tensors that are longer."""
 _LINE_BYTES: Final = 64
 """Pieces of a tensor are whole lines of the cache, and so whole items."""
+_ROOM_FACTOR: Final = 1.5
+"""A device has room for a clone of a state if so many times its bytes are free: the next step needs some, too."""
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -58,6 +61,7 @@ class Copying:
         entries: Where each goes.
         buffer: uint8, at least as long as the entries need.
         steady: Names that nothing but an optimizer's step changes.
+        arrivals: Is told of what has come; None: nobody waits for parts of it.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class Copying:
         entries: Mapping[str, TensorEntry],
         buffer: torch.Tensor,
         steady: frozenset[str] = frozenset(),
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.steady = steady
+        self._arrivals = arrivals
         self._source = {name: source[name].detach() for name in entries}
         self._live = {name: source[name] for name in entries}
         self._entries, self._buffer = entries, buffer
@@ -126,6 +132,24 @@ class Copying:
 
     def _copy(self, name: str, start: int, stop: int) -> None:
         """Copies bytes of one tensor; of one that is not contiguous, all of them."""
+        if self._arrivals is None:
+            self._move(name, start, stop)
+            return
+        tensor, offset = self._source[name], self._entries[name].start
+        whole = offset + start, offset + stop
+        for first, last in self._arrivals.pieces(*whole) if tensor.is_contiguous() else [whole]:
+            self._move(name, first - offset, last - offset)
+            self._arrivals.add(first, last, self._recorded(tensor))
+
+    def _recorded(self, tensor: torch.Tensor) -> torch.cuda.Event | None:
+        """What happens when the copies from a tensor's device that were begun so far are done; None on a CPU."""
+        if not tensor.is_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._streams[tensor.device])
+        return event
+
+    def _move(self, name: str, start: int, stop: int) -> None:
         entry, tensor = self._entries[name], self._source[name]
         if start == stop:
             return
@@ -162,8 +186,41 @@ class Copying:
         return flat.view(entry.shape)
 
     def again(self) -> Copying:
-        """The same from the start, from the state as it is now."""
+        """The same from the start, from the state as it is now; nobody is told of what comes."""
         return Copying(self._live, self._entries, self._buffer, self.steady)
+
+    def set_aside(self) -> bool:
+        """Clones what is left, if it lies on devices that have room for it twice: then the state may change at once.
+
+        A clone takes a hundredth of the time of the way to the host, which can follow at leisure. What little lies on
+        the host (an Adam's counts of steps) is settled.
+
+        Returns:
+            Whether it was done; false: nothing was.
+
+        Raises:
+            TornSnapshotError: See `settle`.
+        """
+        left = [name for name in self._left if self._source[name].is_cuda]
+        here = [name for name in self._left if not self._source[name].is_cuda]
+        if not left or sum(map(self._num_bytes, here)) > _SMALL_BYTES:
+            return False
+        needed_bytes = dict.fromkeys(self._streams, 0)
+        for name in left:
+            needed_bytes[self._source[name].device] += self._num_bytes(name)
+        if any(_free_bytes(device) < _ROOM_FACTOR * needed for device, needed in needed_bytes.items()):
+            return False
+        self.settle(here)
+        clones = {name: self._source[name].clone() for name in left}
+        for device in needed_bytes:
+            torch.cuda.current_stream(device).synchronize()
+        for name in left:
+            if _note(name, self._live[name]) != self._noted[name]:
+                raise self._torn(name)
+        self._source |= clones
+        self._live |= clones
+        self._noted |= {name: _note(name, clone) for name, clone in clones.items()}
+        return True
 
     def settle(self, names: Iterable[str], helper: Executor | None = None) -> None:
         """Copies tensors and checks them now; what becomes of them afterwards is no concern of this snapshot.
@@ -231,6 +288,12 @@ class Copying:
             f"expected {name!r} to stand still while it was copied, got a change; nothing was saved: call "
             "wait_copy_complete() before whatever writes to it (an attached optimizer does so by itself)"
         )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What can be allocated on a device: what nobody has, and what PyTorch keeps for later."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _note(name: str, tensor: torch.Tensor) -> tuple[int, int]:

@@ -201,8 +201,9 @@ class Losses:
         with self._lock:
             self._settle()
             self._num_bytes = num_bytes
+            num_unfinished = sum(not other.kept for other in self._under_way)
             self._under_way.append(ticket)
-            if self._num_buffers == 1:
+            if num_unfinished + 1 >= self._num_buffers:  # the newest whole one lay where this one is copied to
                 self._held.pop(OWN, None)
         ticket.copied.add_done_callback(lambda done: self._copied(ticket, done))
         ticket.landed.add_done_callback(lambda done: self._landed(ticket, done))

@@ -1,17 +1,17 @@
 """Checkpointer: what a training script holds. Attach what shall survive, call `step` after each optimizer step.
 
 The training thread only takes the state and, depending on the strategy, waits for its copy; everything after that is
-the courier's. At most one save is under way: a save that falls due earlier waits for the one before, and says how long.
+the courier's. Usually one save is under way: a save that falls due earlier waits for the one before, and says how long.
 
 Three words, three promises: *copied*, the state may change again; *committed*, it outlives this machine; *durable*, it
 outlives all of them. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold, and an attached
-optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit for bit, and
-never one older than the newest that was durable.
+optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit for bit (with
+a codec that is not exact: within the bounds that `Restored.bounds` says), and never one older than the newest that was
+durable.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -19,23 +19,25 @@ from typing import Any
 
 import torch
 
-from shade.checkpoint.codec import CODECS
+from shade.checkpoint.barrier import Barrier
+from shade.checkpoint.batching import Batching
+from shade.checkpoint.codecs.base import memory_slots
 from shade.checkpoint.contents import Contents
 from shade.checkpoint.courier import Courier, Landing, Ticket
 from shade.checkpoint.deadline import EXIT_CODE, Deadline, open_board
 from shade.checkpoint.gauge import Gauge, Losses
 from shade.checkpoint.group import Alone, Group, current_group
 from shade.checkpoint.notice import GRACE_SECONDS, source_of
+from shade.checkpoint.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint.reader import Snapshot
-from shade.checkpoint.recover import Restored, recover
+from shade.checkpoint.recover import Restored
+from shade.checkpoint.restoring import bring_back
 from shade.checkpoint.saving import Saver
 from shade.checkpoint.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint.strategies import STRATEGIES
 from shade.checkpoint.tiers import Tiers, open_tiers
 from shade.errors import CheckpointError, ConfigError
 from shade.types import Stateful
-
-logger = logging.getLogger("shade.checkpoint")
 
 
 class Checkpointer:
@@ -45,14 +47,20 @@ class Checkpointer:
         store: URL of the cluster whose memory takes snapshots; None: own memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
         run: Id under which the snapshots are kept; one live run each.
-        strategy: Name in `shade.checkpoint.strategies.STRATEGIES`: when the bytes are copied.
+        strategy: Name in `shade.checkpoint.strategies.STRATEGIES`. What is None or left out below, its terms say.
         every: When `step` saves: see `Schedule`.
         keep: What stays in storage: see `shade.checkpoint.retention.Keep`.
         slots: Snapshots that the cluster's memory has room for, ≥ 2: one on its way to storage, the newest, the next.
         replicas: Further copies of every chunk on other nodes of the cluster.
         parity: (k, r): instead of copies, r parity chunks for every k on other nodes.
-        codec: Of the chunks: see `shade.checkpoint.codec.CODECS`.
+        codec: Of the chunks: see `shade.checkpoint.codecs.base.CODECS`.
+        keyframe_every: Saves from one that stands alone to the next, where the codec stores differences.
+        max_error: Greatest relative error of a tensor, where the codec is not exact; one beyond it is stored exactly.
+            None: the codec's own limit.
+        compress: ``always``, or ``if-faster``: a chunk is compressed only where that makes the save sooner, by costs
+            measured when the run begins (`shade.checkpoint.costs`).
         buffers: Snapshots that own memory has room for, ≥ 1; see `shade.checkpoint.stage`.
+        in_flight: Saves under way at once, ≥ 1; never more than buffers, nor than slots beside the newest snapshot's.
         replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel.
         first_rank_saves: Rank 0 keeps its own state for all, where the others' machines reach none of these places.
         make_room: Called on every rank before it saves, with the bytes of its shard: by what shares the store's memory.
@@ -69,51 +77,79 @@ class Checkpointer:
         persist_to: str | None = None,
         run: str = "run",
         strategy: str = "overlap",
-        every: str | int = "60s",
+        every: str | int | None = None,
         keep: str = "last=2",
-        slots: int = 3,
-        replicas: int = 0,
+        slots: int | None = None,
+        replicas: int | None = None,
         parity: tuple[int, int] | None = None,
-        codec: str = "none",
-        buffers: int = 1,
+        codec: str | None = None,
+        keyframe_every: int = KEYFRAME_EVERY,
+        max_error: float | None = None,
+        compress: str = "always",
+        buffers: int | None = None,
+        in_flight: int | None = None,
         replicated: bool = True,
         first_rank_saves: bool = False,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
         self.run = run
         self._strategy = STRATEGIES.get(strategy)()
-        CODECS.get(codec)()  # what cannot be shall be said before anything is opened
-        self._schedule, self._meter = Schedule(every), PaceMeter()
+        self.terms = terms = self._strategy.terms.agreed(
+            every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
+        )
+        """What holds: the strategy's terms, and what was said instead."""
+        self._strategy.open(terms)
+        self._schedule, self._meter = Schedule(terms.every, terms.in_flight), PaceMeter()
         self.group: Group = current_group()
         self._contents = self._new_contents(replicated)
-        self._savers: Group = Alone() if first_rank_saves else self.group
+        self._lanes: list[Group] = [Alone() if first_rank_saves else self.group]
+        self._lanes += [Alone() if first_rank_saves else current_group() for _ in range(terms.in_flight - 1)]
         self._saves = self.group.rank == 0 or not first_rank_saves
+        packer = Packer(  # what cannot be shall be said before anything is opened
+            run,
+            self._lanes[0].rank,
+            self._lanes[0].world_size,
+            terms.codec,
+            keyframe_every=keyframe_every,
+            max_error=max_error,
+            compress=compress,
+            time_write=lambda num_bytes: self.tiers.time_write(num_bytes),
+        )
         self.tiers: Tiers = open_tiers(
             run,
             self.group,
             store if self._saves else None,
             persist_to if self._saves else None,
             keep=keep,
-            slots=slots,
-            replicas=replicas,
+            slots=memory_slots(terms.codec, terms.slots, keyframe_every),
+            replicas=replicas or 0,
+            wished_replicas=terms.replicas if replicas is None else 0,
             parity=parity,
-            buffers=buffers,
+            buffers=terms.buffers,
+            in_flight=terms.in_flight,
         )
         is_durable = None if self.tiers.storage is None else self.tiers.is_durable
-        self._losses = Losses(self.group.rank, self.group.world_size, buffers, lambda: self.step_count, is_durable)
+        self._losses = Losses(
+            self.group.rank, self.group.world_size, terms.buffers, lambda: self.step_count, is_durable
+        )
         self._deadline: Deadline | None = None
         courier = Courier(
             run,
-            self._savers,
+            self._lanes,
             self.tiers.stage,
             self.tiers.memory,
             self.tiers.storage,
-            codec,
+            packer,
             self.tiers.check_lease,
             self.tiers.landed,
+            self._strategy.before_chunk,
+            Batching() if terms.batches else None,
         )
         newest = max((snapshot.record.sequence for snapshot in self.list()), default=0)
-        self._saver = Saver(self._contents, self.tiers.stage, self._strategy, courier, self._savers, newest, make_room)
+        self._saver = Saver(
+            self._contents, self.tiers.stage, self._strategy, terms, courier, self._lanes[0], newest, make_room
+        )
+        self._barrier = Barrier(self._saver, self.tiers, terms)
         self._hooks: list[Any] = []
         self._closed = False
         self.step_count = 0
@@ -139,7 +175,7 @@ class Checkpointer:
         self._contents.attach(things)
         optimizers = [thing for thing in things.values() if isinstance(thing, torch.optim.Optimizer)]
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._saver.before_step()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._barrier.before_step()))
         modules = [thing for thing in things.values() if isinstance(thing, torch.nn.Module)]
         self._strategy.attach(modules, optimizers)
 
@@ -181,18 +217,12 @@ class Checkpointer:
             StorageFullError: There is not enough shared memory for the buffer.
         """
         if not self._saves:
-            return self._as_rank_0()
-        before = self._saver.latest
-        ticket = self._saver.begin(self.step_count, metrics or {}, self._meter.pace)
+            return self._saver.stand_by(self.step_count, Landing(self.tiers.stage, ""))
+        ticket = self._saver.begin(self.step_count, metrics or {}, self._meter)
         self._losses.begun(ticket, self._saver.num_bytes)
-        self._schedule.saved(self.step_count, before.pace if before is not None else Pace())
-        return ticket
-
-    def _as_rank_0(self) -> Ticket:
-        """What a rank has to show for a save that is rank 0's."""
-        ticket = self._saver.latest = Ticket(self.step_count)
-        ticket.copied.set_result(None)
-        ticket.landed.set_result(Landing(self.tiers.stage, ""))
+        self._schedule.saved(self.step_count, self._saver.pace)
+        if not self.should_stop:  # an end that is announced does not wait
+            self._barrier.after_save()
         return ticket
 
     def is_due(self, step: int) -> bool:
@@ -309,30 +339,15 @@ class Checkpointer:
         return restored
 
     def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
-        begun = time.monotonic()
         self._saver.before_step()
         self._saver.settle()
-        found = recover(self.tiers.reader, self.group, only, step, self._contents.forgettable)
-        if found is None:
-            return Restored(0, 0)
-        names = self._contents.names if only is None else list(only)
-        if self.group.rank >= found.record.world_size and "random" in names:
-            names.remove("random")  # nobody's before: a rank that is new keeps the generators that it was seeded with
-        self._contents.load(found.tree, found.tensors, names)
-        for arena, manifest in found.arenas:
-            for name, entry in manifest.tensors.items():
-                if self._contents.forgettable(name):
-                    arena.forget(entry.start, entry.stop)
-        self.step_count = found.record.step
-        self._saver.sequence = max(self._saver.sequence, found.newest_sequence)
-        self._schedule.saved(self.step_count, Pace())
-        seconds = time.monotonic() - begun
-        logger.info(
-            "restored step %d from %s: %.1f MB in %.2f s",
-            *(self.step_count, ", ".join(found.tiers), found.record.num_bytes / 1e6, seconds),
-        )
-        self._losses.restored(self.step_count, found.held_by, found.tiers, seconds, found.record.num_bytes)
-        return Restored(self.step_count, self._contents.epoch, tuple(found.tiers), seconds, found.record.num_bytes)
+        restored, found = bring_back(self.tiers.reader, self.group, self._contents, step, only)
+        if found is not None:
+            self.step_count = restored.step
+            self._saver.sequence = max(self._saver.sequence, found.newest_sequence)
+            self._schedule.saved(self.step_count, Pace())
+            self._losses.restored(restored.step, found.held_by, found.tiers, restored.seconds, restored.num_bytes)
+        return restored
 
     def list(self) -> list[Snapshot]:
         """Every snapshot of the run that this rank can see, newest first."""
@@ -365,7 +380,8 @@ class Checkpointer:
         self._saver.close()
         self._losses.close()
         self.tiers.close(keep_buffers=keep_buffers)
-        self.group.close()
+        for group in (self.group, *self._lanes):
+            group.close()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -1,9 +1,12 @@
-"""One save at a time, from the live state to the courier: captured, laid out, copied, sent off, and followed.
+"""Saves, from the live state to the courier: captured, laid out, copied, sent off, and followed.
 
 The part of a `Checkpointer` that the training thread waits in. What is captured is live; the strategy decides when it
 is copied. What moves while the training thread is still in `begin` is copied again, once; what is found to have moved
-later is refused, for all that is no tensor is of another moment by then. Invariant: the buffer is written to by one
-save only, from `begin` until that save has landed or failed.
+later is refused, for all that is no tensor is of another moment by then.
+
+One copy at a time, and as many saves on their way as the terms allow: one more waits until the oldest has landed.
+Every rank waits for the same one, so what that one has told of the pace is the same on every rank. Invariant: a buffer
+is written to by one save only, from `begin` until that save has landed or failed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -19,15 +23,16 @@ from typing import Any
 
 import torch
 
+from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.contents import Captured, Contents
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
 from shade.checkpoint.group import Group
 from shade.checkpoint.layout import Plan, TensorSpec, plan
 from shade.checkpoint.protocol import Notes
-from shade.checkpoint.schedule import Pace
+from shade.checkpoint.schedule import Pace, PaceMeter
 from shade.checkpoint.stage import Stage
-from shade.checkpoint.strategies.base import Strategy
+from shade.checkpoint.strategies.base import Strategy, Terms
 from shade.checkpoint.streaming import prepare
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 
@@ -41,6 +46,7 @@ class Saver:
         contents: What is saved.
         stage: Where it is copied to.
         strategy: When.
+        terms: How many saves at once, and whether they are streamed.
         courier: Who takes it from there.
         group: The ranks that save together.
         sequence: Of the newest snapshot that there is.
@@ -52,17 +58,22 @@ class Saver:
         contents: Contents,
         stage: Stage,
         strategy: Strategy,
+        terms: Terms,
         courier: Courier,
         group: Group,
         sequence: int,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
         self._contents, self._stage, self._strategy, self._courier = contents, stage, strategy, courier
-        self._group = group
+        self._terms, self._group = terms, group
         self.sequence = sequence
         """Of the newest snapshot; the next one's is higher."""
         self.latest: Ticket | None = None
         """The save begun last."""
+        self.settled: Ticket | None = None
+        """The last save that was waited for to make room for another; the same on every rank."""
+        self._under_way: deque[Ticket] = deque()
+        """Saves that may not have landed yet, oldest first."""
         self._make_room = make_room
         self._plan: Plan | None = None
         self._planned_for: dict[str, TensorSpec] = {}
@@ -77,15 +88,15 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way."""
-        return self.latest is not None and not self.latest.landed.done()
+        return not all(ticket.landed.done() for ticket in self._under_way)
 
-    def begin(self, step: int, metrics: Mapping[str, float], pace: Pace) -> Ticket:
-        """Takes a snapshot; waits for the one before to leave the buffer.
+    def begin(self, step: int, metrics: Mapping[str, float], meter: PaceMeter) -> Ticket:
+        """Takes a snapshot; waits until there is room for it.
 
         Args:
             step: Optimizer steps done.
             metrics: Kept with it.
-            pace: As rank 0 has measured it.
+            meter: What this rank has measured so far; is told that a save begins.
 
         Returns:
             The save.
@@ -97,9 +108,11 @@ class Saver:
         """
         begun = time.monotonic()
         self.before_step()
-        self.settle()
+        self._make_way(step)
         self.sequence += 1
         ticket = self.latest = Ticket(step)
+        self._under_way.append(ticket)
+        pace = self._strategy.steer(self._measured(meter), self.pace)
         notes = Notes(self.sequence, time.time(), {}, pace, "")
         buffer: torch.Tensor | None = None
         try:
@@ -108,26 +121,47 @@ class Saver:
             layout = self._layout(captured)
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
-            _, buffer = self._stage.begin(layout.num_bytes)
-            copying = Copying(captured.tensors, layout.entries, buffer, captured.steady)
+            place, buffer = self._stage.begin(layout.num_bytes)
+            streams = self._strategy.streams and self._terms.codec == "none"
+            arrivals = Arrivals(layout.num_bytes) if streams else None
+            copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, arrivals)
             copied = self._strategy.begin(copying)
             if copied.done() and copied.exception() is not None:
                 copied = self._again(step, copying)
+                arrivals = None if arrivals is None else Arrivals.of_all(layout.num_bytes)
         except BaseException as error:
             # Story: the other ranks are about to wait for this one's word. So it goes there too, and the turn is taken.
             if buffer is None:
                 self._stage.skip()
             ticket.copied.set_exception(error)
-            self._courier.send(Parcel(ticket, {}, None, 0, torch.empty(0, dtype=torch.uint8), notes))
+            self._courier.send(Parcel(ticket, {}, None, 0, torch.empty(0, dtype=torch.uint8), "", notes))
             raise
         self._is_copying = True
         copied.add_done_callback(lambda done: _pass_on(done, ticket.copied))
-        parcel = Parcel(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, notes)
+        if arrivals is not None:
+            end = arrivals.end
+            ticket.copied.add_done_callback(lambda _: end())
+        parcel = Parcel(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, place, notes, arrivals)
         # Story: a tensor's last reference lets go of the interpreter as it dies. Were that after the courier has begun
         # to work, each of a thousand would wait to get it back: a third of what a save costs. So they die first.
         del captured, copying
         self._courier.send(parcel)
         ticket.blocked_seconds += time.monotonic() - begun
+        return ticket
+
+    def stand_by(self, step: int, landing: Landing) -> Ticket:
+        """What a rank has to show for a save that another makes for it.
+
+        Args:
+            step: Optimizer steps done.
+            landing: Where, as far as this rank knows.
+
+        Returns:
+            A save that has landed.
+        """
+        ticket = self.latest = Ticket(step)
+        ticket.copied.set_result(None)
+        ticket.landed.set_result(landing)
         return ticket
 
     def _again(self, step: int, copying: Copying) -> Future[None]:
@@ -162,10 +196,37 @@ class Saver:
         with contextlib.suppress(TornSnapshotError):
             self.wait_copy_complete()
 
+    def _measured(self, meter: PaceMeter) -> Pace:
+        meter.begun()
+        return (
+            meter.pace()
+            if self.settled is None
+            else meter.pace(self.settled.landed_seconds, self.settled.blocked_seconds)
+        )
+
+    @property
+    def pace(self) -> Pace:
+        """The newest that every rank knows: it came with the last save that was waited for."""
+        return Pace() if self.settled is None else self.settled.pace
+
+    def _make_way(self, step: int) -> None:
+        """Waits for room: the oldest save has landed, or all have, if one of them is of this very step.
+
+        Story: two saves of one step, on their way at once, would choose the same folder in storage for it.
+        """
+        if any(ticket.step == step for ticket in self._under_way):
+            self.settle()
+        elif len(self._under_way) == self._terms.in_flight:
+            self._wait_for_oldest()
+
     def settle(self) -> None:
-        """Returns when the save begun last has landed or failed: its buffer is free. Its failure has been told."""
-        if self.latest is not None:
-            wait([self.latest.landed])
+        """Returns when every save has landed or failed: their buffers are free. A failure has been told."""
+        while self._under_way:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        self.settled = self._under_way.popleft()
+        wait([self.settled.landed])
 
     def landing(self) -> Landing:
         """Where the save begun last has come to; waits for it.

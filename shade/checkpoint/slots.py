@@ -45,6 +45,9 @@ class Layout:
     """k: chunks that share parity; 0 without parity."""
     num_parity: int = 0
     """r: pieces of parity for them."""
+    grouped: bool = False
+    """Whether the copies of a chunk lie in a group of servers that hold copies for each other alone. (Tables written
+    before there were groups do not say, and have none.)"""
 
     @property
     def num_copies(self) -> int:
@@ -87,7 +90,25 @@ class Layout:
         if self.num_parity:
             stripe, member = divmod(number, self.num_data)
             return [self._tag(rank, stripe, member)]
-        return [self.tags[(rank + number + copy) % len(self.tags)] for copy in range(1 + self.replicas)]
+        home = (rank + number) % len(self.tags)
+        first, length = self._group(home)
+        return [self.tags[first + (home - first + copy) % length] for copy in range(1 + self.replicas)]
+
+    def _group(self, home: int) -> tuple[int, int]:
+        """First server and length of the group that a server is in.
+
+        With m copies a snapshot is lost when m servers are that hold the same chunk. Were each chunk's copies on the m
+        servers from its home on, almost any m neighbours would do; of groups of m there are N / m. So Gemini places
+        them (SOSP 2023, §4), the last group taking the servers that are left over. Every server is home to as many
+        chunks, and keeps as many copies, as every other.
+        """
+        num_servers, num_copies = len(self.tags), 1 + self.replicas
+        if not self.grouped:
+            return 0, num_servers
+        last = num_servers // num_copies - 1
+        group = min(home // num_copies, last)
+        first = group * num_copies
+        return first, num_servers - first if group == last else num_copies
 
     def parity_tag(self, rank: int, stripe: int, row: int) -> str:
         """Where a piece of parity lies."""

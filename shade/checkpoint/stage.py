@@ -27,7 +27,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from shade.checkpoint.codec import CODECS
+from shade.checkpoint.codecs.base import standing_alone
 from shade.checkpoint.manifest import Commit, Manifest
 from shade.checkpoint.own_memory import own_folder, own_records
 from shade.checkpoint.tier import Shard, Tier
@@ -113,6 +113,7 @@ class Stage(Tier):
 
     name: ClassVar[str] = "own memory"
     every_rank_commits: ClassVar[bool] = True
+    holds_plain: ClassVar[bool] = True
 
     def __init__(
         self, run: str, rank: int, *, num_buffers: int = 1, has_others: bool = False, folder: Path | None = None
@@ -245,7 +246,7 @@ class Stage(Tier):
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
         """See `Tier`; without a codec these are views of the buffer, no copies."""
         data = self._data(place, manifest)
-        codec = CODECS.get(manifest.codec)()
+        codec = standing_alone(manifest.codec if manifest.version == 1 else "none")
         item_bytes = manifest.item_bytes
         found: list[Bytes | None] = []
         for number in numbers:
@@ -256,7 +257,7 @@ class Stage(Tier):
 
     def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
         """See `Tier`. This rank's own only: another rank of this machine may begin a save whenever it has its state."""
-        if manifest.rank != self.rank or manifest.codec != "none":
+        if manifest.rank != self.rank or (manifest.version == 1 and manifest.codec != "none"):
             return None
         data = self._data(place, manifest)
         return data[: manifest.num_bytes] if len(data) >= manifest.num_bytes else None

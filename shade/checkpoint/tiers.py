@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shade.checkpoint.courier import Landing
 from shade.checkpoint.flush import mark_begun, mark_ended, serving, start_flusher
 from shade.checkpoint.group import Group
 from shade.checkpoint.lease import Lease
+from shade.checkpoint.manifest import Commit
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.own_memory import check_run_name
 from shade.checkpoint.reader import Reader
@@ -61,6 +63,27 @@ class Tiers:
         self._keep, self._is_first, self._lease, self._resources = keep, is_first, lease, resources
         self.reader = Reader([tier for tier in (stage, memory, storage) if tier is not None])
 
+    def time_write(self, num_bytes: int) -> float:
+        """Seconds that writing so much takes, to where saves go first; 0 where they stay in own memory.
+
+        Args:
+            num_bytes: How much.
+
+        Returns:
+            Seconds; nothing is left of what was written.
+
+        Raises:
+            StoreError: There is no storage, and memory cannot be written.
+            StorageError: Storage cannot be written, nor memory, if there is any.
+        """
+        if self.memory is not None:
+            try:
+                return self.memory.time_write(num_bytes)
+            except StoreError:
+                if self.storage is None:
+                    raise
+        return 0.0 if self.storage is None else self.storage.time_write(num_bytes)
+
     def check_lease(self) -> None:
         """Asks before a save whether the run id is still ours.
 
@@ -83,13 +106,20 @@ class Tiers:
         """Removes from storage what the keep rules let go of."""
         assert self.storage is not None
         try:
-            held = self.storage.held()
-            leaving = {record.digest for record in self._keep.discardable(held.values())}
-            for place, record in held.items():
-                if record.digest in leaving:
-                    self.storage.discard(place)
+            places = {record.digest: (place, record) for place, record in self.storage.held().items()}
+            records = [record for _, record in places.values()]
+            for record in self._keep.discardable(records, self._building(records)):
+                self.storage.discard(places[record.digest][0])
         except StorageError as error:
             logger.warning("old snapshots stay in storage: %s", error)
+
+    def _building(self, records: Sequence[Commit]) -> Iterable[Commit]:
+        """What lies in cluster memory: a flusher may be bringing something that builds on what storage has."""
+        if self.memory is None or all(record.version == 1 for record in records):
+            return ()
+        with contextlib.suppress(StoreError):  # nor can a flusher read it
+            return self.memory.held().values()
+        return ()
 
     def is_durable(self, landing: Landing) -> bool:
         """Whether a save is in storage, or one that was taken after it.
@@ -173,6 +203,8 @@ def open_tiers(
     replicas: int,
     parity: tuple[int, int] | None,
     buffers: int,
+    wished_replicas: int = 0,
+    in_flight: int = 1,
 ) -> Tiers:
     """Opens what a run keeps its snapshots in. Collective.
 
@@ -186,6 +218,8 @@ def open_tiers(
         replicas: Of chunks in cluster memory.
         parity: (k, r), or None.
         buffers: In own memory.
+        wished_replicas: Replicas where there is no parity, as far as the cluster has servers for them.
+        in_flight: Saves under way at once.
 
     Returns:
         The tiers.
@@ -209,8 +243,16 @@ def open_tiers(
             storage = StorageTier(volume, run)
             resources.callback(storage.close)
         if store is not None:
+            if parity is None:
+                replicas = max(replicas, min(wished_replicas, len(store.placement()) - 1))
             memory = MemoryTier(
-                store, run, num_slots=slots, replicas=replicas, parity=parity, flushed=persist_to is not None
+                store,
+                run,
+                num_slots=slots,
+                replicas=replicas,
+                parity=parity,
+                flushed=persist_to is not None,
+                in_flight=in_flight,
             )
             resources.callback(memory.close)
         rules = Keep.parse(keep)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from shade.checkpoint import flusher, reader
+from shade.checkpoint import flusher, protocol, reader, rebuild, retention
+from shade.checkpoint.codecs.base import Piece
+from shade.checkpoint.codecs.xor_zstd import XorZstandard
 from shade.checkpoint.flusher import Flusher
 from shade.checkpoint.group import Group
 from shade.checkpoint.manifest import Manifest
 from shade.checkpoint.protocol import Agreed, Stored
+from shade.checkpoint.reader import Reader, Snapshot
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Shard, Tier
@@ -110,12 +114,25 @@ def store_without_a_vote(
     return Stored(place)
 
 
+def put_without_a_vote(
+    tier: Tier, group: Group, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+) -> Stored:
+    with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
+        tier.put(place, Shard(manifest, chunks()))
+    group.gather(None)
+    return Stored(place)
+
+
 def plant_record_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bench, "store", store_record_first)
 
 
 def plant_no_vote(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bench, "store", store_without_a_vote)
+
+
+def plant_no_early_vote(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bench, "put", put_without_a_vote)
 
 
 def plant_clean_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -163,10 +180,46 @@ def plant_blind_reader(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader, "is_sound", lambda manifest, number, content: content is not None)
 
 
+def plant_base_removed_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(retention, "lineage", lambda record, known: iter(()))
+
+
+def plant_wrong_base(patch: pytest.MonkeyPatch) -> None:
+    snapshots = Reader.snapshots
+
+    def wrong(self: Reader) -> list[Snapshot]:
+        found = snapshots(self)
+        keyframe = next((each for each in found if each.record.base is None), None)
+        return [each if each.base is None else dataclasses.replace(each, base=keyframe) for each in found]
+
+    patch.setattr(Reader, "snapshots", wrong)
+
+
+def plant_difference_added_twice(patch: pytest.MonkeyPatch) -> None:
+    decode = XorZstandard.decode
+
+    def wrong(self: XorZstandard, stored: Bytes, base: Bytes, piece: Piece) -> Bytes:
+        return decode(self, stored, decode(self, stored, base, piece), piece)
+
+    patch.setattr(XorZstandard, "decode", wrong)
+
+
+def plant_twice_and_nobody_looks(patch: pytest.MonkeyPatch) -> None:
+    plant_difference_added_twice(patch)
+    patch.setattr(rebuild, "is_right", lambda manifest, number, data: True)
+
+
+def plant_difference_without_base(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(protocol, "check_base", lambda tier, record: None)
+    patch.setattr(flusher, "check_base", lambda tier, record: None)
+    patch.setattr(Flusher, "_lacking", lambda self, place, record: [(place, record)])
+
+
 PLANTED = [
     (plant_record_first, "storage", 1, "first save", "crash", "without its snapshot"),
     (plant_record_first, "memory", 2, "next save", "crash", "without its snapshot"),
     (plant_no_vote, "memory", 2, "first save", "full", "without its snapshot"),
+    (plant_no_early_vote, "memory and storage, streamed", 2, "first save", "full", "without its snapshot"),
     (plant_clean_too_early, "memory and storage", 1, "flush", "crash", "is clean in memory"),
     (plant_record_stays, "storage", 1, "next save", "crash", "without its snapshot"),
     (plant_no_sync, "storage", 1, "next save", "crash", "had been promised"),
@@ -174,6 +227,19 @@ PLANTED = [
     (plant_one_place_a_step, "storage", 1, "same step again", "crash", "had been promised"),
     (plant_record_removed_last, "storage", 1, "next save", "crash", "without its snapshot"),
     (plant_blind_reader, "storage", 1, "next save", "flip", "with wrong bytes, silently"),
+    (plant_base_removed_too_early, "storage, in deltas", 1, "next save", "crash", "without its snapshot"),
+    (plant_base_removed_too_early, "memory and storage, in deltas", 1, "flush", "crash", "without its snapshot"),
+    (plant_wrong_base, "storage, in deltas", 1, "next save", "crash", "without its snapshot"),
+    (plant_difference_added_twice, "memory and storage, in deltas", 1, "next save", "crash", "without its snapshot"),
+    (plant_twice_and_nobody_looks, "storage, in deltas", 1, "next save", "crash", "with wrong bytes, silently"),
+    (
+        plant_difference_without_base,
+        "memory and storage, in deltas",
+        1,
+        "save while flushing",
+        "time-out",
+        "without its",
+    ),
 ]
 
 

@@ -6,10 +6,13 @@ partition (`partition`), small ones in the forward pass and large ones in the ba
 more than has been released. All is released a little before the pass ends, because the copy is checked when it is
 done; what is left when the optimizer wants to step is copied at once.
 
-AsymCheck (DAC 2026, §3.1–3.2), its snapshot module. Where we differ: partitions are byte ranges of the shard as it will
-be stored, not slices of a second flat state, so nothing is joined afterwards; windows are measured all the time; what
-has not been measured yet (the first save of a run) is copied as `overlap` does. Invariant: as for all strategies, the
-buffer holds one moment, or the snapshot is refused.
+What has been copied is hashed and written while the rest follows, in batches of the length that ends soonest
+(`shade.checkpoint.batching`).
+
+AsymCheck (DAC 2026, §3), its snapshot and its flushing module. Where we differ: partitions are byte ranges of the shard
+as it will be stored, not slices of a second flat state, so nothing is joined afterwards; windows are measured all the
+time; what has not been measured yet (the first save of a run) is copied as `overlap` does. Invariant: as for all
+strategies, the buffer holds one moment, or the snapshot is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Final
 import torch
 
 from shade.checkpoint.copying import Copying
-from shade.checkpoint.strategies.base import STRATEGIES, Strategy
+from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 from shade.checkpoint.strategies.partition import partition
 from shade.checkpoint.strategies.windows import Windows
 from shade.errors import TornSnapshotError
@@ -39,6 +42,8 @@ _PASSES: Final = 2
 @STRATEGIES.register("asymmetric")
 class Asymmetric(Strategy):
     """One copying thread, paced by the training."""
+
+    terms = Terms(streams=True, batches=True)
 
     def __init__(self) -> None:
         self._windows = Windows(self._at_mark)
@@ -72,7 +77,7 @@ class Asymmetric(Strategy):
             running.set_exception(error)
             return running
         forward, backward = self._windows.seconds()
-        sizes = partition(copying.num_bytes_left, _without_tail([*forward, *backward]))
+        sizes = partition(copying.num_bytes_left, self._shares([*forward, *backward]))
         self._ends = list(itertools.accumulate(sizes))
         self._patience_seconds = _PASSES * sum((*forward, *backward))
         if self._thread is None:
@@ -84,6 +89,17 @@ class Asymmetric(Strategy):
             self._turn.notify()
         self._windows.is_watched = bool(sizes)
         return running
+
+    def _shares(self, windows: Sequence[float]) -> list[float]:
+        """What part of the state each window shall release: as much as it has time for, short of the tail.
+
+        Args:
+            windows: Seconds of each.
+
+        Returns:
+            One for each, in any unit.
+        """
+        return _without_tail(windows)
 
     def _at_mark(self, number: int) -> None:
         """A window begins: its partition may be copied."""

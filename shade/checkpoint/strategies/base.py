@@ -18,7 +18,9 @@ from typing import ClassVar, Literal
 
 import torch
 
+from shade.checkpoint.codecs.base import CODECS, Delta, builds
 from shade.checkpoint.copying import Copying
+from shade.checkpoint.schedule import Pace
 from shade.errors import ConfigError
 from shade.registry import Registry
 
@@ -34,7 +36,7 @@ class Terms:
     every: str | int = "60s"
     """When `step` saves: see `shade.checkpoint.schedule.Schedule`."""
     codec: str = "none"
-    """Of the chunks: a name in `shade.checkpoint.codec.CODECS`."""
+    """Of the chunks: a name in `shade.checkpoint.codecs.base.CODECS`."""
     slots: int = 3
     """Snapshots that the cluster's memory has room for: those on their way, and the newest."""
     replicas: int = 0
@@ -42,7 +44,7 @@ class Terms:
     buffers: int = 1
     """Snapshots that own memory has room for."""
     in_flight: int = 1
-    """Saves under way at once: one more waits until the oldest of them has landed."""
+    """Saves under way at once: one more waits until the oldest has landed. One, where the codec stores differences."""
     streams: bool = False
     """Whether chunks are hashed and sent while others are still being copied. What has a codec goes as a whole."""
     batches: bool = False
@@ -79,15 +81,25 @@ class Terms:
             The terms that hold.
 
         Raises:
-            ConfigError: No buffer, or more saves in flight than there is room for.
+            ConfigError: No buffer, or more saves in flight than there is room for, or a codec that is none.
         """
+        chosen = self.codec if codec is None else codec
+        follows = issubclass(CODECS.get(chosen), Delta)  # each save needs to know what became of the one before
+        chosen = self.codec if codec is None else codec
         wanted = self.in_flight if in_flight is None else in_flight
+        if builds(chosen):  # what a save is compared with has to have landed
+            if in_flight is not None and in_flight > 1:
+                raise ConfigError.of(f"one save in flight with codec {chosen!r}", in_flight, "leave in_flight out")
+            wanted = 1
         num_slots = max(self.slots, wanted + 1) if slots is None else slots
         num_buffers = max(self.buffers, wanted) if buffers is None else buffers
         if wanted < 1 or num_buffers < 1:
             shown = f"buffers={num_buffers}, in_flight={wanted}"
-            raise ConfigError.of("one buffer and one save in flight, or more", shown, "leave them out for what is usual")
-        possible = max(1, min(wanted, num_buffers, num_slots - 1))
+            raise ConfigError.of("one buffer and one save in flight, or more", shown, "leave them out")
+        possible = 1 if follows else max(1, min(wanted, num_buffers, num_slots - 1))
+        if in_flight is not None and in_flight > 1 and follows:
+            expected = f"one save in flight under {chosen!r}, which stores differences"
+            raise ConfigError.of(expected, in_flight, "choose a codec that stands alone, or leave in_flight out")
         if in_flight is not None and possible < in_flight:
             raise ConfigError.of(
                 f"{in_flight} buffers and {in_flight + 1} slots for {in_flight} saves in flight",
@@ -97,7 +109,9 @@ class Terms:
         return replace(
             self,
             every=self.every if every is None else every,
-            codec=self.codec if codec is None else codec,
+            codec=chosen,
+            streams=self.streams and chosen == "none",
+            batches=self.batches and chosen == "none",
             replicas=self.replicas if replicas is None else replicas,
             slots=num_slots,
             buffers=num_buffers,
@@ -110,6 +124,30 @@ class Strategy(ABC):
 
     terms: ClassVar[Terms] = Terms()
     """What it proposes."""
+
+    def open(self, terms: Terms) -> None:  # noqa: B027 - most strategies ask no more than their class proposes
+        """Learns what holds, before anything else.
+
+        Args:
+            terms: Agreed.
+        """
+
+    @property
+    def streams(self) -> bool:
+        """Whether the next save is streamed; where the terms that hold let nothing stream, none is."""
+        return self.terms.streams
+
+    def steer(self, mine: Pace, agreed: Pace) -> Pace:
+        """Before each save, when the one before is copied: what this rank tells with it. Most tell what was measured.
+
+        Args:
+            mine: As this rank has measured it.
+            agreed: The newest that every rank knows, rank 0's.
+
+        Returns:
+            What rank 0 tells all, once this save has landed.
+        """
+        return mine
 
     def attach(  # noqa: B027 - most strategies hang no hooks
         self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]

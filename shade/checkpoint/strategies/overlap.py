@@ -29,20 +29,25 @@ class Overlap(Strategy):
 
     def begin(self, copying: Copying) -> Future[None]:
         """See `Strategy`."""
+        running: Future[None] = Future()
+        self._running = running
         try:
             copying.settle(name for name in copying.names if name not in copying.steady)
+            if self._secure(copying):
+                self._running = None
         except TornSnapshotError as error:
-            failed: Future[None] = Future()
-            self._running = failed
-            failed.set_exception(error)
-            return failed
+            running.set_exception(error)
+            return running
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="shade-copy", daemon=True)
             self._thread.start()
-        running: Future[None] = Future()
-        self._running = running
         self._work.put((copying, running))
         return running
+
+    def _secure(self, copying: Copying) -> bool:
+        """Does what must be done before the thread begins; whether the state may change from then on."""
+        del copying
+        return False
 
     def _serve(self) -> None:
         while (order := self._work.get()) is not None:
@@ -52,6 +57,7 @@ class Overlap(Strategy):
                 done.set_result(None)
             except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the thread that waits
                 done.set_exception(error)
+            del order, copying, done  # what was set aside on a device goes with it
 
     def wait(self) -> None:
         """See `Strategy`."""

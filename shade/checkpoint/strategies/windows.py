@@ -111,7 +111,7 @@ class Windows:
     def _watch(self, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        tensor = _first_tensor(output)
+        tensor = first_tensor(output)
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(lambda _: self._backward())  # type: ignore[no-untyped-call]
 
@@ -157,9 +157,9 @@ def _between(begin: _Mark, end: _Mark) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-def _first_tensor(output: Any) -> torch.Tensor | None:
+def first_tensor(output: Any) -> torch.Tensor | None:
     """Of whatever a module returns."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return next((found for value in values if (found := _first_tensor(value)) is not None), None)
+    return next((found for value in values if (found := first_tensor(value)) is not None), None)

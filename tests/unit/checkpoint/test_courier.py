@@ -12,6 +12,7 @@ import torch
 
 from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
 from shade.checkpoint.group import Alone
+from shade.checkpoint.packing import Packer
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.torture.ledger import RUN, saved
 from shade.errors import CheckpointError, RunInUseError, StorageError, StoreFullError, TornSnapshotError
@@ -28,11 +29,11 @@ class Post:
         self.may_save: Callable[[], None] = lambda: None
         self.courier = Courier(
             RUN,
-            Alone(),
+            [Alone()],
             self.stage,
             self.memory if has_memory else None,
             self.storage if has_storage else None,
-            "none",
+            Packer(RUN, 0, 1, "none"),
             lambda: self.may_save(),
             self.landings.append,
         )
@@ -40,14 +41,14 @@ class Post:
     def send(self, step: int, copied: Exception | None = None) -> Ticket:
         one = saved(step, step, 1)
         manifest = one.manifests[0]
-        _, buffer = self.stage.begin(manifest.num_bytes)
+        place, buffer = self.stage.begin(manifest.num_bytes)
         buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(b"".join(one.chunks[0])), dtype=torch.uint8)
         ticket = Ticket(step)
         if copied is None:
             ticket.copied.set_result(None)
         else:
             ticket.copied.set_exception(copied)
-        self.courier.send(Parcel(ticket, manifest.tensors, manifest.tree, manifest.num_bytes, buffer, one.notes))
+        self.courier.send(Parcel(ticket, manifest.tensors, manifest.tree, manifest.num_bytes, buffer, place, one.notes))
         return ticket
 
 

@@ -21,7 +21,6 @@ from shade.checkpoint.manifest import Manifest
 from shade.checkpoint.own_memory import own_folder
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.strategies import STRATEGIES
 from shade.errors import (
     CheckpointError,
     ConfigError,
@@ -107,7 +106,7 @@ def losses(training: Training, num_steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", ["copy", "overlap"])
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_a_run_goes_on_as_if_it_had_never_ended(
     begin: Callable[..., Checkpointer], server: LocalServer, where: str, strategy: str, buffers: int
@@ -361,7 +360,7 @@ def test_places_that_cannot_be_are_told_at_once_and_leave_nothing_open(
 
 
 def test_an_unknown_codec_is_an_unknown_name(begin: Callable[..., Checkpointer]) -> None:
-    with pytest.raises(UnknownNameError, match="none, zstd"):
+    with pytest.raises(UnknownNameError, match=r"known: .*none.*zstd"):
         begin(codec="brotli")
 
 

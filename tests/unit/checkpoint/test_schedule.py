@@ -60,21 +60,85 @@ def test_an_unknown_pace_waits_for_the_warm_up() -> None:
 
 def test_the_pace_is_that_of_quiet_steps_and_the_cost_what_a_save_adds() -> None:
     meter, now = PaceMeter(), 0.0
-    assert meter.pace == Pace()
+    assert meter.pace() == Pace()
     for _ in range(20):
         now += 0.1
         meter.step(now, busy=False)
-    assert meter.pace.step_seconds == pytest.approx(0.1)
-    assert meter.pace.cost_seconds == 0.0
+    assert meter.pace().step_seconds == pytest.approx(0.1)
+    assert meter.pace().cost_seconds == 0.0
     for took, busy in ((0.3, True), (0.2, True), (0.15, False)):
         now += took
         meter.step(now, busy=busy)
-    assert meter.pace.step_seconds == pytest.approx(0.1), "a step with a save in it is none to go by"
-    assert meter.pace.cost_seconds == pytest.approx(0.2 + 0.1 + 0.05)
+    assert meter.pace().step_seconds == pytest.approx(0.1), "a step with a save in it is none to go by"
+    assert meter.pace().cost_seconds == pytest.approx(0.2 + 0.1 + 0.05)
 
 
 def test_a_save_that_costs_nothing_costs_nothing() -> None:
     meter = PaceMeter()
     for now, busy in ((1.0, False), (2.0, False), (2.5, True), (3.0, False)):
         meter.step(now, busy=busy)
-    assert meter.pace.cost_seconds == 0.0
+    assert meter.pace().cost_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("every", "in_flight", "pace", "interval"),
+    [
+        ("profiled", 1, Pace(0.5, 0.25, 4.0, 0.5), 7),  # 3.5 s that nobody waits for, 7 steps
+        ("profiled", 1, Pace(0.5, 0.25, 3.9, 0.5), 7),
+        ("profiled", 2, Pace(0.5, 0.25, 4.0, 0.5), 4),  # two at once: half as many, rounded up
+        ("profiled", 1, Pace(0.5, 0.25, 0.3, 0.3), 1),  # all of it is waited for
+        ("profiled", 4, Pace(0.5, 0.0, 0.1, 0.0), 1),
+        ("profiled 5%", 1, Pace(0.5, 0.0, 4.1, 0.0), 8),  # a step may take 0.525 s
+        ("profiled 5%", 1, Pace(0.5, 0.25, 1.0, 0.0), 10),  # 0.25 s are 5% of 10 steps
+        ("profiled 50 %", 2, Pace(1.0, 0.6, 6.0, 0.0), 2),
+    ],
+)
+def test_saves_as_often_as_they_fit_and_as_the_budget_allows(
+    every: str, in_flight: int, pace: Pace, interval: int
+) -> None:
+    schedule = Schedule(every, in_flight)
+    assert [step for step in range(1, 11) if schedule.is_due(step)] == [10]
+    schedule.saved(10, pace)
+    assert not schedule.is_due(10 + interval - 1)
+    assert schedule.is_due(10 + interval)
+
+
+@pytest.mark.parametrize("pace", [Pace(), Pace(0.5), Pace(0.5, 0.25), Pace(0.0, 0.0, 4.0)])
+def test_what_has_not_been_measured_is_no_profile(pace: Pace) -> None:
+    schedule = Schedule("profiled 5%")
+    schedule.saved(10, pace)
+    assert not schedule.is_due(19)
+    assert schedule.is_due(20)
+
+
+@pytest.mark.parametrize("every", ["profiled 0%", "profiled5%", "profiled 5", "profiled -1%", "profiled all"])
+def test_what_is_no_profile_either(every: str) -> None:
+    with pytest.raises(ConfigError, match="'profiled': as often as saves fit"):
+        Schedule(every)
+
+
+def test_a_save_that_landed_before_its_step_ended_is_charged_to_it() -> None:
+    meter, now = PaceMeter(), 0.0
+    for took in (0.1, 0.1, 0.1):
+        now += took
+        meter.step(now, busy=False)
+    meter.begun()
+    now += 0.6
+    meter.step(now, busy=False)
+    assert meter.pace().step_seconds == pytest.approx(0.1)
+    assert meter.pace().cost_seconds == pytest.approx(0.5)
+
+
+def test_saves_that_follow_each_other_are_charged_from_beginning_to_beginning() -> None:
+    meter, now = PaceMeter(), 0.0
+    for took in (0.1, 0.1):
+        now += took
+        meter.step(now, busy=False)
+    for _ in range(3):
+        meter.begun()
+        for took in (0.15, 0.12):
+            now += took
+            meter.step(now, busy=True)
+    meter.begun()
+    assert meter.pace().cost_seconds == pytest.approx(0.05 + 0.02)
+    assert meter.pace(2.0, 0.5) == Pace(meter.pace().step_seconds, meter.pace().cost_seconds, 2.0, 0.5)

@@ -1,0 +1,560 @@
+"""What every checkpoint strategy promises: it restores every bit, is never torn or half written, and keeps its terms.
+
+(That it commits no torn snapshot under somebody who never stops writing: tests/faults/test_checkpoint_adversary.py.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import random
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shade.checkpoint import tiers as tiers_module
+from shade.checkpoint.copying import Copying
+from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
+from shade.checkpoint.group import Alone, Group
+from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint.manifest import CHUNK_BYTES
+from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint.reader import Reader
+from shade.checkpoint.recover import recover
+from shade.checkpoint.schedule import Pace
+from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint.strategies import STRATEGIES, Strategy, Terms
+from shade.checkpoint.tiers import Tiers
+from shade.checkpoint.torture.disk import OUTCOMES, Disk, DiskView
+from shade.checkpoint.torture.world import NOTHING, Act, CrashedError, Fault, World
+from shade.errors import CheckpointError, ConfigError, ShadeError
+from shade.storage.directory import DirectoryVolume
+from shade.store.local_cluster import free_ports
+from shade.store.server import LocalServer
+from tests.contracts.strategy_ranks import train_on_two_ranks
+
+every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+PATIENCE_SECONDS = 30.0
+WIDTH = 1030
+"""A layer of so many squared float32 is a little longer than a chunk."""
+
+
+class Training:
+    """A model, an optimizer, and steps; the same each time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(6, 8)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class Wide(Training):
+    """A state of a few chunks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH // 4))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(2, WIDTH)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def tensors(self) -> dict[str, bytes]:
+        """What a snapshot of it should hold."""
+        return {f"model/{name}": tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
+
+
+@pytest.fixture
+def run() -> Iterator[str]:
+    """A run id that nobody else has; what it leaves in own memory goes."""
+    name = f"strategy-{secrets.token_hex(6)}"
+    yield name
+    shutil.rmtree(own_folder(name), ignore_errors=True)
+
+
+@pytest.fixture
+def begin(run: str, tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
+    """Opens checkpointers on storage, if nothing else is said; ends those that are left."""
+    opened: list[Checkpointer] = []
+
+    def make(training: Training, **more: Any) -> Checkpointer:
+        made = Checkpointer(**{"persist_to": str(tmp_path / "durable"), "run": run, "every": "never"} | more)
+        opened.append(made)
+        made.attach(model=training.model, optimizer=training.optimizer)
+        return made
+
+    yield make
+    for each in opened:
+        crash(each)
+
+
+def crash(checkpointer: Checkpointer) -> None:
+    """Leaves as a training does that raises."""
+    checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+@pytest.fixture
+def server() -> Iterator[LocalServer]:
+    with LocalServer() as started:
+        yield started
+
+
+# ── every bit comes back ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@every_strategy
+@pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
+def test_a_run_goes_on_as_if_it_had_never_ended(
+    begin: Callable[..., Checkpointer], request: pytest.FixtureRequest, where: str, strategy: str
+) -> None:
+    more: dict[str, Any] = {"strategy": strategy}
+    if where == "cluster memory":
+        more["store"] = str(request.getfixturevalue("server").url.reveal())
+    if where != "storage":
+        more["persist_to"] = None
+    first = Training()
+    with begin(first, **more) as checkpointer:
+        for _ in range(3):
+            first.step()
+            checkpointer.step()
+            checkpointer.save({"loss": 1.0})
+        assert checkpointer.wait_committed() == where
+        undisturbed = [first.step() for _ in range(4)]
+        numbers = (random.random(), np.random.random())
+    second = Training()
+    torch.manual_seed(99)
+    with begin(second, **more) as checkpointer:
+        restored = checkpointer.restore_latest()
+        assert (restored.step, restored.tiers) == (3, (where,))
+        assert [second.step() for _ in range(4)] == undisturbed
+        assert (random.random(), np.random.random()) == numbers
+
+
+@every_strategy
+def test_a_state_of_many_chunks_is_saved_while_training_goes_on(
+    begin: Callable[..., Checkpointer], strategy: str
+) -> None:
+    training = Wide()
+    right: dict[int, dict[str, bytes]] = {}
+    with begin(training, strategy=strategy, keep="all") as checkpointer:
+        for _ in range(5):
+            training.step()
+            checkpointer.step()
+            right[checkpointer.step_count] = training.tensors()
+            checkpointer.save()
+        checkpointer.wait_durable()
+        snapshots = checkpointer.list()
+        assert [each.record.step for each in snapshots] == [5, 4, 3, 2, 1]
+        for snapshot in snapshots:
+            found = recover(checkpointer.tiers.reader, Alone(), step=snapshot.record.step)
+            assert found is not None
+            tensors = {name: tensor.numpy().tobytes() for name, tensor in found.tensors.items() if "model/" in name}
+            assert tensors == right[snapshot.record.step]
+
+
+def test_every_strategy_restores_on_two_ranks(tmp_path: Path) -> None:
+    """All in one pair of processes: each rank's own state comes back to it, the shared state to both."""
+    context = multiprocessing.get_context("forkserver")
+    (port,) = free_ports(1)
+    told = context.SimpleQueue()
+    words = (sorted(STRATEGIES), str(tmp_path), f"ranks-{secrets.token_hex(4)}", port, told)
+    processes = [context.Process(target=train_on_two_ranks, args=(rank, *words), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    found = []
+    while not told.empty():
+        found.append(told.get())
+    assert sorted(found) == sorted((name, rank, "same") for name in STRATEGIES for rank in range(2))
+
+
+# ── killed at every write ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Place(World):
+    """A disk and a process that uses it in several threads; it dies at a chosen operation."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.disk = Disk()
+        self._lock = threading.RLock()
+
+    def perform(self, actor: str, act: Act) -> Any:
+        with self._lock:
+            return super().perform(actor, act)
+
+    def volume(self, actor: str) -> DirectoryVolume:
+        return DirectoryVolume("/disk", DiskView(self, self.disk, actor))
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Place]:
+    """Makes places that checkpointers save to. What a dead process would not say, a live one that plays dead fails."""
+    places: list[Place] = []
+    deliver, landed = Courier._deliver, Tiers.landed
+
+    def delivering(self: Courier, parcel: Parcel, group: Group) -> Landing:
+        try:
+            return deliver(self, parcel, group)
+        except CrashedError as error:
+            raise CheckpointError("dead") from error
+
+    def landing(self: Tiers, one: Landing) -> None:
+        try:
+            landed(self, one)
+        except CrashedError as error:
+            raise CheckpointError("dead") from error
+
+    monkeypatch.setattr(Courier, "_deliver", delivering)
+    monkeypatch.setattr(Tiers, "landed", landing)
+    monkeypatch.setattr(tiers_module, "_volume", lambda url: places[-1].volume("rank 0"))
+    monkeypatch.setattr(tiers_module, "_lead", lambda *words: None)
+
+    def make() -> Place:
+        places.append(Place())
+        return places[-1]
+
+    return make
+
+
+def two_saves(place: Place, run: str, strategy: str, fault: Fault) -> tuple[list[dict[str, bytes]], int]:
+    """A durable save, and one with a fault in it: what each saved, and the last that was said to have landed."""
+    training, saved, landed = Wide(), [], 0
+    checkpointer = Checkpointer(persist_to="/disk", run=run, every="never", strategy=strategy, keep="last=1")
+    checkpointer.attach(model=training.model)
+    hook = training.optimizer.register_step_pre_hook(lambda *_: checkpointer.wait_copy_complete())
+    try:
+        for number in (1, 2):
+            checkpointer.step_count = number
+            saved.append(training.tensors())
+            if number == 2:
+                place.operations.clear()
+                place.fault = fault
+            ticket = checkpointer.save()
+            training.step()
+            with contextlib.suppress(CheckpointError):
+                ticket.landed.result(PATIENCE_SECONDS)
+                landed = number
+    finally:
+        hook.remove()
+        crash(checkpointer)
+        checkpointer.tiers.stage.remove()
+    return saved, landed
+
+
+@every_strategy
+@pytest.mark.parametrize("one_in", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_write_the_snapshot_before_loads(
+    strategy: str, one_in: int, run: str, mortal: Callable[[], Place]
+) -> None:
+    place = mortal()
+    two_saves(place, run, strategy, NOTHING)
+    operations = [operation for operation in place.operations if operation.writes]
+    assert len(operations) > 10
+    dice, outcomes = random.Random(strategy), itertools.cycle(OUTCOMES)
+    for operation in operations[dice.randrange(one_in) :: one_in]:
+        for moment in ("before", "within") if "part" in operation.ways else ("before",):
+            place = mortal()
+            saved, landed = two_saves(place, run, strategy, Fault(operation.number, "crash", moment))
+            assert place.struck is not None
+            outcome = next(outcomes)  # all four of each operation: shade checkpoint torture
+            left = place.disk.after_power_failure(outcome, dice)
+            with contextlib.closing(
+                StorageTier(DirectoryVolume("/disk", DiskView(World(0), left, "look")), run)
+            ) as tier:
+                found = recover(Reader([tier]), Alone())
+            said = f"{operation}, {moment}, {outcome}"
+            assert found is not None, said
+            assert landed <= found.record.step <= 2, said
+            tensors = {name: each.numpy().tobytes() for name, each in found.tensors.items() if "model/" in name}
+            assert tensors == saved[found.record.step - 1], said
+
+
+# ── budgets and terms ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Gate:
+    """Holds every commit in storage until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self.num_waiting = 0
+        commit = StorageTier.commit
+
+        def committing(tier: StorageTier, place: str, record: Any) -> None:
+            self.num_waiting += 1
+            assert self._open.wait(PATIENCE_SECONDS)
+            self.num_waiting -= 1
+            commit(tier, place, record)
+
+        monkeypatch.setattr(StorageTier, "commit", committing)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open()
+
+
+def in_thread(action: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread
+
+
+def eventually(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return is_so()
+
+
+REST_SECONDS = 0.15
+"""Enough for what does not wait to have ended, on a machine that does nothing else; a slow one only tests less."""
+
+
+@every_strategy
+def test_the_training_waits_for_what_the_terms_say_and_for_no_more(
+    begin: Callable[..., Checkpointer], gate: Gate, strategy: str
+) -> None:
+    training = Training()
+    checkpointer = begin(training, strategy=strategy)
+    terms = checkpointer.terms
+    training.step()
+    saving = in_thread(checkpointer.save)
+    waits_in_save = terms.save_waits_for in ("committed", "durable")
+    if not waits_in_save:
+        saving.join(PATIENCE_SECONDS)
+    assert eventually(lambda: gate.num_waiting == 1)
+    saving.join(REST_SECONDS)
+    assert saving.is_alive() == waits_in_save
+    stepping = in_thread(lambda: (saving.join(), training.step()))
+    waits_in_step = waits_in_save or terms.step_waits_for in ("committed", "durable")
+    stepping.join(REST_SECONDS if waits_in_step else PATIENCE_SECONDS)
+    assert stepping.is_alive() == waits_in_step
+    gate.open()
+    saving.join()
+    stepping.join()
+    assert checkpointer.wait_committed() == "storage"
+
+
+@every_strategy
+def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
+    begin: Callable[..., Checkpointer], run: str, gate: Gate, strategy: str
+) -> None:
+    training = Wide()
+    checkpointer = begin(training, strategy=strategy)
+    terms = checkpointer.terms
+    begun: list[Ticket] = []
+
+    def save() -> None:
+        for number in range(terms.in_flight + 2):
+            checkpointer.step_count = number
+            begun.append(checkpointer.save())
+            training.optimizer.step()
+
+    saving = in_thread(save)
+    possible = terms.in_flight if terms.save_waits_for == "begun" and terms.step_waits_for == "copied" else 0
+    if possible:
+        assert eventually(lambda: len(begun) == possible)
+    saving.join(REST_SECONDS)
+    assert len(begun) <= max(possible, 1)
+    gate.open()
+    saving.join(PATIENCE_SECONDS)
+    assert len(begun) == terms.in_flight + 2
+    checkpointer.wait_durable()
+    buffers = list(own_folder(run).glob("*.data"))
+    state_bytes = sum(len(each) for each in training.tensors().values())
+    assert 1 <= len(buffers) <= terms.buffers
+    assert sum(path.stat().st_blocks * 512 for path in buffers) <= terms.buffers * (state_bytes + 4 * 2**20)
+
+
+@every_strategy
+def test_a_tighter_budget_is_kept(begin: Callable[..., Checkpointer], run: str, strategy: str) -> None:
+    training = Wide()
+    with begin(training, strategy=strategy, buffers=1) as checkpointer:
+        assert checkpointer.terms.in_flight == 1
+        for number in range(3):
+            checkpointer.step_count = number
+            checkpointer.save()
+            training.step()
+        checkpointer.wait_durable()
+        assert len(list(own_folder(run).glob("*.data"))) == 1
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if STRATEGIES.get(name).terms.streams])
+def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    training = Wide()
+    held, written = threading.Event(), threading.Event()
+    move, fill = Copying._move, DirectoryVolume._fill
+
+    def moving(self: Copying, name: str, start: int, stop: int) -> None:
+        if self._entries[name].start + start >= CHUNK_BYTES and name in self.steady:
+            assert held.wait(PATIENCE_SECONDS), "nothing has left, and most is here"
+        move(self, name, start, stop)
+
+    def filling(self: DirectoryVolume, file: Any, parts: Any, name: str) -> int:
+        def passed() -> Iterator[Any]:
+            for part in parts:
+                yield part
+                if len(part) >= CHUNK_BYTES:
+                    written.set()
+
+        return fill(self, file, passed() if name.endswith(".safetensors") else parts, name)
+
+    monkeypatch.setattr(Copying, "_move", moving)
+    monkeypatch.setattr(DirectoryVolume, "_fill", filling)
+    with begin(training, strategy=strategy) as checkpointer:
+        checkpointer.save()
+        assert written.wait(PATIENCE_SECONDS)
+        held.set()
+        checkpointer.wait_durable()
+        found = recover(checkpointer.tiers.reader, Alone())
+        assert found is not None
+        assert {name: each.numpy().tobytes() for name, each in found.tensors.items() if "model/" in name} == (
+            training.tensors()
+        )
+
+
+@every_strategy
+def test_its_terms_are_terms_that_can_be_had(strategy: str) -> None:
+    made: type[Strategy] = STRATEGIES.get(strategy)
+    terms = made.terms
+    assert terms.agreed() == terms, "it proposes what it gets"
+    assert terms.in_flight <= terms.buffers
+    assert terms.in_flight < terms.slots
+
+
+# ── whose word counts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_the_user_says_has_the_last_word() -> None:
+    proposed = Terms(every="profiled", replicas=1, buffers=2, in_flight=2, streams=True)
+    assert proposed.agreed(every=5, replicas=0, buffers=3, slots=9) == Terms(
+        every=5, replicas=0, buffers=3, slots=9, in_flight=2, streams=True
+    )
+    assert proposed.agreed(buffers=1).in_flight == 1
+    assert proposed.agreed(slots=2).in_flight == 1
+    more = Terms().agreed(in_flight=4)
+    assert (more.in_flight, more.buffers, more.slots) == (4, 4, 5)
+    assert not proposed.agreed(codec="zstd").streams, "chunks of a codec go as a whole"
+    with pytest.raises(ConfigError, match="4 buffers and 5 slots for 4 saves in flight"):
+        Terms().agreed(in_flight=4, buffers=2)
+    for wrong in ({"in_flight": 0}, {"buffers": 0}):
+        with pytest.raises(ConfigError, match="one buffer and one save in flight"):
+            Terms().agreed(**wrong)
+
+
+def test_the_newest_of_several_in_flight_is_what_comes_back_whichever_lands_last(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, held = Wide(), threading.Event()
+    commit = StorageTier.commit
+
+    def committing(tier: StorageTier, place: str, record: Any) -> None:
+        if record.step == 1:
+            assert held.wait(PATIENCE_SECONDS)
+        commit(tier, place, record)
+
+    monkeypatch.setattr(StorageTier, "commit", committing)
+    with begin(training, strategy="pccheck", keep="last=1") as checkpointer:
+        tickets = []
+        for number in (1, 2):
+            checkpointer.step_count = number
+            tickets.append(checkpointer.save())
+            training.step()
+        assert tickets[1].landed.result(PATIENCE_SECONDS)
+        assert not tickets[0].landed.done()
+        assert checkpointer.list()[0].record.step == 2
+        held.set()
+        assert tickets[0].landed.result(PATIENCE_SECONDS)
+        checkpointer.step_count = 3
+        checkpointer.save()
+        checkpointer.wait_durable()
+        checkpointer.step_count = 0
+        assert checkpointer.restore_latest().step == 3
+
+
+def test_two_saves_of_one_step_do_not_share_a_folder(begin: Callable[..., Checkpointer], gate: Gate) -> None:
+    training = Wide()
+    with begin(training, strategy="pccheck", keep="all") as checkpointer:
+        checkpointer.save()
+        second = in_thread(checkpointer.save)
+        assert eventually(lambda: gate.num_waiting == 1)
+        second.join(REST_SECONDS)
+        assert second.is_alive()
+        gate.open()
+        second.join(PATIENCE_SECONDS)
+        checkpointer.wait_durable()
+        assert [each.record.sequence for each in checkpointer.list()] == [2, 1]
+
+
+def test_a_save_that_fails_in_one_lane_leaves_the_others_alone(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, commit = Wide(), StorageTier.commit
+
+    def committing(tier: StorageTier, place: str, record: Any) -> None:
+        if record.step == 2:
+            raise ShadeError("no")
+        commit(tier, place, record)
+
+    monkeypatch.setattr(StorageTier, "commit", committing)
+    with begin(training, strategy="pccheck", keep="all") as checkpointer:
+        tickets = []
+        for number in (1, 2, 3):
+            checkpointer.step_count = number
+            tickets.append(checkpointer.save())
+            training.step()
+        assert tickets[0].landed.result(PATIENCE_SECONDS)
+        assert tickets[2].landed.result(PATIENCE_SECONDS)
+        with pytest.raises(CheckpointError, match="storage: no"):
+            tickets[1].landed.result(PATIENCE_SECONDS)
+        assert [each.record.step for each in checkpointer.list()] == [3, 1]
+
+
+def test_a_strategy_that_saves_as_often_as_saves_fit_follows_what_they_take(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    with begin(training, strategy="checkfreq", every=None) as checkpointer:
+        assert checkpointer.terms.every == "profiled 5%"
+        monkeypatch.setattr(checkpointer._meter, "pace", lambda *took: Pace(0.1, 0.01, 2.0, 0.1))
+        saved = []
+        for _ in range(90):
+            training.step()
+            if checkpointer.step():
+                saved.append(checkpointer.step_count)
+                assert checkpointer.latest is not None
+                checkpointer.latest.landed.result(PATIENCE_SECONDS)
+    fits = -(-19 // 1.05)  # 1.9 s that nobody waits for, in steps of 0.1 s that may take 5% longer
+    assert saved == [10, 20, 20 + fits, 20 + 2 * fits, 20 + 3 * fits]

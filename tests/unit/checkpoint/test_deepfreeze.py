@@ -1,0 +1,52 @@
+"""Layers: what is copied together, in which order, and by whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shade.checkpoint.copying import Copying
+from shade.checkpoint.layout import TensorSpec, bytes_of, plan
+from shade.checkpoint.strategies.deepfreeze import DeepFreeze, layers
+from shade.errors import TornSnapshotError
+
+
+def test_a_layer_is_what_a_module_owns_or_what_belongs_to_a_parameter() -> None:
+    names = [
+        *("model/h.0.attn.bias", "model/h.0.attn.weight", "model/h.0.mlp.weight", "model/norm"),
+        *("optimizer/state/0/exp_avg", "optimizer/state/0/exp_avg_sq", "optimizer/state/1/exp_avg"),
+    ]
+    found = layers(names)
+    assert [len(each) for each in found] == [2, 1, 1, 2, 1]
+    assert [name for each in found for name in each] == names
+    assert layers([]) == []
+
+
+def copying_of(live: dict[str, torch.Tensor]) -> tuple[Copying, torch.Tensor]:
+    layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    return Copying(live, layout.entries, buffer, frozenset(live)), buffer
+
+
+def test_all_layers_are_copied_by_a_pool_and_checked_at_the_end() -> None:
+    live = {f"model/layer.{number}.weight": torch.randn(1000 + number) for number in range(50)}
+    copying, buffer = copying_of(live)
+    strategy = DeepFreeze()
+    copied = strategy.begin(copying)
+    strategy.wait()
+    assert copied.done()
+    expected = torch.cat([bytes_of(live[name]) for name in sorted(live)])
+    assert torch.equal(buffer, expected)
+    strategy.close()
+    strategy.close()
+
+
+def test_a_change_is_found_whichever_thread_has_copied_it() -> None:
+    live = {f"model/layer.{number}.weight": torch.randn(1000) for number in range(20)}
+    copying, _ = copying_of(live)
+    live["model/layer.7.weight"].add_(1)
+    strategy = DeepFreeze()
+    strategy.begin(copying)
+    with pytest.raises(TornSnapshotError, match=r"model/layer\.7\.weight"):
+        strategy.wait()
+    strategy.close()

@@ -79,7 +79,7 @@ def read_trail(path: Path) -> dict[int, str]:
 
 
 def carry(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
-    """Copies a snapshot into another tier, verified on the way.
+    """Copies a snapshot into another tier, verified on the way, and before it what it builds on.
 
     Args:
         reader: Of the tiers that have it.
@@ -91,6 +91,8 @@ def carry(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
         StorageError: It cannot be written.
     """
     record = snapshot.record
+    if snapshot.base is not None and snapshot.base.record not in target.held().values():
+        carry(reader, snapshot.base, target)
     manifests = [reader.manifest(snapshot, rank) for rank in range(record.world_size)]
     place = target.prepare(record.step, [manifest.stored_bytes for manifest in manifests])
     for manifest in manifests:

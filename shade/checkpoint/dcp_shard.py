@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shade.checkpoint.codec import CODECS
+from shade.checkpoint.codecs.base import standing_alone
 from shade.checkpoint.layout import TensorSpec, plan
 from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry, digest_of
 from shade.checkpoint.state import dismantle
@@ -134,7 +134,7 @@ class Packed:
             chunks=(),
             tree=tree,
         )
-        chosen = CODECS.get(codec)()
+        chosen = standing_alone(codec)
         self._stored = [chosen.encode(chunk, draft.item_bytes) for chunk in plain]
         chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in self._stored)
         self.manifest = replace(draft, chunks=chunks)

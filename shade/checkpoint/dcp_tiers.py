@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from shade.checkpoint.codec import CODECS
+from shade.checkpoint.codecs.base import standing_alone
 from shade.checkpoint.group import Alone
 from shade.checkpoint.own_memory import check_run_name
 from shade.checkpoint.retention import Keep
@@ -44,7 +44,7 @@ class Address:
     def __post_init__(self) -> None:
         check_run_name(self.run)
         Keep.parse(self.keep)
-        CODECS.get(self.codec)()
+        standing_alone(self.codec)
         if self.store is None and self.persist_to is None:
             raise ConfigError.of("a place for snapshots", "neither store nor persist_to", "name at least one")
 

@@ -105,7 +105,7 @@ class ShadeWriter(StorageWriter):
         slots: Snapshots that the cluster's memory has room for, ≥ 2.
         replicas: Further copies of every chunk on other nodes of the cluster.
         parity: (k, r): instead of copies, r parity chunks for every k on other nodes.
-        codec: Of the chunks: see `shade.checkpoint.codec.CODECS`.
+        codec: Of the chunks: see `shade.checkpoint.codecs.base.CODECS`.
 
     Raises:
         ConfigError: An argument that cannot be. What does not answer is found out by the first save.

@@ -10,9 +10,13 @@ the newest goes first, and of the others only those are written that the keep ru
 as soon as something newer is durable, which frees their slots (docs/decisions/0011-flusher.md). Invariant: a bit is
 cleared only when that snapshot, or a newer one of the run, is committed in storage.
 
-Reading and writing overlap (`shade.checkpoint.ahead`). A chunk comes from the socket into a page of a ring of buffers,
-is verified there, from any copy that memory has, and goes to the disk from there: no copy in between, and no fresh
-memory but the ring's 68 MiB.
+A snapshot that builds on another is written after that one, however new it is: storage never has a difference without
+what it is a difference from. Memory keeps a base as long as something in memory builds on it, so it is there to be
+written, even where storage once had it and has let it go.
+
+Reading and writing overlap (`shade.checkpoint.ahead`). A chunk comes from the socket into a ring of buffers, is
+verified there, from any copy that memory has, and goes to the disk from there: no copy in between, and no fresh memory
+but the ring's (`shade.checkpoint.flush_batch`, which also says how many are fetched at once).
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,20 +31,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from shade.checkpoint.ahead import Ahead
+from shade.checkpoint.flush_batch import FetchPace, Ring, batches
 from shade.checkpoint.manifest import Commit, Manifest
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.progress import Progress
+from shade.checkpoint.protocol import check_base
 from shade.checkpoint.reader import Reader, Snapshot, Source
-from shade.checkpoint.retention import Keep
+from shade.checkpoint.retention import Keep, lineage
 from shade.checkpoint.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError, ShadeError, StorageError, StoreError
 from shade.types import Bytes, Clock
 
-BATCH: Final = 8
-"""Chunks fetched at once."""
 AHEAD_CHUNKS: Final = 8
 """Fetched and not yet written."""
-_PAGE_BYTES: Final = 4096
 FIRST_WAIT_SECONDS: Final = 0.5
 LONGEST_WAIT_SECONDS: Final = 30.0
 """Between attempts, doubling."""
@@ -102,7 +104,7 @@ class Flusher:
         self.memory, self.storage, self.keep = memory, storage, keep
         self._stop = stop or threading.Event()
         self._may_write, self._progress, self._clock = may_write, progress or Progress(), clock
-        self._reader = Reader([memory])
+        self._reader, self._pace = Reader([memory]), FetchPace()
         self._damaged: set[str] = set()
         self._trouble: type[ShadeError] | None = None
         self._trouble_since = 0.0
@@ -143,8 +145,7 @@ class Flusher:
         for place, record in wanted:
             began = self._clock()
             try:
-                self.memory.hold(place)
-                num_bytes = self._write(place, record)
+                num_bytes = sum(self._make_durable(*each) for each in self._lacking(place, record))
             except _StoppedError:
                 return None
             except CorruptCheckpointError as error:
@@ -155,7 +156,6 @@ class Flusher:
                 self._damaged.add(record.digest)
                 lost = error
                 continue
-            self.memory.mark_clean(place, record.step)
             self._damaged.discard(record.digest)
             flushed = Flushed(record, num_bytes, self._clock() - began, len(dirty) - 1)
             self._retain()
@@ -191,6 +191,26 @@ class Flusher:
         newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
         return left, [(place, record) for place, record in newest_first if record.digest in kept]
 
+    def _lacking(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
+        """A snapshot and what it builds on, in as far as storage does not have it: the keyframe first."""
+        if record.base is None:
+            return [(place, record)]
+        places = {held.digest: (place, held) for place, held in self.memory.held().items()}
+        durable = {held.digest for held in self.storage.held().values()}
+        known = {digest: held for digest, (_, held) in places.items()}
+        below = [*itertools.takewhile(lambda base: base.digest not in durable, lineage(record, known))]
+        missing = (below[-1] if below else record).base
+        if missing is not None and missing not in durable:
+            raise CorruptCheckpointError(f"step {record.step} builds on a snapshot ({missing}) that is lost")
+        return [*(places[base.digest] for base in reversed(below)), (place, record)]
+
+    def _make_durable(self, place: str, record: Commit) -> int:
+        """Writes one snapshot, then clears its bit; returns its bytes."""
+        self.memory.hold(place)
+        num_bytes = self._write(place, record)
+        self.memory.mark_clean(place, record.step)
+        return num_bytes
+
     def _write(self, place: str, record: Commit) -> int:
         """One snapshot, from memory to committed; returns its bytes."""
         snapshot = Snapshot(record, (Source(self.memory, place),))
@@ -200,12 +220,13 @@ class Flusher:
         target = self.storage.prepare(record.step, sizes)
         self._progress.begin(f"{record.run} step {record.step}", sum(sizes))
         try:
-            with Ahead(_fetch(self._reader, snapshot, manifests), self._ahead_chunks) as chunks:
+            with Ahead(_fetch(self._reader, snapshot, manifests, self._pace), self._ahead_chunks) as chunks:
                 for manifest in manifests:
                     self.storage.put(
                         target, Shard(manifest, self._pass_on(itertools.islice(chunks, len(manifest.chunks))))
                     )
             self._check()
+            check_base(self.storage, record)
             self.storage.commit(target, record)
         except BaseException:
             if self._may_write():
@@ -233,9 +254,12 @@ class Flusher:
         """Removes what no rule keeps; what cannot be removed now is looked at again after the next snapshot."""
         try:
             places = {record.digest: (place, record) for place, record in self.storage.held().items()}
-            for record in self.keep.discardable([record for _, record in places.values()]):
+            records = [record for _, record in places.values()]
+            building = any(record.version > 1 for record in records)
+            others = [record for _, record in self.memory.dirty()] if building else []
+            for record in self.keep.discardable(records, others):
                 self.storage.discard(places[record.digest][0])
-        except StorageError as error:
+        except (StorageError, StoreError) as error:
             logger.warning("old snapshots could not be removed: %s", error)
 
     # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,24 +299,20 @@ class Flusher:
         self._not_before = self._clock() + self._wait_seconds
 
 
-def _fetch(reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest]) -> Iterator[memoryview]:
+def _fetch(reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pace: FetchPace) -> Iterator[memoryview]:
     """Every chunk of every rank, in order, in buffers that are used in turn.
 
-    A buffer is filled again when the batches after it need it: by then at most `AHEAD_CHUNKS` chunks wait, and one is
-    being written, so with one buffer for each of these and a batch more nothing is overwritten that is still needed.
+    A buffer is filled again when those of later fetches need it: by then at most `AHEAD_CHUNKS` chunks wait, and one is
+    being written, so in a ring of so many and a fetch more nothing is overwritten that is still needed.
     """
     longest = max((chunk.num_bytes for manifest in manifests for chunk in manifest.chunks), default=1)
-    stride = -(-longest // _PAGE_BYTES) * _PAGE_BYTES
-    num_buffers = AHEAD_CHUNKS + 1 + BATCH
-    ring = memoryview(mmap.mmap(-1, num_buffers * stride))
-    starts = itertools.cycle(range(0, num_buffers * stride, stride))
+    num_all = sum(len(manifest.chunks) for manifest in manifests)
+    ring = Ring(longest, AHEAD_CHUNKS + 1)
     for manifest in manifests:
-        for first in range(0, len(manifest.chunks), BATCH):
-            numbers = range(first, min(first + BATCH, len(manifest.chunks)))
-            places = [
-                (start, start + manifest.chunks[number].num_bytes)
-                for number, start in zip(numbers, starts, strict=False)
-            ]
-            buffers = [ring[start:stop] for start, stop in places]
+        lengths = [chunk.num_bytes for chunk in manifest.chunks]
+        for numbers in batches(lengths, pace, num_all):
+            buffers = ring.take([lengths[number] for number in numbers])
+            begun = time.perf_counter()
             reader.fill(snapshot, manifest, numbers, buffers)
+            pace.fetched(len(numbers), time.perf_counter() - begun)
             yield from buffers

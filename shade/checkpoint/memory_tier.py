@@ -3,7 +3,7 @@
 What lies where is in `slots`. A snapshot that storage has not got yet makes its slot *dirty*; only the flusher takes
 that bit away. `MemoryTier.prepare` takes a clean slot, or, where storage is slower than the saves, the oldest dirty one
 that no flusher holds: a newer snapshot is committed already, and training does not wait for a disk. It never takes the
-newest. The log says once that some are overtaken.
+newest, nor one that another in memory builds on. The log says once that some are overtaken.
 
 Large values go through a few threads, each with connections of its own: SET from the caller's memory to the socket
 without a copy, GET from the socket into the caller's memory (`Store.get_many_into`). Small ones go to every server, and
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +30,7 @@ import numpy as np
 from shade.checkpoint.erasure import ErasureCode
 from shade.checkpoint.manifest import CHUNK_BYTES, Commit, Manifest, digest_of
 from shade.checkpoint.memory_room import check_room, spare_bytes
-from shade.checkpoint.slotbook import TABLE_NAME, SlotBook
+from shade.checkpoint.slotbook import TABLE_NAME, SlotBook, needed_slots
 from shade.checkpoint.slots import Layout, Slot, Table, commit_name, dirty_name, extent_name, hold_name, manifest_name
 from shade.checkpoint.stripe import Stripe, parity_of
 from shade.checkpoint.tier import Shard, Tier
@@ -53,6 +54,7 @@ class MemoryTier(Tier):
         parity: ``(k, r)`` instead of replicas: r pieces of parity for every k chunks, any r pieces may be lost.
         flushed: True where a flusher takes snapshots to storage: then none is overwritten before that.
         num_threads: Connections a server at the most, for large values.
+        in_flight: Snapshots that may be on their way from `prepare` to `commit` at once.
 
     Raises:
         ConfigError: Arguments that cannot be, or that this store has too few servers for.
@@ -71,6 +73,7 @@ class MemoryTier(Tier):
         parity: tuple[int, int] | None = None,
         flushed: bool = False,
         num_threads: int = 4,
+        in_flight: int = 1,
     ) -> None:
         if num_slots < 2:
             raise ConfigError.of("2 slots or more", num_slots, "one is written while another holds the newest snapshot")
@@ -85,8 +88,11 @@ class MemoryTier(Tier):
         self._book = SlotBook(store, run)
         self._slots: dict[str, Slot] = {}
         self._commits: dict[str, Commit] = {}
-        self._num_threads = num_threads
+        self._num_threads, self._in_flight = num_threads, in_flight
         self._overtaken = False
+        self._turn = threading.Lock()  # held while the table is read, changed and written
+        self._on_their_way: dict[str, int] = {}
+        """Slots by place, oldest first: taken here, and nobody is told of what is in them yet."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shade-memory-tier")
         layout = self._layout()
         self.survives = layout.survives
@@ -94,7 +100,7 @@ class MemoryTier(Tier):
         self.num_copies = layout.num_copies
 
     def _layout(self) -> Layout:
-        layout = Layout(tuple(self.store.placement()), self._replicas, *self._parity)
+        layout = Layout(tuple(self.store.placement()), self._replicas, *self._parity, grouped=True)
         layout.check()
         return layout
 
@@ -102,22 +108,27 @@ class MemoryTier(Tier):
 
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
         """See `Tier`. A store that is full is one without memory for it, or with every slot waiting for the flusher."""
-        layout, (table, tags) = self._layout(), self._book.table()
-        number, given_up = self._given_up(table)
-        check_room(self.store, layout, shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
-        for slot in given_up:
-            self._book.erase_record(slot)
-            kept_ranks = len(shard_bytes) if slot.number == number and slot.layout == layout else 0
-            self._book.erase_content(slot, range(kept_ranks, len(slot.shard_bytes)))
-            table = table if slot.number == number else table.without(slot.number)
-        table = table.with_slot(number, step, layout, tuple(shard_bytes))
-        self._book.write_table(table, tags)
-        return table.slots[number].place
+        with self._turn:
+            while len(self._on_their_way) >= self._in_flight:  # the oldest has failed, and nobody has said so
+                del self._on_their_way[next(iter(self._on_their_way))]
+            layout, (table, tags) = self._layout(), self._book.table()
+            number, given_up = self._given_up(table)
+            check_room(self.store, layout, shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
+            for slot in given_up:
+                self._book.erase_record(slot)
+                kept_ranks = len(shard_bytes) if slot.number == number and slot.layout == layout else 0
+                self._book.erase_content(slot, range(kept_ranks, len(slot.shard_bytes)))
+                table = table if slot.number == number else table.without(slot.number)
+            table = table.with_slot(number, step, layout, tuple(shard_bytes))
+            self._book.write_table(table, tags)
+            self._on_their_way[table.slots[number].place] = number
+            return table.slots[number].place
 
     def _given_up(self, table: Table) -> tuple[int, list[Slot]]:
         """The slot to take; it, and those beyond the number there may be, in as far as there is something in them."""
+        taken = set(self._on_their_way.values())  # before the records are read, lest one be in neither
         commits = self._book.committed(table)
-        number = self._choose(table, commits)
+        number = self._choose(table, commits, taken)
         surplus = [n for n in table.slots if n >= self._num_slots and self._is_free(table, n, commits)]
         return number, [table.slots[n] for n in (*surplus, number) if n in table.slots]
 
@@ -126,34 +137,31 @@ class MemoryTier(Tier):
         given_up = self._given_up(self._book.table()[0])[1] if shard_bytes else []
         return spare_bytes(self.store, self._layout(), shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
 
-    def _choose(self, table: Table, commits: Mapping[int, Commit]) -> int:
+    def _choose(self, table: Table, commits: Mapping[int, Commit], taken: set[int]) -> int:
         """The slot to take: an empty one, else the oldest clean one, else the oldest that nobody is about to save."""
-        free = [number for number in range(self._num_slots) if self._is_free(table, number, commits)]
-        if not free:
-            newest = max(commits, key=lambda number: commits[number].sequence)
+        free = [n for n in range(self._num_slots) if n not in taken and self._is_free(table, n, commits)]
+        if not free and commits:
             free = [
                 number
-                for number in set(range(self._num_slots)) - {newest}
+                for number in set(range(self._num_slots)) - needed_slots(commits) - taken
                 if self._flushed and not self._book.has(table.slots[number], hold_name(table.slots[number]))
             ]
             if free and not self._overtaken:
                 self._overtaken = True
                 logger.warning("storage is slower than the saves: some leave %s before they are in storage", self.name)
         if not free:
-            steps = sorted(commit.step for commit in commits.values())
+            steps = ", ".join(map(str, sorted(commit.step for commit in commits.values())))
             raise StoreFullError(
-                f"expected one of {self._num_slots} slots to be free, got snapshots that are not in storage yet in all "
-                f"(steps {', '.join(map(str, steps))}): the flusher is behind; save less often, or "
-                "give it more slots"
+                f"expected one of {self._num_slots} slots to be free, got snapshots that are needed or not in storage "
+                f"yet in all (steps {steps}): the flusher is behind; save less often, or give it more slots"
             )
         return min(free, key=lambda number: commits[number].sequence if number in commits else -1)
 
     def _is_free(self, table: Table, number: int, commits: Mapping[int, Commit]) -> bool:
         if number not in commits:
             return True
-        newest = max(commits, key=lambda other: commits[other].sequence)
         slot = table.slots[number]
-        return number != newest and not (self._flushed and self._book.has(slot, dirty_name(slot)))
+        return number not in needed_slots(commits) and not (self._flushed and self._book.has(slot, dirty_name(slot)))
 
     def put(self, place: str, shard: Shard) -> None:
         """See `Tier`. What ``shard.chunks`` yields must stay as it is until this returns."""
@@ -194,15 +202,18 @@ class MemoryTier(Tier):
             with contextlib.suppress(StoreError):
                 self._book.erase_record(slot)
             raise
+        self._on_their_way.pop(place, None)
 
     def discard(self, place: str) -> None:
         """See `Tier`."""
-        table, tags = self._book.table()
-        slot = table.find(place)
-        if slot is not None:
-            self._book.erase_record(slot)
-            self._book.erase_content(slot, range(len(slot.shard_bytes)))
-            self._book.write_table(table.emptied(slot.number), tags)
+        self._on_their_way.pop(place, None)
+        with self._turn:
+            table, tags = self._book.table()
+            slot = table.find(place)
+            if slot is not None:
+                self._book.erase_record(slot)
+                self._book.erase_content(slot, range(len(slot.shard_bytes)))
+                self._book.write_table(table.emptied(slot.number), tags)
 
     # ------------------------------------------------------------------------------------------------ dirty bits
 
@@ -348,6 +359,10 @@ class MemoryTier(Tier):
         else:
             keys = {n: self._book.names.chunk(slot, manifest.rank, n) for n in stripe.numbers if n in damaged}
             self._book.write({key: damaged[n] for n, key in keys.items()})
+
+    def time_write(self, num_bytes: int) -> float:
+        """Seconds that writing a value of that length takes; it is removed again."""
+        return self._book.time_write(num_bytes)
 
     def close(self) -> None:
         """See `Tier`; the store stays open."""

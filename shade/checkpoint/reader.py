@@ -45,6 +45,8 @@ class Snapshot:
 
     record: Commit
     sources: tuple[Source, ...]
+    base: Snapshot | None = None
+    """What it builds on, if that is in some tier."""
 
     @property
     def tiers(self) -> list[str]:
@@ -106,8 +108,11 @@ class Reader:
             for place, record in held.items():
                 records[record.digest] = record
                 places.setdefault(record.digest, []).append(Source(tier, place))
-        newest_first = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
-        return [Snapshot(record, tuple(places[record.digest])) for record in newest_first]
+        linked: dict[str, Snapshot] = {}
+        for digest, record in sorted(records.items(), key=lambda each: (each[1].sequence, each[1].step)):
+            base = None if record.base is None else linked.get(record.base)  # older, so it is there already
+            linked[digest] = Snapshot(record, tuple(places[digest]), base)
+        return list(reversed(linked.values()))
 
     def manifest(self, snapshot: Snapshot, rank: int) -> Manifest:
         """One rank's manifest, from the first place that has it right.
@@ -155,6 +160,26 @@ class Reader:
             found = self._batch(snapshot, manifest, batch)
             yield from ((number, found[number]) for number in batch)
 
+    def plain_chunks(self, snapshot: Snapshot, manifest: Manifest, numbers: Sequence[int]) -> dict[int, Bytes]:
+        """Verified chunks as they were before any codec, from where they lie like that.
+
+        Args:
+            snapshot: Which.
+            manifest: Of the shard, of version 2.
+            numbers: Which chunks.
+
+        Returns:
+            Those that are there. A view into own memory is good until the next snapshot.
+        """
+        found: dict[int, Bytes] = {}
+        for source in snapshot.sources:
+            missing = [number for number in numbers if number not in found]
+            if source.tier.holds_plain and missing:
+                for number, content in zip(missing, _chunks_at(source, manifest, missing, 0), strict=True):
+                    if content is not None and is_sound_at(source, manifest, number, content):
+                        found[number] = content
+        return found
+
     def fill(
         self, snapshot: Snapshot, manifest: Manifest, numbers: Sequence[int], buffers: Sequence[memoryview]
     ) -> None:
@@ -188,7 +213,7 @@ class Reader:
 
         Args:
             snapshot: Which.
-            manifest: Of the shard, not encoded.
+            manifest: Of the shard, with digests of what is not encoded.
             numbers: Chunks that must be sound.
 
         Returns:
@@ -196,10 +221,8 @@ class Reader:
         """
 
         def are_right(data: memoryview, some: Sequence[int]) -> bool:
-            lie = {
-                number: data[number * manifest.chunk_bytes :][: manifest.chunks[number].num_bytes] for number in some
-            }
-            return all(is_sound(manifest, number, content) for number, content in lie.items())
+            lie = {number: data[number * manifest.chunk_bytes :][: manifest.data_length(number)] for number in some}
+            return all(digest_of(content) == manifest.plain_digest(number) for number, content in lie.items())
 
         parts = [numbers[first : first + BATCH] for first in range(0, len(numbers), BATCH)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-verify") as pool:
@@ -239,7 +262,8 @@ class Reader:
                     for first in range(0, len(manifest.chunks), BATCH):
                         numbers = list(range(first, min(first + BATCH, len(manifest.chunks))))
                         contents = _chunks_at(source, manifest, numbers, copy)
-                        bad = {n for n, c in zip(numbers, contents, strict=True) if not is_sound(manifest, n, c)}
+                        found = zip(numbers, contents, strict=True)
+                        bad = {n for n, content in found if not is_sound_at(source, manifest, n, content)}
                         if bad:
                             damage.chunks.setdefault(rank, set()).update(bad)
                         advance(sum(manifest.chunks[number].num_bytes for number in numbers))
@@ -299,6 +323,8 @@ def _collect(
     """
     found: dict[int, Bytes] = {}
     for source in snapshot.sources:
+        if source.tier.holds_plain and manifest.version > 1:
+            continue
         for copy in range(source.tier.num_copies):
             missing = [number for number in batch if number not in found]
             if not missing:
@@ -319,6 +345,13 @@ def is_sound(manifest: Manifest, number: int, content: Bytes | None) -> bool:
     """Whether these bytes are the chunk that was committed."""
     entry = manifest.chunks[number]
     return content is not None and len(content) == entry.num_bytes and digest_of(content) == entry.digest
+
+
+def is_sound_at(source: Source, manifest: Manifest, number: int, content: Bytes | None) -> bool:
+    """Whether these bytes are the chunk as it lies in that place."""
+    if not source.tier.holds_plain or manifest.version == 1:
+        return is_sound(manifest, number, content)
+    return content is not None and digest_of(content) == manifest.plain_digest(number)
 
 
 def _manifest_at(source: Source, rank: int, copy: int) -> bytes | None:

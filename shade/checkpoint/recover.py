@@ -14,18 +14,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from shade.checkpoint.arena import FILLING_THREADS, Arena, views
-from shade.checkpoint.codec import CODECS
 from shade.checkpoint.group import Group
 from shade.checkpoint.layout import chunks_of
-from shade.checkpoint.manifest import Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import Bound, Commit, Manifest, TensorEntry, digest_of
 from shade.checkpoint.parts import part_of, tensors_in
 from shade.checkpoint.reader import Reader, Snapshot
+from shade.checkpoint.rebuild import Rebuilt
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
 
 _BATCH: Final = 32
@@ -48,6 +48,8 @@ class Restored:
     """Where the bytes came from; empty where there was nothing."""
     seconds: float = 0.0
     num_bytes: int = 0
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    """How far each tensor may be from what was to be saved; empty where all is bit for bit."""
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -69,6 +71,10 @@ class Recovered:
     newest_sequence: int
     """Of all snapshots that any rank sees, this one or another."""
     arenas: list[tuple[Arena, Manifest]]
+    trees: list[Any] = field(default_factory=list)
+    """All ranks', by rank."""
+    bounds: dict[str, Bound] = field(default_factory=dict)
+    """Of the tensors that are not exact, as measured when they were saved."""
 
 
 def recover(
@@ -179,6 +185,10 @@ class _Attempt:
             wanted = self._entries(manifest)
             whole.tensors |= passing | arena.tensors({name: wanted[name] for name in wanted.keys() - passing.keys()})
             whole.arenas.append((arena, manifest))
+            whole.trees.append(part_of(manifest.tree, self._only))
+            whole.bounds |= {name: bound for name, bound in manifest.bounds.items() if name in wanted}
+        if whole.bounds and group.rank == 0:
+            logger.warning("step %d comes back with loss: %s", record.step, told_loss(whole.bounds))
         whole.tiers = list(dict.fromkeys(name for told in group.gather(list(self._tiers)) for name in told))
         return whole
 
@@ -259,6 +269,23 @@ class _Attempt:
         self._tiers[(near or self._snapshot.sources)[0].tier.name] = None
 
 
+def told_loss(bounds: Mapping[str, Bound]) -> str:
+    """What bounds come to, for people.
+
+    Args:
+        bounds: By tensor; at least one.
+
+    Returns:
+        The number of tensors, and the worst of them.
+    """
+    worst = max(bounds, key=lambda name: bounds[name].relative)
+    most = max(bounds, key=lambda name: bounds[name].max_abs)
+    return (
+        f"{len(bounds)} tensors are not what was to be saved, by up to {bounds[worst].relative:.2g} of their length "
+        f"({worst}) and {bounds[most].max_abs:.2g} in an item ({most}); all others are exact"
+    )
+
+
 def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
     """Reads verified chunks, decoded, to where they belong; without a codec straight from the tier.
 
@@ -272,16 +299,15 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
     Raises:
         CorruptCheckpointError: A chunk is right in no place.
     """
-    if manifest.codec == "none":
-        parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
+    parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
+    shard = Rebuilt(reader, snapshot, manifest)
 
-        def fill(part: Sequence[int]) -> None:
+    def fill(part: Sequence[int]) -> None:
+        if manifest.codec == "none":
             reader.fill(snapshot, manifest, part, [arena.chunk(manifest, number) for number in part])
+            return
+        for number, data in shard.chunks(part).items():
+            arena.chunk(manifest, number)[:] = data
 
-        with ThreadPoolExecutor(FILLING_THREADS, thread_name_prefix="shade-restore") as pool:
-            list(pool.map(fill, parts))
-        return
-    codec = CODECS.get(manifest.codec)()
-    for number, stored in reader.chunks(snapshot, manifest, numbers):
-        target = arena.chunk(manifest, number)
-        target[:] = codec.decode(stored, len(target), manifest.item_bytes)
+    with ThreadPoolExecutor(FILLING_THREADS, thread_name_prefix="shade-restore") as pool:
+        list(pool.map(fill, parts))

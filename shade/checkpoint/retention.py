@@ -3,12 +3,15 @@
 Rules only ever keep; what no rule keeps may go. The newest is always kept, whatever the rules say, so that applying
 them can never leave a run without a snapshot; of a step that was saved twice the newer snapshot alone counts. The same
 records give the same answer in any order, on any machine.
+
+What is kept keeps what it builds on, down to the keyframe; and what goes, goes before what it builds on, so that a
+crash in between leaves nothing that cannot be read. Invariant: no record is left without its base.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -81,39 +84,55 @@ class Keep:
             raise ConfigError.of("last= and every= once each", text, "drop the repetition")
         return cls(last, every, tuple(best), everything)
 
-    def kept(self, records: Iterable[Commit]) -> list[Commit]:
-        """Those that stay, newest first."""
+    def kept(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
+        """Those that stay.
+
+        Args:
+            records: Every snapshot of one run in one place, in any order.
+            others: Snapshots elsewhere that may come there: what they build on stays, too.
+
+        Returns:
+            Newest first.
+        """
         newest_first = sorted(records, key=lambda record: (record.sequence, record.step), reverse=True)
         if self.all:
             return newest_first
         latest: dict[int, Commit] = {}
         for record in newest_first:
             latest.setdefault(record.step, record)
-        newest_first = list(latest.values())
-        kept = {record.digest for record in newest_first[: self.last]}
+        distinct = list(latest.values())
+        chosen = distinct[: self.last]
         if self.every:
             first: dict[int, Commit] = {}
-            for record in newest_first:
+            for record in distinct:
                 number = record.step // self.every
                 if number > 0 and (number not in first or record.step < first[number].step):
                     first[number] = record
-            kept |= {record.digest for record in first.values()}
-        kept |= {record.digest for rule in self.best for record in rule.of(newest_first)}
-        return [record for record in newest_first if record.digest in kept]
+            chosen += first.values()
+        chosen += (record for rule in self.best for record in rule.of(distinct))
+        known = {record.digest: record for record in newest_first}
+        kept = {record.digest for record in chosen}
+        kept |= {base.digest for record in (*chosen, *others) for base in lineage(record, known)}
+        return [record for digest, record in known.items() if digest in kept]
 
-    def discardable(self, records: Iterable[Commit]) -> list[Commit]:
-        """Those that no rule keeps, oldest first; never the newest.
+    def discardable(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
+        """Those that no rule keeps; never the newest.
 
         Args:
-            records: Every snapshot of one run, in any order.
+            records: As for `kept`.
+            others: Likewise.
 
         Returns:
-            What may be removed.
+            What may be removed, in this order: oldest first, but each before what it builds on.
         """
-        known = list(records)
-        kept = {record.digest for record in self.kept(known)}
-        gone = [record for record in known if record.digest not in kept]
-        return sorted(gone, key=lambda record: (record.sequence, record.step))
+        known = {record.digest: record for record in records}
+        kept = {record.digest for record in self.kept(known.values(), others)}
+
+        def age(record: Commit) -> tuple[int, int, int, int]:
+            *_, keyframe = record, *lineage(record, known)
+            return keyframe.sequence, keyframe.step, -record.sequence, -record.step
+
+        return sorted((record for digest, record in known.items() if digest not in kept), key=age)
 
     @property
     def lasting(self) -> Keep:
@@ -126,6 +145,21 @@ class Keep:
         rules = [f"last={self.last}"] + [f"every={self.every}"] * bool(self.every)
         rules += [f"best={each.metric}{':max' * each.largest}{f':{each.num}' * (each.num > 1)}" for each in self.best]
         return ",".join(rules)
+
+
+def lineage(record: Commit, known: Mapping[str, Commit]) -> Iterator[Commit]:
+    """What a snapshot builds on, down to its keyframe.
+
+    Args:
+        record: Of the snapshot.
+        known: Records by digest.
+
+    Yields:
+        Records, nearest first; it ends early where one is not known. A digest holds its base's: there are no circles.
+    """
+    while record.base is not None and record.base in known:
+        record = known[record.base]
+        yield record
 
 
 def _best(value: str, text: str) -> Best:

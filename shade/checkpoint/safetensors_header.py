@@ -11,7 +11,7 @@ import json
 import struct
 from typing import Final
 
-from shade.checkpoint.manifest import FORMAT, VERSION, Manifest
+from shade.checkpoint.manifest import FORMAT, Manifest
 
 ALIGNMENT: Final = 4096
 _LENGTH: Final = struct.Struct("<Q")
@@ -28,7 +28,7 @@ def safetensors_header(manifest: Manifest) -> bytes:
     """
     metadata = {
         "format": "pt",
-        "written_by": f"{FORMAT} {VERSION}",
+        "written_by": f"{FORMAT} {manifest.version}",
         "run": manifest.run,
         "step": str(manifest.step),
         "rank": str(manifest.rank),

@@ -7,6 +7,8 @@ that is away is as one that has nothing. Whatever is written must reach every se
 from __future__ import annotations
 
 import contextlib
+import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -101,3 +103,32 @@ class SlotBook:
         if not all(self._store.set_many(items)):
             self._store.ping()
             raise StoreFullError(f"a server of {self._store.url} has no memory left; raise its maxmemory")
+
+    def time_write(self, num_bytes: int) -> float:
+        """Writes a value, and removes it again.
+
+        Args:
+            num_bytes: Its length.
+
+        Returns:
+            Seconds that writing took.
+
+        Raises:
+            StoreUnavailableError: A server is away.
+            StoreFullError: A server has no memory left.
+        """
+        key = self.names.key(self._store.placement()[0], f"probe:{secrets.token_hex(8)}")
+        content = bytes(num_bytes)
+        try:
+            begun = time.perf_counter()
+            self.write({key: content})
+            return time.perf_counter() - begun
+        finally:
+            self._store.delete_many([key])
+
+
+def needed_slots(commits: Mapping[int, Commit]) -> set[int]:
+    """Slots that must not be taken: the newest snapshot's, and of those that others in memory build on."""
+    bases = {commit.base for commit in commits.values() if commit.base is not None}
+    newest = max(commits, key=lambda number: commits[number].sequence, default=-1)
+    return {number for number, commit in commits.items() if number == newest or (bases and commit.digest in bases)}

@@ -18,6 +18,8 @@ import contextlib
 import itertools
 import logging
 import re
+import secrets
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
@@ -189,6 +191,24 @@ class StorageTier(Tier):
         for place in stale:
             self._remove(place, [name for name in names if name.startswith(f"{place}/")])
         return stale
+
+    def time_write(self, num_bytes: int) -> float:
+        """Writes a file, durably, and removes it again.
+
+        Args:
+            num_bytes: Its length.
+
+        Returns:
+            Seconds that writing took.
+        """
+        name = f"{self._run}/probe-{secrets.token_hex(8)}"
+        content = bytes(num_bytes)
+        try:
+            begun = time.perf_counter()
+            self._volume.write(name, [content])
+            return time.perf_counter() - begun
+        finally:
+            self._volume.delete_many([name])
 
     def tidy(self) -> None:
         """Sweeps, where a run's only writer begins; storage that refuses is no reason not to."""

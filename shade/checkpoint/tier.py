@@ -48,6 +48,8 @@ class Tier(ABC):
     """True where the record has to be written on each machine, and so by each rank."""
     is_durable: ClassVar[bool] = False
     """True where what is committed outlives all machines."""
+    holds_plain: ClassVar[bool] = False
+    """True where chunks of a snapshot of version 2 are given as they were before any codec, and in no other form."""
     damaged: Sequence[str] = ()
     """Places whose record `held` could not read, the last time: there was a snapshot, and perhaps it is the newest."""
     num_copies: int = 1

@@ -108,7 +108,12 @@ def _show(given: argparse.Namespace) -> int:
             sys.stdout.write(f"metric {name}: {value:.6g}\n")
         for source in snapshot.sources:
             sys.stdout.write(f"lies in {source}\n")
-        sys.stdout.write(f"\n{_shards(manifests)}\n{_biggest(manifests, given.tensors)}\n")
+        if record.base is not None:
+            known = "a snapshot that is nowhere" if snapshot.base is None else f"step {snapshot.base.record.step}"
+            sys.stdout.write(f"builds on {known}\n")
+        sys.stdout.write(
+            f"\n{_shards(manifests)}\n{_biggest(manifests, given.tensors)}\n{_bounds(manifests, given.tensors)}"
+        )
         sys.stdout.write(_outline(manifests, given.depth))
     return 0
 
@@ -129,6 +134,17 @@ def _biggest(manifests: Iterable[Manifest], num: int) -> str:
         shape = " × ".join(map(str, entry.shape)) or "scalar"
         rows.append((size(entry.stop - entry.start), entry.dtype, shape, f"{rank}", name))
     return table(rows, "><<><")
+
+
+def _bounds(manifests: Iterable[Manifest], num: int) -> str:
+    """How far tensors are from what was to be saved, the farthest first; nothing where all is exact."""
+    bounds = [(name, bound) for each in manifests for name, bound in each.bounds.items()]
+    if not bounds:
+        return ""
+    bounds.sort(key=lambda each: (-each[1].relative, each[0]))
+    rows = [("off by at most", "in an item", f"of {len(bounds)} tensors that are not exact")]
+    rows += [(f"{bound.relative:.2g}", f"{bound.max_abs:.2g}", name) for name, bound in bounds[:num]]
+    return f"{table(rows, '>><')}\n"
 
 
 def _outline(manifests: Iterable[Manifest], depth: int) -> str:

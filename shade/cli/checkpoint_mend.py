@@ -66,6 +66,7 @@ class _Finding:
 def _examine(places: Places, snapshot: Snapshot) -> _Finding:
     """Reads everything; damage in places that were given to another snapshot meanwhile is none."""
     from shade.checkpoint.progress import Bar
+    from shade.checkpoint.rebuild import check
 
     record, bar = snapshot.record, Bar()
     finding = _Finding(record.step)
@@ -73,6 +74,7 @@ def _examine(places: Places, snapshot: Snapshot) -> _Finding:
     bar.begin(f"step {record.step}", record.num_bytes * copies)
     try:
         finding.damages = places.reader.examine(snapshot, bar.advance)
+        check(places.reader, snapshot)
     except CorruptCheckpointError as error:
         finding.lost = str(error)
     finally:

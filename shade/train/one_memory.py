@@ -95,12 +95,14 @@ class OneMemory:
         self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
 
     def _empty_slots(self) -> None:
-        """Empties the slots that hold what is in storage, save the newest; none is being written now."""
+        """Empties slots that hold what is in storage, but for the newest and what others build on; none is written now."""
         with contextlib.suppress(StoreError):
             held = self._tier.held()
             newest = max((record.sequence for record in held.values()), default=0)
+            needed = {record.base for record in held.values()}
             for place, record in held.items():
-                if self._flushed and record.sequence < newest and not self._tier.is_dirty(place):
+                is_needed = record.sequence >= newest or record.digest in needed
+                if self._flushed and not is_needed and not self._tier.is_dirty(place):
                     self._tier.discard(place)
 
     def _divide(self, shard_bytes: list[int], at_most: int) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 from shade.checkpoint.flusher import Flusher
 from shade.checkpoint.group import Group
 from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.protocol import agree, store
+from shade.checkpoint.protocol import Stored, agree, announce, commit, prepare, put, store
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
@@ -41,6 +41,11 @@ class Setup:
     parity: tuple[int, int] | None = None
     has_storage: bool = True
     has_own: bool = False
+    streams: bool = False
+    """Whether chunks are put before the ranks have agreed on what they are."""
+    num_slots: int = 2
+    in_deltas: bool = False
+    """Whether each snapshot builds on the one before."""
 
 
 @dataclass
@@ -115,6 +120,7 @@ class Bench:
         tier = MemoryTier(
             view,
             RUN,
+            num_slots=self.setup.num_slots,
             replicas=self.setup.replicas,
             parity=self.setup.parity,
             flushed=self.setup.has_storage,
@@ -151,29 +157,41 @@ class Bench:
         """
         ledger, rank = self.state.ledger, group.rank
         stage, memory, storage = self.own(rank), self.memory(actor), self.storage(actor)
+        ways = [Watched(tier, ledger) for tier in (memory, storage) if tier is not None]
         manifest, chunks = one.manifests[rank], one.chunks[rank]
-        watched = None
-        if stage is not None:
+        own_place = None if stage is None else self._copy(stage, actor, one.data[rank])
+        early = self._put_early(ways[0], group, one) if self.setup.streams else None
+        agreed = agree(group, manifest, None, one.notes, one.record.base)
+        if stage is not None and own_place is not None:
             watched = Watched(stage, ledger, self.world, actor)
-            self._copy(stage, actor, b"".join(chunks))
-        agreed = agree(group, manifest, None, one.notes)
-        if watched is not None:
-            store(watched, group, agreed, manifest, lambda: ())
-        for tier in (memory, storage):
-            if tier is None:
-                continue
-            stored = store(Watched(tier, ledger), group, agreed, manifest, lambda: chunks)
+            if put(watched, group, own_place, manifest, lambda: ()).place is not None:
+                commit(watched, group, own_place, agreed.record)
+        for tier in ways:
+            if early is None or tier is not ways[0]:
+                stored = store(tier, group, agreed, manifest, lambda: chunks)
+            else:
+                stored = early if early.place is None else commit(tier, group, early.place, agreed.record)
             if stored.place is not None:
-                (ledger.durable if tier is storage else ledger.committed).add(one.record.digest)
-                if tier is storage and rank == 0:
+                (ledger.durable if tier.inner is storage else ledger.committed).add(one.record.digest)
+                if storage is not None and tier.inner is storage and rank == 0:
                     retire(storage, KEEP)
                 return
-        raise CheckpointError(f"save {one.record.sequence} landed nowhere")
+        if one.alone is None:
+            raise CheckpointError(f"save {one.record.sequence} landed nowhere")
+        self.save(one.alone, group, actor)
 
-    def _copy(self, stage: Stage, actor: str, data: bytes) -> None:
+    def _put_early(self, tier: Tier, group: Group, one: Saved) -> Stored:
+        """What is done with a shard that is sent while it is copied."""
+        manifest, chunks = one.manifests[group.rank], one.chunks[group.rank]
+        shard_bytes = announce(group, manifest, None)
+        early = prepare(tier, group, manifest.step, shard_bytes)
+        return early if early.place is None else put(tier, group, early.place, manifest, lambda: chunks)
+
+    def _copy(self, stage: Stage, actor: str, data: bytes) -> str:
         half = len(data) // 2
         begin = Act(stage.name, "begin", "", lambda: stage.begin(len(data)))
-        _, buffer = self.world.perform(actor, begin)
+        place: str
+        place, buffer = self.world.perform(actor, begin)
         view = memoryview(buffer.numpy())
         for first, last in ((0, half), (half, len(data))):
 
@@ -181,6 +199,7 @@ class Bench:
                 view[first:last] = data[first:last]
 
             self.world.perform(actor, Act(stage.name, "copy", f"{first}–{last}", copy))
+        return place
 
     def flush(self, actor: str) -> bool:
         """A flusher's one turn; whether it has made something durable."""

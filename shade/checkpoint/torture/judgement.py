@@ -14,9 +14,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from shade.checkpoint.group import Alone
-from shade.checkpoint.reader import Reader, Snapshot, Source
+from shade.checkpoint.reader import Reader
+from shade.checkpoint.rebuild import Rebuilt
 from shade.checkpoint.recover import recover
 from shade.checkpoint.stage import Stage
+from shade.checkpoint.tier import Tier
 from shade.checkpoint.torture.bench import Bench, Setup, State
 from shade.checkpoint.torture.ledger import Ledger, saved
 from shade.checkpoint.torture.world import World
@@ -43,7 +45,7 @@ def judge(setup: Setup, state: State, *, is_damaged: bool = False, goes_on: bool
         reader = Reader(bench.tiers("look"))
         objections += _restore(reader, state.ledger, floor, is_damaged=is_damaged)
         if not is_damaged:
-            objections += [each for snapshot in reader.snapshots() for each in _wholeness(snapshot)]
+            objections += [each for tier in reader.tiers for each in _wholeness(tier)]
             objections += _cleanliness(bench)
     is_memory_closed = bool(state.servers.away) and not setup.has_storage
     if goes_on and not is_memory_closed:
@@ -67,16 +69,17 @@ def _restore(reader: Reader, ledger: Ledger, floor: int, *, is_damaged: bool) ->
     return [] if objection is None else [objection]
 
 
-def _wholeness(snapshot: Snapshot) -> Iterator[str]:
-    """Each place alone must have all of it."""
-    for source in snapshot.sources:
-        here = Snapshot(snapshot.record, (Source(source.tier, source.place),))
-        reader = Reader([source.tier])
-        ranks = range(snapshot.record.world_size)
+def _wholeness(tier: Tier) -> Iterator[str]:
+    """Each tier alone must have all of every snapshot, and all that it builds on."""
+    reader = Reader([tier])
+    for snapshot in reader.snapshots():
+        ranks: Iterable[int] = range(snapshot.record.world_size)
+        if isinstance(tier, Stage):
+            ranks = _own(tier, snapshot.sources[0].place, ranks)
         try:
-            for rank in ranks if not isinstance(source.tier, Stage) else _own(source.tier, source.place, ranks):
-                for _ in reader.chunks(here, reader.manifest(here, rank)):
-                    pass
+            for rank in ranks:
+                manifest = reader.manifest(snapshot, rank)
+                Rebuilt(reader, snapshot, manifest).chunks(range(len(manifest.chunks)))
         except CorruptCheckpointError as error:
             yield f"a record without its snapshot: {error}"
 

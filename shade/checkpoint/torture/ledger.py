@@ -27,12 +27,16 @@ class Saved:
     notes: Notes
     manifests: tuple[Manifest, ...]
     chunks: tuple[tuple[bytes, ...], ...]
+    """Stored form, by rank."""
+    data: tuple[bytes, ...]
     """By rank."""
+    alone: Saved | None = None
+    """Of one that builds on another: the same, standing alone."""
 
     @property
     def tensors(self) -> dict[str, bytes]:
         """What a restore of it holds, by name."""
-        return {f"model/{rank}": b"".join(chunks) for rank, chunks in enumerate(self.chunks)}
+        return {f"model/{rank}": data for rank, data in enumerate(self.data)}
 
 
 def saved(
@@ -57,7 +61,7 @@ def saved(
     Returns:
         The snapshot, nowhere yet.
     """
-    manifests, contents = [], []
+    manifests, contents, whole = [], [], []
     for rank in range(world_size):
         name, length = f"model/{rank}", shard_bytes + 100 * rank
         data = random.Random(f"{run} {step} {sequence} {rank}").randbytes(length)
@@ -68,11 +72,12 @@ def saved(
         shard = Manifest(run, step, rank, world_size, "none", length, tensors, entries, tree, chunk_bytes)
         manifests.append(shard)
         contents.append(chunks)
+        whole.append(data)
     notes = Notes(sequence, float(sequence), {}, Pace(), "")
     digests = tuple(manifest.digest for manifest in manifests)
     num_bytes = sum(manifest.num_bytes for manifest in manifests)
     record = Commit(run, step, sequence, world_size, digests, num_bytes, notes.saved_at)
-    return Saved(record, notes, tuple(manifests), tuple(contents))
+    return Saved(record, notes, tuple(manifests), tuple(contents), tuple(whole))
 
 
 @dataclass
@@ -92,6 +97,8 @@ class Ledger:
     def add(self, one: Saved) -> Saved:
         """Notes that it is being saved."""
         self.known[one.record.digest] = one
+        if one.alone is not None:
+            self.known[one.alone.record.digest] = one.alone
         return one
 
     def floor(self, *, memory_is_there: bool) -> int:

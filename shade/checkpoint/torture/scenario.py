@@ -22,6 +22,7 @@ from shade.checkpoint.own_memory import shared_memory
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Shard
 from shade.checkpoint.torture.bench import Bench, Setup, State
+from shade.checkpoint.torture.delta import built_on
 from shade.checkpoint.torture.disk import Disk
 from shade.checkpoint.torture.judgement import judge
 from shade.checkpoint.torture.ledger import RUN, Ledger, Saved, saved
@@ -34,6 +35,10 @@ SETUPS: Final = (
     Setup("memory", 2, replicas=1, has_storage=False),
     Setup("memory and storage", 2, replicas=1),
     Setup("parity and storage", 3, parity=(2, 1)),
+    Setup("storage, streamed", has_own=True, streams=True),
+    Setup("memory and storage, streamed", 2, replicas=1, streams=True),
+    Setup("storage, in deltas", has_own=True, in_deltas=True),
+    Setup("memory and storage, in deltas", 2, replicas=1, num_slots=4, in_deltas=True),
 )
 EPISODES: Final = ("first save", "next save", "same step again", "flush", "save while flushing")
 
@@ -77,7 +82,7 @@ class Stand:
         try:
             disk = base.disk.after_power_failure("kept", random.Random(0))
             if folder is not None and episode != "first save":
-                self._remember(folder, saved(20, 2, self.world_size))
+                self._remember(folder, self.content(20, 2))
             yield State(disk, base.servers.copy(), base.ledger.copy(), folder)
         finally:
             if folder is not None:
@@ -88,7 +93,7 @@ class Stand:
         for rank, manifest in enumerate(one.manifests):
             stage = Stage(RUN, rank, folder=folder)
             place, buffer = stage.begin(manifest.num_bytes)
-            buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(b"".join(one.chunks[rank])), dtype=torch.uint8)
+            buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(one.data[rank]), dtype=torch.uint8)
             stage.put(place, Shard(manifest, ()))
             stage.commit(place, one.record)
             stage.close()
@@ -100,12 +105,19 @@ class Stand:
         for sequence, step in ((1, 10), (2, 20)):
             world = World(self.seed)
             with Bench(self.setup, state, world) as bench:
-                ends = world.run(self.ranks(bench, saved(step, sequence, self.world_size)))
+                ends = world.run(self.ranks(bench, self.content(step, sequence)))
                 assert not any(ends.values()), f"a run without a fault failed: {ends}"
                 is_last = sequence == 2 and episode in ("flush", "save while flushing")
                 if self.setup.num_servers and self.setup.has_storage and not is_last:
                     bench.flush("flusher")
         return state
+
+    def content(self, step: int, sequence: int) -> Saved:
+        """A save of the run: the first at step 10, the second at step 20, the third at any."""
+        if not self.setup.in_deltas:
+            return saved(step, sequence, self.world_size)
+        before = None if sequence == 1 else self.content(10 * (sequence - 1), sequence - 1)
+        return built_on(before, step, sequence, self.world_size)
 
     def ranks(self, bench: Bench, one: Saved) -> dict[str, Callable[[], None]]:
         """The processes that save one snapshot."""
@@ -122,7 +134,7 @@ class Stand:
         found: dict[str, Callable[[], None]] = {}
         if episode != "flush":
             step, sequence = {"first save": (10, 1), "same step again": (20, 3)}.get(episode, (30, 3))
-            found |= self.ranks(bench, saved(step, sequence, self.world_size))
+            found |= self.ranks(bench, self.content(step, sequence))
         if "flush" in episode:
 
             def flusher() -> None:

@@ -1,12 +1,11 @@
 """Reads checkpoints as docs/format.md says. Written from that page: nothing of ours is imported here, nor torch.
 
-Only json, struct, re, numpy, and the two published formats that the page refers to (xxh3, zstandard).
+Only json, struct, numpy, and the two published formats that the page refers to (xxh3, zstandard).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,24 @@ NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "
 NUMPY |= {"U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1", "C64": "<c8"}
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """§3."""
+    text = (folder / "commit.json").read_text(encoding="utf-8")
+    record: dict[str, Any] = json.loads(text)
+    assert record["format"] == "shade-checkpoint"
+    assert record["version"] in (1, 2)
+    own = f'"digest":"{record["digest"]}",'
+    assert digest(text.replace(own, "", 1).encode()) == record["digest"]
+    return record
+
+
 def read_snapshot(folder: Path) -> tuple[dict[str, Any], list[Any], dict[str, np.ndarray[Any, Any]]]:
     """§1: the record, every rank's state, every tensor; those of types that numpy lacks as bytes."""
-    text = (folder / "commit.json").read_text(encoding="utf-8")
-    record = json.loads(text)
-    assert (record["format"], record["version"]) == ("shade-checkpoint", 1)
-    assert digest(re.sub(r'"digest":"[0-9a-f]{32}",', "", text, count=1).encode()) == record["digest"]
+    record = read_record(folder)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     trees = []
     for rank in range(record["world_size"]):
-        content = (folder / f"rank-{rank}.json").read_bytes()
-        assert digest(content) == record["manifests"][rank]
-        manifest = json.loads(content)
-        data = read_data(folder, manifest)
+        manifest, data = read_shard(folder, record, rank)
         for name, entry in manifest["tensors"].items():
             piece = np.frombuffer(data[entry["start"] : entry["stop"]], NUMPY.get(entry["dtype"], "|u1"))
             assert name not in tensors
@@ -50,7 +54,20 @@ def digest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def read_data(folder: Path, manifest: dict[str, Any]) -> bytes:
+def read_shard(folder: Path, record: dict[str, Any], rank: int) -> tuple[dict[str, Any], bytes]:
+    """§1, §4: the manifest and the data of a shard, built on the base's if there is one."""
+    content = (folder / f"rank-{rank}.json").read_bytes()
+    assert digest(content) == record["manifests"][rank]
+    manifest = json.loads(content)
+    base = b""
+    if record.get("base") is not None:
+        folders = list(folder.parent.iterdir())
+        (place,) = [other for other in folders if digest((other / "commit.json").read_bytes()) == record["base"]]
+        _, base = read_shard(place, read_record(place), rank)
+    return manifest, read_data(folder, manifest, base)
+
+
+def read_data(folder: Path, manifest: dict[str, Any], base: bytes) -> bytes:
     """§2, §4, §5: the data of a shard."""
     if manifest["codec"] == "none":
         stored = (folder / f"rank-{manifest['rank']}.safetensors").read_bytes()
@@ -64,23 +81,110 @@ def read_data(folder: Path, manifest: dict[str, Any]) -> bytes:
         width = WIDTHS[entry["dtype"]]
         held[width] = held.get(width, 0) + entry["stop"] - entry["start"]
     width = max((num_bytes, width) for width, num_bytes in held.items())[1] if manifest["num_bytes"] else 1
-    parts, place = [], 0
+    parts, place, first = [], 0, 0
     for chunk in manifest["chunks"]:
         part = stored[place : place + chunk["num_bytes"]]
         assert digest(part) == chunk["digest"]
         place += len(part)
-        if manifest["codec"] == "zstd":
-            grouped = zstandard.ZstdDecompressor().decompress(part)
-            q = len(grouped) // width
-            plain = bytearray(grouped)
-            for j in range(width):
-                plain[j : q * width : width] = grouped[j * q : (j + 1) * q]
-            part = bytes(plain)
+        length = min(manifest["chunk_bytes"], manifest["num_bytes"] - first)
+        codec = chunk.get("codec", manifest["codec"])
+        part = decode(codec, part, base[first : first + length], width, spans(manifest, first, length))
+        if manifest["version"] == 2:
+            assert digest(part) == chunk["plain"]
+        first += length
         parts.append(part)
     assert place == len(stored)
     data = b"".join(parts)
     assert len(data) == manifest["num_bytes"]
     return data
+
+
+def spans(manifest: dict[str, Any], first: int, length: int) -> list[tuple[int, int, bool]]:
+    """§5: the tensors' parts in a chunk: first byte, one past the last, whether its items are rough."""
+    found = []
+    for entry in sorted(manifest["tensors"].values(), key=lambda entry: int(entry["start"])):
+        start, stop = max(entry["start"] - first, 0), min(entry["stop"] - first, length)
+        rough = entry["dtype"] == "F32" and entry["stop"] - entry["start"] >= 4096
+        if start < stop:
+            found.append((start, stop, rough and start % 4 == stop % 4 == 0))
+    return found
+
+
+def ungroup(grouped: bytes, width: int) -> bytes:
+    """§5: bytes written column by column, row by row again."""
+    q = len(grouped) // width
+    plain = bytearray(grouped)
+    for j in range(width):
+        plain[j : q * width : width] = grouped[j * q : (j + 1) * q]
+    return bytes(plain)
+
+
+def decode(codec: str, stored: bytes, base: bytes, width: int, parts: list[tuple[int, int, bool]]) -> bytes:
+    """§5: one chunk."""
+    if codec == "none":
+        return stored
+    if codec == "dedup":
+        assert bytes.fromhex(digest(base)) == stored
+        return base
+    told = zstandard.ZstdDecompressor().decompress(stored)
+    if codec == "zstd":
+        return ungroup(told, width)
+    if codec == "xor-zstd":
+        return bytes(a ^ b for a, b in zip(ungroup(told, width), base, strict=True))
+    made = bytearray(base)
+    head = sum(could_be for _, _, could_be in parts)
+    flags = iter(told[:head])
+    parts = [(start, stop, could_be and bool(next(flags))) for start, stop, could_be in parts]
+    for start, stop, is_rough in parts:
+        if not is_rough:
+            made[start:stop] = told[head : head + stop - start]
+            head += stop - start
+    rough = [(start, stop) for start, stop, is_rough in parts if is_rough]
+    lengths = [(stop - start) // 4 for start, stop in rough]
+    items = np.concatenate([np.frombuffer(base[start:stop], "<f4") for start, stop in rough])
+    items = ROUGH[codec](told[head:], items, lengths)
+    for (start, stop), part in zip(rough, np.split(items, np.cumsum(lengths)[:-1]), strict=True):
+        made[start:stop] = part.tobytes()
+    return bytes(made)
+
+
+def topk(told: bytes, items: np.ndarray[Any, Any], lengths: list[int]) -> np.ndarray[Any, Any]:
+    """§5."""
+    pairs = ungroup(told, 4)
+    gaps = np.frombuffer(pairs[: len(pairs) // 2], "<u4")
+    differences = np.frombuffer(pairs[len(pairs) // 2 :], "<f4")
+    items, place = items.copy(), 0
+    for gap, difference in zip(gaps, differences, strict=True):
+        place += int(gap)
+        items[place] += difference
+    return items
+
+
+def int8(told: bytes, items: np.ndarray[Any, Any], lengths: list[int]) -> np.ndarray[Any, Any]:
+    """§5."""
+    head = 4 * -(-len(items) // 1024)
+    steps, counts = np.frombuffer(told[:head], "<f4"), np.frombuffer(told[head:], "i1")
+    made = [item + np.float32(counts[n]) * steps[n // 1024] for n, item in enumerate(items)]
+    return np.array(made, "<f4")
+
+
+def excp(told: bytes, items: np.ndarray[Any, Any], lengths: list[int]) -> np.ndarray[Any, Any]:
+    """§5."""
+    items, place, first = items.copy(), 0, 0
+    for length in lengths:
+        is_change, num = told[place], told[place + 1]
+        values = [np.float32(0), *np.frombuffer(told[place + 2 : place + 2 + 4 * num], "<f4")]
+        place += 2 + 4 * num
+        for n in range(length):
+            pair = told[place + n // 2]
+            value = values[pair >> 4 if n % 2 else pair & 15]
+            items[first + n] = items[first + n] + value if is_change else value
+        place += (length + 1) // 2
+        first += length
+    return items
+
+
+ROUGH = {"topk-delta": topk, "int8-delta": int8, "excp": excp}
 
 
 def make(node: Any, tensors: dict[str, np.ndarray[Any, Any]]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from shade.checkpoint.ahead import Ahead
-from shade.checkpoint.flusher import AHEAD_CHUNKS, BATCH, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
+from shade.checkpoint.flusher import AHEAD_CHUNKS, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
 from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
 from shade.checkpoint.progress import Progress
 from shade.checkpoint.retention import Keep
@@ -390,7 +390,7 @@ def test_no_buffer_is_filled_again_while_it_is_still_needed(slow: str, memory: S
         read = memory.read_chunks
         memory.read_chunks = lambda *of: time.sleep(0.005) or read(*of)  # type: ignore[func-returns-value, method-assign]
     storage = Late()
-    memory.take(7, chunks=5 * (AHEAD_CHUNKS + BATCH) + 3)
+    memory.take(7, chunks=5 * (AHEAD_CHUNKS + 8) + 3)
     assert drain(flusher(memory, storage)) == [7]
     assert storage.chunks == memory.chunks
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import Bound, ChunkEntry, Commit, Manifest, TensorEntry, digest_of
 from shade.errors import CheckpointError, CorruptCheckpointError
 from tests.unit.checkpoint.mutation import mutants
 
@@ -98,11 +98,110 @@ def test_every_flipped_bit_and_every_truncation_is_seen(record: Manifest | Commi
 
 
 def test_another_version_is_not_read() -> None:
-    for change in ({"version": 2}, {"format": "other"}, {"version": "1"}, {"version": None}):
+    changes = (
+        {"version": 3},
+        {"version": 0},
+        {"version": True},
+        {"format": "other"},
+        {"version": "1"},
+        {"version": None},
+    )
+    for change in changes:
         with pytest.raises(CorruptCheckpointError, match="version 1"):
             parse_manifest({**body_of(MANIFEST), **change})
         with pytest.raises(CorruptCheckpointError, match="version 1"):
             parse_commit({**body_of(COMMIT), **change})
+
+
+# ── version 2 ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+LOSSY = Manifest(
+    run="run-1",
+    step=120,
+    rank=1,
+    world_size=2,
+    codec="topk-delta",
+    num_bytes=8192,
+    tensors={"w": TensorEntry("F32", (1024,), 0, 4096), "v": TensorEntry("F32", (1023,), 4096, 8188)}
+    | {"u": TensorEntry("U8", (4,), 8188, 8192)},
+    chunks=(ChunkEntry(10, DIGEST, "topk-delta", DIGEST), ChunkEntry(2192, DIGEST, "none", DIGEST)),
+    tree=None,
+    chunk_bytes=6000,
+    bounds={"w": Bound(0.5, 1e-3)},
+    version=2,
+)
+BUILT = replace(COMMIT, base=DIGEST, version=2)
+
+
+def test_records_of_version_2_come_back() -> None:
+    assert Manifest.parse(LOSSY.to_bytes(), LOSSY.digest) == LOSSY
+    assert Commit.parse(BUILT.to_bytes()) == BUILT
+    keyframe = replace(BUILT, base=None)
+    assert Commit.parse(keyframe.to_bytes()) == keyframe
+    assert LOSSY.chunk_codec(0) == "topk-delta"
+    assert MANIFEST.chunk_codec(0) == "none"
+    assert (MANIFEST.plain_digest(0), replace(MANIFEST, codec="zstd").plain_digest(0)) == (DIGEST, None)
+
+
+def test_what_stands_alone_is_written_as_it_always_was() -> None:
+    assert set(body_of(COMMIT)) == set(body_of(BUILT)) - {"base"}
+    assert set(body_of(MANIFEST)) == set(body_of(LOSSY)) - {"bounds"}
+    assert body_of(MANIFEST)["chunks"][0].keys() == {"num_bytes", "digest"}
+    assert (body_of(COMMIT)["version"], body_of(BUILT)["version"]) == (1, 2)
+
+
+def test_a_reader_of_version_1_is_told_clearly() -> None:
+    """As version 1 was written: it compares the number before anything else, and names both."""
+    for record in (LOSSY, BUILT):
+        told = body_of(record)
+        assert (told["format"], told["version"]) != ("shade-checkpoint", 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 1},
+        {"bounds": {}},
+        {"bounds": {"v": {"max_abs": 0.5, "relative": 0.1}}},
+        {"bounds": {"w": {"max_abs": 0.5, "relative": 0.1}, "x": {"max_abs": 0.5, "relative": 0.1}}},
+        {"bounds": {"w": {"max_abs": -0.5, "relative": 0.1}}},
+        {"bounds": {"w": {"max_abs": 0.5}}},
+        {"bounds": {"w": [0.5, 0.1]}},
+        {"bounds": None},
+        {"codec": "none"},
+        {"chunks": [{"num_bytes": 10, "digest": DIGEST}, {"num_bytes": 2192, "digest": DIGEST}]},
+        {"chunks": [{"num_bytes": 10, "digest": DIGEST, "codec": "../x", "plain": DIGEST}] * 2},
+        {"chunks": [{"num_bytes": 10, "digest": DIGEST, "codec": "topk-delta", "plain": "x"}] * 2},
+        {"chunks": [{"num_bytes": 0, "digest": DIGEST, "codec": "dedup", "plain": DIGEST}] * 2},
+        {"chunks": [{"num_bytes": 5, "digest": DIGEST, "codec": "none", "plain": DIGEST}] * 2},
+    ],
+)
+def test_a_manifest_of_version_2_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        parse_manifest({**body_of(LOSSY), **change})
+
+
+@pytest.mark.parametrize("change", [{"base": "x"}, {"base": 5}, {"base": DIGEST.upper() + "G"}, {"version": 1}])
+def test_a_record_of_version_2_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        parse_commit({**body_of(BUILT), **change})
+
+
+def test_an_unknown_codec_counts_as_one_that_is_not_exact() -> None:
+    unknown = replace(LOSSY, chunks=(ChunkEntry(10, DIGEST, "lossy-from-2030", DIGEST), LOSSY.chunks[1]))
+    assert parse_manifest(body_of(unknown)) == unknown
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        parse_manifest({**body_of(unknown), "bounds": {}})
+
+
+def test_tensors_are_found_by_where_they_lie() -> None:
+    for first, last in [(0, 1), (0, 80), (79, 81), (80, 100), (99, 100), (0, 100)]:
+        expected = [
+            name
+            for name, entry in MANIFEST.tensors.items()
+            if entry.start < entry.stop and entry.start < last and entry.stop > first
+        ]
+        assert [name for name, _ in MANIFEST.tensors_between(first, last)] == expected
 
 
 TENSOR = {"dtype": "F32", "shape": [4, 5], "start": 0, "stop": 80}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from shade.checkpoint.manifest import Commit
-from shade.checkpoint.retention import DEFAULT, Keep
+from shade.checkpoint.retention import DEFAULT, Keep, lineage
 from shade.errors import ConfigError
 
 
@@ -80,6 +81,59 @@ def test_all_keeps_all() -> None:
 
 def test_nothing_is_kept_of_nothing() -> None:
     assert Keep.parse(DEFAULT).discardable([]) == []
+
+
+# ── snapshots that build on others ──────────────────────────────────────────────────────────────────────────────────
+
+
+def chain(*steps: int, on: Commit | None = None) -> list[Commit]:
+    """The first stands alone, or builds on another; each builds on the one before."""
+    made: list[Commit] = []
+    for step in steps:
+        base = made[-1] if made else on
+        made.append(replace(record(step), base=None if base is None else base.digest, version=2))
+    return made
+
+
+def test_what_is_kept_keeps_what_it_builds_on() -> None:
+    first, second = chain(10, 20, 30), chain(40, 50, 60)
+    assert kept("last=1", *first) == [10, 20, 30]
+    assert kept("last=1", *first, *second) == [40, 50, 60]
+    assert kept("last=1", *first, second[0]) == [40]
+    assert kept("last=2", *first, second[0]) == [10, 20, 30, 40]
+    keyframe = record(1)
+    star = [replace(record(step), base=keyframe.digest, version=2) for step in (2, 3, 4)]
+    assert kept("last=1", keyframe, *star) == [1, 4]
+    assert kept("last=1,every=3", keyframe, *star) == [1, 3, 4]
+
+
+def test_what_goes_goes_before_what_it_builds_on() -> None:
+    records = [*chain(10, 20, 30), *chain(40, 50), record(60)]
+    for seed in range(20):
+        random.Random(seed).shuffle(records)
+        left = {each.digest for each in records}
+        for gone in Keep.parse("last=1").discardable(records):
+            left.remove(gone.digest)
+            assert all(each.base is None or each.base in left for each in records if each.digest in left)
+        assert left == {record(60).digest}
+
+
+def test_what_others_build_on_stays_until_they_are_there() -> None:
+    old = chain(10, 20)
+    coming = chain(25, on=old[1])
+    newer = [record(30), record(40)]
+    keep = Keep.parse("last=1")
+    assert [each.step for each in keep.discardable([*old, *newer])] == [20, 10, 30]
+    assert [each.step for each in keep.discardable([*old, *newer], coming)] == [30]
+    assert [each.step for each in keep.kept([*old, *newer], coming)] == [40, 20, 10]
+
+
+def test_a_lineage_ends_where_a_base_is_not_known() -> None:
+    records = chain(10, 20, 30, 40)
+    known = {each.digest: each for each in records}
+    assert [each.step for each in lineage(records[3], known)] == [30, 20, 10]
+    del known[records[1].digest]
+    assert [each.step for each in lineage(records[3], known)] == [30]
 
 
 def test_what_may_go_depends_on_no_order_and_comes_oldest_first() -> None:

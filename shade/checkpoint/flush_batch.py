@@ -1,0 +1,120 @@
+"""How many chunks a flusher fetches at once, and the memory that they come into.
+
+Each fetch costs a fixed time T_d, however little it brings: a round trip, threads that are set going and waited for.
+And nothing can be written before the first fetch has ended, which takes T_c a chunk. So there is a best number between
+few and many; `shade.checkpoint.batching` has the formula, AsymCheck's B* = √(C·T_d·C_i / T_c). T_d and T_c are those of
+the line through the times of the last fetches. The first fetches of a flusher are of 1, 2, 4, 8 chunks, so that there
+is a line, and so that the disk has something to do at once.
+
+Chunks of a codec may be tiny, and then hundreds are fetched at once; of whole ones it is a few, for the memory's sake:
+the ring holds what may be waiting, and no more.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from shade.checkpoint.batching import best_batch_bytes
+from shade.checkpoint.costs import Line
+
+MOST_BYTES: Final = 32 * 2**20
+"""Fetched at once."""
+_PAGE_BYTES: Final = 4096
+_FIRST: Final = (1, 2, 4, 8)
+_REMEMBERED: Final = 64
+
+
+class FetchPace:
+    """Measures fetches, and says how many chunks the next one shall bring."""
+
+    def __init__(self) -> None:
+        self._fetches: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        self._num_tried = 0
+
+    def fetched(self, num_chunks: int, seconds: float) -> None:
+        """A fetch has ended.
+
+        Args:
+            num_chunks: What it brought.
+            seconds: What it took.
+        """
+        self._fetches.append((num_chunks, seconds))
+        self._num_tried += 1
+
+    def num_chunks(self, num_all: int) -> int:
+        """How many the next one shall bring.
+
+        Args:
+            num_all: Chunks of the snapshot.
+
+        Returns:
+            At least one.
+        """
+        if self._num_tried < len(_FIRST):
+            return _FIRST[self._num_tried]
+        line = Line.fit(self._fetches)
+        return max(1, round(best_batch_bytes(num_all, line.alpha, 1, line.beta)))
+
+
+def batches(lengths: Sequence[int], pace: FetchPace, num_all: int) -> Iterator[range]:
+    """Divides a shard's chunks into fetches, as the pace has it when each is asked for.
+
+    Args:
+        lengths: Stored length of each chunk.
+        pace: Says how many.
+        num_all: Chunks of the snapshot.
+
+    Yields:
+        Numbers of neighbours; at least one, together no longer than `MOST_BYTES` if there is more than one.
+    """
+    first = 0
+    while first < len(lengths):
+        stop, most = first + 1, pace.num_chunks(num_all)
+        num_bytes = _pages(lengths[first])
+        while stop < len(lengths) and stop - first < most and num_bytes + _pages(lengths[stop]) <= MOST_BYTES:
+            num_bytes += _pages(lengths[stop])
+            stop += 1
+        yield range(first, stop)
+        first = stop
+
+
+class Ring:
+    """Memory that is given out piece by piece, around and around, each piece from the beginning of a page.
+
+    A piece is given out again when so many bytes have been given out after it that it cannot be in use any more.
+
+    Args:
+        longest: Of all pieces.
+        num_held: Pieces that may be in use beside those of the last `take`.
+    """
+
+    def __init__(self, longest: int, num_held: int) -> None:
+        held = num_held * _pages(longest)
+        last = max(MOST_BYTES, _pages(longest))
+        self._length = held + last + _pages(longest)  # the end of the ring may be too short for a piece, and is skipped
+        self._memory = memoryview(mmap.mmap(-1, self._length))
+        self._next = 0
+
+    def take(self, lengths: Sequence[int]) -> list[memoryview]:
+        """Gives out pieces.
+
+        Args:
+            lengths: Of each; as `batches` puts them together.
+
+        Returns:
+            Memory, each piece in one run.
+        """
+        taken = []
+        for length in lengths:
+            if self._next + _pages(length) > self._length:
+                self._next = 0
+            taken.append(self._memory[self._next : self._next + length])
+            self._next += _pages(length)
+        return taken
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

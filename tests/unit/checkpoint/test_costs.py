@@ -1,0 +1,101 @@
+"""When compressing pays: the model's lines, its verdicts, and what it asks before it gives one."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from shade.checkpoint.costs import CostModel, Line
+from shade.testing import ManualClock
+from shade.types import Bytes
+
+
+def test_a_line_through_points_of_a_line_is_that_line() -> None:
+    points = [(float(n), 0.002 + 3e-9 * n) for n in (1, 1000, 2**20, 2**22)]
+    line = Line.fit(points)
+    assert line.alpha == pytest.approx(0.002)
+    assert line.beta == pytest.approx(3e-9)
+    assert line.at(10**6) == pytest.approx(0.005)
+
+
+def test_no_cost_is_negative() -> None:
+    falling = Line.fit([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)])
+    assert (falling.alpha, falling.beta) == (2.0, 0.0)
+    steep = Line.fit([(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)])
+    assert steep.alpha == 0.0
+    assert steep.beta > 0
+    assert Line.fit([(5.0, 2.0)]) == Line(2.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_through_noisy_points_is_near(seed: int) -> None:
+    dice = random.Random(seed)
+    alpha, beta = dice.uniform(0, 0.01), dice.uniform(1e-10, 1e-8)
+    points = [(float(n), (alpha + beta * n) * dice.uniform(0.98, 1.02)) for n in (2**18, 2**19, 2**20, 2**21, 2**22)]
+    line = Line.fit(points)
+    assert line.at(2**22) == pytest.approx(alpha + beta * 2**22, rel=0.05)
+
+
+class Machine:
+    """A disk and a codec whose costs are known."""
+
+    def __init__(self, write: tuple[float, float], encode: tuple[float, float], ratio: float) -> None:
+        self.clock = ManualClock()
+        self.written: list[int] = []
+        self.encoded: list[int] = []
+        self._write, self._encode, self._ratio = write, encode, ratio
+        self.model = CostModel(self.write, self.clock)
+
+    def write(self, num_bytes: int) -> float:
+        self.written.append(num_bytes)
+        return self._write[0] + self._write[1] * num_bytes
+
+    def encode(self, data: memoryview) -> Bytes:
+        self.encoded.append(len(data))
+        self.clock.advance(self._encode[0] + self._encode[1] * len(data))
+        return bytes(round(self._ratio * len(data)))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_verdict_is_the_inequality(seed: int) -> None:
+    dice = random.Random(seed)
+    write = (10 ** dice.uniform(-5, -2), 10 ** dice.uniform(-10, -8))
+    encode = (10 ** dice.uniform(-6, -3), 10 ** dice.uniform(-10, -8))
+    ratio = dice.uniform(0.01, 1.0)
+    machine = Machine(write, encode, ratio)
+    data = memoryview(np.zeros(2**20, np.uint8).data)
+    with_it = encode[0] + encode[1] * len(data) + write[0] + write[1] * ratio * len(data)
+    without = write[0] + write[1] * len(data)
+    if abs(with_it - without) > 0.01 * without:
+        assert machine.model.pays("codec", data, machine.encode) is (with_it < without)
+
+
+def test_what_is_measured_is_measured_once_a_codec() -> None:
+    machine = Machine((1e-3, 1e-9), (1e-4, 1e-10), 0.5)
+    data = memoryview(bytes(2**20))
+    for _ in range(5):
+        machine.model.pays("codec", data, machine.encode)
+    num_probes, num_samples = len(machine.written), len(machine.encoded)
+    assert len(set(machine.written)) == len(set(machine.encoded)) == 5
+    machine.model.pays("codec", data, machine.encode)
+    assert (len(machine.written), len(machine.encoded)) == (num_probes, num_samples)
+    machine.model.pays("other", data, machine.encode)
+    assert len(machine.written) == num_probes
+    assert len(machine.encoded) == 2 * num_samples
+
+
+def test_what_cannot_be_encoded_is_not_and_is_asked_again() -> None:
+    machine = Machine((1e-3, 1e-9), (0.0, 0.0), 0.5)
+    assert not machine.model.pays("codec", memoryview(bytes(4096)), lambda data: None)
+    assert machine.model.pays("codec", memoryview(bytes(4096)), machine.encode)
+
+
+def test_samples_are_whole_items() -> None:
+    machine = Machine((1e-3, 1e-9), (0.0, 0.0), 0.5)
+    machine.model.pays("codec", memoryview(bytes(1000)), machine.encode)
+    assert all(length % 8 == 0 for length in machine.encoded)
+    machine.encoded.clear()
+    machine.model.pays("other", memoryview(bytes(5)), machine.encode)
+    assert set(machine.encoded) == {5}

@@ -1,0 +1,135 @@
+"""Differences on their way: to where their base is, or, where that will not do, standing alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
+from shade.checkpoint.group import Alone
+from shade.checkpoint.layout import TensorSpec, plan
+from shade.checkpoint.packing import Packer
+from shade.checkpoint.protocol import Notes
+from shade.checkpoint.reader import Reader
+from shade.checkpoint.recover import Recovered, recover
+from shade.checkpoint.schedule import Pace
+from shade.checkpoint.stage import Stage
+from shade.errors import CheckpointError, StorageError, StoreFullError
+from tests.unit.checkpoint.test_reader import Near
+
+
+class Post:
+    """A courier that is given a weight that moves."""
+
+    def __init__(self, folder: Path, codec: str) -> None:
+        self.stage = Stage("run", 0, folder=folder)
+        self.memory, self.storage = Near("cluster memory"), Near("storage")
+        packer = Packer("run", 0, 1, codec, keyframe_every=100)
+        self.courier = Courier(
+            "run", [Alone()], self.stage, self.memory, self.storage, packer, lambda: None, lambda _: None
+        )
+        self.weight = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+
+    def send(self, step: int) -> Landing:
+        self.weight += 1e-3 * torch.randn(5000, generator=torch.Generator().manual_seed(step))
+        layout = plan({"model/weight": TensorSpec.of(self.weight)}, 0, 1)
+        place, buffer = self.stage.begin(layout.num_bytes)
+        buffer[: layout.num_bytes] = self.weight.view(torch.uint8)
+        ticket = Ticket(step)
+        ticket.copied.set_result(None)
+        tree = {"dict": [["model"], [{"dict": [["weight"], [{"tensor": "model/weight"}]]}]]}
+        notes = Notes(step, float(step), {}, Pace(), "")
+        self.courier.send(Parcel(ticket, layout.entries, tree, layout.num_bytes, buffer, place, notes))
+        return ticket.landed.result()
+
+    def bases(self, tier: Near) -> dict[int, int | None]:
+        """What each step builds on, in one place."""
+        steps = {record.digest: record.step for record in tier.records.values()}
+        return {record.step: None if record.base is None else steps[record.base] for record in tier.records.values()}
+
+    def restored(self, *tiers: Near) -> Recovered:
+        found = recover(Reader(tiers), Alone())
+        assert found is not None
+        return found
+
+    def check(self, *tiers: Near) -> None:
+        found = self.restored(*tiers)
+        off = (found.tensors["model/weight"] - self.weight).abs().max()
+        assert off <= (found.bounds["model/weight"].max_abs if found.bounds else 0.0) * 1.000001
+
+
+@pytest.fixture(params=["xor-zstd", "topk-delta"])
+def post(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Post]:
+    made = Post(tmp_path, request.param)
+    yield made
+    made.courier.close()
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_differences_go_where_their_base_is(post: Post) -> None:
+    for step in (10, 20, 30):
+        assert post.send(step).tier is post.memory
+        post.check(post.memory)
+    in_a_chain = post.courier._packer._delta.follows_previous
+    assert post.bases(post.memory) == {10: None, 20: 10, 30: 20 if in_a_chain else 10}
+    own = recover(Reader([post.stage]), Alone())
+    assert own is not None
+    assert torch.equal(own.tensors["model/weight"], post.restored(post.memory).tensors["model/weight"]), (
+        "own memory holds what any other tier gives back"
+    )
+
+
+def test_where_memory_fails_the_snapshot_stands_alone_in_storage(post: Post, caplog: pytest.LogCaptureFixture) -> None:
+    post.send(10)
+    post.memory.failing["prepare"] = StoreFullError("no memory left")
+    assert post.send(20).tier is post.storage
+    assert post.bases(post.storage) == {20: None}
+    post.check(post.storage)
+    assert told(caplog)[0] == "cluster memory fails; saves go to storage: no memory left"
+    assert post.send(30).tier is post.storage, "where its base is, though memory might take it again"
+    assert post.bases(post.storage) == {20: None, 30: 20}
+    post.check(post.storage)
+
+
+def test_a_base_that_is_gone_is_no_failure(post: Post, caplog: pytest.LogCaptureFixture) -> None:
+    post.send(10)
+    post.memory.records.clear()
+    assert post.send(20).tier is post.memory
+    assert post.bases(post.memory) == {20: None}
+    post.check(post.memory)
+    assert [each for each in told(caplog) if "fails" in each] == []
+    post.send(30)
+    assert post.bases(post.memory) == {20: None, 30: 20}
+
+
+def test_after_a_save_that_is_nowhere_the_next_stands_alone(post: Post) -> None:
+    post.send(10)
+    post.memory.failing["prepare"] = StoreFullError("no memory left")
+    post.storage.failing["prepare"] = StorageError("no space left")
+    with pytest.raises(CheckpointError, match="no memory left; storage: no space left"):
+        post.send(20)
+    post.memory.failing.clear()
+    assert post.send(30).tier is post.memory
+    assert post.bases(post.memory) == {10: None, 30: None}
+    post.check(post.memory)
+
+
+def test_ranks_that_do_not_build_on_the_same_stand_alone(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    post.send(10)
+    gather: Callable[[Alone, object], list[object]] = Alone.gather
+    other = "f" * 32
+
+    def gather_two(self: Alone, message: object) -> list[object]:
+        found = gather(self, message)
+        return [*found, other] if isinstance(message, str) and len(message) == 32 else found
+
+    monkeypatch.setattr(Alone, "gather", gather_two)
+    post.send(20)
+    assert post.bases(post.memory) == {10: None, 20: None}

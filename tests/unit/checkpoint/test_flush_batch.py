@@ -1,0 +1,81 @@
+"""How many chunks a fetch brings, and that no memory is given out again while it is in use."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from shade.checkpoint.flush_batch import MOST_BYTES, FetchPace, Ring, batches
+
+PAGE = 4096
+
+
+def test_the_first_fetches_differ_so_that_there_is_a_line() -> None:
+    pace = FetchPace()
+    asked = []
+    for _ in range(4):
+        asked.append(pace.num_chunks(1000))
+        pace.fetched(asked[-1], 0.01 + 0.001 * asked[-1])
+    assert asked == [1, 2, 4, 8]
+    assert pace.num_chunks(1000) == round(math.sqrt(1000 * 0.01 / 0.001))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_number_is_the_minimum_of_the_cost(seed: int) -> None:
+    dice = random.Random(seed)
+    latency, each, num_all = 10 ** dice.uniform(-4, -2), 10 ** dice.uniform(-4, -2), dice.randrange(50, 2000)
+    pace = FetchPace()
+    for num in (1, 2, 4, 8):
+        pace.fetched(num, latency + each * num)
+
+    def cost(num: int) -> float:
+        return num_all / num * latency + num * each
+
+    best = min(range(1, num_all + 1), key=cost)
+    assert cost(pace.num_chunks(num_all)) <= 1.05 * cost(best)
+
+
+def test_fetches_that_cost_nothing_by_length_bring_everything() -> None:
+    pace = FetchPace()
+    for num in (1, 2, 4, 8):
+        pace.fetched(num, 0.01)
+    assert pace.num_chunks(500) == 500
+
+
+def test_batches_cover_all_chunks_once_and_keep_within_memory() -> None:
+    dice = random.Random(0)
+    pace = FetchPace()
+    for num in (1, 2, 4, 8):
+        pace.fetched(num, 0.1 + 1e-6 * num)
+    lengths = [dice.choice([16, 40_000, 4 << 20, MOST_BYTES + 1]) for _ in range(300)]
+    found = list(batches(lengths, pace, len(lengths)))
+    assert [number for each in found for number in each] == list(range(300))
+    for each in found:
+        total = sum(-(-lengths[number] // PAGE) * PAGE for number in each)
+        assert len(each) == 1 or total <= MOST_BYTES
+    assert max(map(len, found)) > 8, "small ones go together"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_may_be_in_use_is_never_given_out_again(seed: int) -> None:
+    dice = random.Random(seed)
+    num_held, longest = 9, 4 << 20
+    ring = Ring(longest, num_held)
+    held: list[memoryview] = []
+    for turn in range(60):
+        lengths = [dice.choice([16, 5000, 40_000, longest]) for _ in range(dice.randrange(1, 8))]
+        taken = ring.take(lengths)
+        assert [len(each) for each in taken] == lengths
+        for number, each in enumerate(taken):
+            each[0], each[-1] = turn % 256, number
+        for piece, (first, last) in zip(held, [(piece[0], piece[-1]) for piece in held], strict=True):
+            assert (piece[0], piece[-1]) == (first, last)
+        live = [*held, *taken]
+        marks = []
+        for number, piece in enumerate(live):
+            piece[0] = piece[-1] = number
+            marks.append(number)
+        assert [piece[0] for piece in live] == [piece[-1] for piece in live] == marks, "two pieces share memory"
+        held = live[-num_held:]

@@ -16,6 +16,7 @@ from shade.cli import (
     checkpoint_look,
     checkpoint_mend,
     checkpoint_move,
+    checkpoint_simulate,
     checkpoint_torture,
 )
 from shade.cli.checkpoint_verb import Verb
@@ -32,6 +33,7 @@ VERBS: Final[tuple[Verb, ...]] = (
     checkpoint_move.EXPORT,
     checkpoint_move.IMPORT,
     checkpoint_flush.FLUSH,
+    checkpoint_simulate.SIMULATE,
     checkpoint_torture.TORTURE,
 )
 """In the order in which they are listed; a new verb is a new line."""

@@ -1,0 +1,179 @@
+"""Decides, save by save, which strategy the next one is left to: predicts all, tries the promising, keeps the best.
+
+Story of a run. The first save goes the usual way; behind it the machine's rates are measured, and every candidate is
+predicted. The next saves go to whichever candidate promises to keep most of the time, and what they cost is measured
+where it counts, in the training. A measurement replaces the prediction; what has not been tried is predicted anew, by
+the factor that the tried ones were off. So a candidate that only looked good is found out by its first saves, one that
+might still be better gets its turn, and after `TRIALS` saves of each that comes near the best the choice stands. It is
+looked at again with every save: when the training or the machine changes, so does the choice.
+
+Candidates are the registered strategies that restore bit for bit: whoever wants less says so. Arithmetic only; on rank
+0, whose choice travels to the others with the pace of its saves. Price: a few saves by strategies that turn out dearer;
+they count against the budget, as the interval follows from what the last save has cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from shade.checkpoint.autopilot.choose import Choice, judge, ranked
+from shade.checkpoint.autopilot.costs import Costs
+from shade.checkpoint.autopilot.predict import Prediction, predict
+from shade.checkpoint.codecs.base import CODECS
+from shade.checkpoint.schedule import Pace
+
+if TYPE_CHECKING:
+    from shade.checkpoint.strategies.base import Terms
+
+
+AUTO: Final = "auto"
+"""The strategy that asks; no candidate of its own."""
+TRIALS: Final = 3
+"""Saves of a candidate before its cost is believed: a single one is off by whatever else the machine did."""
+NEAR: Final = 1.25
+"""Candidates that cost up to so many times the best are tried as often as it: their order could be chance."""
+_KEPT: Final = 5
+"""Measurements of each that count: the last."""
+
+
+@dataclass
+class _Measured:
+    """What the saves of one strategy have come to."""
+
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    costs: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    landings: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def add(self, pace: Pace) -> None:
+        """One save."""
+        self.stalls.append(pace.blocked_seconds)
+        self.costs.append(max(pace.cost_seconds, pace.blocked_seconds))
+        self.landings.append(pace.save_seconds)
+
+
+class Pilot:
+    """Chooses among strategies.
+
+    Args:
+        candidates: Their terms, by name.
+        first: Of them, the one that takes saves until something is known.
+        budget: Share of the training that saving may add.
+        mtbf_seconds: Mean time between failures.
+    """
+
+    def __init__(self, candidates: Mapping[str, Terms], first: str, budget: float, mtbf_seconds: float) -> None:
+        self._candidates, self._budget, self._mtbf_seconds = dict(candidates), budget, mtbf_seconds
+        self.chosen = first
+        """Of the next save."""
+        self.predicted: dict[str, Prediction] = {}
+        """From rates alone; empty until they are measured."""
+        self._measured: dict[str, _Measured] = {}
+        self._step_seconds = 0.0
+
+    def learn(self, costs: Costs) -> None:
+        """Takes what was measured of the machine.
+
+        Args:
+            costs: Candidates whose codec is not in it are dropped.
+        """
+        known = {"none", *costs.codecs}
+        able = {name: terms for name, terms in self._candidates.items() if terms.codec in known}
+        self.predicted = {name: predict(costs, terms) for name, terms in able.items()}
+        self._step_seconds = self._step_seconds or costs.step_seconds
+
+    def saw(self, strategy: str, pace: Pace) -> None:
+        """A save has landed.
+
+        Args:
+            strategy: That copied it.
+            pace: As measured since it began.
+        """
+        if pace.step_seconds > 0 and pace.save_seconds > 0:
+            self._step_seconds = pace.step_seconds
+            self._measured.setdefault(strategy, _Measured()).add(pace)
+
+    def decide(self) -> str:
+        """Which strategy the next save is left to; remembered as `chosen`. Who is being tried is tried to the end."""
+        choices = self.choices()
+        if choices:
+            best = choices[0]
+            near = [each for each in choices if each.prediction.cost_seconds <= NEAR * best.prediction.cost_seconds]
+            untried = [each.strategy for each in near if self._num_trials(each.strategy) < TRIALS]
+            if self.chosen not in untried:
+                self.chosen = (untried or [best.strategy])[0]
+        return self.chosen
+
+    def choices(self) -> list[Choice]:
+        """All candidates as they are judged now, the best first; empty before anything was predicted."""
+        if not self.predicted or self._step_seconds <= 0:
+            return []
+        estimates = {name: self._estimate(name) for name in self.predicted}
+        return ranked(estimates, self._step_seconds, budget=self._budget, mtbf_seconds=self._mtbf_seconds)
+
+    def cost_seconds(self, strategy: str) -> float | None:
+        """What a save by a strategy is expected to cost, several measured together; None before anything is known."""
+        return self._estimate(strategy).cost_seconds if strategy in self.predicted else None
+
+    def _num_trials(self, strategy: str) -> int:
+        return len(self._measured[strategy].costs) if strategy in self._measured else 0
+
+    def _estimate(self, name: str) -> Prediction:
+        """Measured, where it was tried; else predicted, by the factor that others were off."""
+        prediction, measured = self.predicted[name], self._measured.get(name)
+        if measured is None:
+            factor = self._factor()
+            return replace(
+                prediction,
+                stall_seconds=factor * prediction.stall_seconds,
+                drag_seconds=factor * prediction.drag_seconds,
+            )
+        stall, cost = statistics.mean(measured.stalls), statistics.mean(measured.costs)
+        landing = statistics.mean(measured.landings)
+        found = replace(prediction, stall_seconds=stall, drag_seconds=max(0.0, cost - stall))
+        if prediction.committed_seconds is not None:
+            return replace(found, committed_seconds=landing)
+        if prediction.durable_seconds is not None:
+            return replace(found, durable_seconds=landing)
+        return replace(found, kept_seconds=landing)
+
+    def _factor(self) -> float:
+        """How far off predictions were, in the middle."""
+        ratios = [
+            statistics.mean(measured.costs) / self.predicted[name].cost_seconds
+            for name, measured in self._measured.items()
+            if name in self.predicted and self.predicted[name].cost_seconds > 0
+        ]
+        return statistics.median(ratios) if ratios else 1.0
+
+    def report(self) -> str:
+        """Predicted against measured: a line for each candidate, the best first."""
+        lines = []
+        for choice in self.choices():
+            name, before = choice.strategy, self.predicted[choice.strategy]
+            planned = judge(name, before, choice.every_steps, self._step_seconds, self._mtbf_seconds)
+            told = f"{'>' if name == self.chosen else ' '} {name:<14} every {choice.every_steps} steps; predicted: "
+            told += f"stall {before.stall_seconds:.3f} s, cost {before.cost_seconds:.3f} s, "
+            told += f"safe in {before.landed_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
+            if self._num_trials(name):
+                now = choice.prediction
+                told += f"; measured {self._num_trials(name)} times: stall {now.stall_seconds:.3f} s, "
+                told += f"cost {now.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
+                told += f"overhead {100 * choice.overhead:.2f} %"
+            lines.append(told)
+        return "\n".join(lines)
+
+
+def candidates() -> dict[str, Terms]:
+    """The registered strategies that restore bit for bit, by name; of a class with two names the first."""
+    from shade.checkpoint.strategies.base import STRATEGIES
+
+    found: dict[type[object], tuple[str, Terms]] = {}
+    for name in STRATEGIES:
+        strategy = STRATEGIES.get(name)
+        if name != AUTO and CODECS.get(strategy.terms.codec).is_exact:
+            found.setdefault(strategy, (name, strategy.terms))
+    return dict(found.values())

@@ -1,0 +1,141 @@
+"""Strategy ``auto`` in a real training: it flies several, settles on one, and what it saves comes back bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from shade import Checkpointer
+from shade.checkpoint.copying import Copying
+from shade.checkpoint.schedule import Pace
+from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint.strategies.auto import FIRST, Auto
+from shade.checkpoint.strategies.base import Terms
+from shade.errors import ConfigError
+
+
+class Training:
+    """A small model under the autopilot."""
+
+    def __init__(self, folder: Path, every: str | int) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.checkpointer = Checkpointer(persist_to=str(folder), strategy="auto", every=every)
+        self.checkpointer.attach(model=self.model, optimizer=self.optimizer)
+        strategy = self.checkpointer._strategy
+        assert isinstance(strategy, Auto)
+        self.auto = strategy
+        self.flown: list[str] = []
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.model(torch.randn(8, 256)).pow(2).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.checkpointer.step():
+                self.flown.append(self.auto.chosen)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(tmp_path, "90% mtbf 2s")
+    yield made
+    made.checkpointer.close()
+
+
+def test_it_flies_several_settles_and_says_why(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="shade.checkpoint"):
+        training.run(300)
+        training.checkpointer.close()
+    assert training.flown[:2] == [FIRST, FIRST]
+    assert len(set(training.flown)) > 1, "nothing but the first was ever tried"
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("autopilot: measured costs: {" in message for message in messages)
+    told = next(message for message in messages if message.startswith("autopilot, at the end"))
+    assert re.search(r"> \S+ +every \d+ steps; predicted: stall .* cost .* measured \d times: stall", told)
+
+
+def test_what_it_saves_comes_back(training: Training, tmp_path: Path) -> None:
+    training.run(150)
+    training.checkpointer.save()
+    saved = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    training.checkpointer.close()
+    other = Training(tmp_path, "never")
+    assert other.checkpointer.restore_latest()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.model.state_dict().items())
+    other.checkpointer.close()
+
+
+def test_those_that_are_not_flown_any_more_let_go(training: Training) -> None:
+    training.run(300)
+    training.checkpointer.wait_durable()
+    assert set(training.auto._flown) == {training.flown[-1]}
+
+
+def test_it_takes_up_what_the_ranks_agreed_on() -> None:
+    auto = Auto()
+    auto.open(Auto.terms)
+    told = auto.steer(Pace(), Pace(strategy="copy"))
+    assert auto.chosen == "copy"
+    assert told.strategy == FIRST  # what it would like itself, with nothing measured
+    auto.steer(Pace(), Pace())
+    assert auto.chosen == "copy"
+    auto.close()
+
+
+def test_the_one_that_began_a_copy_is_waited_for() -> None:
+    auto, begun = Auto(), []
+    auto.open(Auto.terms)
+
+    class Copied(Copying):
+        def __init__(self) -> None:
+            super().__init__({}, {}, torch.empty(0, dtype=torch.uint8))
+
+    class Slow(STRATEGIES.get("overlap")):  # type: ignore[misc]
+        def begin(self, copying: Copying) -> Future[None]:
+            begun.append(self)
+            return Future[None]()
+
+        def wait(self) -> None:
+            begun.append("waited")
+
+    auto._flown[FIRST] = Slow()
+    auto.begin(Copied())
+    auto.steer(Pace(), Pace(strategy="copy"))
+    auto.wait()
+    assert begun[-1] == "waited"
+    auto.close()
+
+
+def test_what_cannot_be_changed_in_flight_is_not_flown() -> None:
+    auto = Auto()
+    auto.open(Auto.terms)
+    assert auto._pilot is not None
+    able = set(auto._pilot._candidates)
+    assert {"overlap", "copy", "asymmetric", "datastates"} <= able
+    assert not able & {"auto", "sync", "mlc-base", "fastpersist", "pccheck", "acute", "dash"}
+    auto.close()
+    roomy = Auto()
+    roomy.open(Terms(every="2% mtbf 1h", in_flight=2, buffers=2, slots=4, batches=True))
+    assert roomy._pilot is not None
+    assert "pccheck" in roomy._pilot._candidates
+    roomy.close()
+
+
+def test_a_budget_can_be_left_out_and_so_can_the_failures() -> None:
+    for every in ("5%", "60s", 50, "never", "2% mtbf 6h"):
+        auto = Auto()
+        auto.open(Terms(every=every))
+        auto.close()
+
+
+def test_what_is_no_budget(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2% mtbf 6h"):
+        Checkpointer(persist_to=str(tmp_path), strategy="auto", every="2% mtbf soon")

@@ -1,0 +1,134 @@
+"""The pilot believes measurements and not itself, tries what could be better, and settles."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shade.checkpoint.autopilot.costs import Costs
+from shade.checkpoint.autopilot.measure import MemoryRates, costs_of
+from shade.checkpoint.autopilot.pilot import AUTO, TRIALS, Pilot, candidates
+from shade.checkpoint.schedule import Pace
+from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint.strategies.base import Terms
+
+STEP = 0.5
+COSTS = Costs(
+    state_bytes=10**9,
+    step_seconds=STEP,
+    pass_seconds=0.45,
+    copy_rate=4e9,
+    burst_rate=8e9,
+    hash_rate=20e9,
+    copy_drag=0.3,
+    work_drag=0.3,
+    write_rate=1e9,
+)
+TERMS = {"overlap": Terms(), "copy": Terms(save_waits_for="copied"), "streamed": Terms(streams=True)}
+
+
+def pilot() -> Pilot:
+    return Pilot(TERMS, "overlap", budget=0.05, mtbf_seconds=3600.0)
+
+
+def pace(cost: float, *, blocked: float = 0.01, landed: float = 1.2) -> Pace:
+    return Pace(step_seconds=STEP, cost_seconds=cost, save_seconds=landed, blocked_seconds=blocked)
+
+
+def fly(made: Pilot, true_costs: dict[str, float], num_saves: int, noise: float = 0.0, seed: int = 0) -> list[str]:
+    """Saves whose costs are so; who took them."""
+    rng, flown = random.Random(seed), []
+    for _ in range(num_saves):
+        name = made.chosen
+        flown.append(name)
+        made.saw(name, pace(true_costs[name] * (1 + rng.uniform(-noise, noise))))
+        made.decide()
+    return flown
+
+
+def test_until_something_is_measured_the_first_goes_on() -> None:
+    made = pilot()
+    assert made.decide() == "overlap"
+    assert made.choices() == []
+    assert made.report() == ""
+
+
+def test_the_best_is_found_whatever_was_predicted() -> None:
+    for best in TERMS:
+        made = pilot()
+        made.learn(COSTS)
+        true_costs = dict.fromkeys(TERMS, 0.4) | {best: 0.2}
+        flown = fly(made, true_costs, 30)
+        assert set(flown[-15:]) == {best}
+        assert max(flown.count(name) for name in TERMS if name != best) <= 2 * TRIALS
+
+
+def test_with_noise_it_loses_little() -> None:
+    for seed in range(20):
+        made = pilot()
+        made.learn(COSTS)
+        true_costs = {"overlap": 0.3, "copy": 0.36, "streamed": 0.24}
+        flown = fly(made, true_costs, 60, noise=0.3, seed=seed)
+        assert sum(true_costs[name] for name in flown[-20:]) / 20 <= 1.15 * 0.24
+
+
+def test_when_things_change_so_does_the_choice() -> None:
+    made = pilot()
+    made.learn(COSTS)
+    fly(made, {"overlap": 0.2, "copy": 0.5, "streamed": 0.3}, 20)
+    assert made.chosen == "overlap"
+    flown = fly(made, {"overlap": 0.9, "copy": 0.5, "streamed": 0.3}, 30)
+    assert flown[-1] == "streamed"
+
+
+def test_what_was_not_tried_is_believed_no_more_than_what_was() -> None:
+    made = pilot()
+    made.learn(COSTS)
+    before = {each.strategy: each.prediction.cost_seconds for each in made.choices()}
+    for _ in range(TRIALS):
+        made.saw("overlap", pace(3 * before["overlap"]))
+    after = {each.strategy: each.prediction.cost_seconds for each in made.choices()}
+    assert after["overlap"] == pytest.approx(3 * before["overlap"])
+    assert after["copy"] == pytest.approx(3 * before["copy"])
+
+
+def test_a_save_that_has_not_been_measured_says_nothing() -> None:
+    made = pilot()
+    made.learn(COSTS)
+    made.saw("copy", Pace())
+    assert "measured" not in made.report()
+
+
+def test_the_report_has_predicted_beside_measured() -> None:
+    made = pilot()
+    made.learn(COSTS)
+    fly(made, {"overlap": 0.2, "copy": 0.5, "streamed": 0.3}, 20)
+    lines = made.report().splitlines()
+    assert len(lines) == len(TERMS)
+    assert lines[0].startswith("> overlap")
+    assert "predicted: stall" in lines[0]
+    assert "measured 5 times: stall 0.010 s, cost 0.200 s, safe in 1.20 s" in lines[0]
+
+
+def test_a_candidate_whose_codec_was_not_measured_is_dropped() -> None:
+    made = Pilot(TERMS | {"packed": Terms(codec="zstd")}, "overlap", budget=0.05, mtbf_seconds=3600.0)
+    made.learn(COSTS)
+    assert set(made.predicted) == set(TERMS)
+
+
+def test_candidates_are_the_registered_ones_that_are_exact() -> None:
+    found = candidates()
+    assert {"copy", "overlap", "asymmetric"} <= set(found)
+    assert AUTO not in found
+    assert set(found) < set(STRATEGIES)
+
+
+def test_costs_from_a_save_predict_that_save_again() -> None:
+    from shade.checkpoint.autopilot.predict import predict
+
+    rates = MemoryRates(copy=4e9, burst=8e9, hashing=20e9)
+    costs = costs_of(10**9, rates, 0.45, pace(0.35, blocked=0.05, landed=1.3))
+    again = predict(costs, Terms())
+    assert again.landed_seconds == pytest.approx(1.3, rel=0.1)
+    assert again.cost_seconds == pytest.approx(0.35, rel=0.25)

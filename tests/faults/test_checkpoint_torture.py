@@ -15,7 +15,7 @@ from shade.checkpoint.codecs.base import Piece
 from shade.checkpoint.codecs.xor_zstd import XorZstandard
 from shade.checkpoint.flusher import Flusher
 from shade.checkpoint.group import Group
-from shade.checkpoint.manifest import Manifest
+from shade.checkpoint.manifest import Commit, Manifest
 from shade.checkpoint.protocol import Agreed, Stored
 from shade.checkpoint.reader import Reader, Snapshot
 from shade.checkpoint.stage import Stage
@@ -127,6 +127,15 @@ def plant_record_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bench, "store", store_record_first)
 
 
+def plant_record_first_unchecked(patch: pytest.MonkeyPatch) -> None:
+    plant_record_first(patch)
+
+    def wrong(self: StorageTier, place: str, record: Commit) -> None:
+        self._volume.write(f"{place}/commit.json", [record.to_bytes()])
+
+    patch.setattr(StorageTier, "commit", wrong)
+
+
 def plant_no_vote(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bench, "store", store_without_a_vote)
 
@@ -216,7 +225,7 @@ def plant_difference_without_base(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    (plant_record_first, "storage", 1, "first save", "crash", "without its snapshot"),
+    (plant_record_first_unchecked, "storage", 1, "first save", "crash", "without its snapshot"),
     (plant_record_first, "memory", 2, "next save", "crash", "without its snapshot"),
     (plant_no_vote, "memory", 2, "first save", "full", "without its snapshot"),
     (plant_no_early_vote, "memory and storage, streamed", 2, "first save", "full", "without its snapshot"),

@@ -1,0 +1,331 @@
+"""Checkpoints of DeepSpeed in our tiers, by its own plug-in interface, `CheckpointEngine`.
+
+::
+
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.checkpoint_engine = ShadeCheckpointEngine(persist_to="/mnt/ckpt", store="redis+cluster://10.0.0.1:7000")
+    engine.save_checkpoint("/work/run")
+    engine.load_checkpoint("/work/run")
+
+DeepSpeed thinks in files: for a tag, each rank hands over some states, each with a path, and then says that it was all.
+Here those states become one snapshot: hashed, sent to the cluster's memory or storage, committed whole or not at all,
+verified when read. What is the same on several ranks is saved once. At each path lies a note of some bytes, which says
+in which snapshot the state is: so DeepSpeed's own search for files finds what it looks for, and a folder can be copied
+or removed as before. The tag's number is the step that `shade checkpoint list` shows.
+
+How far a save has come when `save_checkpoint` returns is the strategy's word: ``mlc-base``, committed, outlives this
+machine (without a store: durable); ``sync``, durable; ``copy``, copied and on its way. DeepSpeed's file ``latest`` is
+written then; with ``copy`` it may name a snapshot that never came to be, which loading says, with those that did.
+
+A closed list of types goes in, as always here (`shade.checkpoint.state`), and of DeepSpeed's own classes those that its
+optimizers put into their states, field by field. No pickle, neither way.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from shade.checkpoint.arena import Arena
+from shade.checkpoint.assembly import assemble
+from shade.checkpoint.given import GivenCheckpointer
+from shade.checkpoint.layout import chunks_of
+from shade.checkpoint.parts import part_of, tensors_in
+from shade.checkpoint.reader import Snapshot
+from shade.checkpoint.recover import fill_arena
+from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
+
+try:
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+except ImportError as error:
+    raise ConfigError.of(
+        "the deepspeed package", None, "pip install 'shade[deepspeed]' (DS_BUILD_OPS=0 without a compiler)"
+    ) from error
+
+NOTE: Final = "shade.deepspeed"
+"""Marks a file as one of ours, and says which version."""
+_VERSION: Final = 1
+_NUMBER: Final = re.compile(r"(\d{1,18})$")
+_OBJECT: Final = "%deepspeed"
+"""Key of a dict that stands for an object of DeepSpeed's."""
+
+
+class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not typed
+    """One rank's part; make one on every rank, after `deepspeed.initialize`, and close it at the end.
+
+    Args:
+        store: URL of the cluster whose memory takes snapshots; None: storage alone.
+        persist_to: Path or URL of durable storage; None: memory alone.
+        run: Id under which the snapshots are kept; one live run each.
+        strategy: How far a save has come when `save_checkpoint` returns; see the top of the file.
+        keep: What stays in storage: see `shade.checkpoint.retention.Keep`; DeepSpeed itself never removes any.
+        **options: As `Checkpointer`.
+
+    Raises:
+        ConfigError: See `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        store: str | None = None,
+        *,
+        persist_to: str | None = None,
+        run: str = "deepspeed",
+        strategy: str = "mlc-base",
+        keep: str = "all",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.name = "shade"
+        self.checkpointer = GivenCheckpointer(
+            store, persist_to=persist_to, run=run, strategy=strategy, keep=keep, **options
+        )
+        self._files: dict[str, tuple[Path, Any]] = {}
+
+    # ── saving ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """A checkpoint begins.
+
+        Args:
+            info: Its tag, and the folder.
+        """
+        self._files.clear()
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Takes a state; it is saved with all others when `commit` is called.
+
+        Args:
+            state_dict: Stays as it is until then.
+            path: Where DeepSpeed will look for it.
+        """
+        where = Path(path)
+        self._files[f"{where.parent.name}/{where.name}"] = where, state_dict
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Saves what this rank was given since `create`. Collective.
+
+        Args:
+            info: As for `create`.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: Something in a state cannot be saved.
+            CheckpointError: It is nowhere; DeepSpeed goes on with the ``latest`` that there was.
+        """
+        files, self._files = self._files, {}
+        step = self._step_of(str(info.tag))
+        states = {name: plain(state) for name, (_, state) in files.items()}
+        self.checkpointer.save_state({"tag": str(info.tag), "files": states}, step)
+        self.checkpointer.wait_copy_complete()
+        ticket = self.checkpointer.latest
+        assert ticket is not None, "it has just been saved"
+        if self.checkpointer.terms.save_waits_for not in ("begun", "copied"):
+            ticket.landed.result()
+        for name, (path, _) in files.items():
+            self._leave_note(path, name, str(info.tag), step)
+        return True
+
+    def _step_of(self, tag: str) -> int:
+        """The number that a tag ends in, as in ``global_step120``; else one more than the last."""
+        found = _NUMBER.search(tag)
+        return int(found[1]) if found else self.checkpointer.step_count + 1
+
+    def _leave_note(self, path: Path, name: str, tag: str, step: int) -> None:
+        """Says at a state's path where it is; whole or not at all."""
+        rank = self.checkpointer.group.rank
+        note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(note) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    # ── loading ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Reads a state, verified. Each rank for itself.
+
+        Args:
+            path: Where a note lies.
+            map_location: Device to move tensors to; a function, as DeepSpeed has it for the CPU, leaves them there.
+
+        Returns:
+            The state as it was given to `save`.
+
+        Raises:
+            CheckpointError: There is no note, or the snapshot never came to be, or is gone.
+            CorruptCheckpointError: It is right in no place.
+        """
+        note = _note_at(Path(path), self.checkpointer.run)
+        snapshot = self._snapshot(note)
+        state = self._read(snapshot, note)
+        if isinstance(map_location, str | torch.device) and torch.device(map_location).type != "cpu":
+            state = _moved(state, torch.device(map_location))
+        return revived(state)
+
+    def _snapshot(self, note: dict[str, Any]) -> Snapshot:
+        found = self.checkpointer.list()
+        for snapshot in found:
+            if snapshot.record.step == note["step"]:
+                return snapshot
+        known = ", ".join(str(each) for each in sorted({snapshot.record.step for snapshot in found})) or "none"
+        raise CheckpointError.of(
+            f"a snapshot of step {note['step']} for {note['tag']!r}", f"steps {known}", "load one of those by its tag"
+        )
+
+    def _read(self, snapshot: Snapshot, note: dict[str, Any]) -> Any:
+        """One rank's state out of a snapshot: its part of that rank's tree, and the chunks that this needs."""
+        reader = self.checkpointer.tiers.reader
+        tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
+        whole = part_of(_only(tree), ["tag", "files"])
+        tag, files = assemble(part_of(whole, ["tag"]), {})["tag"], _only(part_of(whole, ["files"]))
+        if tag != note["tag"]:
+            cure = "another was saved under the same number: give tags of one run different numbers"
+            raise CheckpointError.of(f"step {note['step']} to be {note['tag']!r}", tag, cure)
+        wanted = part_of(files, [note["file"]])
+        names = tensors_in(wanted)
+        tensors: dict[str, torch.Tensor] = {}
+        for rank in range(snapshot.record.world_size):
+            manifest = reader.manifest(snapshot, rank)
+            entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
+            if entries:
+                arena = Arena(manifest.num_bytes)
+                fill_arena(reader, snapshot, manifest, arena, chunks_of(manifest, entries))
+                tensors |= arena.tensors(entries)
+        return assemble(wanted, tensors)[note["file"]]
+
+    # ── the rest of the interface ───────────────────────────────────────────────────────────────────────────────────
+
+    def preserves_storage_sharing(self) -> bool:
+        """No: of a view its own elements are saved, and nobody has to clone it first."""
+        return False
+
+    def cleanup(self) -> None:
+        """Waits until what was saved has landed, then lets go. Safe to call twice.
+
+        Raises:
+            CheckpointError: The save begun last is nowhere.
+        """
+        self.checkpointer.close()
+
+
+def _note_at(path: Path, run: str) -> dict[str, Any]:
+    """What a note says."""
+    cure = "load a checkpoint that was saved through ShadeCheckpointEngine, or leave the engine as DeepSpeed has it"
+    try:
+        with path.open("rb") as file:
+            note = json.loads(file.read(2**16))
+        wanted = {"run": str, "step": int, "tag": str, "rank": int, "file": str}
+        is_ours = note[NOTE] == _VERSION and all(type(note[key]) is kind for key, kind in wanted.items())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError.of(f"a note of ours at {path}", repr(error), cure) from error
+    if not is_ours or note["run"] != run:
+        raise CheckpointError.of(f"a note of run {run!r} at {path}", note, "name the run that saved it")
+    return dict(note)
+
+
+def _only(tree: Any) -> Any:
+    """The one thing in a part of a tree."""
+    try:
+        (thing,) = tree["dict"][1]
+    except (TypeError, KeyError, ValueError, IndexError) as error:
+        raise CorruptCheckpointError(
+            f"expected a state of DeepSpeed's in the snapshot, got another: {error}"
+        ) from error
+    return thing
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The same on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        for key, each in value.items():
+            value[key] = _moved(each, device)
+    if type(value) in (list, tuple):
+        return type(value)(_moved(each, device) for each in value)
+    return value
+
+
+# ── DeepSpeed's own classes in states ───────────────────────────────────────────────────────────────────────────────
+
+_CLASSES: Final[dict[str, type[Any]]] = {
+    each.__qualname__: each for each in (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+}
+"""What its optimizers put into their states beside plain types; nothing else is looked up by a name from a snapshot."""
+
+
+def plain(state: Any) -> Any:
+    """A state without objects of DeepSpeed's: each is a dict that says its class and its fields.
+
+    Args:
+        state: Not changed; parts of it that hold no such object are in the answer themselves.
+
+    Returns:
+        The state.
+
+    Raises:
+        ConfigError: It has a dict that looks like such an object already.
+    """
+    kind = type(state)
+    if _CLASSES.get(kind.__qualname__) is kind:
+        return {_OBJECT: kind.__qualname__, "fields": state.value if isinstance(state, Enum) else plain(vars(state))}
+    if isinstance(state, dict):
+        if _OBJECT in state:
+            raise ConfigError.of(f"no key {_OBJECT!r} in a state", sorted(map(str, state)), "give it another name")
+        made = {key: plain(each) for key, each in state.items()}
+        if all(made[key] is each for key, each in state.items()):
+            return state
+        changed = copy.copy(state)  # an OrderedDict of a module has an attribute, too
+        changed.update(made)
+        return changed
+    if kind in (list, tuple):
+        items = [plain(each) for each in state]
+        return state if all(here is there for here, there in zip(items, state, strict=True)) else kind(items)
+    return state
+
+
+def revived(state: Any) -> Any:
+    """The state again: what `plain` was given.
+
+    Args:
+        state: From `plain`; its dicts are changed in place.
+
+    Returns:
+        The state.
+
+    Raises:
+        CorruptCheckpointError: An object is of no class that DeepSpeed's optimizers put there.
+    """
+    kind = type(state)
+    if isinstance(state, dict):
+        if _OBJECT in state:
+            return _object(state[_OBJECT], state.get("fields"))
+        for key, each in state.items():
+            state[key] = revived(each)
+    elif kind in (list, tuple):
+        return kind(revived(each) for each in state)
+    return state
+
+
+def _object(name: Any, fields: Any) -> Any:
+    found = _CLASSES.get(str(name))
+    if found is None:
+        raise CorruptCheckpointError(f"expected one of {', '.join(_CLASSES)} in a state of DeepSpeed's, got {name!r}")
+    if issubclass(found, Enum):
+        return found(fields)
+    made = object.__new__(found)
+    vars(made).update(revived(fields))
+    return made

@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,13 +16,15 @@ import psutil
 import pytest
 
 from shade.store.base import Store
+from shade.store.link import Endpoint
 from shade.store.local import LocalStore
 from shade.store.local_cluster import LocalCluster, free_ports
 from shade.store.server import LocalServer, find_server_binary
-from shade.store.url import PASSWORD_VARIABLE, USERNAME_VARIABLE
+from shade.store.url import PASSWORD_VARIABLE, USERNAME_VARIABLE, StoreURL
 
 PASSWORD = "s3cr€t p@ss:/#?word"
 WRONG = "wr0ng"
+CREDENTIALS = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -148,6 +150,41 @@ def _cluster(folder: Path, certificates: Path) -> Place:
     return Place("redis+cluster", "", LocalCluster(3, password=PASSWORD))
 
 
+class TLSCluster(LocalCluster):
+    """A cluster that speaks nothing but TLS, with a user who has exactly the rights that redis.conf recommends.
+
+    Args:
+        certificates: As the fixture of that name has them.
+    """
+
+    def __init__(self, certificates: Path) -> None:
+        self._certificates = certificates
+        super().__init__(3, password=PASSWORD, binary=tls_binary())
+
+    def settings_of(self, port: int) -> Mapping[str, str]:
+        """See `LocalCluster`."""
+        files = {"tls-cert-file": "node.crt", "tls-key-file": "node.key", "tls-ca-cert-file": "ca.crt"}
+        ours = {"port": "0", "tls-port": str(port), "tls-cluster": "yes", "tls-replication": "yes"}
+        ours |= {"user": f'loader on ">{PASSWORD}" {documented_rights()}'}
+        return ours | {name: str(self._certificates / file) for name, file in files.items()}
+
+    def endpoint(self, port: int) -> Endpoint:
+        """See `LocalCluster`."""
+        ca, cert, key = (str(self._certificates / name) for name in ("ca.crt", "node.crt", "node.key"))
+        return replace(super().endpoint(port), encrypted=True, ca=ca, cert=cert, key=key)
+
+    @property
+    def url(self) -> StoreURL:
+        """See `LocalCluster`."""
+        options = tuple((name, str(self._certificates / file)) for name, file in CREDENTIALS.items())
+        return replace(super().url, scheme="rediss+cluster", username="loader", options=options)
+
+
+def _tls_cluster(folder: Path, certificates: Path) -> Place:
+    del folder
+    return Place("rediss+cluster", "", TLSCluster(certificates))
+
+
 BUILDERS: dict[str, Callable[[Path, Path], Place]] = {
     "memory": _memory,
     "local": _local,
@@ -155,6 +192,7 @@ BUILDERS: dict[str, Callable[[Path, Path], Place]] = {
     "redis": _redis,
     "rediss": _rediss,
     "redis+cluster": _cluster,
+    "rediss+cluster": _tls_cluster,
 }
 """How to start what a scheme needs. A new scheme is a new line here, or its contract tests fail at once."""
 

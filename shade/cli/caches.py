@@ -12,21 +12,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shade.errors import ConfigError
-from shade.store import service
+from shade.store import hosts, service
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 
-def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int]) -> int:
+def up(
+    directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int], founder: str | None
+) -> int:
     """Starts servers and prints the address to pass to ``--cache``."""
+    memory_bytes = 0 if memory is None else parse_bytes(memory)
+    password = os.environ.get(PASSWORD_VARIABLE)
     try:
-        url = service.up(
-            directory,
-            nodes=nodes,
-            replicas=replicas,
-            memory_bytes=0 if memory is None else parse_bytes(memory),
-            ports=ports,
-            password=os.environ.get(PASSWORD_VARIABLE),
-        )
+        if founder is not None:
+            url = _join(directory, founder, nodes, replicas, memory_bytes, ports, password)
+        else:
+            url = service.up(
+                directory,
+                nodes=nodes,
+                replicas=replicas,
+                memory_bytes=memory_bytes,
+                ports=ports,
+                password=password,
+            )
     except OSError as error:
         raise ConfigError.of(
             "a --dir that can be written", f"{directory}: {error.strerror}", "choose another"
@@ -37,6 +44,30 @@ def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Se
     else:
         sys.stderr.write(f"pass it to --cache; `shade cache down --dir {directory}` ends it\n")
     return 0
+
+
+def _join(
+    directory: Path,
+    founder: str,
+    nodes: int,
+    replicas: int,
+    memory_bytes: int,
+    ports: Sequence[int],
+    password: str | None,
+) -> StoreURL:
+    """One node here, of a cluster on several machines; ``--nodes`` left out is a cluster that is there."""
+    (address,) = StoreURL.parse(f"redis://{founder}").addresses
+    if len(ports) > 1:
+        raise ConfigError.of("one port for the one node of this machine", list(ports), "leave --ports out, or name one")
+    return hosts.join(
+        directory,
+        address,
+        nodes=None if nodes == 1 else nodes,
+        replicas=replicas,
+        memory_bytes=memory_bytes,
+        password=password,
+        port=ports[0] if ports else None,
+    )
 
 
 def status(directory: Path) -> int:

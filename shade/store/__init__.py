@@ -2,8 +2,7 @@
 
 Every file that registers a scheme is imported here, and nowhere else is a scheme compared with a name. Reading order:
 `base` (what a store is) → `url` → `keys`, `sizing` → `wire`, `link`, `node` (one server) → `remote`, `redis`,
-`cluster` → `memory`, `server`, `local`.
-"""
+`patience`, `cluster` → `memory`, `server`, `local`. """
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ def open_store(url: str | StoreURL, *, timeout_seconds: float = 0.25) -> Store:
 
     Args:
         url: ``memory://``, ``local://``, ``unix:///path.sock``, ``redis://[user:password@]host:port/db``, ``rediss://``
-            (TLS; ``?ca=…&cert=…&key=…``) or ``redis+cluster://[user:password@]host:port,host:port``.
+            (TLS; ``?ca=…&cert=…&key=…``), ``redis+cluster://[user:password@]host:port,host:port`` or
+            ``rediss+cluster://``; of a cluster ``?sockets=DIR`` tells where a node on this machine has its unix socket.
         timeout_seconds: Bound of each wait for a server, > 0: so long may a dead one hold up a batch.
 
     Returns:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shade.errors import StoreAuthError, StoreClosedError, StoreError
 from shade.registry import Registry
 from shade.types import Bytes
 
@@ -96,9 +97,35 @@ class Store(ABC):
     def increment(self, key: str, by: int) -> int:
         """Adds to a shared integer (absent counts as 0) and returns its new value, atomically across clients."""
 
+    def increment_many(self, keys: Sequence[str], by: int) -> list[int | StoreError]:
+        """`increment` of several, each by as much, in one round where it can be: what each came to, or why it did not.
+
+        Args:
+            keys: Of the integers.
+            by: What to add.
+
+        Returns:
+            In the order of ``keys``; an error in the place of what could not be done.
+
+        Raises:
+            StoreAuthError: Refused.
+            StoreClosedError: After `close`.
+        """
+        outcomes: list[int | StoreError] = []
+        for key in keys:
+            try:
+                outcomes.append(self.increment(key, by))
+            except (StoreAuthError, StoreClosedError):
+                raise
+            except StoreError as error:
+                outcomes.append(error)
+        return outcomes
+
     @abstractmethod
     def scan(self, prefix: str) -> Iterator[str]:
-        """Every key that starts with ``prefix``, in no order, each once. For start-up and tools, never in a loop."""
+        """Every key that starts with ``prefix``, in no order, each once. For start-up and tools, never in a loop.
+        Where one of several servers does not answer, what the others have comes first and `StoreUnavailableError`
+        last: it is not the whole."""
 
     @abstractmethod
     def stored_bytes(self, key_length: int, value_length: int) -> int:
@@ -109,6 +136,10 @@ class Store(ABC):
         """One hash tag for each server that holds keys of its own: keys with different tags, as in ``a{tag}b``, lie on
         different servers. In the order of `keys.placement_tags`, of which they are part, and as of now: a cluster can
         be rearranged, so whoever writes keys notes the tags with them."""
+
+    def homes(self, keys: Sequence[str]) -> list[str]:
+        """The address of the server that has each key, as of now; all empty where there is just one."""
+        return [""] * len(keys)
 
     @abstractmethod
     def stats(self) -> StoreStats:

@@ -3,9 +3,12 @@
 A slot map says who owns what. It is learnt from any node, and learnt again when a node says MOVED, or fails, at most
 once a second: while a cluster is being repaired its map changes often and asking costs a round trip.
 
-A node that fails is left alone for a while: otherwise each batch would wait a timeout for it, and a dead third of the
-cache would cost more than it ever saved. Its keys are misses meanwhile. When *every* node is being left alone all are
-tried again, so that an outage of the whole is reported by those who see it and its end is noticed at once.
+A node that fails, or is much slower than the others, is left alone for a while (`patience`). Its keys are misses
+meanwhile. When *every* node is being left alone all are tried again, so that an outage of the whole is reported by
+those who see it and its end is noticed at once.
+
+With ``?sockets=/run/shade`` a node on this machine is spoken to over its unix socket, if one of its address's name
+(``10.0.0.1:7000.sock``) is in that directory: the same URL serves all machines, and each has a node of its own nearby.
 
 Stories a reader may ask about:
 
@@ -22,29 +25,27 @@ Invariant: a key is only ever asked of the node that the cluster says owns it, s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Final, TypeAlias
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Final
 
 from redis.crc import key_slot
 
 from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
 from shade.store.base import STORES
 from shade.store.keys import NUM_SLOTS, placement_tags
-from shade.store.link import Endpoint
+from shade.store.link import Endpoint, socket_path
 from shade.store.node import Node, exchange
+from shade.store.patience import Address, Patience
 from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, Reply, ServerError
 
-_MAX_HOPS: Final = 4
+_MAX_REDIRECTIONS: Final = 3
+_REDIRECTIONS: Final = ("MOVED", "ASK")
+_ASKING: Final[tuple[Command, ...]] = (("ASKING",),)
 _NOT_SERVING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN")
-_RETRY_SECONDS: Final = 2.0
-"""How long a failed node is left alone: with a timeout of 0.25 s a dead node costs an eighth of the time at most."""
 _RELEARN_SECONDS: Final = 1.0
-
-Address: TypeAlias = "tuple[str, int]"
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def _address(node: Reply, asked: Address) -> Address:
 
 
 @STORES.register("redis+cluster")
+@STORES.register("rediss+cluster")
 class ClusterStore(RemoteStore):
     """A cluster."""
 
@@ -105,7 +107,7 @@ class ClusterStore(RemoteStore):
     def __init__(self, url: StoreURL, timeout_seconds: float) -> None:
         super().__init__(url, timeout_seconds)
         self._nodes: dict[Address, Node] = {}
-        self._retry_at: dict[Address, float] = {}
+        self._patience = Patience()
         self._map: SlotMap | None = None
         self._learnt_at = 0.0
         self._doubted = False
@@ -113,80 +115,101 @@ class ClusterStore(RemoteStore):
     def _node(self, address: Address) -> Node:
         node = self._nodes.get(address)
         if node is None:
-            fresh = Node(Endpoint.of(self._url, *address), self._timeout_seconds)
+            sockets, nearby = self._url.option("sockets"), None
+            if sockets is not None:
+                nearby = replace(Endpoint.of(self._url), path=socket_path(sockets, *address), encrypted=False)
+            fresh = Node(Endpoint.of(self._url, *address), self._timeout_seconds, nearby)
             node = self._nodes.setdefault(address, fresh)  # atomic: two threads end up with the same one
         return node
 
     def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
         slot_map = self._slot_map()
+        owners, resting = slot_map.owners, self._resting(slot_map)
         silent: Outcome = StoreUnavailableError(f"no node of {self.url} serves this slot")
         outcomes: list[Outcome] = [silent] * len(commands)
-        paused = self._paused(slot_map)
-        work: dict[Address, list[tuple[int, bool]]] = {}
+        work: dict[Address, list[int]] = {}
         for position, key in enumerate(keys):
-            owner = slot_map.owners[key_slot(key.encode())]
-            if owner is not None and owner not in paused:
-                work.setdefault(owner, []).append((position, False))
-        answered = False
-        for _ in range(_MAX_HOPS):
+            owner = owners[key_slot(key.encode())]
+            if owner in work:
+                work[owner].append(position)
+            elif owner is not None and owner not in resting:
+                work[owner] = [position]
+        served, work, asking = self._ask(work, frozenset(), commands, outcomes)
+        for _ in range(_MAX_REDIRECTIONS):
             if not work:
                 break
-            again: dict[Address, list[tuple[int, bool]]] = {}
-            for owner, places, replies in self._talk(work, commands):
-                for (position, _), outcome in zip(places, replies, strict=True):
-                    outcomes[position] = outcome
-                    target = self._redirected(outcome, owner)
-                    if target is not None:
-                        assert isinstance(outcome, ServerError)
-                        again.setdefault(target, []).append((position, outcome.code == "ASK"))
-                    elif not isinstance(outcome, StoreUnavailableError):
-                        answered |= not (isinstance(outcome, ServerError) and outcome.code in _NOT_SERVING)
-            work = again
+            also_served, work, asking = self._ask(work, asking, commands, outcomes)
+            served |= also_served
         for places in work.values():  # sent from one to another and back: a move that is not finished
-            for position, _ in places:
+            for position in places:
                 outcomes[position] = silent
-        if commands and not answered:
+        if commands and not served:
             self._check_anybody_serves()
         return outcomes
 
-    def _talk(
-        self, work: dict[Address, list[tuple[int, bool]]], commands: Sequence[Command]
-    ) -> list[tuple[Address, list[tuple[int, bool]], Sequence[Outcome]]]:
-        """One round trip to each address; an asked-for slot in flight is announced with ASKING."""
+    def _ask(
+        self,
+        work: Mapping[Address, list[int]],
+        asking: Set[int],
+        commands: Sequence[Command],
+        outcomes: list[Outcome],
+    ) -> tuple[bool, dict[Address, list[int]], set[int]]:
+        """One round trip to each address.
+
+        Args:
+            work: Positions in ``commands`` by address.
+            asking: Those whose slot is on its way to the address: announced with ASKING.
+            commands: Each in words.
+            outcomes: By position; filled in.
+
+        Returns:
+            Whether anybody served a command; and what was sent elsewhere: work and asking of the next round trip.
+        """
         parts = []
         for address, places in work.items():
-            batch: list[Command] = []
-            for position, asking in places:
-                batch.extend((("ASKING",), commands[position]) if asking else (commands[position],))
+            batch = [commands[position] for position in places]
+            if asking:
+                batch = [
+                    word
+                    for position in places
+                    for word in (*(_ASKING if position in asking else ()), commands[position])
+                ]
             parts.append((self._node(address), batch))
-        told: list[tuple[Address, list[tuple[int, bool]], Sequence[Outcome]]] = []
-        for (address, places), answer in zip(work.items(), exchange(parts), strict=True):
+        served, elsewhere, moving = False, {}, set()
+        seconds: dict[Address, float] = {}
+        for (address, places), (node, batch), answer in zip(work.items(), parts, exchange(parts), strict=True):
             if isinstance(answer, StoreUnavailableError):
-                self._retry_at[address] = time.monotonic() + _RETRY_SECONDS
-                told.append((address, places, [answer] * len(places)))
+                self._patience.failed(address)
+                for position in places:
+                    outcomes[position] = answer
                 continue
-            self._retry_at.pop(address, None)
-            kept = [asking for _, asking in places]
-            replies = iter(answer)
-            told.append((address, places, [next(islice(replies, skip, None)) for skip in kept]))
-        return told
+            seconds[address] = node.took_seconds
+            if len(batch) > len(places):
+                answer = [reply for reply, words in zip(answer, batch, strict=True) if words is not _ASKING[0]]
+            for position, outcome in zip(places, answer, strict=True):
+                outcomes[position] = outcome
+                if type(outcome) is ServerError:
+                    if outcome.code in _REDIRECTIONS:
+                        elsewhere.setdefault(self._target(outcome, address), []).append(position)
+                        if outcome.code == "ASK":
+                            moving.add(position)
+                        continue
+                    if outcome.code in _NOT_SERVING:
+                        continue
+                served = True
+        self._patience.answered(seconds)
+        return served, elsewhere, moving
 
-    def _redirected(self, outcome: Outcome, owner: Address) -> Address | None:
-        """Where to ask instead, when the outcome says so; None otherwise."""
-        if not isinstance(outcome, ServerError) or outcome.code not in ("MOVED", "ASK"):
-            return None
-        host, _, port = outcome.text.rpartition(" ")[2].rpartition(":")
-        target = (host.strip("[]") or owner[0], int(port))
-        self._doubted |= outcome.code == "MOVED"
-        return target
+    def _target(self, redirection: ServerError, asked: Address) -> Address:
+        """Where to ask instead."""
+        self._doubted |= redirection.code == "MOVED"
+        host, _, port = redirection.text.rpartition(" ")[2].rpartition(":")
+        return host.strip("[]") or asked[0], int(port)
 
-    def _paused(self, slot_map: SlotMap) -> set[Address]:
+    def _resting(self, slot_map: SlotMap) -> frozenset[Address]:
         """The primaries to leave alone now; none when that would be all."""
-        if not self._retry_at:
-            return set()
-        now = time.monotonic()
-        paused = {address for address, retry_at in list(self._retry_at.items()) if now < retry_at}
-        return set() if paused.issuperset(slot_map.primaries) else paused
+        resting = self._patience.resting()
+        return frozenset() if resting.issuperset(slot_map.primaries) else resting
 
     def _check_anybody_serves(self) -> None:
         """A batch went wholly unanswered: its nodes may be the dead ones of several, or all may be dead.
@@ -194,15 +217,12 @@ class ClusterStore(RemoteStore):
         Raises:
             StoreUnavailableError: Nobody is left.
         """
-        slot_map = self._slot_map()
-        now = time.monotonic()
-        others = [address for address in slot_map.primaries if now >= self._retry_at.get(address, 0.0)]
-        places: list[tuple[int, bool]] = [(0, False)]
+        others = [address for address in self._slot_map().primaries if address not in self._patience.resting()]
         probe = ("GET", PROBE_KEY)  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
-        for _, _, (outcome,) in self._talk(dict.fromkeys(others, places), [probe]):
-            if isinstance(outcome, StoreUnavailableError):
-                continue
-            if not isinstance(outcome, ServerError) or outcome.code == "MOVED":
+        for address, answer in zip(others, exchange([(self._node(each), [probe]) for each in others]), strict=True):
+            if isinstance(answer, StoreUnavailableError):
+                self._patience.failed(address)
+            elif not isinstance(answer[0], ServerError) or answer[0].code == "MOVED":
                 return
         raise StoreUnavailableError(
             f"no node of {self.url} answers in {self._timeout_seconds} s, or the cluster is down"
@@ -218,12 +238,13 @@ class ClusterStore(RemoteStore):
             StoreUnavailableError: None yet, and no node can tell.
         """
         slot_map, now = self._map, time.monotonic()
-        due = (self._doubted or self._retry_at) and now - self._learnt_at >= _RELEARN_SECONDS
+        due = (self._doubted or self._patience.resting()) and now - self._learnt_at >= _RELEARN_SECONDS
         if slot_map is not None and not due:
             return slot_map
         self._learnt_at, self._doubted = now, False  # other threads go on with the map at hand
         try:
             slot_map = self._map = self._learn()
+            self._doubted |= None in slot_map.owners  # a cluster in the making, or under repair
         except StoreUnavailableError:
             if slot_map is None:
                 raise
@@ -232,9 +253,8 @@ class ClusterStore(RemoteStore):
     def _learn(self) -> SlotMap:
         known = self._map.primaries + self._map.replicas if self._map else ()
         candidates = dict.fromkeys((*known, *self._url.addresses))
-        now = time.monotonic()
-        self._retry_at = {address: retry_at for address, retry_at in list(self._retry_at.items()) if now < retry_at}
-        ready = [address for address in candidates if address not in self._retry_at]
+        resting = self._patience.resting()
+        ready = [address for address in candidates if address not in resting]
         failure: StoreError | None = None
         for address in ready or candidates:
             try:
@@ -245,7 +265,7 @@ class ClusterStore(RemoteStore):
             except StoreAuthError:
                 raise
             except StoreUnavailableError as error:
-                self._retry_at[address] = time.monotonic() + _RETRY_SECONDS
+                self._patience.failed(address)
                 failure = error
                 continue
             except ValueError as error:
@@ -272,6 +292,13 @@ class ClusterStore(RemoteStore):
             if owner is not None:
                 chosen.setdefault(owner, tag)
         return list(chosen.values())
+
+    def homes(self, keys: Sequence[str]) -> list[str]:
+        """See `Store`; empty for a slot without an owner."""
+        self._check_open()
+        owners = self._slot_map().owners
+        found = (owners[key_slot(key.encode())] for key in keys)
+        return ["" if owner is None else format_address(*owner) for owner in found]
 
     def ping(self) -> None:
         """See `Store`: every node that the URL names and every primary, and that together they serve every slot.

@@ -1,10 +1,11 @@
 """Holds one connection to one Redis server: sends a batch, reads its replies.
 
-The connection is redis-py's: its socket, TLS, login, packing, and hiredis' parser. What is ours is the batch. An error
-reply is a value in its place, so the batch is read to its end. The socket's timeout is a *progress* timeout: it bounds
+The connection is redis-py's: its socket, TLS, login. What is ours is the batch: hiredis packs and parses it, without a
+layer between. An error reply is a value in its place, so the batch is read to its end. Replies are taken as they come
+(`Link.advance`), so that one thread can listen to many servers. The socket's timeout is a *progress* timeout: it bounds
 each wait for the next bytes and not a whole transfer, so that a large batch over a slow network is no failure while a
 stalled server is found out after ``timeout_seconds``. There are no retries: a connection that broke once is closed, and
-the next batch opens another. The price of the library is in decision 0002.
+the next batch opens another. The price of the libraries is in decisions 0002 and 0025.
 
 What goes wrong inside is an exception with the address in it, and the connection is closed first: half a reply left
 in it would answer somebody else's question. Invariant: an open link has no reply outstanding between two batches.
@@ -14,12 +15,14 @@ Name look-ups are the system's and have its timeout; name servers by address whe
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
+import hiredis
 from redis.backoff import NoBackoff
 from redis.connection import Connection, DefaultParser, PythonRespSerializer, SSLConnection, UnixDomainSocketConnection
 from redis.exceptions import RedisError, ResponseError
@@ -37,10 +40,14 @@ _SEND_ALONE_BYTES: Final = 6000
 """Pieces below this are joined before they are sent; above, they are sent as they are. redis-py's own figure."""
 _SEND_SLICE_BYTES: Final = 1 << 18
 """`socket.sendall` counts its timeout over the whole buffer; slices make it a progress timeout again."""
-
+_MOST_SHORT_WORDS: Final = 2
+"""A verb and a key: hiredis packs these in a quarter of redis-py's time, but would copy a large value."""
 
 _SHORTEST_LINE_BYTES: Final = 4
 """``$5`` and the line end: so much can be read before knowing what comes."""
+_LOGIN_BYTES: Final = 4096
+"""redis-py reads a few replies at login and none after it."""
+_UNFINISHED: Final = object()
 
 
 class _Parser(DefaultParser):  # type: ignore[misc]
@@ -95,7 +102,7 @@ class Endpoint:
             url.username,
             url.password,
             url.database,
-            url.scheme == "rediss",
+            url.scheme.startswith("rediss"),
             url.option("ca"),
             url.option("cert"),
             url.option("key"),
@@ -128,7 +135,7 @@ class Endpoint:
             password=self.password,
             socket_timeout=timeout_seconds,
             socket_connect_timeout=timeout_seconds,
-            socket_read_size=_READ_BYTES,
+            socket_read_size=_LOGIN_BYTES,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             parser_class=_Parser,
@@ -170,6 +177,12 @@ class Endpoint:
             return
 
 
+def socket_path(folder: str, host: str, port: int) -> str:
+    """Where a server that listens at a port has its unix socket too: clients on its machine find it by the address that
+    everybody uses."""
+    return f"{folder}/{format_address(host, port)}.sock"
+
+
 class Link:
     """An open connection, logged in.
 
@@ -195,20 +208,29 @@ class Link:
             if endpoint.encrypted and not isinstance(error, RedisTimeoutError):
                 endpoint.check_tls(timeout_seconds)
             raise self._failure(error, "connect") from error
+        self._socket: socket.socket = self._connection._sock
+        self._reader = hiredis.Reader(protocolError=ValueError, replyError=ServerError, notEnoughData=_UNFINISHED)
+        self._buffer = bytearray(_READ_BYTES)
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+        self._commands: Sequence[Command] = ()
+        self.replies: list[Reply] = []
+        """To the commands sent last, as far as they have come; an error reply is a `ServerError` in its place."""
         # The name is for whoever reads CLIENT LIST; an ACL may forbid it.
         self.send([("CLIENT", "SETNAME", "shade")])
-        (named,) = self.receive(1)
+        (named,) = self.receive()
         if isinstance(named, ServerError) and named.code != "NOPERM":
             self.close()
             raise named.as_exception(str(endpoint))
 
-    def is_readable(self, timeout_seconds: float = 0.0) -> bool:
+    def fileno(self) -> int:
+        """The socket's, for whoever listens to several links."""
+        return self._socket.fileno()
+
+    def is_readable(self) -> bool:
         """True when there is something to read, or to find out by reading: the server hung up. An idle link should not
         be; asking costs a system call, and saves the retry that a dead idle connection would otherwise need."""
-        try:
-            return bool(self._connection.can_read(timeout_seconds))
-        except (RedisError, OSError):
-            return True
+        return self._reader.has_data() or bool(self._poller.poll(0))
 
     def send(self, commands: Sequence[Command]) -> None:
         """Writes a batch of commands; their replies must then be received.
@@ -220,54 +242,62 @@ class Link:
             StoreUnavailableError: Not written; the link is closed.
         """
         connection = self._connection
+        self._commands, self.replies = commands, []
+        if all(len(command) <= _MOST_SHORT_WORDS for command in commands):
+            pieces: Any = (b"".join(map(hiredis.pack_command, commands)),)
+        else:
+            pieces = _slices(connection.pack_commands(commands))
         try:
-            connection.send_packed_command(_slices(connection.pack_commands(commands)), check_health=False)
+            connection.send_packed_command(pieces, check_health=False)
         except (RedisError, OSError) as error:
             raise self._failure(error, "send to") from error
 
-    def receive(self, count: int) -> list[Reply]:
-        """Reads the replies to the commands sent.
-
-        Args:
-            count: How many.
+    def receive(self) -> list[Reply]:
+        """Reads the replies to the commands sent, to the last.
 
         Returns:
-            The replies in the order of the commands; an error reply is a `ServerError` in its place.
+            `replies`.
+
+        Raises:
+            StoreUnavailableError: As `advance`.
+        """
+        while not self.advance():
+            pass
+        return self.replies
+
+    def advance(self) -> bool:
+        """Waits for bytes, and takes the replies that are whole.
+
+        Returns:
+            True when all replies are there.
 
         Raises:
             StoreUnavailableError: Hung up, silent for too long, or not speaking Redis; the link is closed.
         """
-        read = self._connection.read_response
-        replies: list[Reply] = []
-        for _ in range(count):
-            try:
-                replies.append(read())
-            except ResponseError as error:
-                replies.append(ServerError(str(error)))
-            except (RedisError, OSError, ValueError) as error:
-                raise self._failure(error, "read from") from error
-        return replies
-
-    def receive_into(self, commands: Sequence[Command]) -> list[Reply]:
-        """Reads the replies to a batch of `GetInto` (and of commands that are answered in one line) past the parser:
-        from the socket into the caller's buffers, which saves a new object and a copy a value.
-
-        Args:
-            commands: As they were sent.
-
-        Returns:
-            As `receive`; the value's length in place of a value.
-
-        Raises:
-            StoreUnavailableError: As `receive`.
-        """
+        commands, replies = self._commands, self.replies
+        if not commands:
+            return True
         try:
-            return [self._reply_into(command) for command in commands]
-        except (RedisError, OSError, ValueError) as error:
+            if isinstance(commands[-1], GetInto):
+                self.replies = [self._reply_into(command) for command in commands]
+                return True
+            received = self._socket.recv_into(self._buffer)
+            if not received:
+                raise ConnectionError("the server hung up")
+            self._reader.feed(self._buffer, 0, received)
+            next_reply = self._reader.gets
+            while len(replies) < len(commands):
+                reply = next_reply()
+                if reply is _UNFINISHED:
+                    return False
+                replies.append(reply)
+        except (OSError, ValueError) as error:
             self.close()
             raise self._failure(error, "read from") from error
+        return True
 
     def _reply_into(self, command: Command) -> Reply:
+        """One reply past the parser, from the socket into the caller's buffer: saves an object and a copy a value."""
         line = self._read(_SHORTEST_LINE_BYTES)
         while not line.endswith(b"\r\n"):  # to its end and not a byte beyond
             line += self._read(1)
@@ -295,7 +325,7 @@ class Link:
     def _fill(self, buffer: memoryview) -> None:
         filled = 0
         while filled < len(buffer):
-            received = self._connection._sock.recv_into(buffer[filled:])
+            received = self._socket.recv_into(buffer[filled:])
             if not received:
                 raise ConnectionError("the server hung up")
             filled += received

@@ -17,6 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -24,8 +25,8 @@ from shade.errors import ConfigError, StoreUnavailableError
 from shade.store.cluster import SlotMap
 from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
-from shade.store.server import LocalServer, ask, quoted
-from shade.store.url import StoreURL
+from shade.store.server import LOOPBACK, LocalServer, ask, quoted
+from shade.store.url import StoreURL, format_address
 
 _FIRST_PORT, _LAST_PORT, _BUS_OFFSET = 10_000, 22_700, 10_000
 """A node's bus listens 10 000 above its port; both stay below 32 768, where outgoing connections take theirs."""
@@ -106,21 +107,34 @@ def join(nodes: Sequence[Endpoint], num_primaries: int) -> None:
     Raises:
         StoreUnavailableError: They do not agree within a minute.
     """
-    primaries, replicas = nodes[:num_primaries], nodes[num_primaries:]
-    bounds = [NUM_SLOTS * part // num_primaries for part in range(num_primaries + 1)]
     for epoch, node in enumerate(nodes, start=1):
         ask(node, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
-    for node, first, end in zip(primaries, bounds, bounds[1:], strict=False):
-        ask(node, "CLUSTER", "ADDSLOTS", *range(first, end))
     for node in nodes[1:]:
         ask(node, "CLUSTER", "MEET", nodes[0].host, nodes[0].port)
+    found(nodes, num_primaries)
+
+
+def found(nodes: Sequence[Endpoint], num_primaries: int) -> None:
+    """Deals out slots and places among nodes that have been told to meet.
+
+    Args:
+        nodes: All of them; as for `join`, but for being on this machine.
+        num_primaries: At least 3.
+
+    Raises:
+        StoreUnavailableError: They do not agree within a minute.
+    """
+    primaries, replicas = nodes[:num_primaries], nodes[num_primaries:]
+    bounds = [NUM_SLOTS * part // num_primaries for part in range(num_primaries + 1)]
+    for node, first, end in zip(primaries, bounds, bounds[1:], strict=False):
+        ask(node, "CLUSTER", "ADDSLOTS", *range(first, end))
     deadline = time.monotonic() + _AGREE_SECONDS
     _wait(lambda: all(_fact(node, "cluster_known_nodes") == str(len(nodes)) for node in nodes), "meet", deadline)
     for position, node in enumerate(replicas):
         primary = ask(primaries[position % num_primaries], "CLUSTER", "MYID")
         assert isinstance(primary, bytes)
         ask(node, "CLUSTER", "REPLICATE", primary.decode())
-    _wait(lambda: all(_agrees(node) for node in nodes), "agree on the slots", deadline)
+    _wait(lambda: all(agrees(node) for node in nodes), "agree on the slots", deadline)
     _wait(lambda: all(_follows(node) for node in replicas), "copy their primaries", deadline)
     _wait(lambda: all(_num_listed(node) == len(nodes) for node in nodes), "list each other", deadline)
 
@@ -132,7 +146,7 @@ def _fact(node: Endpoint, name: str) -> str:
     return {key: value for key, _, value in lines}.get(name, "")
 
 
-def _agrees(node: Endpoint) -> bool:
+def agrees(node: Endpoint) -> bool:
     return _fact(node, "cluster_state") == "ok" and _fact(node, "cluster_slots_assigned") == str(NUM_SLOTS)
 
 
@@ -164,6 +178,7 @@ class LocalCluster:
         memory_bytes: ``maxmemory`` of each node; 0 for no limit.
         password: Asked of everybody; None for none.
         settings: Further lines of each node's configuration.
+        binary: As for `LocalServer`.
     """
 
     def __init__(
@@ -174,6 +189,7 @@ class LocalCluster:
         memory_bytes: int = 0,
         password: str | None = None,
         settings: Mapping[str, str] | None = None,
+        binary: str | None = None,
     ) -> None:
         check_shape(nodes, replicas)
         self._num_primaries = nodes
@@ -181,6 +197,7 @@ class LocalCluster:
         self._memory_bytes = memory_bytes
         self._password = password
         self._settings = dict(settings or {})
+        self._binary = binary
         self._folder: Path | None = None
         self.ports: list[int] = []
         self.servers: list[LocalServer] = []
@@ -197,9 +214,15 @@ class LocalCluster:
         self.ports = free_ports(self._num_nodes)
         try:
             for port in self.ports:
-                settings = node_settings(folder, port, self._password) | self._settings
+                settings = node_settings(folder, port, self._password) | self.settings_of(port)
+                name = format_address(LOOPBACK, port)
                 server = LocalServer(
-                    self._memory_bytes, directory=folder, password=self._password, settings=settings, name=str(port)
+                    self._memory_bytes,
+                    directory=folder,
+                    password=self._password,
+                    settings=settings,
+                    name=name,
+                    binary=self._binary,
                 )
                 self.servers.append(server)
                 server.start()
@@ -208,15 +231,30 @@ class LocalCluster:
             self.stop()
             raise
 
+    def settings_of(self, port: int) -> Mapping[str, str]:
+        """Lines of one node's configuration, beyond what makes it a node."""
+        del port
+        return self._settings
+
     def endpoint(self, port: int) -> Endpoint:
         """One node, over TCP as clients see it."""
-        return Endpoint(host="127.0.0.1", port=port, password=self._password)
+        return Endpoint(host=LOOPBACK, port=port, password=self._password)
 
     @property
     def url(self) -> StoreURL:
         """All nodes."""
-        addresses = tuple(("127.0.0.1", port) for port in self.ports)
+        addresses = tuple((LOOPBACK, port) for port in self.ports)
         return StoreURL("redis+cluster", addresses, password=self._password)
+
+    @property
+    def sockets(self) -> str:
+        """The directory of the nodes' unix sockets."""
+        return str(self._folder)
+
+    @property
+    def near_url(self) -> StoreURL:
+        """All nodes, to be spoken to over their unix sockets."""
+        return replace(self.url, options=(("sockets", self.sockets),))
 
     def stop(self) -> None:
         """Ends all nodes and removes what they wrote. Safe to repeat."""

@@ -4,21 +4,27 @@ Connections belong to a process and to whoever holds them: a batch takes one (th
 gives it back when every reply is read. So threads never share a connection, and a child after fork never continues its
 parent's conversation: it sees another process id and lets go of what it inherited.
 
-`exchange` writes to every server first and then reads one after the other, so that servers work at the same time and
-several silent ones cost one timeout together, without threads. Its price: copying the replies is serial, which the one
-thread that wants them would do anyway, and a silent server is waited for before the next one is read.
+`exchange` writes to every server first and then reads from whichever has something to say, so that servers and networks
+work at the same time, a slow server delays nobody else, and several silent ones cost one timeout together, without
+threads. Its price: copying the replies is serial, which the one thread that wants them would do anyway.
+
+A server on this machine may have a unix socket beside its port: then that is tried first, and the port if nobody
+listens there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from shade.errors import StoreUnavailableError
 from shade.store.link import Endpoint, Link
-from shade.store.wire import Command, GetInto, Reply
+from shade.store.wire import Command, Reply
 
 
 class Node:
@@ -27,11 +33,15 @@ class Node:
     Args:
         endpoint: Where and as whom.
         timeout_seconds: See `Link`.
+        nearby: The same server's unix socket, where it may have one.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, timeout_seconds: float, nearby: Endpoint | None = None) -> None:
         self.endpoint = endpoint
         self.timeout_seconds = timeout_seconds
+        self._nearby = nearby
+        self.took_seconds = 0.0
+        """From the question to the last byte of the answer, the last time there was one."""
         self._idle: list[Link] = []
         self._process_id = os.getpid()
         self._retired = False
@@ -59,6 +69,9 @@ class Node:
             if not link.is_readable():
                 return link
             link.close()
+        if self._nearby is not None and os.path.exists(self._nearby.path):
+            with contextlib.suppress(StoreUnavailableError):  # a file that a dead server left, or another machine's
+                return Link(self._nearby, self.timeout_seconds)
         return Link(self.endpoint, self.timeout_seconds)
 
     def give(self, link: Link) -> None:
@@ -101,6 +114,35 @@ Answer: TypeAlias = "list[Reply] | StoreUnavailableError"
 """What became of one server's part: its replies in order, or why there are none."""
 
 
+@dataclass
+class _Part:
+    """One server's part of a conversation that is under way."""
+
+    node: Node
+    link: Link
+    begun: float
+    until: float
+    """When it will have been silent for too long."""
+
+    def hear(self) -> Answer | None:
+        """Takes what has come; the whole answer, or why there is none, or None while there is more to come."""
+        try:
+            if not self.link.advance():
+                return None
+        except StoreUnavailableError as error:
+            return error
+        self.node.took_seconds = time.monotonic() - self.begun
+        self.node.give(self.link)
+        return self.link.replies
+
+    def give_up(self) -> StoreUnavailableError:
+        """It was silent for too long."""
+        self.link.close()
+        return StoreUnavailableError(
+            f"could not read from {self.node}: no progress within {self.node.timeout_seconds} s"
+        )
+
+
 def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:
     """Sends each server its batch and reads all replies.
 
@@ -114,32 +156,59 @@ def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:
         StoreAuthError: One refused us: a mistake in the configuration, not a fault to live with.
     """
     answers: list[Answer] = [[] for _ in work]
-    talking: dict[int, Link] = {}
+    talking: dict[int, _Part] = {}
     try:
         for position, (node, commands) in enumerate(work):
             try:
-                talking[position] = link = node.take()
+                begun = time.monotonic()
+                link = node.take()
+                talking[position] = _Part(node, link, begun, 0.0)
                 link.send(commands)
             except StoreUnavailableError as error:
                 answers[position] = error
                 talking.pop(position, None)
-        timeout_seconds = max((work[position][0].timeout_seconds for position in talking), default=0.0)
-        deadline = time.monotonic() + timeout_seconds
-        for position in list(talking):
-            node, commands = work[position]
-            link = talking[position]
-            try:
-                direct = bool(commands) and isinstance(commands[-1], GetInto)
-                # Looking lets the library's parser read ahead, and what goes into a buffer must not pass through it.
-                if len(work) > 1 and not direct and not link.is_readable(max(0.0, deadline - time.monotonic())):
-                    link.close()
-                    raise StoreUnavailableError(f"{node} made no progress within {timeout_seconds} s")
-                answers[position] = link.receive_into(commands) if direct else link.receive(len(commands))
-                node.give(link)
-            except StoreUnavailableError as error:
-                answers[position] = error
-            del talking[position]
+        if len(talking) > 1:
+            _listen(talking, answers)
+        for position, part in talking.items():  # one server alone: its socket's own timeout does
+            while (answer := part.hear()) is None:
+                pass
+            answers[position] = answer
+        talking.clear()
     finally:
-        for link in talking.values():  # only after an exception: their replies are still under way
-            link.close()
+        for part in talking.values():  # only after an exception: their replies are still under way
+            part.link.close()
     return answers
+
+
+def _listen(talking: dict[int, _Part], answers: list[Answer]) -> None:
+    """Reads from several servers, whoever has something to say, until each has said all or was silent for too long.
+
+    Args:
+        talking: By position in ``answers``; those that are done are taken out.
+        answers: Filled in.
+    """
+    poller = select.poll()
+    positions = {part.link.fileno(): position for position, part in talking.items()}
+    now = time.monotonic()
+    for descriptor, position in positions.items():
+        poller.register(descriptor, select.POLLIN)
+        talking[position].until = now + talking[position].node.timeout_seconds
+    while talking:
+        wait_seconds = max(0.0, min(part.until for part in talking.values()) - now)
+        ready = poller.poll(wait_seconds * 1000)
+        now = time.monotonic()
+        # The second look: what seems late may have come while we were off the processor.
+        for descriptor in [descriptor for descriptor, _ in ready or poller.poll(0)]:
+            position = positions[descriptor]
+            part = talking[position]
+            part.until = now + part.node.timeout_seconds
+            answer = part.hear()
+            if answer is not None:
+                answers[position] = answer
+                poller.unregister(descriptor)
+                del talking[position]
+        if not ready:
+            for descriptor, position in positions.items():
+                if position in talking and talking[position].until <= now:
+                    poller.unregister(descriptor)
+                    answers[position] = talking.pop(position).give_up()

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from shade.errors import StoreClosedError, StoreError, StoreUnavailableError
+from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreUnavailableError
 from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.node import Node, exchange
 from shade.store.sizing import stored_bytes
@@ -163,12 +163,24 @@ class RemoteStore(Store):
 
     def increment(self, key: str, by: int) -> int:
         """See `Store`."""
-        self._check_open()
-        (outcome,) = self._round([key], [("INCRBY", key, by)])
-        if isinstance(outcome, StoreUnavailableError):
+        (outcome,) = self.increment_many([key], by)
+        if isinstance(outcome, StoreError):
             raise outcome
-        if not isinstance(outcome, int):
-            raise self._error(outcome)
+        return outcome
+
+    def increment_many(self, keys: Sequence[str], by: int) -> list[int | StoreError]:
+        """See `Store`."""
+        self._check_open()
+        outcomes: list[int | StoreError] = []
+        for outcome in self._round(keys, [("INCRBY", key, by) for key in keys]):
+            if isinstance(outcome, int | StoreUnavailableError):
+                outcomes.append(outcome)
+                continue
+            error = self._error(outcome)
+            if isinstance(error, StoreAuthError):
+                raise error
+            outcomes.append(error)
+        return outcomes
         return outcome
 
     def scan(self, prefix: str) -> Iterator[str]:
@@ -176,13 +188,18 @@ class RemoteStore(Store):
         self._check_open()
         pattern = _GLOB.sub(r"\\\1", prefix) + "*"
         seen: set[bytes] = set()
+        failure: StoreError | None = None
         for node in self._primaries():
             cursor: Reply = b"0"
             while True:
                 assert isinstance(cursor, bytes)
-                (reply,) = node.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT))
-                if not isinstance(reply, list):
-                    raise self._error(reply)
+                try:
+                    (reply,) = node.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT))
+                    if not isinstance(reply, list):
+                        raise self._error(reply)
+                except StoreUnavailableError as error:
+                    failure = error
+                    break
                 cursor, keys = reply
                 assert isinstance(keys, list)
                 for key in keys:
@@ -192,6 +209,8 @@ class RemoteStore(Store):
                             yield key.decode()
                 if cursor == b"0":
                     break
+        if failure is not None:
+            raise failure
 
     def stored_bytes(self, key_length: int, value_length: int) -> int:
         """See `Store`."""

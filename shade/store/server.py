@@ -41,7 +41,8 @@ from shade.store.wire import Reply, ServerError
 _START_SECONDS: Final = 20.0
 _POLL_SECONDS: Final = 0.01
 _ANSWER_SECONDS: Final = 2.0
-_MAX_SOCKET_PATH: Final = 100
+LOOPBACK: Final = "127.0.0.1"
+MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
 
 _WATCHDOG: Final = """
@@ -92,7 +93,7 @@ def cache_settings(memory_bytes: int) -> dict[str, str]:
         "maxmemory": str(memory_bytes),
         "maxmemory-policy": "noeviction",
         "rdb-del-sync-files": "yes",
-        "bind": "127.0.0.1",
+        "bind": LOOPBACK,
         "protected-mode": "yes",
     }
 
@@ -160,9 +161,9 @@ class LocalServer:
         """
         folder = self._directory or Path(tempfile.mkdtemp(prefix="shade-", dir=_short_temporary_directory()))
         self.socket_path = str(folder / f"{self._name}.sock")
-        if len(os.fsencode(self.socket_path)) > _MAX_SOCKET_PATH:
+        if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
             cure = "use a shorter directory"
-            raise ConfigError.of(f"a socket path of at most {_MAX_SOCKET_PATH} bytes", self.socket_path, cure)
+            raise ConfigError.of(f"a socket path of at most {MAX_SOCKET_PATH} bytes", self.socket_path, cure)
         log, settings = folder / f"{self._name}.log", folder / f"{self._name}.conf"
         ours = cache_settings(self._memory_bytes) | {
             "port": "0",
@@ -318,4 +319,4 @@ def is_running(process_id: int) -> bool:
 def _short_temporary_directory() -> str:
     """The user's temporary directory, or /tmp where that is too deep for a socket."""
     usual = tempfile.gettempdir()
-    return usual if len(usual) < _MAX_SOCKET_PATH - 40 else "/tmp"
+    return usual if len(usual) < MAX_SOCKET_PATH - 40 else "/tmp"

@@ -2,8 +2,8 @@
 
 Unlike `server`, these servers outlive the command that started them, so what is known of them is in a file: one JSON
 object in a directory of mode 0700, written anew after each server that starts, so that `down` finds whatever a failed
-or killed `up` left running. One node is a plain server, three or more a cluster; all on loopback. For servers on
-several machines write their own configuration after ``redis.conf``.
+or killed `up` left running. One node is a plain server, three or more a cluster; all on loopback. For nodes on
+several machines see `hosts`, or write their own configuration after ``redis.conf``.
 
 A process id alone is no proof: ids are used again. A server is ended only if the process with its id began when the
 file says it began. Invariant: after `down` none of the recorded servers runs, and no other process was sent a signal.
@@ -27,9 +27,11 @@ from typing import Any, Final
 from shade.errors import ConfigError, ShadeError, StoreError, StoreUnavailableError
 from shade.process import start_detached
 from shade.store.base import STORES, NodeStats
-from shade.store.link import Endpoint
+from shade.store.link import Endpoint, socket_path
 from shade.store.local_cluster import check_shape, free_ports, join, node_settings
 from shade.store.server import (
+    LOOPBACK,
+    MAX_SOCKET_PATH,
     ask,
     cache_settings,
     find_server_binary,
@@ -96,15 +98,13 @@ def up(
     num_servers = nodes * (1 + replicas)
     if ports and len(ports) != num_servers:
         raise ConfigError.of(f"{num_servers} ports", list(ports), "name one for each server, or none at all")
-    directory.mkdir(parents=True, exist_ok=True)
-    if (directory / _STATE).exists():
-        raise ConfigError.of("a directory without running servers", str(directory), "take those down first")
-    directory.chmod(0o700)
+    _prepare(directory)
     binary = find_server_binary()
     ports = tuple(ports) or tuple(free_ports(num_servers))
-    endpoints = [Endpoint(host="127.0.0.1", port=port, password=password) for port in ports]
-    url = StoreURL("redis+cluster" if nodes > 1 else "redis", tuple(("127.0.0.1", port) for port in ports))
-    url = StoreURL(url.scheme, url.addresses, password=password)
+    endpoints = [Endpoint(host=LOOPBACK, port=port, password=password) for port in ports]
+    url = StoreURL("redis+cluster" if nodes > 1 else "redis", tuple((LOOPBACK, port) for port in ports))
+    sockets = (("sockets", str(directory.resolve())),) if nodes > 1 else ()
+    url = StoreURL(url.scheme, url.addresses, password=password, options=sockets)
     records: list[ServerRecord] = []
     try:
         for endpoint in endpoints:
@@ -118,6 +118,50 @@ def up(
         down(directory)
         raise
     return url
+
+
+def start_node(directory: Path, endpoint: Endpoint, memory_bytes: int) -> bool:
+    """Starts one node of a cluster at an address of this machine that others can reach; see `shade.store.hosts`. One
+    that died with its machine starts again as who it was.
+
+    Args:
+        directory: As for `up`.
+        endpoint: Where it shall listen, and its password.
+        memory_bytes: ``maxmemory``; 0 for no limit.
+
+    Returns:
+        Whether it knows its cluster already.
+
+    Raises:
+        ConfigError: Servers are recorded there and run, or no server binary.
+        StoreUnavailableError: It did not start.
+    """
+    returns = (directory / f"nodes-{endpoint.port}.conf").exists()
+    if not (returns and (directory / _STATE).exists() and not any(map(_is_ours, _read(directory)[1]))):
+        _prepare(directory)
+    url = StoreURL("redis+cluster", ((endpoint.host, endpoint.port),), password=endpoint.password)
+    records: list[ServerRecord] = []
+    try:
+        records.append(_launch(find_server_binary(), directory.resolve(), endpoint, memory_bytes, clustered=True))
+        _write(directory, url, records)
+        _check_serving(records[-1], endpoint, directory)
+    except BaseException:
+        _write(directory, url, records)
+        down(directory)
+        raise
+    return returns
+
+
+def remember(directory: Path, url: StoreURL) -> None:
+    """Notes the address of the cluster that the recorded servers have become part of."""
+    _write(directory, url, _read(directory)[1])
+
+
+def _prepare(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / _STATE).exists():
+        raise ConfigError.of("a directory without running servers", str(directory), "take those down first")
+    directory.chmod(0o700)
 
 
 def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
@@ -135,7 +179,7 @@ def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
     url, records = _read(directory)
     found = []
     for record in records:
-        single = StoreURL("redis", (("127.0.0.1", record.port),), password=url.password)
+        single = StoreURL("redis", ((LOOPBACK, record.port),), password=url.password)
         stats = None
         with contextlib.suppress(StoreError), STORES.get("redis")(single, 1.0) as store:  # type: ignore[call-arg]
             stats = store.stats().nodes[0]
@@ -163,7 +207,11 @@ def down(directory: Path) -> int:
     while any(map(_is_ours, ours)):
         time.sleep(_POLL_SECONDS)
     for record in records:
-        for leftover in (*directory.glob(f"{record.port}.*"), directory / f"nodes-{record.port}.conf"):
+        for leftover in (
+            *directory.glob(f"{record.port}.*"),
+            *directory.glob(f"*:{record.port}.sock"),
+            directory / f"nodes-{record.port}.conf",
+        ):
             leftover.unlink(missing_ok=True)
     (directory / _STATE).unlink()
     return len(ours)
@@ -178,7 +226,14 @@ def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int,
         "logfile": quoted(str(log)),
         "requirepass": quoted(endpoint.password),
     }
-    write_settings(settings, lines | (node_settings(directory, endpoint.port, endpoint.password) if clustered else {}))
+    if clustered:
+        lines |= node_settings(directory, endpoint.port, endpoint.password)
+        near = socket_path(str(directory), endpoint.host, endpoint.port)
+        if len(os.fsencode(near)) <= MAX_SOCKET_PATH:
+            lines |= {"unixsocket": quoted(near), "unixsocketperm": "700"}
+    if endpoint.host != LOOPBACK:
+        lines |= {"bind": f"{LOOPBACK} {endpoint.host}", "cluster-announce-ip": endpoint.host}
+    write_settings(settings, lines)
     with log.open("ab") as errors:
         process_id = start_detached([binary, str(settings)], errors)
     return ServerRecord(process_id, endpoint.port, _started(process_id))

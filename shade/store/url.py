@@ -23,7 +23,11 @@ PASSWORD_VARIABLE: Final = "SHADE_REDIS_PASSWORD"
 USERNAME_VARIABLE: Final = "SHADE_REDIS_USERNAME"
 DEFAULT_PORT: Final = 6379
 
-_OPTIONS: Final = {"rediss": ("capacity", "ca", "cert", "key")}
+_OPTIONS: Final = {
+    "rediss": ("capacity", "ca", "cert", "key"),
+    "redis+cluster": ("capacity", "sockets"),
+    "rediss+cluster": ("capacity", "ca", "cert", "key", "sockets"),
+}
 _PLAIN_OPTIONS: Final = ("capacity",)
 _SERVERLESS: Final = ("memory", "local")
 _SINGLE: Final = ("redis", "rediss")

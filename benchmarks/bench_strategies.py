@@ -1,0 +1,266 @@
+"""Which way to checkpoint costs a training least? Every strategy and what else is in use, on six models.
+
+Question
+    What does a snapshot cost the training with each strategy: how long does it stop, how much slower does it become?
+    How soon is the snapshot safe, how many bytes are written, how long until a new process has the state again, and is
+    it the same state, bit for bit?
+
+Method
+    A run trains one model and saves every K steps by one method, in a process of its own; a second process restores
+    what was saved last, from a cold disk, and compares it with a reference that was written beside. Every round runs
+    all methods and one training without any save, in a new random order, so that what else the machine does hits all
+    alike. The folder is emptied after each.
+
+    stall       what one snapshot makes the training thread wait: in the call, and before the optimizer's next step.
+    slow-down   the steps from the first save to K steps behind the last, over as many steps without saves, same round.
+    cost        the same in seconds a snapshot: stalls, and what steps take longer because somebody copies beside them.
+    memory      from the call until own memory holds the snapshot (with --store: the server's), committed.
+    durable     from the call until it is on the disk, synced. What a library leaves in the page cache is synced for it.
+    written     what the kernel counts as written to storage, over the state's size; without a server's flusher.
+    recovery    in a new process, until the state is loaded.
+    equal       "bit", or the largest difference as a part of its tensor's largest number.
+
+Command
+    python benchmarks/bench_strategies.py --method asymmetric --model gpt2 --size base --every 5
+        one run, one row
+    python benchmarks/bench_strategies.py --size base --rounds 5 --out benchmarks/results
+        the table: all methods, all models, hours. Rows are added to OUT/strategies.jsonl as they come; the same command
+        goes on where it was interrupted, and draws the table from what is there. --size tiny for a look.
+    python benchmarks/bench_strategies.py --model gpt2 --data /data/wikitext-2-raw --size base
+        on real text (WikiText for gpt2, bloom, roberta; SQuAD v1.1 for bert; an ImageFolder for vit and resnet)
+
+Reading
+    `cost` is what counts: a method that copies behind the training's back shows no stall and pays in slow-down. The
+    smallest cost among those that restore bit for bit is marked. Figures: benchmarks/results/strategies.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+ROWS = "strategies.jsonl"
+
+
+def run_child(kind: str, name: str, given: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
+    """The figures of one process."""
+    command = [sys.executable, __file__, kind, name, "--model", model, "--size", given.size, "--folder", str(folder)]
+    command += ["--every", str(given.every), "--saves", str(given.saves)]
+    command += ["--data", str(given.data)] if given.data else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def measure(name: str, model: str, given: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """A training, and a restore of what it has saved; what went wrong is a figure, too."""
+    folder = Path(tempfile.mkdtemp(dir=place))
+    try:
+        figures = run_child("--train", name, given, model, folder)
+        if not name.startswith("none"):
+            forget(folder)
+            figures |= run_child("--restore", name, given, model, folder)
+    except RuntimeError as error:
+        figures = {"failed": str(error)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for left in place.glob(f"{folder.name}.*"):
+            left.unlink()
+    return figures
+
+
+def forget(folder: Path) -> None:
+    """Takes what was saved out of the page cache."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+class Log:
+    """Rows that survive an interruption: one JSON line each, appended and synced.
+
+    Args:
+        path: Of the file; None: kept in memory.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.rows: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # the last one may be half a line
+                    self.rows.append(json.loads(line))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keeps a row."""
+        self.rows.append(row)
+        if self._path is None:
+            return
+        begins_anew = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+        with self._path.open("a") as file:
+            file.write("\n" * begins_anew + json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def has(self, key: dict[str, Any]) -> bool:
+        """Whether there is such a row, and it did not fail."""
+        return any("failed" not in row and all(row.get(name) == key[name] for name in key) for row in self.rows)
+
+    def of(self, key: dict[str, Any]) -> list[dict[str, Any]]:
+        """The rows of a key: the last of each round, model and method."""
+        found = {
+            (row["round"], row["model"], row["method"]): row
+            for row in self.rows
+            if all(row.get(name) == key[name] for name in key)
+        }
+        return list(found.values())
+
+
+def work(given: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """Every (round, model, method), in random order within a round and model."""
+    found = []
+    for number in range(given.rounds):
+        for model in given.models:
+            order = random.Random(f"{number} {model}").sample(names, len(names))
+            found += [{"round": number, "model": model, "method": name} for name in order]
+    return found
+
+
+def run_all(given: argparse.Namespace, names: list[str], log: Log, place: Path) -> None:
+    """Runs what the log has not got."""
+    common = setting(given)
+    left = [each for each in work(given, names) if not log.has(each | common)]
+    begun = time.monotonic()
+    for number, each in enumerate(left):
+        figures = measure(each["method"], each["model"], given, place)
+        log.add(each | common | {"commit": commit(), "at": time.time()} | figures)
+        seconds = (time.monotonic() - begun) / (number + 1) * (len(left) - number - 1)
+        print(
+            f"[{number + 1}/{len(left)}] {described(each, figures)}; {told(seconds)} left", file=sys.stderr, flush=True
+        )
+
+
+def setting(given: argparse.Namespace) -> dict[str, Any]:
+    """What two rows must have in common to stand in one table."""
+    names = ("size", "every", "saves", "store")
+    return {name: getattr(given, name) for name in names} | {"data": str(given.data) if given.data else None}
+
+
+def described(each: dict[str, Any], figures: dict[str, Any]) -> str:
+    """A line on a run."""
+    name = f"round {each['round']} {each['model']} {each['method']}"
+    if "failed" in figures:
+        return f"{name}: failed: {figures['failed'].splitlines()[-1]}"
+    if not figures["stalls"]:
+        return f"{name}: {figures['wall']:.1f} s"
+    stall = sorted(figures["stalls"])[len(figures["stalls"]) // 2]
+    same = "bit" if figures["equal"] else f"{figures['error']:.1e}"
+    return f"{name}: {figures['wall']:.1f} s, stall {stall:.3f} s, equal {same}"
+
+
+def told(seconds: float) -> str:
+    """A duration for people."""
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
+
+
+def commit() -> str:
+    """The one that is checked out."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def parse() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Which way to checkpoint costs least; see the top of the file.")
+    parser.add_argument("--method", help="one run of this method alone")
+    parser.add_argument("--methods", nargs="*", help="of the table (all)")
+    parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
+    parser.add_argument("--size", default="base", help="tiny, base or large (base)")
+    parser.add_argument("--every", type=int, default=5, metavar="K", help="steps between two saves (5)")
+    parser.add_argument("--saves", type=int, default=4, metavar="NUM", help="measured in each run (4)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="NUM", help="of the table (5)")
+    parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
+    parser.add_argument("--store", action="store_true", help="ours through a Redis server's memory")
+    parser.add_argument("--out", type=Path, help="folder for strategies.jsonl, .md, .json and .png")
+    parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
+    for kind in ("--train", "--restore"):
+        parser.add_argument(kind, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def answer_child(given: argparse.Namespace) -> None:
+    """One process of a run."""
+    import strategy_run
+
+    (given.model,) = given.models
+    act = strategy_run.train if given.train else strategy_run.restore
+    print(json.dumps(act(given.train or given.restore, given, given.folder)))
+
+
+def main() -> None:
+    """Command line."""
+    given = parse()
+    if given.train or given.restore:
+        answer_child(given)
+        return
+    import strategy_models
+    import strategy_report
+    from strategy_methods import METHODS, NAMES
+
+    from shade.errors import UnknownNameError
+
+    given.models = given.models or list(strategy_models.MODELS)
+    names = [given.method] if given.method else given.methods or NAMES
+    try:
+        for model in given.models:
+            strategy_models.check(model, given.size)
+        for name in names:
+            if name not in METHODS:
+                raise UnknownNameError(f"no method named {name!r}; known: {', '.join(METHODS)}")
+    except UnknownNameError as error:
+        sys.exit(f"bench_strategies: {error}")
+    names = ["none", *(name for name in names if name != "none")]
+    if given.method:
+        given.rounds = 1
+    path = None if given.out is None else given.out / ROWS
+    log = Log(path)
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
+        if given.store:
+            from shade.store.server import LocalServer
+
+            server = LocalServer()
+            server.start()
+            stack.callback(server.stop)
+            os.environ["BENCH_STORE"] = server.url.reveal()
+        run_all(given, names, log, place)
+    rows = [row for row in log.of(setting(given)) if row["model"] in given.models and row["method"] in names]
+    report = strategy_report.Report(rows, setting(given))
+    print(report.text())
+    if given.out is not None and not given.method:
+        report.write(given.out)
+    sys.exit(1 if any("failed" in row for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()

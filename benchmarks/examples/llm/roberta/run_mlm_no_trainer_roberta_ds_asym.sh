@@ -1,0 +1,3 @@
+#!/bin/sh
+# RoBERTa, masked language modelling on WikiText; see ../../launch for METHOD, SIZE, DATA and the flags.
+exec "$(dirname "$0")/../../launch" roberta "$@"

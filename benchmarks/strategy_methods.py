@@ -1,0 +1,227 @@
+"""The methods that `bench_strategies` compares: every registered strategy, and what else is in use, with a way back.
+
+A method saves as in `checkpoint_methods` (`begin`, `may_change`, `finish`), and also restores: in a new process, into a
+model of other weights and an optimizer without a state. A strategy is a name in `STRATEGIES` and needs no line here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import checkpoint_methods
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from shade import Checkpointer
+from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
+from shade.checkpoint.strategies import STRATEGIES
+
+RUN = "strategies"
+POLL_SECONDS = 0.002
+"""Between looks whether own memory holds a snapshot."""
+
+
+class Nothing(checkpoint_methods.Method):
+    """No checkpoint at all: what the others are compared with."""
+
+    def close(self) -> None:
+        """Ends what was begun."""
+
+
+def last(folder: Path, pattern: str) -> Path:
+    """What was saved last."""
+    return max(folder.glob(pattern), key=lambda path: int(path.stem))
+
+
+class TorchSave(checkpoint_methods.TorchSave):
+    """torch.save, in the training thread."""
+
+    @staticmethod
+    def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Loads what was saved last."""
+        state = torch.load(last(folder, "*.pt"), map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
+class TorchSaveThread(checkpoint_methods.TorchSaveThread):
+    """Clone everything, torch.save in a thread."""
+
+    restore = staticmethod(TorchSave.restore)
+
+
+class DcpAsync(checkpoint_methods.DcpAsyncReused):
+    """torch.distributed.checkpoint.async_save with a stager that keeps its buffers."""
+
+    @staticmethod
+    def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Loads what was saved last; DCP fills tensors that are there, so the optimizer's have to be made first."""
+        _make_state(model, optimizer)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=last(folder, "[0-9]*"), no_dist=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
+class DcpAsyncOverlapped(checkpoint_methods.DcpAsyncOverlapped):
+    """The same with a stager that copies in a thread."""
+
+    restore = staticmethod(DcpAsync.restore)
+
+
+class TorchSnapshotPackage(checkpoint_methods.TorchSnapshotAsync):
+    """torchsnapshot.Snapshot.async_take, as its package comes."""
+
+    @staticmethod
+    def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Loads what was saved last."""
+        import torchsnapshot
+
+        _make_state(model, optimizer)
+        app = {"model": model, "optimizer": optimizer}
+        torchsnapshot.Snapshot(str(last(folder, "[0-9]*"))).restore(app)
+
+
+def _make_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step with gradients of zero: what the optimizer keeps is there, and the weights are about to be loaded."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Strategy(checkpoint_methods.Shade):
+    """One of ours; `committed_seconds` is until own memory holds it, or the store where there is one."""
+
+    def watch(self, ticket: Any, begun: float) -> None:
+        """Notes when it is kept, and when it has landed."""
+        super().watch(ticket, begun)
+        if self.store is None:
+            threading.Thread(target=self._look, args=(ticket, begun), daemon=True).start()
+
+    def _look(self, ticket: Any, begun: float) -> None:
+        while not ticket.kept and not ticket.landed.done():
+            time.sleep(POLL_SECONDS)
+        self.committed_seconds.append(time.perf_counter() - begun)
+
+    def blocked(self, num_saves: int) -> list[float]:
+        """What the training has waited for each of the last saves, wherever it waited."""
+        return [ticket.blocked_seconds for ticket in self.tickets[-num_saves:]]
+
+    def close(self) -> None:
+        """Ends what was begun."""
+        self.checkpointer.close()
+
+    @classmethod
+    def restore(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Restores the newest from storage."""
+        checkpointer = Checkpointer(persist_to=str(folder), run=run_in(folder), strategy=cls.strategy, every="never")
+        checkpointer.attach(model=model, optimizer=optimizer)
+        restored = checkpointer.restore_latest()
+        checkpointer.close()
+        if not restored:
+            raise RuntimeError(f"nothing to restore in {folder}")
+
+
+class Fsdp2(checkpoint_methods.Method):
+    """A model sharded by FSDP2, saved by DCP's async_save through our writer and stager; restored resharded."""
+
+    baseline = "none-fsdp2"
+    upload: Any = None
+
+    @staticmethod
+    def prepare(model: torch.nn.Module) -> None:
+        """Shards the model over all ranks; alone, over this one."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=mesh)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.writer = ShadeWriter(persist_to=str(self.folder), run=RUN)
+        self.stager = ShadeStager(self.optimizer)
+
+    def begin(self, step: int) -> None:
+        """See `checkpoint_methods`."""
+        begun = time.perf_counter()
+        self.finish()
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        answer = dcp.async_save(
+            {"model": model, "optimizer": optimizer},
+            storage_writer=self.writer,
+            async_stager=self.stager,
+            checkpoint_id=str(step),
+        )
+        self.upload = answer.upload_completion
+        self.upload.add_done_callback(lambda _: self.durable_seconds.append(time.perf_counter() - begun))
+
+    def may_change(self) -> None:
+        """See `checkpoint_methods`."""
+        self.stager.synchronize_staging()
+
+    def finish(self) -> None:
+        """See `checkpoint_methods`."""
+        if self.upload is not None:
+            self.upload.result()
+
+    def close(self) -> None:
+        """Ends what was begun."""
+        self.stager.close()
+        self.writer.close()
+
+    @staticmethod
+    def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Loads what was saved last, into a model sharded now."""
+        inside, moments = get_state_dict(model, optimizer)
+        state = {"model": inside, "optimizer": moments}
+        dcp.load(state, storage_reader=ShadeReader(persist_to=str(folder), run=RUN))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+class NothingFsdp2(Nothing):
+    """No checkpoint, of a model that is sharded all the same."""
+
+    prepare = staticmethod(Fsdp2.prepare)
+
+
+def run_in(folder: Path) -> str:
+    """The run that was saved there."""
+    return next(path.name for path in folder.iterdir() if path.is_dir() and path.name.startswith("bench-"))
+
+
+OUTSIDE: dict[str, type[Any]] = {
+    "torch.save": TorchSave,
+    "torch.save-thread": TorchSaveThread,
+    "dcp-async": DcpAsync,
+    "dcp-async-overlapped": DcpAsyncOverlapped,
+    "torchsnapshot-package": TorchSnapshotPackage,
+}
+"""What is not ours, by the name in the table."""
+OURS = [name for name in sorted(STRATEGIES) if name != "auto"]
+"""All strategies; `auto` is none of its own and has a benchmark of its own, bench_autopilot.py."""
+METHODS: dict[str, type[Any]] = {
+    "none": Nothing,
+    **{
+        name: type(name, (Strategy,), {"strategy": name, "__doc__": f"Strategy {name}."}) for name in sorted(STRATEGIES)
+    },
+    **OUTSIDE,
+    "none-fsdp2": NothingFsdp2,
+    "fsdp2": Fsdp2,
+}
+NAMES = ["none", *OURS, *OUTSIDE]
+"""Rows of the table. `fsdp2` is asked for by name, with `none-fsdp2`, the same training without saves."""
+
+
+def with_store(method: type[Any]) -> type[Any]:
+    """The same through a server's memory, whose address is in BENCH_STORE; what is not ours is left as it is."""
+    if issubclass(method, Strategy) and "BENCH_STORE" in os.environ:
+        return type(method.__name__, (method,), {"store": "BENCH_STORE"})
+    return method

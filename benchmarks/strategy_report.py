@@ -1,0 +1,199 @@
+"""What came of `bench_strategies`, as a table a model, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OURS = "asymmetric"
+"""The strategy that is asked about."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method on one model, all rounds together."""
+
+    method: str
+    num_runs: int
+    stall_p50: float
+    stall_p99: float
+    slow_down: float
+    """Median over rounds of the training's length over that without saves, less 1."""
+    cost: float
+    """Seconds a snapshot: median over rounds."""
+    spread: float
+    """Half of what the middle half of the rounds spans, of `cost`."""
+    memory: float | None
+    durable: float | None
+    written: float
+    """Of the state's size."""
+    recovery: float | None
+    is_equal: bool
+    error: float
+    failed: str = ""
+
+
+class Report:
+    """Rows of many runs.
+
+    Args:
+        rows: Of one setting.
+        setting: What they have in common.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+        self.setting = setting
+        self.models = list(dict.fromkeys(row["model"] for row in rows))
+        self.commits = sorted({row["commit"] for row in rows})
+        self.lines = {model: self._lines([row for row in rows if row["model"] == model]) for model in self.models}
+        self.state_bytes = {
+            row["model"]: row["state_bytes"] for row in rows if row["method"] == "none" and "state_bytes" in row
+        }
+
+    def _lines(self, rows: list[dict[str, Any]]) -> list[Line]:
+        quiet = {(row["method"], row["round"]): row for row in rows if "failed" not in row}
+        by_method: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            if not row["method"].startswith("none"):
+                by_method.setdefault(row["method"], []).append(row)
+        lines = [self._line(method, found, quiet) for method, found in sorted(by_method.items())]
+        return sorted(lines, key=lambda line: (bool(line.failed), line.cost))
+
+    def _line(self, method: str, rows: list[dict[str, Any]], quiet: dict[tuple[str, int], dict[str, Any]]) -> Line:
+        sound = [row for row in rows if "failed" not in row]
+        beside = {row["round"]: quiet.get((row["baseline"], row["round"])) for row in sound}
+        whole = [row for row in sound if beside[row["round"]] is not None]
+        if not whole:
+            reason = next((row["failed"] for row in rows if "failed" in row), "no run without saves in its rounds")
+            return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0, None, False, 0.0, reason)
+        stalls = [stall for row in whole for stall in row["stalls"]]
+        bases = {number: row["wall"] for number, row in beside.items() if row is not None}
+        extra = [row["wall"] - bases[row["round"]] for row in whole]
+        costs = [more / len(row["stalls"]) for more, row in zip(extra, whole, strict=True)]
+        ratios = [row["wall"] / bases[row["round"]] - 1 for row in whole]
+        return Line(
+            method,
+            len(whole),
+            statistics.median(stalls),
+            percentile(stalls, 0.99),
+            statistics.median(ratios),
+            statistics.median(costs),
+            (percentile(costs, 0.75) - percentile(costs, 0.25)) / 2,
+            middle(each for row in whole for each in row["committed"]),
+            middle(each for row in whole for each in row["durable"]),
+            statistics.median(row["written_bytes"] / row["state_bytes"] for row in whole),
+            middle(row["recovery"] for row in whole),
+            all(row["equal"] for row in whole),
+            max(row["error"] for row in whole),
+        )
+
+    def best(self, model: str) -> Line | None:
+        """The method of least cost among those that restored bit for bit."""
+        return next((line for line in self.lines[model] if not line.failed and line.is_equal), None)
+
+    def wins(self) -> list[str]:
+        """Models on which ours costs least."""
+        best = {model: self.best(model) for model in self.models}
+        return [model for model, line in best.items() if line is not None and line.method == OURS]
+
+    def text(self) -> str:
+        """Markdown."""
+        parts = [self.about()]
+        for model in self.models:
+            size = self.state_bytes.get(model, 0) / 1e6
+            parts.append(f"## {model}, {self.setting['size']}: {size:,.1f} MB of state\n\n{self._table(model)}")
+        if OURS in {line.method for lines in self.lines.values() for line in lines}:
+            wins = self.wins()
+            told = ", ".join(wins) or "none"
+            parts.append(
+                f"`{OURS}` costs least of all that restored bit for bit on {len(wins)} of {len(self.models)}: {told}."
+            )
+        return "\n\n".join(parts) + "\n"
+
+    def about(self) -> str:
+        """Where the figures are from."""
+        import torch
+
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        processor = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
+        setting = ", ".join(f"{name} {value}" for name, value in self.setting.items() if value)
+        return (
+            f"commit {', '.join(self.commits)}; {setting}; torch {torch.__version__}, Python "
+            f"{platform.python_version()}, {os.cpu_count()} cores of {processor}"
+        )
+
+    def _table(self, model: str) -> str:
+        best = self.best(model)
+        rows = [
+            "| method | runs | stall p50 | p99 | slow-down | cost a snapshot | memory | durable | written | recovery "
+            "| equal |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for line in self.lines[model]:
+            if line.failed:
+                reason = line.failed.splitlines()[-1].replace("|", "/")[:120]
+                rows.append(f"| {line.method} | 0 | failed: {reason} | | | | | | | | |")
+                continue
+            name = f"**{line.method}**" if line is best else line.method
+            rows.append(
+                f"| {name} | {line.num_runs} | {1000 * line.stall_p50:.1f} ms | {1000 * line.stall_p99:.1f} ms | "
+                f"{100 * line.slow_down:+.1f} % | {1000 * line.cost:.0f} ± {1000 * line.spread:.0f} ms | "
+                f"{seconds(line.memory)} | {seconds(line.durable)} | {line.written:.2f} × | {seconds(line.recovery)} | "
+                f"{'bit' if line.is_equal else f'{line.error:.1e}'} |"
+            )
+        return "\n".join(rows)
+
+    def write(self, out: Path) -> None:
+        """Writes strategies.md, strategies.json and strategies.png."""
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "strategies.md").write_text(self.text())
+        found = {model: [vars(line) for line in lines] for model, lines in self.lines.items()}
+        whole = {"about": self.about(), "setting": self.setting, "state_bytes": self.state_bytes, "models": found}
+        (out / "strategies.json").write_text(json.dumps(whole, indent=1) + "\n")
+        self.plot(out / "strategies.png")
+
+    def plot(self, path: Path) -> None:
+        """A panel a model: what a snapshot costs, stalls and slow-down, by method."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(13, 3.6 * ((len(self.models) + 2) // 3)), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots((len(self.models) + 2) // 3, 3, squeeze=False).flatten()
+        for panel in panels[len(self.models) :]:
+            panel.set_axis_off()
+        for panel, model in zip(panels, self.models, strict=False):
+            lines = [line for line in self.lines[model] if not line.failed][::-1]
+            names = [line.method if line.is_equal else f"{line.method} (lossy)" for line in lines]
+            stalls = [1000 * line.stall_p50 for line in lines]
+            rest = [max(0.0, 1000 * (line.cost - line.stall_p50)) for line in lines]
+            panel.barh(names, stalls, color="#c44", label="stall")
+            panel.barh(names, rest, left=stalls, color="#48a", label="slower steps")
+            panel.set(title=model, xlabel="cost a snapshot, ms")
+            panel.tick_params(labelsize=7)
+            panel.grid(axis="x", alpha=0.3)
+        panels[0].legend(fontsize="small")
+        figure.savefig(path, dpi=110)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least that share of the values does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def middle(values: Any) -> float | None:
+    """The median; None of nothing."""
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def seconds(value: float | None) -> str:
+    """For a cell."""
+    form: Callable[[float], str] = lambda each: f"{each:.3f} s" if each < 1 else f"{each:.2f} s"  # noqa: E731
+    return "" if value is None else form(value)

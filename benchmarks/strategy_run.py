@@ -1,0 +1,188 @@
+"""One run of `bench_strategies`, in a process of its own: a model is trained and saved, or restored and compared.
+
+A run has four parts. Warm-up: first steps, with two saves that are not measured (buffers are made, windows profiled).
+Measured: as many saves as asked for, `every` steps apart, each step timed. The way out: until the last is durable. And
+one more save, with a reference beside it that no method wrote, for the process that restores.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from strategy_models import batches, build, optimizer_of
+
+WARM_UP_STEPS = 6
+WARM_UP_SAVES = (1, 3)
+REFERENCE = "reference.pt"
+
+
+class Training:
+    """A model that trains and is saved.
+
+    Args:
+        kind: Of method; one that wants the model sharded shards it.
+        model: In `strategy_models.MODELS`.
+        size: In `strategy_models.SIZES`.
+        data: Real text or images, or None.
+        seed: Of weights and data.
+    """
+
+    def __init__(self, kind: Any, model: str, size: str, data: Path | None, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = build(model, size)
+        if hasattr(kind, "prepare"):
+            kind.prepare(self.model)
+        self.optimizer = optimizer_of(model, self.model)
+        self._batches = batches(model, size, data, seed=seed)
+
+    def step(self, method: Any, number: int, save: bool) -> tuple[float, float]:
+        """One step.
+
+        Args:
+            method: That saves.
+            number: Of the step.
+            save: Whether a save begins behind it.
+
+        Returns:
+            Seconds waited for the save before, and seconds until a save begun now lets go.
+        """
+        self.model(**next(self._batches)).loss.backward()
+        begun = time.perf_counter()
+        method.may_change()
+        waited = time.perf_counter() - begun
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if not save:
+            return waited, 0.0
+        begun = time.perf_counter()
+        method.begin(number)
+        return waited, time.perf_counter() - begun
+
+
+def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
+    """Trains and saves.
+
+    Args:
+        name: Of the method.
+        given: With ``model``, ``size``, ``every``, ``saves`` and ``data``.
+        folder: To save in; the reference goes beside it.
+
+    Returns:
+        Figures of the measured part.
+    """
+    from strategy_methods import METHODS, with_store
+
+    kind = with_store(METHODS[name])
+    training = Training(kind, given.model, given.size, given.data)
+    is_saved = not name.startswith("none")
+    idle = METHODS["none"](training.model, training.optimizer, folder)
+    training.step(idle, 0, False)
+    method = kind(training.model, training.optimizer, folder)
+    number = 0
+    for _ in range(WARM_UP_STEPS):
+        number += 1
+        training.step(method, number, save=number in WARM_UP_SAVES and is_saved)
+    method.finish()
+    for measured in (method.durable_seconds, getattr(method, "committed_seconds", [])):
+        measured.clear()
+    steps: list[float] = []
+    stalls: list[float] = []
+    written = _written_bytes()
+    for place in range(given.saves * given.every):
+        number += 1
+        begun = time.perf_counter()
+        save = place % given.every == 0 and is_saved
+        waited, blocked = training.step(method, number, save)
+        steps.append(time.perf_counter() - begun)
+        if stalls:
+            stalls[-1] += waited
+        if save:
+            stalls.append(blocked)
+    wall = sum(steps)
+    stalls = method.blocked(len(stalls)) if hasattr(method, "blocked") else stalls
+    method.finish()
+    figures = {
+        "wall": wall,
+        "steps": steps,
+        "stalls": stalls,
+        "baseline": getattr(kind, "baseline", "none"),
+        "durable": list(method.durable_seconds),
+        "committed": list(getattr(method, "committed_seconds", [])),
+        "written_bytes": (_written_bytes() - written) / max(1, len(stalls)),
+        "state_bytes": state_bytes(training),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    if is_saved:
+        training.step(method, number + 1, save=True)
+        method.may_change()
+        method.finish()
+        torch.save(tensors_of(training), folder.with_suffix("." + REFERENCE))
+        if hasattr(method, "close"):
+            method.close()
+    return figures
+
+
+def restore(name: str, given: Any, folder: Path) -> dict[str, Any]:
+    """Restores what `train` saved last, in this other process, and compares it with the reference.
+
+    Args:
+        name: Of the method.
+        given: As for `train`.
+        folder: The same.
+
+    Returns:
+        Seconds, whether all is equal bit for bit, and the largest error, as a part of its tensor's largest number.
+    """
+    from strategy_methods import METHODS
+
+    training = Training(METHODS[name], given.model, given.size, given.data, seed=1)
+    begun = time.perf_counter()
+    METHODS[name].restore(training.model, training.optimizer, folder)
+    seconds = time.perf_counter() - begun
+    expected = torch.load(folder.with_suffix("." + REFERENCE), weights_only=True)
+    found = tensors_of(training)
+    if expected.keys() != found.keys():
+        raise RuntimeError(f"restored other tensors: {sorted(expected.keys() ^ found.keys())[:5]}")
+    errors = [_error(expected[key], found[key]) for key in expected]
+    is_equal = all(torch.equal(expected[key], found[key]) for key in expected)
+    return {"recovery": seconds, "equal": is_equal, "error": max(errors)}
+
+
+def tensors_of(training: Training) -> dict[str, torch.Tensor]:
+    """Everything that is to come back."""
+    found = {f"model/{key}": _whole(tensor) for key, tensor in training.model.state_dict().items()}
+    for number, entry in training.optimizer.state_dict()["state"].items():
+        found |= {f"optimizer/{number}/{key}": _whole(value) for key, value in entry.items() if torch.is_tensor(value)}
+    return found
+
+
+def state_bytes(training: Training) -> int:
+    """Of all tensors; those that are the same memory count once."""
+    unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in tensors_of(training).values()}
+    return sum(tensor.numel() * tensor.itemsize for tensor in unique.values())
+
+
+def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
+    if expected.numel() == 0:
+        return 0.0
+    largest = float(expected.double().abs().max()) or 1.0
+    return float((expected.double() - found.double()).abs().max()) / largest
+
+
+def _written_bytes() -> int:
+    """What this process has caused to be written to storage, as the kernel counts it; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = {key: int(value) for key, _, value in (line.partition(":") for line in lines)}
+    return counts["write_bytes"]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a sharded tensor all parts."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

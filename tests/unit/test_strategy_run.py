@@ -1,0 +1,117 @@
+"""A run of the strategies' benchmark in this process: what was saved is what comes back, and every figure is there."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+GIVEN = Namespace(model="gpt2", size="tiny", every=2, saves=2, data=None)
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[None]:
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def runs(benchmarks: None) -> ModuleType:
+    import strategy_run
+
+    found: ModuleType = strategy_run
+    return found
+
+
+@pytest.mark.parametrize("name", ["asymmetric", "copy", "torch.save", "dcp-async"])
+def test_what_is_trained_and_saved_is_restored(runs: ModuleType, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "saves"
+    folder.mkdir()
+    trained = runs.train(name, GIVEN, folder)
+    assert len(trained["stalls"]) == len(trained["durable"]) == 2
+    assert len(trained["steps"]) == 4
+    assert trained["state_bytes"] > 100_000
+    restored = runs.restore(name, GIVEN, folder)
+    assert restored["equal"]
+    assert restored["error"] == 0.0
+
+
+def test_a_wrong_number_is_noticed(runs: ModuleType, tmp_path: Path) -> None:
+    import torch
+
+    folder = tmp_path / "saves"
+    folder.mkdir()
+    runs.train("torch.save", GIVEN, folder)
+    reference = folder.with_suffix(".reference.pt")
+    expected = torch.load(reference, weights_only=True)
+    key = next(key for key in expected if key.endswith("wte.weight"))
+    expected[key].view(-1)[7] += 1.0
+    torch.save(expected, reference)
+    restored = runs.restore("torch.save", GIVEN, folder)
+    assert not restored["equal"]
+    assert restored["error"] > 0.1
+
+
+def test_a_run_without_saves_has_no_stalls(runs: ModuleType, tmp_path: Path) -> None:
+    found = runs.train("none", GIVEN, tmp_path)
+    assert found["stalls"] == []
+    assert found["wall"] == pytest.approx(sum(found["steps"]))
+
+
+def row(number: int, method: str, **figures: Any) -> dict[str, Any]:
+    """As it stands in strategies.jsonl."""
+    common = {"round": number, "model": "gpt2", "method": method, "commit": "abc", "baseline": "none"}
+    figures = {"stalls": [0.01, 0.02], "durable": [1.0], "committed": [0.5], "written_bytes": 100.0} | figures
+    return common | {"state_bytes": 100, "recovery": 0.3, "equal": True, "error": 0.0} | figures
+
+
+def test_the_report_ranks_by_what_a_snapshot_costs(benchmarks: None, tmp_path: Path) -> None:
+    from strategy_report import Report
+
+    rows = []
+    for number in range(3):
+        rows += [
+            row(number, "none", wall=10.0, stalls=[]),
+            row(number, "asymmetric", wall=10.2),
+            row(number, "copy", wall=10.8),
+            row(number, "lossy", wall=10.1, equal=False, error=0.01),
+        ]
+    rows.append(row(0, "broken") | {"failed": "RuntimeError: a | b"})
+    report = Report(rows, {"size": "tiny"})
+    assert [line.method for line in report.lines["gpt2"]] == ["lossy", "asymmetric", "copy", "broken"]
+    best = report.best("gpt2")
+    assert best is not None
+    assert best.method == "asymmetric"
+    assert best.cost == pytest.approx(0.1)
+    assert best.slow_down == pytest.approx(0.02)
+    text = report.text()
+    assert "| **asymmetric** | 3 | 15.0 ms | 20.0 ms | +2.0 % | 100 ± 0 ms |" in text
+    assert "failed: RuntimeError: a / b" in text
+    assert "costs least of all that restored bit for bit on 1 of 1: gpt2" in text
+    report.write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"strategies.md", "strategies.json", "strategies.png"}
+
+
+def test_rows_survive_an_interruption(benchmarks: None, tmp_path: Path) -> None:
+    from bench_strategies import Log
+
+    path = tmp_path / "rows.jsonl"
+    log = Log(path)
+    log.add(row(0, "copy", wall=1.0))
+    log.add(row(0, "overlap") | {"failed": "x"})
+    with path.open("a") as file:
+        file.write('{"round": 1, "met')
+    again = Log(path)
+    assert again.has({"round": 0, "method": "copy"})
+    assert not again.has({"round": 0, "method": "overlap"})  # it failed: it is tried again
+    again.add(row(0, "overlap", wall=2.0))
+    (kept,) = [each for each in Log(path).of({"model": "gpt2"}) if each["method"] == "overlap"]
+    assert kept["wall"] == 2.0

@@ -2,7 +2,8 @@
 
 Every file that registers a scheme is imported here, and nowhere else is a scheme compared with a name. Reading order:
 `base` (what a store is) → `url` → `keys`, `sizing` → `wire`, `link`, `node` (one server) → `remote`, `redis`,
-`patience`, `cluster` → `memory`, `server`, `local`. """
+`patience`, `cluster` → `memory`, `server`, `local`.
+"""
 
 from __future__ import annotations
 

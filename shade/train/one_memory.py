@@ -95,7 +95,7 @@ class OneMemory:
         self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
 
     def _empty_slots(self) -> None:
-        """Empties slots that hold what is in storage, but for the newest and what others build on; none is written now."""
+        """Empties slots of what is in storage, but for the newest and what others build on; none is written now."""
         with contextlib.suppress(StoreError):
             held = self._tier.held()
             newest = max((record.sequence for record in held.values()), default=0)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
@@ -54,3 +55,29 @@ def start_detached(command: Sequence[str], log: IO[bytes], environment: Mapping[
         start_new_session=True,
     )
     return int(launched.stdout)
+
+
+def this_machine() -> str:
+    """What two processes have in common that can see each other; empty where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def start_of(process_id: int) -> str | None:
+    """When a live process of this machine started, as the kernel counts; None where there is none.
+
+    Args:
+        process_id: Its id.
+
+    Returns:
+        Something that another process with that id would not have.
+    """
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    state, *fields = status.rpartition(")")[2].split()
+    return None if state in ("Z", "X") else fields[18]

@@ -27,13 +27,13 @@ import socket
 import threading
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 from urllib.parse import quote
 
 from shade.checkpoint.presence import TRAINER, spread_keys
 from shade.errors import RunInUseError, StorageError, StoreError
+from shade.process import start_of, this_machine
 from shade.storage import Volume
 from shade.store import Store
 
@@ -238,8 +238,8 @@ class Lease:
 
     def _write(self, count: int) -> None:
         pid = os.getpid()
-        started = _start_of(pid) or ""
-        note = Note(self._owner, _machine(), socket.gethostname(), pid, started, self._beat_seconds, count)
+        started = start_of(pid) or ""
+        note = Note(self._owner, this_machine(), socket.gethostname(), pid, started, self._beat_seconds, count)
         self._keeper.write(json.dumps(asdict(note)).encode())
 
     def _in_use(self, other: Note) -> RunInUseError:
@@ -268,25 +268,6 @@ def _living_owner(keeper: _Keeper) -> Note | None:
     return None
 
 
-def _machine() -> str:
-    """What two processes have in common that can see each other; empty where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _start_of(process_id: int) -> str | None:
-    """When a live process of this machine started; None where there is none."""
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *fields = status.rpartition(")")[2].split()
-    return None if state in ("Z", "X") else fields[18]
-
-
 def _has_ended(note: Note) -> bool:
     """Whether its owner was on this machine and is no more."""
-    return bool(note.machine) and note.machine == _machine() and _start_of(note.process_id) != note.started
+    return bool(note.machine) and note.machine == this_machine() and start_of(note.process_id) != note.started

@@ -244,13 +244,13 @@ def test_a_zombie_holds_nothing(keep: Callable[[], Keeper]) -> None:
     mine = lease._found()
     lease.release()
     assert mine is not None
-    from shade.checkpoint.lease import _start_of
+    from shade.process import start_of
 
-    note = Note("child", mine.machine, mine.host, child.pid, _start_of(child.pid) or "", 60, 0)
+    note = Note("child", mine.machine, mine.host, child.pid, start_of(child.pid) or "", 60, 0)
     lease._keeper.write(json.dumps(asdict(note)).encode())
     child.kill()  # and not waited for
     deadline = time.monotonic() + 20
-    while _start_of(child.pid) is not None:
+    while start_of(child.pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with Lease(keeper, "run", beat_seconds=60):

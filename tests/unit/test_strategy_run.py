@@ -115,3 +115,36 @@ def test_rows_survive_an_interruption(benchmarks: None, tmp_path: Path) -> None:
     again.add(row(0, "overlap", wall=2.0))
     (kept,) = [each for each in Log(path).of({"model": "gpt2"}) if each["method"] == "overlap"]
     assert kept["wall"] == 2.0
+
+
+def test_the_autopilot_is_judged_by_the_best_there_is(benchmarks: None) -> None:
+    import bench_autopilot
+    from strategy_report import Report
+
+    rows = []
+    for number in range(3):
+        rows += [
+            row(number, "none", wall=10.0, stalls=[]),
+            row(number, "asymmetric", wall=10.2),
+            row(number, "copy", wall=12.0, stalls=[0.9, 1.0]),
+        ]
+    lines = Report(rows, {"size": "tiny"}).lines["gpt2"]
+    given = Namespace(budget=0.05, mtbf=1800.0, steps=100)
+    best = bench_autopilot.exhaustive(lines, 0.5, given)
+    assert best.strategy == "asymmetric"
+    assert best.overhead <= 0.05
+    quiet = [{"steps": [0.5] * 100}]
+    every = best.every_steps
+
+    def judged(chosen: str, every: int, seconds: float) -> dict[str, Any]:
+        saved = list(range(0, 10 * every, every))
+        flight = {"steps": [seconds] * 100, "saved": saved, "chosen": chosen}
+        found: dict[str, Any] = bench_autopilot.verdict("gpt2", lines, quiet, [flight], given)
+        return found
+
+    right, wrong = judged("asymmetric", every, 0.51), judged("copy", every, 0.53)
+    assert right["runs"][0]["ratio"] == pytest.approx(1.0)
+    assert right["runs"][0]["overhead"] == pytest.approx(0.02)
+    assert wrong["runs"][0]["ratio"] > 1.5
+    told = bench_autopilot.table([right, wrong], given)
+    assert "within 10 % of the best on 1 of 2; largest overhead 6.00 %" in told

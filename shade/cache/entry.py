@@ -25,6 +25,8 @@ FORM_ENCODED = 0
 """The payload is the origin's own bytes (a file)."""
 FORM_ITEM = 1
 """The payload was made by an item codec: `shade.data.codec` or the user's ``encode``."""
+FORM_PICTURE = 2
+"""The payload is a decoded picture, see `shade.data.form`."""
 
 _HEADER = struct.Struct("<2sBBIQ")
 _MAGIC, _VERSION = b"SH", 1
@@ -37,7 +39,7 @@ def seal(index: SampleIndex, payload: Bytes, form: int) -> bytes:
     Args:
         index: The sample the payload belongs to.
         payload: Its bytes; at most 4 GiB - 1.
-        form: `FORM_ENCODED` or `FORM_ITEM`.
+        form: One of the three above.
 
     Returns:
         The entry, ready for a store.

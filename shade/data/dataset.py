@@ -4,6 +4,9 @@ It fetches whole batches: the DataLoader hands ``__getitems__`` the indices of o
 and one parallel round to the origin instead of one of each a sample. A sample comes back as
 ``(sample, target, index)``; the index travels with it so that its loss can be reported under its own name.
 
+Where the transforms are torchvision's usual ones, a batch is drawn, decoded, cropped, resized, flipped and normalised
+in one walk over the pixels (`shade.data.fused`); all others run as they were written. The samples are the same.
+
 Works in the training process and in workers under fork, spawn and forkserver: everything it holds pickles, and
 connections are made anew where they are needed. Invariant: samples are those of the wrapped data set, pixel for pixel,
 whether the cache is cold, warm, wrong or dead.
@@ -11,19 +14,28 @@ whether the cache is cold, warm, wrong or dead.
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import default_generator
 from torch.utils.data import Dataset, get_worker_info
 
+from shade.cache.board import STAY
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORM_ENCODED
 from shade.config import ACCESS_LOG
+from shade.data.form import Forecast, check_form
+from shade.data.form_source import Choice, DecodedSource
+from shade.data.fused import FusedBatch, fuser_of
 from shade.data.randomness import BatchGenerators
-from shade.data.source import Source, source_of
+from shade.data.source import FileSource, Source, innermost_transform, source_of
 from shade.errors import BadSampleError, ConfigError
 from shade.policy import POLICIES
 from shade.store import StoreURL, open_store
@@ -45,6 +57,11 @@ class ShadeDataset(Dataset[Any]):
         target_transform: Applied to the target.
         encode: Item → bytes, for data sets the built-in codec does not know.
         decode: Bytes → item; without ``encode``: file content → sample, for files that are not images.
+        form: How image files lie in the cache: ``"encoded"``, as they are; ``"decoded"``, as pixels; ``"auto"``, as a
+            forecast from measured costs says (`shade.data.form`), the same on all ranks.
+        max_side: With ``form="decoded"``: every picture is made no larger than this before all transforms.
+        reduced_decode: Pictures that are at least twice as large as what the transforms make of them are decoded at a
+            half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
         on_bad_sample: ``"stop"`` raises with the sample's path; ``"skip"`` puts the nearest readable sample after it in
             its place, the same one on every rank, and counts it.
 
@@ -66,6 +83,9 @@ class ShadeDataset(Dataset[Any]):
         target_transform: Callable[[Any], Any] | None = None,
         encode: Callable[[Any], bytes] | None = None,
         decode: Callable[[Any], Any] | None = None,
+        form: str = "encoded",
+        max_side: int | None = None,
+        reduced_decode: bool = False,
         on_bad_sample: str = "stop",
     ) -> None:
         if not 0 < working_set_fraction <= 1:
@@ -79,7 +99,10 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         self._source: Source = source_of(dataset, encode, decode)
+        check_form(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
         self._transforms = self._collect_transforms(dataset, transform, target_transform)
+        plain = self._source.has_pictures and not self._transforms[1]
+        self._fuser = fuser_of(self._transforms[0], reduced=reduced_decode) if plain else None
         self._skip_bad = on_bad_sample == "skip"
         self._access_log = os.environ.get(ACCESS_LOG)
         self._log_fd: tuple[int, int] | None = None
@@ -87,24 +110,36 @@ class ShadeDataset(Dataset[Any]):
         """Sets the random generators before each batch, once `follow` has said which epoch it is."""
         self.policy = policy
         self.cache: SampleCache | None = None
-        if isinstance(cache, str):
-            store = open_store(cache)
+        self.forecast: Forecast | None = None
+        """What the choice of a form was made by; None where there was nothing to choose."""
+        if cache is not None:
+            store = open_store(cache) if isinstance(cache, str) else cache
+            capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             try:
-                self.cache = self._open_cache(store, working_set_fraction, StoreURL.parse(cache).capacity_bytes)
+                self.cache = self._open_cache(store, working_set_fraction, capacity_bytes, form, max_side)
             except BaseException:
-                store.close()
+                if isinstance(cache, str):
+                    store.close()
                 raise
-        elif cache is not None:
-            self.cache = self._open_cache(cache, working_set_fraction, None)
 
-    def _open_cache(self, store: Store, working_set_fraction: float, capacity_bytes: int | None) -> SampleCache:
+    def _open_cache(
+        self, store: Store, working_set_fraction: float, capacity_bytes: int | None, form: str, max_side: int | None
+    ) -> SampleCache:
         store.ping()
         source = self._source
         cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.form)
         total = int(cache.size_bytes_N.sum())
-        cache.capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
-        if source.num_probes:
-            cache.count_origin(source.num_probes, source.probe_bytes)
+        capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
+        num_probes, probe_bytes = source.num_probes, source.probe_bytes
+        if form != "encoded" and isinstance(source, FileSource) and source.has_pictures:
+            choice = Choice(source, form, max_side, total, capacity_bytes)
+            self.forecast, num_probes, probe_bytes = choice.forecast, choice.num_reads, choice.num_bytes
+            if choice.decoded is not None:
+                self._source = source = choice.decoded
+                cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.form)
+        cache.capacity_bytes = capacity_bytes
+        if num_probes:
+            cache.count_origin(num_probes, probe_bytes)
         return cache
 
     def _collect_transforms(
@@ -113,7 +148,7 @@ class ShadeDataset(Dataset[Any]):
         """The wrapped data set's own transforms, then ours; the wrapped ones run in its own code for items."""
         own = [getattr(dataset, "transform", None), getattr(dataset, "target_transform", None)]
         if self._source.form != FORM_ENCODED:
-            if _innermost_transform(dataset) is not None:
+            if innermost_transform(dataset) is not None:
                 warnings.warn(
                     f"{type(dataset).__name__} applies its own transform before caching, so every epoch sees the same "
                     "result; pass transform= to ShadeDataset instead",
@@ -148,30 +183,129 @@ class ShadeDataset(Dataset[Any]):
         Raises:
             BadSampleError: A sample cannot be read or decoded and ``on_bad_sample`` is ``"stop"``.
         """
-        indices = [self._checked(index) for index in indices]
-        if self.cache is None:
-            payloads, hits = self._source.read_many(indices, _not_counted), [False] * len(indices)
-        else:
+        indices = [self.checked(index) for index in indices]
+        if self.cache is not None:
             worker = get_worker_info()
             if worker is not None and not self.cache.store.shared:
                 raise ConfigError.of(
                     "a store that DataLoader workers share", self.cache.store.url, "use local://, or num_workers=0"
                 )
             self.cache.enter_worker(-1 if worker is None else worker.id)
-            count = self.cache.count_origin
-            payloads, hits = self.cache.fetch_many(indices, lambda absent: self._source.read_many(absent, count))
+        return self.finish(indices, self.fetch(indices))
+
+    def fetch(self, indices: Sequence[int]) -> list[Any]:
+        """The payloads of a batch: one round to the cache, one to the origin.
+
+        Args:
+            indices: Sample indices, 0 ≤ index < N.
+
+        Returns:
+            Payloads in order; an exception for one that cannot be read.
+        """
+        if self.cache is None:
+            payloads, hits = self._source.read_many(list(indices), _not_counted), [False] * len(indices)
+        else:
+            payloads, hits = self.cache.fetch_many(indices, self._read_origin)
         if self._access_log is not None:
             self._log_accesses(indices, hits)
-        with self.generators.of(indices):
-            return self._finish(indices, payloads)
+        return payloads
 
-    def _checked(self, index: int) -> int:
+    def _read_origin(self, absent: list[int]) -> list[Any]:
+        assert self.cache is not None
+        source, board = self._source, self.cache.board
+        payloads = source.read_many(absent, self.cache.count_origin)
+        if isinstance(source, DecodedSource):
+            begun = time.perf_counter_ns()
+            stays = board.flag_N[absent] & STAY if board.planned and not source.prepares_all else [1] * len(absent)
+            payloads = [source.prepared(each) if stay else each for each, stay in zip(payloads, stays, strict=True)]
+            took = time.perf_counter_ns() - begun
+            self.cache.ledger.add(decode_nanoseconds=took, origin_nanoseconds=-took)
+        return payloads
+
+    def finish(self, indices: Sequence[int], payloads: list[Any]) -> list[Any]:
+        """Decodes and transforms a batch.
+
+        Args:
+            indices: The batch.
+            payloads: From `fetch`.
+
+        Returns:
+            ``(sample, target, index)`` of each, in order.
+
+        Raises:
+            BadSampleError: As `__getitems__`.
+        """
+        if self._fuser is None:
+            with self.generators.of(indices):
+                return self.run_as_written(indices, payloads)
+        following = self.generators.following
+        batch = self.fuse(indices, payloads, self.generators.alone(indices, 0) if following else default_generator)
+        samples_BCHW = torch.empty(batch.shape, dtype=batch.dtype)
+        self.count_time(*batch.fill(0, len(batch), samples_BCHW.numpy()))
+        batch.finish(samples_BCHW.numpy())
+        return batch.items(indices, samples_BCHW)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the transforms are run in one walk; otherwise they run as written."""
+        return self._fuser is not None
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether no code of the user's touches a sample, so that nothing can be random that is not fused."""
+        return self._fuser is not None or (self._source.has_pictures and not any(self._transforms))
+
+    def fuse(self, indices: Sequence[int], payloads: list[Any], generator: torch.Generator) -> FusedBatch:
+        """A batch whose samples may be rendered in any order, where `is_fused`.
+
+        Args:
+            indices: The batch.
+            payloads: From `fetch`.
+            generator: What is random is drawn from it, in batch order, before anything is rendered.
+
+        Returns:
+            The batch, drawn.
+
+        Raises:
+            BadSampleError: As `__getitems__`.
+        """
+        assert self._fuser is not None, "fuse() is for recognised transforms"
+
+        def decode_whole(position: int) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
+            image, *rest = self._decode(indices[position], payloads[position])
+            return np.asarray(image), tuple(rest)
+
+        rests = [self._source.rest_of(index) for index in indices]
+        return FusedBatch(self._fuser, payloads, rests, decode_whole, generator)
+
+    def worker(self, number: int) -> ShadeDataset:
+        """This data set for one thread of its own: the same store and plan, counters and departures apart.
+
+        Args:
+            number: Of the thread, from 0 on, as a DataLoader numbers its workers.
+
+        Returns:
+            A data set to call `fetch` and what follows on; closed with this one.
+        """
+        other = copy.copy(self)
+        if self.cache is not None:
+            other.cache = copy.copy(self.cache)
+            other.cache.enter_worker(number)
+        return other
+
+    def checked(self, index: int) -> int:
+        """A sample index as all that follows wants it; negative ones count from the end.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
         index = int(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"expected a sample index below {len(self)}, got {index}")
         return index % len(self)
 
-    def _finish(self, indices: Sequence[int], payloads: list[Any]) -> list[Any]:
+    def run_as_written(self, indices: Sequence[int], payloads: Sequence[Any]) -> list[Any]:
+        """`finish` one sample after the other, with the generators as they are."""
         clock, transforms, target_transforms = time.perf_counter_ns, *self._transforms
         decoding = transforming = 0
         batch = []
@@ -180,17 +314,38 @@ class ShadeDataset(Dataset[Any]):
             item = self._decode(index, payload)
             decoded = clock()
             sample, *rest = item
-            for transform in transforms:
-                sample = transform(sample)
-            if rest:
-                for transform in target_transforms:
-                    rest[0] = transform(rest[0])
+            try:
+                for transform in transforms:
+                    sample = transform(sample)
+                if rest:
+                    for transform in target_transforms:
+                        rest[0] = transform(rest[0])
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"while transforming {self._source.name_of(index)}")
+                raise
             batch.append((sample, *rest, index))
             decoding += decoded - begun
             transforming += clock() - decoded
+        self.count_time(decoding, transforming)
+        return batch
+
+    def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """What was predicted when the form was chosen, beside what came of it.
+
+        Args:
+            counts: One epoch's ledger, as its ``as_dict`` gives it.
+
+        Returns:
+            A row of metrics; empty where there was nothing to choose.
+        """
+        form = "decoded" if isinstance(self._source, DecodedSource) else "encoded"
+        return {} if self.forecast is None else self.forecast.check(form, counts)
+
+    def count_time(self, decoding: int, transforming: int) -> None:
+        """Puts nanoseconds into the ledger, if there is one."""
         if self.cache is not None:
             self.cache.ledger.add(decode_nanoseconds=decoding, transform_nanoseconds=transforming)
-        return batch
 
     def _decode(self, index: int, payload: Any) -> tuple[Any, ...]:
         try:
@@ -230,16 +385,6 @@ class ShadeDataset(Dataset[Any]):
         self._source.close()
         if self.cache is not None:
             self.cache.close()
-
-
-def _innermost_transform(dataset: Any) -> Any:
-    """The transform that a data set applies, or a `Subset` of it, or a subset of that."""
-    while dataset is not None:
-        found = getattr(dataset, "transform", None)
-        if found is not None:
-            return found
-        dataset = getattr(dataset, "dataset", None)
-    return None
 
 
 def _not_counted(num_reads: int, num_bytes: int) -> None:

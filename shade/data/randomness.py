@@ -30,12 +30,16 @@ def set_generators(*key: int) -> None:
     Args:
         *key: Integers that fit into 64 bits.
     """
-    seed = xxhash.xxh3_64_intdigest(np.array(key, dtype=np.int64).tobytes())
+    seed = _seed_of(key)
     default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which costs 50 times that
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def _seed_of(key: Sequence[int]) -> int:
+    return xxhash.xxh3_64_intdigest(np.array(key, dtype=np.int64).tobytes())
 
 
 class BatchGenerators:
@@ -48,6 +52,25 @@ class BatchGenerators:
     def follow(self, seed: int, epoch: int) -> None:
         """From the next batch on, draw for this epoch."""
         self._seed[0] = xxhash.xxh3_64_intdigest(np.array([seed, epoch], dtype=np.int64).tobytes()) >> 1 or 1
+
+    @property
+    def following(self) -> bool:
+        """Whether the epoch is known; until then nothing is set."""
+        return int(self._seed[0]) != _SILENT
+
+    def alone(self, indices: Sequence[int], otherwise: int) -> torch.Generator:
+        """A generator that draws for a batch what torch's global one would, and that no other thread draws from.
+
+        Args:
+            indices: The batch's.
+            otherwise: Takes the place of the seed while no epoch is known.
+
+        Returns:
+            A generator of the caller's own.
+        """
+        generator = torch.Generator()
+        generator.manual_seed(_seed_of((int(self._seed[0]) or otherwise, *indices)))
+        return generator
 
     @contextmanager
     def of(self, indices: Sequence[int]) -> Iterator[None]:

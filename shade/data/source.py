@@ -1,6 +1,6 @@
 """Where a wrapped data set's samples come from: its files' own bytes, or its items through a codec.
 
-`FileSource` is the fast path for ImageFolder-like data sets (``samples`` of (path, target) and torchvision's own
+`FileSource` is the fast path for ImageFolder-like data sets (``samples`` of (path or URL, target) and torchvision's own
 loader): the payload is the file, unchanged, so a cached sample decodes to the same pixels, and its size is known before
 it is read. `ItemSource` takes any other map-style data set: the payload is the encoded item. Either way the source is
 the only one who touches the origin, and counts exactly what it read.
@@ -8,9 +8,8 @@ the only one who touches the origin, and counts exactly what it read.
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -18,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from PIL import Image
 
 from shade.cache.entry import FORM_ENCODED, FORM_ITEM
 from shade.data import codec
+from shade.data.decode import decode_rgb
+from shade.data.remote import RemoteImageFolder
 from shade.errors import BadSampleError, ConfigError, DataError
 from shade.store.origin import FileOrigin
+from shade.store.origin_url import Entry, UrlOrigin, describe_many, is_url, root_of
 
 CountOrigin = Callable[[int, int], None]
 """Told (reads, bytes) whenever the origin was read."""
@@ -39,6 +40,8 @@ class Source(Protocol):
     fingerprint: str
     payload_bytes_N: npt.NDArray[np.int64]
     target_N: npt.NDArray[np.int64] | None
+    has_pictures: bool
+    """Whether a payload is an image file (or a picture, see `shade.data.form`) whose RGB pixels are the sample."""
     num_probes: int
     """Reads of the origin that it took to learn the sizes."""
     probe_bytes: int
@@ -50,6 +53,10 @@ class Source(Protocol):
 
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
         """The item as a tuple, before the transforms of `ShadeDataset`. Raises `BadSampleError`."""
+        ...
+
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        """What comes with the sample, where ``has_pictures``."""
         ...
 
     def name_of(self, index: int) -> str:
@@ -65,45 +72,67 @@ class FileSource:
     """Files and targets of an ImageFolder-like data set.
 
     Args:
-        samples: (path, target) by sample index.
+        samples: (path or URL, target) by sample index.
         decode_bytes: File content → image.
+        entries: What the server says of the files, where they are URLs and somebody has asked already.
+        options: For fsspec, where they are URLs.
     """
 
     form = FORM_ENCODED
     num_probes = probe_bytes = 0
 
-    def __init__(self, samples: Sequence[tuple[str, int]], decode_bytes: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self,
+        samples: Sequence[tuple[str, int]],
+        decode_bytes: Callable[[bytes], Any],
+        entries: Sequence[Entry] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         if not samples:
             raise DataError.of("at least one sample", 0, "check the path of the data set")
         self._decode = decode_bytes
-        here = os.getcwd()
-        paths = [os.path.normpath(os.path.join(here, path)) for path, _ in samples]
-        self._root = os.path.commonpath({os.path.dirname(path) for path in paths})
+        self.has_pictures = decode_bytes is decode_rgb
+        digest = xxhash.xxh3_64()
+        if is_url(samples[0][0]):
+            paths = [path for path, _ in samples]
+            found = describe_many(paths, options or {}) if entries is None else entries
+            self._root, self._origin = root_of(paths), UrlOrigin(options)
+            self.payload_bytes_N = np.array([entry.num_bytes for entry in found], dtype=np.int64)
+            state = self.payload_bytes_N.tobytes() + "\n".join(entry.version for entry in found).encode()
+        else:
+            here = os.getcwd()
+            paths = [os.path.normpath(os.path.join(here, path)) for path, _ in samples]
+            folder = os.path.commonpath({os.path.dirname(path) for path in paths})
+            self._root, self._origin = os.path.join(folder, ""), FileOrigin()
+            with ThreadPoolExecutor(_STAT_THREADS) as pool:
+                stats = list(pool.map(_size_and_time, paths, chunksize=256))
+            self.payload_bytes_N = np.array([size for size, _ in stats], dtype=np.int64)
+            state = np.array(stats, dtype=np.int64).tobytes()
         # One array instead of N Python objects: workers read it without touching reference counts, so fork's
         # copy-on-write pages stay shared.
-        skipped = len(os.path.join(self._root, ""))
-        relative = [os.fsencode(path[skipped:]) for path in paths]
+        relative = [os.fsencode(path[len(self._root) :]) for path in paths]
         self._end_N = np.cumsum([len(name) for name in relative])
         self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
         self.target_N: npt.NDArray[np.int64] | None = np.array([target for _, target in samples], dtype=np.int64)
-        self._origin = FileOrigin()
-        with ThreadPoolExecutor(_STAT_THREADS) as pool:
-            stats = list(pool.map(_size_and_time, paths, chunksize=256))
-        self.payload_bytes_N = np.array([size for size, _ in stats], dtype=np.int64)
-        digest = xxhash.xxh3_64()
         digest.update(self._names.tobytes())
         digest.update(self._end_N.tobytes())
-        digest.update(np.array(stats, dtype=np.int64).tobytes())
+        digest.update(state)
         self.fingerprint = digest.hexdigest()
 
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        """See `Source.rest_of`."""
+        assert self.target_N is not None
+        return (int(self.target_N[index]),)
+
     def name_of(self, index: int) -> str:
-        """The sample's path."""
+        """The sample's path or URL."""
         start = int(self._end_N[index - 1]) if index else 0
-        return os.path.join(self._root, os.fsdecode(self._names[start : int(self._end_N[index])].tobytes()))
+        return self._root + os.fsdecode(self._names[start : int(self._end_N[index])].tobytes())
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """See `Source.read_many`."""
-        contents = self._origin.read_many([self.name_of(index) for index in indices])
+        sizes = self.payload_bytes_N[indices].tolist()
+        contents = self._origin.read_many([self.name_of(index) for index in indices], sizes)
         read = [content for content in contents if not isinstance(content, OSError)]
         count(len(read), sum(map(len, read)))
         return contents
@@ -119,8 +148,7 @@ class FileSource:
                 f"expected a readable image at {self.name_of(index)}, got {error}; "
                 "replace or remove the file, or pass on_bad_sample='skip' (--on-bad-sample skip)"
             ) from error
-        assert self.target_N is not None
-        return sample, int(self.target_N[index])
+        return sample, *self.rest_of(index)
 
     def close(self) -> None:
         """See `Source.close`."""
@@ -137,6 +165,7 @@ class ItemSource:
     """
 
     form = FORM_ITEM
+    has_pictures = False
 
     def __init__(
         self,
@@ -176,6 +205,10 @@ class ItemSource:
                 "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
             ) from failure
         return payloads
+
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        """See `Source.rest_of`; an item is known when it is decoded, and not before."""
+        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
 
     def name_of(self, index: int) -> str:
         """The sample's index; it has no path."""
@@ -226,19 +259,6 @@ def _class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | No
     return None
 
 
-def decode_rgb(content: bytes) -> Image.Image:
-    """File content → RGB image: torchvision's own PIL loader, from memory.
-
-    Args:
-        content: An image file.
-
-    Returns:
-        The image, fully decoded.
-    """
-    with Image.open(io.BytesIO(content)) as image:
-        return image.convert("RGB")
-
-
 def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> Source:
     """Chooses the source for a data set.
 
@@ -248,9 +268,11 @@ def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Calla
         decode: The user's bytes → item, or None. Alone (without ``encode``) it decodes file contents.
 
     Returns:
-        A `FileSource` for ImageFolder-like data sets, else an `ItemSource`.
+        A `FileSource` for ImageFolder-like data sets, local or remote, else an `ItemSource`.
     """
     samples = getattr(dataset, "samples", None)
+    if type(dataset) is RemoteImageFolder and encode is None:
+        return FileSource(dataset.samples, decode or decode_rgb, dataset.entries, dataset.origin.options)
     if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
         if decode is not None:
             return FileSource(samples, decode)
@@ -271,3 +293,23 @@ def _pil_backend() -> bool:
     import torchvision
 
     return bool(torchvision.get_image_backend() == "PIL")
+
+
+def innermost_transform(dataset: Any) -> Any:
+    """The transform that a data set applies, or a `Subset` of it, or a subset of that.
+
+    Args:
+        dataset: Any data set.
+
+    Returns:
+        The transform, or None.
+    """
+    while dataset is not None:
+        found = getattr(dataset, "transform", None)
+        form = getattr(dataset, "format", None)  # of Hugging Face: set_transform makes it "custom"
+        if found is None and isinstance(form, dict) and form.get("type") == "custom":
+            found = form
+        if found is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None

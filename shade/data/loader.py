@@ -1,0 +1,275 @@
+"""ShadeLoader: DataLoader's place in the script, with threads where those are faster.
+
+Same arguments, same batches, same order, same random augmentations as ``DataLoader(ShadeDataset(…), sampler=…)``. What
+differs is who makes them. Decoding and rendering run outside the interpreter's lock, so threads make batches ahead
+(`shade.data.pipeline`): no copies between processes, no memory shared by name, nothing to start again each epoch, and
+one process's caches instead of one a worker. What the user wrote in Python would wait for the lock, and what it draws
+from the process's generators would depend on who comes first; transforms that are not recognised
+(`ShadeDataset.is_fused`) therefore run in worker processes, as DataLoader runs them, and the loader is no slower.
+
+The sampler is asked in the training thread, as many batches ahead as are under way. A collate function of the user's
+own runs there too, where what it draws is in order. Leaving an epoch early, Ctrl-C and dropping the loader end the
+threads of that epoch.
+
+`state_dict` counts what training has got, not what is under way; a loader that loads it goes on with the next batch.
+
+Invariant: the batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory as pinned
+
+from shade.data.dataset import ShadeDataset
+from shade.data.loader_buffers import Buffers
+from shade.data.loader_device import on_device
+from shade.data.loader_parts import FusedParts, PlainParts
+from shade.data.loader_progress import Progress, ResumableBatches
+from shade.data.pipeline import Job, Parts, Pipeline
+from shade.data.sampler import ShadeSampler
+from shade.errors import ConfigError
+
+_FETCHERS = 2
+"""Threads that wait for bytes: while one batch's last read is waited for, the next one's are under way."""
+
+
+class ShadeLoader(DataLoader[Any]):
+    """Loads batches of a `ShadeDataset`.
+
+    Args:
+        dataset: What to load.
+        batch_size: Samples a batch.
+        shuffle: As DataLoader's; leave it out with a sampler.
+        sampler: A `ShadeSampler`, or any other.
+        batch_sampler: Instead of the four.
+        num_workers: Threads that decode (or processes, see above); 0: all in the training thread. None: as many as this
+            process may use processors.
+        collate_fn: Samples → batch.
+        pin_memory: Batches in page-locked memory, where there is a GPU.
+        drop_last: As DataLoader's.
+        timeout: Seconds to wait for a batch; 0: for ever.
+        worker_init_fn: For worker processes.
+        multiprocessing_context: For worker processes.
+        generator: As DataLoader's.
+        prefetch_factor: Batches under way for each worker; 2 when None.
+        device: Batches are copied there while training is at the one before; None: they stay where they are.
+
+    Raises:
+        ConfigError: No `ShadeDataset`.
+        ValueError: As DataLoader's.
+    """
+
+    def __init__(
+        self,
+        dataset: ShadeDataset,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+        num_workers: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(dataset, ShadeDataset):
+            raise ConfigError.of("a ShadeDataset", type(dataset).__name__, "wrap it: ShadeDataset(dataset, cache=…)")
+        if num_workers is None:
+            num_workers = len(os.sched_getaffinity(0))
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,  # type: ignore[arg-type] - typed as Sampler there, and any iterable at run time
+            batch_sampler,  # type: ignore[arg-type]
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=num_workers > 0,
+        )
+        self.device = None if device is None else torch.device(device)
+        self._shade: ShadeDataset = dataset
+        self._crew: tuple[list[ShadeDataset], list[ShadeDataset]] | None = None
+        self._depth = self.num_workers * (self.prefetch_factor or 2)
+        self._buffers = Buffers(self._depth + 2, pinned=self._pins)
+        self._follows = False
+        self._progress = Progress(self.sampler, generator)
+        if self.batch_sampler is not None:
+            # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
+            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress, self._follow)
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether threads make the batches; else processes do, or the training thread itself."""
+        return self.num_workers > 0 and self.batch_sampler is not None and self._shade.draws_nothing
+
+    @property
+    def _pins(self) -> bool:
+        return bool(self.pin_memory and torch.cuda.is_available())
+
+    def __iter__(self) -> Any:
+        self._progress.begin()
+        batches: Iterator[Any] = self._threads() if self.in_threads else super().__iter__()
+        if self.device is not None:
+            batches = on_device(batches, self.device)
+        return _Counted(batches, self._progress, self)
+
+    def _threads(self) -> _ThreadEpoch:
+        if self._crew is None:
+            numbers = range(_FETCHERS + self.num_workers)
+            everybody = [self._shade.worker(number) for number in numbers]
+            self._crew = everybody[:_FETCHERS], everybody[_FETCHERS:]
+        fetchers, workers = self._crew
+        assert self.batch_sampler is not None
+        order, checked = iter(self.batch_sampler), self._shade.checked
+        seed, buffers, collated = self._progress.take_seed(), self._buffers, self.collate_fn is default_collate
+        fused = self._shade.is_fused
+
+        def begin(number: int, indices: Sequence[int]) -> Parts:
+            if not fused:
+                return PlainParts(workers, fetchers[number], indices)
+            return FusedParts(workers, fetchers[number], indices, buffers, seed, collated=collated)
+
+        return _ThreadEpoch(
+            Pipeline(begin, len(fetchers), len(workers)),
+            ([checked(index) for index in batch] for batch in order),
+            self._depth,
+            self.timeout or None,
+            _Finish(None if fused and collated else self.collate_fn, self._pins),
+        )
+
+    def _follow(self) -> None:
+        """Where nobody else says which epoch the random transforms are of, the sampler does."""
+        generators = self._shade.generators
+        if isinstance(self.sampler, ShadeSampler) and (self._follows or not generators.following):
+            self._follows = True
+            generators.follow(self.sampler.seed, self.sampler.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: the sampler's state, and how many batches of this epoch training has got.
+
+        Call it between steps.
+        """
+        return self._progress.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`: the next iteration begins with the batch after the last that training had got.
+
+        Args:
+            state: From `state_dict`, of a loader with the same settings.
+
+        Raises:
+            ConfigError: It belongs to other settings.
+        """
+        self._progress.load_state_dict(state)
+
+
+class _Finish:
+    """What is left to do in the training thread.
+
+    Args:
+        collate: Samples → batch; None: it is one already.
+        pins: Whether it goes into page-locked memory.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None, pins: bool) -> None:
+        self._collate, self._pins = collate, pins
+
+    def __call__(self, batch: Any) -> Any:
+        batch = batch if self._collate is None else self._collate(batch)
+        return pinned(batch) if self._pins else batch
+
+
+class _ThreadEpoch:
+    """The batches of one epoch, made by threads that end with it.
+
+    Args:
+        pipeline: Makes them; closed here.
+        order: Each batch's samples.
+        depth: Batches under way.
+        timeout_seconds: See `Pipeline.wait`.
+        finish: Done to each in the training thread.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        order: Iterator[list[int]],
+        depth: int,
+        timeout_seconds: float | None,
+        finish: Callable[[Any], Any],
+    ) -> None:
+        self._pipeline, self._order, self._timeout_seconds, self._finish = pipeline, order, timeout_seconds, finish
+        self._close = weakref.finalize(self, pipeline.close)
+        self._jobs: deque[Job] = deque()
+        for _ in range(depth):
+            self._submit()
+
+    def _submit(self) -> None:
+        indices = next(self._order, None)
+        if indices is not None:
+            self._jobs.append(self._pipeline.submit(indices))
+
+    def __iter__(self) -> _ThreadEpoch:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._jobs:
+            self._close()
+            raise StopIteration
+        job = self._jobs[0]
+        try:
+            batch = self._pipeline.wait(job, self._timeout_seconds)
+        finally:
+            if job.done.is_set():  # a batch that is late may be waited for again; one that failed is over
+                self._jobs.popleft()
+                self._submit()
+        return self._finish(batch)
+
+
+class _Counted:
+    """An epoch's batches, counted as training gets them.
+
+    Args:
+        batches: They.
+        progress: Counts them.
+        loader: Knows how many there are.
+    """
+
+    def __init__(self, batches: Iterator[Any], progress: Progress, loader: ShadeLoader) -> None:
+        self._batches, self._progress, self._loader = batches, progress, loader
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._progress.end()
+            raise
+        self._progress.got_one()
+        return batch

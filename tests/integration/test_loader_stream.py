@@ -1,0 +1,444 @@
+"""ShadeLoader: DataLoader's batches, order and augmentation, whoever makes them; its end, its errors, its resume."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from shade import ShadeDataset, ShadeLoader, ShadeSampler
+from shade.errors import BadSampleError, ConfigError, DataError
+from tests.integration.plane import CountingOrigin, loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+N = 70
+FUSED = transforms.Compose(
+    [
+        transforms.RandomResizedCrop(32),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize([0.5] * 3, [0.25] * 3),
+    ]
+)
+WRITTEN = transforms.Compose([FUSED, transforms.RandomErasing(0.5)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photographs as JPEG, and a few of other kinds."""
+    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for number in range(N):
+        coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+        image = coarse.resize((int(rng.integers(30, 90)), int(rng.integers(30, 90))), Image.Resampling.BICUBIC)
+        place = root / f"class{number % 3}"
+        place.mkdir(exist_ok=True)
+        image.save(place / (f"{number:03d}.png" if number % 11 == 5 else f"{number:03d}.jpg"))
+    return root
+
+
+def ours() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith(("shade-fetch", "shade-work", "shade-origin"))]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not ours()
+
+
+@dataclass
+class Epochs:
+    """What a training loop saw."""
+
+    batches: list[tuple[list[int], list[int], torch.Tensor]]
+    totals: dict[str, Any]
+    state: dict[str, Any] | None = None
+
+
+@contextlib.contextmanager
+def data(folder: Path, view: Any = FUSED, cache: Any = "local://", **options: Any) -> Iterator[ShadeDataset]:
+    dataset = ShadeDataset(ImageFolder(str(folder)), cache=cache, working_set_fraction=0.4, transform=view, **options)
+    try:
+        yield dataset
+    finally:
+        dataset.close()
+
+
+def run(
+    loader: Any, sampler: ShadeSampler, epochs: range, stop_after: int | None = None, *, follow: bool = False
+) -> Epochs:
+    """The loop of a user."""
+    seen: list[tuple[list[int], list[int], torch.Tensor]] = []
+    dataset = loader.dataset
+    for epoch in epochs:
+        sampler.set_epoch(epoch)
+        if follow:
+            dataset.generators.follow(sampler.seed, epoch)
+        for images, targets, indices in loader:
+            sampler.weights(indices)
+            sampler.report(indices, loss_of(indices))
+            seen.append((indices.tolist(), targets.tolist(), images.clone()))
+            if stop_after is not None and len(seen) == stop_after:
+                return Epochs(seen, {}, loader.state_dict())
+    return Epochs(seen, {} if dataset.cache is None else dataset.cache.board.totals().as_dict())
+
+
+def same(one: Epochs, other: Epochs) -> None:
+    assert [batch[:2] for batch in one.batches] == [batch[:2] for batch in other.batches]
+    for (*_, mine), (*_, theirs) in zip(one.batches, other.batches, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> dict[str, Epochs]:
+    """DataLoader in the training process, three epochs, without a cache; each transform as written."""
+    found = {}
+    for name, view in (("fused", transforms.Compose([FUSED, transforms.Lambda(lambda t: t)])), ("written", WRITTEN)):
+        with data(folder, view, cache=None) as dataset:
+            assert not dataset.is_fused
+            sampler = ShadeSampler(dataset, batch_size=16, seed=5)
+            found[name] = run(DataLoader(dataset, 16, sampler=sampler), sampler, range(3), follow=True)
+            sampler.close()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+@pytest.mark.parametrize("cache", [None, "local://", "memory://?capacity=60KiB"])
+def test_the_batches_are_dataloaders(
+    folder: Path, references: dict[str, Epochs], workers: int, cache: str | None
+) -> None:
+    with data(folder, cache=cache) as dataset:
+        sampler = ShadeSampler(dataset, batch_size=16, seed=5)
+        loader = ShadeLoader(dataset, 16, sampler=sampler, num_workers=workers)
+        assert loader.in_threads == (workers > 0)
+        outcome = run(loader, sampler, range(3))
+        same(outcome, references["fused"])
+        if cache is not None:
+            assert outcome.totals["hits"] > 0
+            assert outcome.totals["samples"] == sum(len(batch[0]) for batch in outcome.batches)
+        sampler.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_transforms_that_are_not_known_run_as_dataloader_runs_them(
+    folder: Path, references: dict[str, Epochs], workers: int
+) -> None:
+    with data(folder, WRITTEN) as dataset:
+        sampler = ShadeSampler(dataset, batch_size=16, seed=5)
+        loader = ShadeLoader(dataset, 16, sampler=sampler, num_workers=workers)
+        assert not loader.in_threads
+        same(run(loader, sampler, range(3)), references["written"])
+        sampler.close()
+        del loader
+
+
+def test_fused_batches_are_the_same_in_dataloaders_workers(folder: Path, references: dict[str, Epochs]) -> None:
+    with data(folder) as dataset:
+        sampler = ShadeSampler(dataset, batch_size=16, seed=5)
+        loader = DataLoader(dataset, 16, sampler=sampler, num_workers=2)
+        same(run(loader, sampler, range(3), follow=True), references["fused"])
+        sampler.close()
+
+
+def test_the_ledger_counts_what_the_origin_counts(folder: Path, tmp_path: Path) -> None:
+    with data(folder) as dataset:
+        dataset.source._origin = CountingOrigin(str(tmp_path / "reads"), 0.001)  # type: ignore[attr-defined]
+        sampler = ShadeSampler(dataset, batch_size=16, mode="uniform")
+        outcome = run(ShadeLoader(dataset, 16, sampler=sampler, num_workers=2), sampler, range(4))
+        reads = CountingOrigin.total(tmp_path / "reads")
+        assert reads == (outcome.totals["origin_reads"], outcome.totals["origin_bytes"])
+        assert outcome.totals["hits"] > 0.2 * 3 * N
+        assert outcome.totals["surprises"] == outcome.totals["store_errors"] == 0
+        assert all(outcome.totals["busy_seconds"][cause] > 0 for cause in ("origin", "decode", "transform"))
+        sampler.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shuffle_gives_the_order_that_dataloader_gives(folder: Path, workers: int) -> None:
+    with data(folder, cache=None) as dataset:
+        orders = []
+        for kind in (DataLoader, ShadeLoader):
+            torch.manual_seed(8)
+            loader = kind(dataset, 9, shuffle=True, num_workers=workers, drop_last=True)
+            orders.append([indices.tolist() for _ in range(2) for *_, indices in loader])
+        assert orders[0] == orders[1]
+        assert len(loader) == N // 9
+
+
+def test_without_a_seeded_sampler_the_augmentation_follows_torchs_seed(folder: Path) -> None:
+    with data(folder, cache=None) as dataset:
+        streams = []
+        for seed, workers in ((1, 1), (1, 4), (2, 4)):
+            torch.manual_seed(seed)
+            streams.append(torch.cat([batch[0] for batch in ShadeLoader(dataset, 16, num_workers=workers)]))
+        assert torch.equal(streams[0], streams[1])
+        assert not torch.equal(streams[1], streams[2])
+
+
+def test_training_may_draw_while_batches_are_made(folder: Path) -> None:
+    """The process's generators are training's alone."""
+    with data(folder, cache=None) as dataset:
+        drawn = []
+        for pause in (0.0, 0.01):
+            torch.manual_seed(3)
+            for _ in ShadeLoader(dataset, 8, num_workers=2):
+                drawn.append(torch.rand(3))
+                time.sleep(pause)
+        half = len(drawn) // 2
+        assert all(torch.equal(one, other) for one, other in zip(drawn[:half], drawn[half:], strict=True))
+
+
+def test_a_collate_function_of_ones_own(folder: Path) -> None:
+    def collate(samples: list[Any]) -> Any:
+        assert threading.current_thread() is threading.main_thread()
+        return torch.stack([sample for sample, *_ in samples]).sum(), [index for *_, index in samples]
+
+    with data(folder, cache=None) as dataset:
+        torch.manual_seed(0)
+        mine = list(ShadeLoader(dataset, 16, num_workers=2, collate_fn=collate))
+        assert [indices for _, indices in mine] == [list(range(n, min(n + 16, N))) for n in range(0, N, 16)]
+        torch.manual_seed(0)
+        whole = [batch[0].sum() for batch in ShadeLoader(dataset, 16, num_workers=2)]
+        assert torch.allclose(torch.stack([total for total, _ in mine]), torch.stack(whole))
+
+
+def test_a_data_set_without_transforms_gives_pictures(folder: Path) -> None:
+    with data(folder, None) as dataset:
+        loader = ShadeLoader(dataset, 8, num_workers=2, collate_fn=list)
+        assert loader.in_threads
+        plain = ImageFolder(str(folder))
+        for sample, target, index in (item for batch in loader for item in batch):
+            assert np.array_equal(np.asarray(sample), np.asarray(plain[index][0]))
+            assert target == plain[index][1]
+
+
+def test_batches_are_not_overwritten_while_somebody_holds_them(folder: Path, references: dict[str, Epochs]) -> None:
+    with data(folder, cache=None) as dataset:
+        sampler = ShadeSampler(dataset, batch_size=16, seed=5)
+        loader, kept = ShadeLoader(dataset, 16, sampler=sampler, num_workers=2), []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                sampler.weights(batch[2])
+                sampler.report(batch[2], loss_of(batch[2]))
+                kept.append(batch[0])
+        for mine, (*_, theirs) in zip(kept, references["fused"].batches, strict=True):
+            assert torch.equal(mine, theirs)
+        sampler.close()
+
+
+# ── resume ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 7])
+@pytest.mark.parametrize("workers", [(2, 0), (0, 2), (1, 3)], ids=str)
+def test_a_resumed_run_goes_on_with_the_next_batch(
+    folder: Path, references: dict[str, Epochs], stop_after: int, workers: tuple[int, int]
+) -> None:
+    whole = references["fused"]
+    with data(folder) as dataset:
+        sampler = ShadeSampler(dataset, batch_size=16, seed=5)
+        loader = ShadeLoader(dataset, 16, sampler=sampler, num_workers=workers[0])
+        begun = run(loader, sampler, range(3), stop_after)
+        sampler.close()
+        del loader
+    with data(folder) as dataset:
+        sampler = ShadeSampler(dataset, batch_size=16, seed=5)
+        loader = ShadeLoader(dataset, 16, sampler=sampler, num_workers=workers[1])
+        assert begun.state is not None
+        loader.load_state_dict(begun.state)
+        rest = run(loader, sampler, range(sampler.epoch, 3))
+        sampler.close()
+        del loader
+    same(Epochs(begun.batches + rest.batches, {}), whole)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("view", [FUSED, WRITTEN], ids=["fused", "written"])
+def test_any_sampler_resumes(folder: Path, workers: int, view: Any) -> None:
+    def order(loader: ShadeLoader, count: int | None = None) -> list[list[int]]:
+        batches = []
+        for *_, indices in loader:
+            batches.append(indices.tolist())
+            if len(batches) == count:
+                break
+        return batches
+
+    with data(folder, view, cache=None) as dataset:
+        torch.manual_seed(6)
+        loader = ShadeLoader(dataset, 8, sampler=RandomSampler(dataset), num_workers=workers)
+        first = order(loader)
+        begun = order(loader, 4)
+        state = loader.state_dict()
+        torch.manual_seed(99)
+        fresh = ShadeLoader(dataset, 8, sampler=RandomSampler(dataset), num_workers=workers)
+        fresh.load_state_dict(state)
+        assert fresh.state_dict()["batches"] == 4, "nothing was got since"
+        rest = order(fresh)
+        assert len(begun + rest) == len(first)
+        assert sorted(index for batch in begun + rest for index in batch) == list(range(N))
+        assert begun + rest != first
+        assert fresh.state_dict()["batches"] == 0
+        assert len(order(fresh)) == len(first), "and the next epoch is whole"
+
+
+def test_a_state_of_another_kind_is_refused(folder: Path) -> None:
+    with data(folder, cache=None) as dataset:
+        sampler = ShadeSampler(dataset, batch_size=8)
+        with_ours = ShadeLoader(dataset, 8, sampler=sampler, num_workers=0)
+        plain = ShadeLoader(dataset, 8, num_workers=0)
+        with pytest.raises(ConfigError, match="same kind of sampler"):
+            with_ours.load_state_dict(plain.state_dict())
+        with pytest.raises(ConfigError, match="same kind of sampler"):
+            plain.load_state_dict(with_ours.state_dict())
+        sampler.close()
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_bad_sample_comes_out_at_its_batch_with_its_path(folder: Path, tmp_path: Path, workers: int) -> None:
+    for number in range(40):
+        place = tmp_path / "a"
+        place.mkdir(exist_ok=True)
+        source = folder / "class0" / "000.jpg"
+        (place / f"{number:02d}.jpg").write_bytes(source.read_bytes()[: -20 if number == 21 else None])
+    with data(tmp_path, cache=None) as dataset:
+        iterator = iter(ShadeLoader(dataset, 8, num_workers=workers))
+        good = [next(iterator)[2].tolist() for _ in range(2)]
+        assert good == [list(range(8)), list(range(8, 16))]
+        with pytest.raises(BadSampleError, match=r"21\.jpg"):
+            next(iterator)
+        assert [batch[2].tolist() for batch in iterator] == [list(range(24, 32)), list(range(32, 40))]
+
+
+def test_an_unreadable_file_comes_out_with_its_path(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    place.mkdir()
+    for number in range(6):
+        (place / f"{number}.jpg").write_bytes((folder / "class0" / "000.jpg").read_bytes())
+    with data(tmp_path) as dataset:
+        os.unlink(place / "4.jpg")
+        with pytest.raises(BadSampleError, match=r"4\.jpg"):
+            list(ShadeLoader(dataset, 3, num_workers=2))
+
+
+def test_a_transform_that_raises_names_the_sample(folder: Path) -> None:
+    def transform(image: Any) -> Any:
+        raise KeyError("by design")
+
+    with data(folder, transform, cache=None) as dataset, pytest.raises(KeyError, match="by design") as told:
+        list(ShadeLoader(dataset, 3, num_workers=0))
+    if sys.version_info >= (3, 11):
+        assert any(".jpg" in note for note in told.value.__notes__)
+
+
+def test_a_batch_that_does_not_come_in_time_is_told(folder: Path, tmp_path: Path) -> None:
+    with data(folder) as dataset:
+        dataset.source._origin = CountingOrigin(str(tmp_path / "reads"), 0.3)  # type: ignore[attr-defined]
+        iterator = iter(ShadeLoader(dataset, 8, num_workers=1, timeout=0.05))
+        with pytest.raises(DataError, match=r"timeout=0\.05"):
+            next(iterator)
+
+
+def test_only_our_data_sets() -> None:
+    with pytest.raises(ConfigError, match="wrap it"):
+        ShadeLoader(TensorDataset(torch.zeros(3)), 2)  # type: ignore[arg-type]
+
+
+# ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_leaving_an_epoch_ends_its_threads(folder: Path) -> None:
+    with data(folder) as dataset:
+        loader = ShadeLoader(dataset, 4, num_workers=2)
+        for number, _ in enumerate(loader):
+            assert ours()
+            if number == 2:
+                break
+        gc.collect()
+        assert not ours()
+        assert sum(len(batch[2]) for batch in loader) == N, "and the next epoch is whole"
+        assert not ours()
+
+
+def test_dropping_loader_and_iterator_ends_everything(folder: Path) -> None:
+    with data(folder) as dataset:
+        loader = ShadeLoader(dataset, 4, num_workers=2)
+        iterator = iter(loader)
+        next(iterator)
+        gone = weakref.ref(loader)
+        del loader, iterator
+        gc.collect()
+        assert not ours()
+        assert gone() is None
+
+
+def test_two_loaders_side_by_side(folder: Path) -> None:
+    with data(folder) as one, data(folder, cache=None) as other:
+        pairs = zip(ShadeLoader(one, 8, num_workers=2), ShadeLoader(other, 8, num_workers=1), strict=True)
+        assert all(torch.equal(mine[2], theirs[2]) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("how", ["interrupt", "exit", "exception"])
+def test_a_process_ends_in_the_middle_of_an_epoch(folder: Path, how: str) -> None:
+    program = f"""
+        import sys, time
+        from torchvision import transforms
+        from torchvision.datasets import ImageFolder
+        from shade import ShadeDataset, ShadeLoader
+        view = transforms.Compose([transforms.RandomResizedCrop(32), transforms.ToTensor()])
+        dataset = ShadeDataset(ImageFolder({str(folder)!r}), cache="local://", transform=view)
+        print(dataset.cache.store.server.process_id, flush=True)
+        iterator = iter(ShadeLoader(dataset, 4, num_workers=2))
+        next(iterator)
+        print("ready", flush=True)
+        if {how!r} == "exception":
+            raise RuntimeError("by design")
+        while {how!r} == "interrupt":
+            next(iterator, None)
+            time.sleep(0.01)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    server = int(process.stdout.readline())
+    assert process.stdout.readline() == "ready\n"
+    if how == "interrupt":
+        process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == {"interrupt": -signal.SIGINT, "exit": 0, "exception": 1}[how], complaints
+    assert "Fatal" not in complaints
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(server)

@@ -1,0 +1,82 @@
+"""Buffers: memory comes back when nobody looks at it any more, and never before."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import torch
+
+from shade.data.loader_buffers import Buffers
+
+SHAPE = (4, 3, 8, 8)
+
+
+def test_memory_is_used_again_once_it_is_free() -> None:
+    buffers = Buffers(2, pinned=False)
+    first = buffers.take(SHAPE, torch.float32)
+    assert first.shape == SHAPE
+    assert first.is_contiguous()
+    place = first.data_ptr()
+    del first
+    assert buffers.take(SHAPE, torch.float32).data_ptr() == place
+    assert buffers.take((2, 3, 8, 8), torch.uint8).data_ptr() == place, "a smaller batch fits into it"
+
+
+def test_whoever_holds_any_part_of_a_batch_keeps_it() -> None:
+    buffers = Buffers(8, pinned=False)
+    views = {
+        "row": lambda batch: batch[1],
+        "numpy": lambda batch: batch.numpy()[2:],
+        "transposed": lambda batch: batch.permute(0, 2, 3, 1),
+        "detached": lambda batch: batch.detach(),
+        "storage": lambda batch: batch.untyped_storage(),
+    }
+    for name, view in views.items():
+        held = view(buffers.take(SHAPE, torch.float32).fill_(1.0))
+        gc.collect()
+        others = [buffers.take(SHAPE, torch.float32).fill_(2.0) for _ in range(4)]
+        values = torch.tensor(held.tolist(), dtype=torch.uint8) if name == "storage" else torch.as_tensor(held)
+        assert not bool((values == 2.0).all()), name
+        del others, held
+
+
+def test_living_batches_never_share_memory() -> None:
+    buffers = Buffers(4, pinned=False)
+    alive = [buffers.take(SHAPE, torch.float32).fill_(float(number)) for number in range(9)]
+    assert all(bool((batch == number).all()) for number, batch in enumerate(alive))
+    assert len({batch.data_ptr() for batch in alive}) == 9
+
+
+def test_only_so_many_blocks_are_kept() -> None:
+    buffers = Buffers(2, pinned=False)
+    alive = [buffers.take(SHAPE, torch.float32) for _ in range(6)]
+    del alive
+    gc.collect()
+    assert len(buffers._free) == 2
+
+
+def test_threads_may_take_and_drop_at_once() -> None:
+    buffers = Buffers(4, pinned=False)
+    wrong = []
+
+    def use(number: int) -> None:
+        for _ in range(300):
+            batch = buffers.take(SHAPE, torch.float32).fill_(float(number))
+            if not bool((batch == number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_batch_outlives_its_drawer() -> None:
+    buffers = Buffers(4, pinned=False)
+    batch = buffers.take(SHAPE, torch.float32).fill_(3.0)
+    del buffers
+    gc.collect()
+    assert bool((batch == 3.0).all())

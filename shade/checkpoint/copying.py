@@ -241,7 +241,7 @@ class Copying:
             helped.result()
         for stream in self._streams.values():
             stream.synchronize()
-        if left and not Others().wait():
+        if names and not Others().wait():  # whoever copied them: another thread, or `advance`
             raise TornSnapshotError(
                 "expected to see every other thread rest or run while a copy was checked, got one without a processor "
                 f"for {LONGEST_SECONDS:g} s; nothing was saved: give the training fewer threads, or more cores"

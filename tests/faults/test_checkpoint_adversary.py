@@ -116,8 +116,12 @@ def test_where_nothing_changes_nothing_is_raised() -> None:
         copying_of(live).finish()
 
 
-def test_a_thread_that_may_be_in_the_middle_of_writing_costs_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [lambda copying: None, lambda copying: copying.advance(2**30)])
+def test_a_thread_that_may_be_in_the_middle_of_writing_costs_the_snapshot(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[Copying], object]
+) -> None:
     copying = copying_of(tensors())
+    before(copying)  # whoever has copied it, and when
     monkeypatch.setattr(stillness, "LONGEST_SECONDS", 0.01)
     monkeypatch.setattr(stillness.Others, "_may_be_stuck", lambda self, thread: True)
     ended = threading.Event()

@@ -130,6 +130,10 @@ class FaultyStore(Store):
         """See `Store`."""
         return self._call("placement", self.inner.placement)
 
+    def homes(self, keys: Sequence[str]) -> list[str]:
+        """See `Store`."""
+        return self._call("homes", lambda: self.inner.homes(keys))
+
     def stats(self) -> StoreStats:
         """See `Store`."""
         return self._call("stats", self.inner.stats)

@@ -12,6 +12,7 @@ Legend: N data set · R counter rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,11 @@ LOOK = 1
 """The sample should be in the cache: ask for it."""
 STAY = 2
 """The sample should be in the cache once this access is over."""
+NEAR = 4
+"""Its entry lies, or would lie, on a server of this machine."""
 
 _PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
+_SHARED, _HOME, _OWNED, _OTHERS = range(10, 14)
 _ROWS = 129
 
 
@@ -38,14 +42,18 @@ class Board:
 
     def __init__(self, num_samples: int) -> None:
         self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
+        self._held_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
         self._state_tensor = torch.zeros(16, dtype=torch.float64)
         self._count_tensor_RF = torch.zeros((_ROWS, len(FIELDS)), dtype=torch.int64)
-        for tensor in (self._flag_tensor_N, self._state_tensor, self._count_tensor_RF):
+        for tensor in (self._flag_tensor_N, self._held_tensor_N, self._state_tensor, self._count_tensor_RF):
             tensor.share_memory_()  # type: ignore[no-untyped-call]
         self._view()
+        self.set_slots([0], [])
 
     def _view(self) -> None:
         self.flag_N = self._flag_tensor_N.numpy()
+        self.held_N = self._held_tensor_N.numpy()
+        """What this rank's processes wrote and have not removed, as they saw it."""
         self._state = self._state_tensor.numpy()
         self._count_RF = self._count_tensor_RF.numpy()
 
@@ -56,16 +64,19 @@ class Board:
         self.__dict__.update(state)
         self._view()
 
-    def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools, *, ending: bool) -> None:
+    def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools, near_B: Bools | None = None, *, ending: bool) -> None:
         """Writes what is planned for the next access of each sample; of duplicates the first access counts.
 
         Args:
             index_B: Samples of one batch.
             hit_B: Whether each should be in the cache when it is accessed.
             stay_B: Whether it shall be there afterwards.
+            near_B: Whether its server is on this machine; None where that is not known.
             ending: Whether this is one of the last batches of the epoch.
         """
         flag_B = hit_B.astype(np.uint8) * LOOK + stay_B.astype(np.uint8) * STAY
+        if near_B is not None:
+            flag_B += near_B.astype(np.uint8) * NEAR
         self.flag_N[index_B[::-1]] = flag_B[::-1]
         self._state[_PLANNED], self._state[_ENDING] = 1.0, float(ending)
 
@@ -85,6 +96,36 @@ class Board:
     @capacity_bytes.setter
     def capacity_bytes(self, num_bytes: int) -> None:
         self._state[_CAPACITY] = num_bytes
+
+    @property
+    def is_shared(self) -> bool:
+        """True while other jobs use the cache, too, and nobody can plan it: see `shade.cache.sharing`."""
+        return bool(self._state[_SHARED])
+
+    @is_shared.setter
+    def is_shared(self, value: bool) -> None:
+        self._state[_SHARED] = float(value)
+
+    def set_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
+        """Says whose slots are whose, see `shade.cache.jobs`.
+
+        Args:
+            owned: This job's; it writes in the first.
+            others: Into which it looks.
+        """
+        self._state[_HOME] = owned[0]
+        self._state[_OWNED], self._state[_OTHERS] = (sum(1 << slot for slot in slots) for slots in (owned, others))
+
+    @property
+    def owned_slots(self) -> list[int]:
+        """This job's slots; it writes in the first."""
+        home = int(self._state[_HOME])
+        return [home, *(slot for slot in _set_bits(int(self._state[_OWNED])) if slot != home)]
+
+    @property
+    def other_slots(self) -> list[int]:
+        """The slots of other jobs, and those that nobody has taken over yet."""
+        return _set_bits(int(self._state[_OTHERS]))
 
     @property
     def planned(self) -> bool:
@@ -175,3 +216,7 @@ class Board:
     @origin_seconds.setter
     def origin_seconds(self, seconds: float) -> None:
         self._state[_ORIGIN] = seconds
+
+
+def _set_bits(mask: int) -> list[int]:
+    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]

@@ -6,7 +6,8 @@ fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one rou
 one call to the origin for all the rest, then departures, and only then arrivals.
 
 The capacity is a promise in bytes; `shade.cache.room` keeps it. An entry that fails its checksum is a miss, and is
-repaired in place: it has its room already.
+repaired in place: it has its room already. Jobs that use the cache at the same time share it by slots:
+`shade.cache.jobs` says how, and `shade.cache.sharing` decides in the policy's place while they do.
 
 Invariant: `fetch_many` returns the origin's bytes for every sample, whatever the store does.
 
@@ -15,44 +16,31 @@ Legend: B batch · G global batch · N data set.
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shade.cache.board import LOOK, STAY, Board
+from shade.cache.board import Board
 from shade.cache.breaker import Breaker
-from shade.cache.entry import HEADER_BYTES, unseal
+from shade.cache.entry import HEADER_BYTES
+from shade.cache.fetch import Fetch, ReadOrigin
 from shade.cache.ledger import Ledger
-from shade.cache.room import Room
-from shade.errors import CorruptEntryError, StoreError
+from shade.cache.room import COUNTER, Room
+from shade.cache.slots import Slots
+from shade.cache.tally import Tally
+from shade.errors import StoreError, StoreUnavailableError
 from shade.policy.base import EMPTY, CachePolicy, EpochWindow
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
-from shade.types import Indices
-
-logger = logging.getLogger("shade.cache")
+from shade.types import Bools, Indices
 
 _QUESTION_KEYS = 8
 
-ReadOrigin = Callable[[list[int]], list[Any]]
-"""Payload by sample index, in order: bytes, or the exception that stands for a sample that could not be read."""
-
-
-@dataclass
-class _Looked:
-    """What became of one look-up."""
-
-    found: dict[int, memoryview] = field(default_factory=dict)
-    """Payload by sample index."""
-    damaged: list[int] = field(default_factory=list)
-    """Samples whose entries failed their check."""
-    failed: bool = False
+Share = Callable[[Bools], Any]
+"""Given which samples of a global batch are in the cache, this rank's places in it: a slice, or an array."""
 
 
 class SampleCache:
@@ -76,12 +64,18 @@ class SampleCache:
     ) -> None:
         self.store = store
         self.keys = SampleKeys(namespace)
+        """Those of slot 0: what a job that is alone uses."""
         self.board = Board(len(payload_bytes_N))
+        self.slots = Slots(namespace, self.board)
         self.capacity_bytes = capacity_bytes
         self._form = form
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
         self._largest_bytes = int(self.size_bytes_N.max())
         self._policy: CachePolicy | None = None
+        self.empty_slots: list[int] = []
+        """Of this job's, as `find_residents` found them last."""
+        self.has_inherited = False
+        """Whether another job's entries were taken over that no count has met yet."""
         self._per_process(-1)
 
     def _per_process(self, worker: int) -> None:
@@ -89,9 +83,20 @@ class SampleCache:
         self.ledger: Ledger = self.board.ledger(worker)
         self._breaker = Breaker(self.board, self._ask_store)
         self._room: Room | None = None
+        self._fetcher: Fetch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("store", "_capacity_bytes", "keys", "board", "_form", "_largest_bytes")
+        kept = (
+            "store",
+            "_capacity_bytes",
+            "_allowed_bytes",
+            "_quota_bytes",
+            "keys",
+            "slots",
+            "board",
+            "_form",
+            "_largest_bytes",
+        )
         return {name: self.__dict__[name] for name in kept} | {"_size_bytes_N": None, "_policy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,7 +125,17 @@ class SampleCache:
 
     @capacity_bytes.setter
     def capacity_bytes(self, num_bytes: int) -> None:
-        self._capacity_bytes = self.board.capacity_bytes = int(num_bytes)
+        self._capacity_bytes = self._allowed_bytes = self._quota_bytes = self.board.capacity_bytes = int(num_bytes)
+
+    @property
+    def quota_bytes(self) -> int:
+        """This job's share of `capacity_bytes`, while other jobs use the cache, too."""
+        return self._quota_bytes
+
+    @quota_bytes.setter
+    def quota_bytes(self, num_bytes: int) -> None:
+        self._quota_bytes = int(num_bytes)
+        self.board.capacity_bytes = min(self._quota_bytes, self._allowed_bytes)
 
     @property
     def room(self) -> Room:
@@ -128,13 +143,19 @@ class SampleCache:
         if self._room is None:
             self._room = Room(
                 self.store,
-                self.keys,
+                self.slots,
                 self.board,
                 self.ledger,
                 form=self._form,
                 largest_bytes=self._largest_bytes,
             )
         return self._room
+
+    @property
+    def _fetch(self) -> Fetch:
+        if self._fetcher is None:
+            self._fetcher = Fetch(self.store, self.slots, self.board, self.ledger, self._breaker, self.room, self._form)
+        return self._fetcher
 
     def entry_bytes(self, payload_bytes: Any) -> Any:
         """What payloads of these lengths occupy in the store, header, key and allocator rounding included.
@@ -145,7 +166,7 @@ class SampleCache:
         Returns:
             Bytes, in the shape of the argument.
         """
-        key_length = self.keys.key_length
+        key_length = self.slots.key_length
         if np.ndim(payload_bytes) == 0:
             return self.store.stored_bytes(key_length, int(payload_bytes) + HEADER_BYTES)
         lengths, inverse = np.unique(np.asarray(payload_bytes), return_inverse=True)
@@ -170,9 +191,9 @@ class SampleCache:
         self._policy = policy_class(self.size_bytes_N, self.board.capacity_bytes)
 
     def find_residents(self) -> Indices:
-        """What the store really holds of this data set, and puts the shared counter right by it.
+        """What the store really holds in this job's slots, and puts the shared counter right by it.
 
-        Called by one rank, while none fetches: at start, on resume, after a disturbance. One scan of the keys.
+        Called by one rank, while none fetches: at start, on resume, after a disturbance. One scan of the keys a slot.
 
         Returns:
             Sample indices, ascending; empty when the store does not answer or is being left alone.
@@ -180,15 +201,55 @@ class SampleCache:
         if not self._breaker.allows():
             return EMPTY
         try:
-            found = [self.keys.index_of(key) for key in self.store.scan(self.keys.prefix)]
-            resident = np.array(sorted(i for i in found if i is not None), dtype=np.int64)
-            resident = resident[resident < len(self.size_bytes_N)]
-            self.room.recount(int(self.size_bytes_N[resident].sum()))
+            by_slot = {slot: self._found_in(slot) for slot in self.board.owned_slots}
+            self.empty_slots = [slot for slot, found in by_slot.items() if not len(found)]
+            self.room.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
         except StoreError as error:
-            self._failed(error)
+            self._fetch.failed(error)
             return EMPTY
         self._breaker.store_took(0.0, 1)  # a scan's length says nothing of a batch's
-        return resident
+        return np.unique(np.concatenate(list(by_slot.values())))
+
+    def _found_in(self, slot: int) -> Indices:
+        """The samples whose entries lie in a slot, ascending; of a cluster, on those nodes that answer."""
+        keys = self.slots.of(slot)
+        found: list[int] = []
+        try:
+            found.extend(index for key in self.store.scan(keys.prefix) if (index := keys.index_of(key)) is not None)
+        except StoreUnavailableError:  # comes last: what the other nodes hold has been told
+            if not found:
+                raise
+        resident = np.array(sorted(found), dtype=np.int64)
+        return resident[resident < len(self.board.flag_N)]
+
+    def inherit(self, slot: int) -> None:
+        """Takes in what a job that has left kept in a slot that is this job's now. Called by one rank, at any time.
+
+        Args:
+            slot: Which.
+
+        Raises:
+            StoreError: The store failed; what was not counted is found by `find_residents`.
+        """
+        found = self._found_in(slot)
+        Tally(self.store, self.slots.of(slot), COUNTER).put(0)
+        if len(found):
+            Tally(self.store, self.slots.keys, COUNTER).add(int(self.size_bytes_N[found].sum()))
+            self.board.held_N[found] = 1
+        self.has_inherited = True
+
+    def use_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
+        """Says whose slots are whose from now on, see `shade.cache.jobs`; after another home nothing is held or owed.
+
+        Args:
+            owned: This job's; it writes in the first.
+            others: Into which it looks.
+        """
+        moved = self.board.owned_slots[0] != owned[0]
+        self.board.set_slots(owned, others)
+        if moved:
+            self.board.held_N[:] = 0
+            self.board.begin_generation()
 
     def adopt(self, resident: Indices, *, remove_refused: bool) -> None:
         """Starts the policy from these residents; every rank must be given the same.
@@ -202,7 +263,7 @@ class SampleCache:
         refused = self._policy.adopt(resident)
         self.board.begin_generation()
         if remove_refused:
-            self._remove(refused)
+            self.remove(refused)
 
     def resize(self, allowed_bytes: int, rank: int, world_size: int) -> int:
         """Makes the capacity smaller, or large again: the least useful yield. On all ranks after the same batch.
@@ -215,16 +276,16 @@ class SampleCache:
         Returns:
             Samples that left.
         """
-        allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
-        self.board.capacity_bytes = allowed_bytes
-        if self._policy is None:
+        self._allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
+        self.quota_bytes = self._quota_bytes
+        if self._policy is None or self.board.is_shared:  # sharing makes the room that is wanted with the next batch
             return 0
-        leaving = self._policy.resize(allowed_bytes)
+        leaving = self._policy.resize(self.board.capacity_bytes)
         self.board.withdraw(leaving)
         mine = leaving[rank::world_size]
         self.ledger.add(yielded=len(mine))
         if len(mine):
-            self._remove(mine)
+            self.remove(mine)
         return len(leaving)
 
     def begin_epoch(self, window: EpochWindow, *, remove_leaving: bool) -> None:
@@ -237,25 +298,41 @@ class SampleCache:
         assert self._policy is not None
         leaving = self._policy.begin_epoch(window)
         if remove_leaving and len(leaving):
-            self._remove(leaving)
+            self.remove(leaving)
 
-    def dispatch(self, index_G: Indices, mine: slice, rank: int, world_size: int, *, ending: bool = False) -> None:
+    def dispatch(
+        self,
+        index_G: Indices,
+        share: Share,
+        rank: int,
+        world_size: int,
+        *,
+        near_G: Bools | None = None,
+        ending: bool = False,
+    ) -> Indices:
         """Posts the verdict on one global batch, just before this rank's share of it is fetched.
 
         Args:
             index_G: The whole global batch, in order, the same on every rank.
-            mine: This rank's share.
+            share: Which places of it are this rank's.
             rank: This rank; of the victims it removes every ``world_size``-th.
             world_size: W.
+            near_G: Whose servers are on this machine; None where that is not known.
             ending: Whether this is one of the last batches of the epoch.
+
+        Returns:
+            This rank's samples.
         """
         assert self._policy is not None
         verdict = self._policy.access_many(index_G)
-        self.board.post(index_G[mine], verdict.hit_B[mine], verdict.stay_B[mine], ending=ending)
+        mine = share(verdict.hit_B)
+        near_B = None if near_G is None else near_G[mine]
+        self.board.post(index_G[mine], verdict.hit_B[mine], verdict.stay_B[mine], near_B, ending=ending)
         if len(verdict.victims):
-            self._remove(verdict.victims[rank::world_size])
+            self.remove(verdict.victims[rank::world_size])
+        return index_G[mine]
 
-    def _remove(self, departures: Indices) -> None:
+    def remove(self, departures: Indices) -> None:
         """Removes entries, or owes it until the store may be asked again."""
         self.room.catch_up()
         self.room.owe(departures.tolist())
@@ -264,7 +341,7 @@ class SampleCache:
         try:
             self.room.settle({})
         except StoreError as error:
-            self._failed(error)
+            self._fetch.failed(error)
 
     # ── the process that fetches ────────────────────────────────────────────────────────────────────────────────────
 
@@ -279,100 +356,7 @@ class SampleCache:
             Payloads in order (an exception object where the origin could not read the sample), and for each whether
             it was a hit.
         """
-        index_B = np.fromiter(indices, dtype=np.int64, count=len(indices))
-        unique_B = index_B if len(set(indices)) == len(indices) else np.array(list(dict.fromkeys(indices)))
-        planned = self.board.planned
-        flag_B = self.board.flag_N[unique_B] if planned else np.full(len(unique_B), LOOK | STAY, dtype=np.uint8)
-        wanted = unique_B[(flag_B & LOOK) > 0].tolist()
-        staying = set(unique_B[(flag_B & STAY) > 0].tolist())
-
-        self.room.catch_up()
-        asking = bool(wanted or staying or self.room.is_unfinished) and self._breaker.allows()
-        begun = time.perf_counter_ns()
-        looked = self._look_up(wanted, planned) if wanted and asking else _Looked()
-        looking_up = time.perf_counter_ns() - begun
-        if wanted and not asking:
-            self.ledger.add(skipped=len(wanted))
-        if looked.failed:
-            asking = False
-        elif asking and self._breaker.is_slow(looking_up / 1e9, len(looked.found)):
-            self._breaker.store_took(looking_up / 1e9, len(looked.found))
-            asking = False
-
-        found = looked.found
-        if planned:
-            self.room.owe(index for index in found if index not in staying)
-        absent = [index for index in unique_B.tolist() if index not in found]
-        read = self._read(absent, read_origin) if absent else {}
-
-        begun = time.perf_counter_ns()
-        fresh = {i: read[i] for i in absent if i in staying and not isinstance(read[i], Exception)}
-        if asking:
-            waited_seconds = self.room.waited_seconds
-            num_written = self._settle(looked.damaged, read, fresh)
-            if num_written is not None:
-                took = looking_up + time.perf_counter_ns() - begun
-                waited_seconds -= self.room.waited_seconds
-                self._breaker.store_took(took / 1e9 + waited_seconds, len(found) + num_written)
-        elif fresh:
-            self.room.decline(len(fresh))
-        self.ledger.add(
-            samples=len(index_B),
-            hits=len(index_B) - len(absent),
-            misses=len(absent),
-            duplicates=len(index_B) - len(unique_B),
-            cache_nanoseconds=looking_up + time.perf_counter_ns() - begun,
-        )
-        payloads, first = {**found, **read}, set(absent)
-        hits = []
-        for index in indices:
-            hits.append(index not in first)
-            first.discard(index)
-        return [payloads[index] for index in indices], hits
-
-    def _look_up(self, wanted: list[int], planned: bool) -> _Looked:
-        try:
-            entries = self.store.get_many(self.keys.many(wanted))
-        except StoreError as error:
-            self._failed(error)
-            return _Looked(failed=True)
-        looked = _Looked()
-        for index, entry in zip(wanted, entries, strict=True):
-            if entry is not None:
-                try:
-                    looked.found[index] = unseal(index, entry, self._form)
-                except CorruptEntryError as error:
-                    logger.debug("%s", error)
-                    looked.damaged.append(index)
-        num_found, num_damaged = len(looked.found), len(looked.damaged)
-        self.ledger.add(
-            cache_reads=num_found,
-            cache_bytes=sum(map(len, looked.found.values())),
-            corrupt=num_damaged,
-            surprises=(len(wanted) - num_found - num_damaged) if planned else 0,
-        )
-        return looked
-
-    def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
-        """Repairs, departures, arrivals; the number of entries written, or None when the store failed."""
-        freed_bytes = num_repaired = 0
-        try:
-            if damaged:
-                repairs = {index: fresh.pop(index) for index in damaged if index in fresh}
-                others = {index: read[index] for index in damaged if index not in repairs}
-                num_repaired, freed_bytes = self.room.repair(repairs, others)
-            return num_repaired + self.room.settle(fresh, freed_bytes)
-        except StoreError as error:
-            self._failed(error)
-            return None
-
-    def _read(self, absent: list[int], read_origin: ReadOrigin) -> dict[int, Any]:
-        begun = time.perf_counter_ns()
-        payloads = read_origin(absent)
-        took = time.perf_counter_ns() - begun
-        self._breaker.origin_took(took / 1e9, len(absent))
-        self.ledger.add(origin_nanoseconds=took)
-        return dict(zip(absent, payloads, strict=True))
+        return self._fetch.many(indices, read_origin)
 
     def count_origin(self, num_reads: int, num_bytes: int) -> None:
         """Whoever reads the origin says so here: reads and bytes as a counting origin would see them."""
@@ -381,10 +365,6 @@ class SampleCache:
     def _ask_store(self) -> None:
         """A question that costs nothing and reaches several nodes of a cluster."""
         self.store.get_many([self.keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])
-
-    def _failed(self, error: StoreError) -> None:
-        self.ledger.add(store_errors=1)
-        self._breaker.store_failed(error)
 
     def close(self) -> None:
         """Closes the store. Safe to call twice."""

@@ -18,6 +18,8 @@ FIELDS: dict[str, str] = {
     "hits": "samples whose bytes did not come from the origin",
     "misses": "samples whose bytes came from the origin",
     "duplicates": "of the hits: repeats inside one batch, served from memory",
+    "borrowed": "of the hits: entries that another job had brought in",
+    "near_hits": "of the hits: entries from a server on this machine, where a cluster has several",
     "origin_reads": "reads of the origin that succeeded; probes at the start and replacements for bad samples included",
     "origin_bytes": "bytes those reads returned",
     "cache_reads": "entries that the store returned",

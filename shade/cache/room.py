@@ -22,7 +22,6 @@ Two to four round trips a batch that changes something, none for a batch that do
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,9 +29,10 @@ from typing import Any
 from shade.cache.board import STAY, Board
 from shade.cache.entry import HEADER_BYTES, seal
 from shade.cache.ledger import Ledger
+from shade.cache.slots import Slots
+from shade.cache.tally import Tally
 from shade.errors import StoreFullError
 from shade.store.base import Store
-from shade.store.keys import SampleKeys
 
 PATIENCE_SECONDS = 0.5
 """How long the last batches of an epoch wait for room: many times what a neighbour is late, and once only."""
@@ -47,7 +47,7 @@ class Room:
 
     Args:
         store: Where the entries lie.
-        keys: Their names.
+        slots: Their names; this job writes in the first of its slots, and removes from all of them.
         board: Says who shall stay, and what all entries may occupy together, allocator rounding included.
         ledger: This process's row.
         form: How payloads are encoded.
@@ -57,16 +57,16 @@ class Room:
     def __init__(
         self,
         store: Store,
-        keys: SampleKeys,
+        slots: Slots,
         board: Board,
         ledger: Ledger,
         *,
         form: int,
         largest_bytes: int,
     ) -> None:
-        self._store, self._keys, self._board, self._ledger, self._form = store, keys, board, ledger, form
+        self._store, self._slots, self._board, self._ledger, self._form = store, slots, board, ledger, form
         self._largest_bytes = largest_bytes
-        self._counter_key = keys.counter_key(COUNTER)
+        self._tallies: dict[str, Tally] = {}
         self._owed: dict[int, None] = {}
         self._waiting: dict[int, bytes] = {}
         self._unreturned_bytes = 0
@@ -74,6 +74,11 @@ class Room:
         self._generation = board.generation
         self.waited_seconds = 0.0
         """Spent waiting for room, in all: a neighbour's slowness and not the store's."""
+
+    @property
+    def _tally(self) -> Tally:
+        keys = self._slots.keys
+        return self._tallies.setdefault(keys.namespace, Tally(self._store, keys, COUNTER))
 
     def catch_up(self) -> None:
         """Forgets what was owed or held for a plan that is no more: the residents were counted afresh since."""
@@ -90,7 +95,7 @@ class Room:
 
     def size_bytes(self, payload_bytes: int) -> int:
         """What an entry with so many bytes of payload occupies in the store."""
-        return self._store.stored_bytes(self._keys.key_length, payload_bytes + HEADER_BYTES)
+        return self._store.stored_bytes(self._slots.key_length, payload_bytes + HEADER_BYTES)
 
     def owe(self, departures: Iterable[int]) -> None:
         """Notes samples that shall leave with the next `settle`."""
@@ -111,7 +116,7 @@ class Room:
             StoreError: The store does not answer.
             ValueError: Under its name there is something else.
         """
-        return int(self._store.get_many([self._counter_key])[0] or 0)
+        return self._tally.value()
 
     def recount(self, used_bytes: int) -> None:
         """Sets the counter to what the entries really occupy; while nobody else admits or removes.
@@ -120,16 +125,9 @@ class Room:
             used_bytes: The truth.
 
         Raises:
-            StoreError: The store failed. The counter is as it was, or right.
+            StoreError: The store failed. The counter is as it was, or right; so it is on a server that is full.
         """
-        try:
-            difference = used_bytes - self.counted_bytes()
-        except ValueError:  # somebody has written something else under its name
-            self._store.delete_many([self._counter_key])
-            difference = used_bytes
-        with contextlib.suppress(StoreFullError):  # it stays too high for now
-            if difference:
-                self._store.increment(self._counter_key, difference)
+        self._tally.put(used_bytes)
 
     def repair(self, payloads: Mapping[int, Any], others: Mapping[int, Any]) -> tuple[int, int]:
         """Puts damaged entries right. They have their room already, whatever their length is now.
@@ -146,10 +144,10 @@ class Room:
         """
         written = []
         if payloads:
-            keys = self._keys.many(list(payloads))
+            keys = self._slots.keys.many(list(payloads))
             entries = [seal(index, payload, self._form) for index, payload in payloads.items()]
             written = self._store.set_many(dict(zip(keys, entries, strict=True)))
-        lengths = self._store.delete_many(self._keys.many(list(others))) if others else []
+        lengths = self._store.delete_many(self._slots.keys.many(list(others))) if others else []
         self._ledger.add(evicted=sum(length >= 0 for length in lengths))
         freed_bytes = sum(
             self.size_bytes(len(payload))
@@ -174,7 +172,8 @@ class Room:
         if self._full and not self._board.planned:
             arrivals = {}
         if self._owed:
-            lengths = self._store.delete_many(self._keys.many(list(self._owed)))
+            lengths = self._store.delete_many(self._slots.owned_names(list(self._owed)))
+            self._board.held_N[list(self._owed)] = 0
             self._owed.clear()
             gone = [length for length in lengths if length >= 0]
             freed_bytes += sum(self.size_bytes(length - HEADER_BYTES) for length in gone)
@@ -185,7 +184,7 @@ class Room:
         try:
             if not self._waiting:
                 if freed_bytes:
-                    self._store.increment(self._counter_key, -freed_bytes)
+                    self._tally.add(-freed_bytes)
                 return 0
             written = self._admit(freed_bytes)
             if self._waiting and self._board.ending and not self._gave_up:
@@ -228,22 +227,23 @@ class Room:
         """Writes those in hand that find room; how many were written."""
         sizes = {index: self.size_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
         wanted = sum(sizes.values())
-        excess = self._store.increment(self._counter_key, wanted - freed_bytes) - self._board.capacity_bytes
+        excess = self._tally.add(wanted - freed_bytes) - self._board.capacity_bytes
         chosen = dict(self._waiting)
         for index in reversed(self._waiting):
             if excess <= 0:
                 break
             excess -= sizes[index]
             del chosen[index]
-        entries = dict(zip(self._keys.many(list(chosen)), chosen.values(), strict=True))
+        entries = dict(zip(self._slots.keys.many(list(chosen)), chosen.values(), strict=True))
         written = dict(zip(chosen, self._store.add_many(entries), strict=True)) if entries else {}
         kept = sum(sizes[index] for index, ok in written.items() if ok)
         if kept < wanted:
             try:
-                self._store.increment(self._counter_key, kept - wanted)
+                self._tally.add(kept - wanted)
             except StoreFullError:
                 self._unreturned_bytes = wanted - kept
         num_written = sum(written.values())
+        self._board.held_N[[index for index, ok in written.items() if ok]] = 1
         self._ledger.add(
             admitted=num_written,
             admitted_bytes=sum(len(chosen[index]) - HEADER_BYTES for index, ok in written.items() if ok),

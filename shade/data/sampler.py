@@ -26,7 +26,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
 from shade.data.reminders import Reminders
-from shade.data.saved_draw import SavedDraws, load_draw
+from shade.data.saved_draw import SavedDraws, draw_from, load_draw
+from shade.data.shares import Shares
 from shade.data.steering import Steering
 from shade.data.walk import EpochWalk, check_order
 from shade.errors import ConfigError
@@ -34,7 +35,6 @@ from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochWindow
 from shade.sampling import MODES
 from shade.sampling.base import Draw, Receipt, Scores, Validation
-from shade.sampling.shards import num_steps, rank_positions, rank_slice
 from shade.types import Floats, Indices
 
 
@@ -42,8 +42,8 @@ class ShadeSampler(DistributedSampler[int]):
     """Yields this rank's sample indices of one epoch.
 
     The arguments of `torch.utils.data.DistributedSampler`, and then ours by keyword. With a `ShadeDataset` it steers
-    the data set's cache; with any other data set it only samples. It is a DistributedSampler in name, so that frameworks
-    which give every loader one (Lightning) leave this one in its place, and tell it the epoch.
+    the data set's cache; with any other data set it only samples. It is a DistributedSampler in name, so that those who
+    give every loader one (Lightning) leave this one in its place, and tell it the epoch.
 
     Args:
         dataset: The data set that the DataLoader reads.
@@ -58,6 +58,8 @@ class ShadeSampler(DistributedSampler[int]):
         replication_factor: `pads` only: how often cached samples appear, ≥ 1 in steps of 0.5.
         epochs: Total number of epochs, if known: `unbiased` then ends with full epochs.
         score: What makes a sample important, see `shade.importance.SCORES`; the mode's own choice when None.
+        follow: A name; jobs that give the same one, on the same data and cache, walk one stream of samples in step, and
+            one of them reads the origin for all (`shade.cache.follow`).
 
     Raises:
         ConfigError: An argument out of range, or one that the mode does not take.
@@ -78,6 +80,7 @@ class ShadeSampler(DistributedSampler[int]):
         replication_factor: float | None = None,
         epochs: int | None = None,
         score: str | None = None,
+        follow: str | None = None,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
@@ -116,13 +119,26 @@ class ShadeSampler(DistributedSampler[int]):
         self._steering: Steering | None = None
         if cache is not None:
             policy = getattr(dataset, "policy", None) or self.mode.default_policy
-            self._steering = Steering(cache, policy, self.mode.draws_ahead, self.rank, self.num_replicas)
+            self._steering = Steering(
+                cache,
+                policy,
+                self.mode.draws_ahead,
+                self.rank,
+                self.num_replicas,
+                global_batch=self.global_batch,
+                follow=follow,
+            )
+        elif follow is not None:
+            raise ConfigError.of(
+                "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
+            )
         self._last_epoch = None if epochs is None else epochs - 1
         self.epoch = 0
         self._draws: dict[int, Draw] = {}
         self._saved = SavedDraws()
         self._first_step = self._steps_done = 0
         self._begun = self._is_placed = False
+        self._shares = Shares(self.rank, self.num_replicas, batch_size, drop_last)
         self._accuracies: list[float] = []
         self._weight_N: Floats | None = None
         self._reminders = Reminders()
@@ -182,7 +198,10 @@ class ShadeSampler(DistributedSampler[int]):
         """
         self._reminders.made.add("report")
         if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices):
-            check_order(int(indices[0]), self._mine, self._steps_done, self.num_steps)
+            order_K = self._draw(self.epoch).order_K
+            check_order(
+                int(indices[0]), lambda step: self._shares.dealt(order_K, step), self._steps_done, self.num_steps
+            )
         self._steps_done += 1
         self.merger.report(indices, losses)
 
@@ -193,29 +212,18 @@ class ShadeSampler(DistributedSampler[int]):
     # ── one epoch ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
-        """Samples that this rank takes in the present epoch; after a resume, in what is left of it, unless it was resumed
-        through a loader that keeps its place: those count whole epochs."""
+        """Samples that this rank takes in the present epoch; after a resume, in what is left of it. (In the whole of it
+        where a loader that keeps its place has resumed: those count from the epoch's start.)"""
         return self._num_mine(0 if self._is_placed else self._first_step)
 
     def _num_mine(self, first_step: int) -> int:
         """Samples that this rank takes in the present epoch from a step on."""
-        num_drawn = len(self._draw(self.epoch).order_K)
-        return len(
-            rank_positions(
-                self.rank,
-                num_drawn=num_drawn,
-                global_batch=self.global_batch,
-                world_size=self.num_replicas,
-                drop_last=self.drop_last,
-                cursor=min(first_step * self.global_batch, num_drawn),
-            )
-        )
+        return self._shares.num_mine(len(self._draw(self.epoch).order_K), first_step)
 
     @property
     def num_steps(self) -> int:
         """Steps of the present epoch, those already taken included; the same on every rank."""
-        num_drawn = len(self._draw(self.epoch).order_K)
-        return num_steps(num_drawn, self.global_batch, drop_last=self.drop_last)
+        return self._shares.num_steps(len(self._draw(self.epoch).order_K))
 
     @property
     def receipt(self) -> Receipt:
@@ -239,75 +247,60 @@ class ShadeSampler(DistributedSampler[int]):
         return EpochWalk(self.batch_size, self._begin, self._seek)
 
     def _begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
-        """Begins a pass, when its first index is asked for. One that was set to the epoch's end leaves it ended; the one
-        that comes after it is the next epoch, as loaders which keep their place begin anew after what they had ended."""
+        """Begins a pass, when its first index is asked for. One that was set to the epoch's end leaves it ended; the
+        one after it is the next epoch: loaders that keep their place begin anew after what they had ended."""
         if self._is_placed and not is_placed and self._first_step >= self.num_steps:
             self._turn_to(self.epoch + 1)
         self._remind()
         if self._begun:
             self._first_step = 0  # the same epoch once more, from its beginning
         self._begun, self._steps_done = True, self._first_step
+        self._shares.begin()
         if self._steering is not None:
             self._steering.settle()
         order_K = self._draw(self.epoch).order_K
-        self._weight_N = self._weights_of(self._draw(self.epoch))
+        self._weight_N = self._shares.weights(self._draw(self.epoch), self.num_samples)
         next_order_K = None
         if self.mode.draws_ahead and self.epoch != self._last_epoch:
             next_order_K = self._draw(self.epoch + 1).order_K
         for epoch in [e for e in self._draws if e < self.epoch]:
             del self._draws[epoch]
-        walk_K = self._walk(order_K)
+        walk_K = self._shares.walk(order_K)
         if self._steering is not None:
             scores = self._scores()
             rest_K = walk_K[self._first_step * self.global_batch :]
-            next_order_K = next_order_K if next_order_K is None else self._walk(next_order_K)
+            next_order_K = next_order_K if next_order_K is None else self._shares.walk(next_order_K)
             score_N = None if scores is None else scores.score_N
-            self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N))
+            self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N), walk_K)
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
         return self._num_mine(0) - self._num_mine(self._first_step), self._pass(walk_K, len(order_K))
 
     def _seek(self, step: int, is_between: bool) -> None:
         """Sets where the next pass begins, whether or not the losses of the steps before were reported."""
         if not is_between and step != self.num_steps:
-            raise ConfigError.of("a place between two batches", f"step {step}", "give loader and sampler one batch_size")
+            raise ConfigError.of(
+                "a place between two batches", f"step {step}", "give loader and sampler one batch_size"
+            )
         self._first_step = self._steps_done = step
         self._is_placed = True
 
     def _pass(self, walk_K: Indices, num_drawn: int) -> Iterator[int]:
         """The rest of the epoch, each batch dispatched just before it is handed out."""
         for step in range(self._first_step, self.num_steps):
-            index_G, mine = self._share(walk_K, num_drawn, step)
+            index_G, mine = self._shares.of(walk_K, num_drawn, step)
+            index_B = index_G[mine]
             if self._steering is not None:
-                self._steering.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
-            yield from index_G[mine].tolist()
+                index_B = self._steering.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
+            self._shares.note(step, index_B)
+            yield from index_B.tolist()
         if self._steering is not None:
             self._steering.end_epoch()
-
-    def _walk(self, order_K: Indices) -> Indices:
-        """The order as the ranks walk it: without the tail that is dropped, with the tail's padding."""
-        last = num_steps(len(order_K), self.global_batch, drop_last=self.drop_last) - 1
-        stop = self._slice(last, self.num_replicas - 1, len(order_K)).stop
-        return order_K[:stop] if stop <= len(order_K) else np.concatenate([order_K, order_K[: stop - len(order_K)]])
-
-    def _slice(self, step: int, rank: int, num_drawn: int) -> range:
-        return rank_slice(step, rank, num_drawn=num_drawn, global_batch=self.global_batch, world_size=self.num_replicas)
-
-    def _mine(self, step: int) -> list[int]:
-        """This rank's samples of one step."""
-        order_K = self._draw(self.epoch).order_K
-        index_G, mine = self._share(self._walk(order_K), len(order_K), step)
-        return index_G[mine].tolist()
-
-    def _share(self, walk_K: Indices, num_drawn: int, step: int) -> tuple[Indices, slice]:
-        """One global batch, and this rank's place in it."""
-        start = step * self.global_batch
-        mine = self._slice(step, self.rank, num_drawn)
-        return walk_K[start : start + self.global_batch], slice(mine.start - start, mine.stop - start)
 
     def _draw(self, epoch: int) -> Draw:
         """The draw of an epoch; made at most once, on every rank from the same scores."""
         if epoch not in self._draws:
-            draw = self.mode.draw(
+            followed = self._draw_of_leader(epoch)
+            draw = followed or self.mode.draw(
                 epoch,
                 self._scores(),
                 resident_N=None if self._steering is None else self._steering.resident_N,
@@ -315,25 +308,20 @@ class ShadeSampler(DistributedSampler[int]):
             )
             if not self.shuffle:
                 draw = Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
+            if followed is None and self._steering is not None:
+                self._steering.publish_draw(epoch, draw.order_K, draw.weight_N)
             self._draws[epoch] = draw
         return self._draws[epoch]
+
+    def _draw_of_leader(self, epoch: int) -> Draw | None:
+        """The draw of the job that this one follows; None where it draws for itself."""
+        found = None if self._steering is None else self._steering.draw_of_leader(epoch)
+        return None if found is None else draw_from(epoch, *found, num_samples=self.num_samples)
 
     def _scores(self) -> Scores | None:
         self.merger.flush()
         snapshot = self.table.scores()
         return Scores(snapshot.score_N, snapshot.seen_N) if snapshot.seen_N.any() else None
-
-    def _weights_of(self, draw: Draw) -> Floats | None:
-        """Weights by sample, corrected where the last step is shared unevenly: DDP averages ranks, not samples."""
-        order_K = draw.order_K
-        last = num_steps(len(order_K), self.global_batch, drop_last=self.drop_last) - 1
-        index_G, mine = self._share(self._walk(order_K), len(order_K), last)
-        balance = (mine.stop - mine.start) * self.num_replicas / len(index_G)
-        if balance == 1.0:
-            return draw.weight_N
-        weight_N = np.ones(self.num_samples, np.float32) if draw.weight_N is None else draw.weight_N.copy()
-        weight_N[index_G[mine]] *= balance
-        return weight_N
 
     def _remind(self) -> None:
         """Tells of calls that the epochs so far should have seen and did not; counts the epochs itself if need be."""
@@ -388,10 +376,12 @@ class ShadeSampler(DistributedSampler[int]):
         self._first_step = self._steps_done = int(state["steps_done"])
         self.table.load_state_dict(state["table"])
         self._accuracies = list(state["accuracies"])
-        self._weight_N = self._weights_of(draws[self.epoch]) if self.epoch in draws else None
+        self._weight_N = self._shares.weights(draws[self.epoch], self.num_samples) if self.epoch in draws else None
         if self._steering is not None:
             self._steering.doubt()
 
     def close(self) -> None:
-        """Ends the merging thread. Safe to call twice."""
+        """Ends the merging thread, and leaves the cache to other jobs. Safe to call twice."""
         self.merger.close()
+        if self._steering is not None:
+            self._steering.close()

@@ -3,10 +3,14 @@
 Every rank runs the same policy over the same global order, so ranks agree without talking. They talk only where the
 world may differ from the plan: at the start, on resume, after an epoch that was left early, and after one in which the
 cache lost or refused something. Then rank 0 looks what the store really holds and tells the others, and the plan starts
-afresh from there.
+afresh from there. Where other jobs use the cache, too, the exact plan rests, and `shade.cache.sharing` decides. In a
+cluster each rank gets what its own host keeps (`shade.data.locality`).
 """
 
 from __future__ import annotations
+
+import logging
+import secrets
 
 import numpy as np
 import torch
@@ -14,14 +18,22 @@ import torch.distributed as dist
 import xxhash
 
 from shade.cache.cache import SampleCache
-from shade.errors import ConfigError
+from shade.cache.follow import BEAT_SECONDS as FOLLOW_BEAT_SECONDS
+from shade.cache.follow import Follow
+from shade.cache.jobs import BEAT_SECONDS, Jobs
+from shade.cache.sharing import Sharing
+from shade.data.locality import Locality
+from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
 from shade.policy.base import EpochWindow
-from shade.types import Bools, Indices
+from shade.types import Bools, Floats, Indices
+
+logger = logging.getLogger("shade.data")
 
 ENDING_BATCHES = 32
 """More than workers hold under way: an epoch's last batches, in which what finds no room at once waits for it."""
 _DISTURBANCES = ("surprises", "declined", "store_errors", "skipped", "yielded")
+_OWNER_BYTES = 8
 
 
 class Steering:
@@ -33,14 +45,30 @@ class Steering:
         draws_ahead: Whether the next epoch's order will be known.
         rank: This rank.
         num_replicas: W; above 1 with torch.distributed initialised, its ranks take part in `begin_epoch` together.
+        global_batch: G.
+        follow: The name that jobs have in common that follow one stream.
 
     Raises:
-        ConfigError: Unknown policy, one that needs the next epoch's order from a mode that does not draw ahead, or
-            ranks that see different data sets.
+        ConfigError: Unknown policy, one that needs more of the future than the mode can tell, ranks that see different
+            data sets, or a store that other jobs cannot see where jobs shall follow one stream.
     """
 
-    def __init__(self, cache: SampleCache, policy: str, draws_ahead: bool, rank: int, num_replicas: int) -> None:
+    def __init__(
+        self,
+        cache: SampleCache,
+        policy: str,
+        draws_ahead: bool,
+        rank: int,
+        num_replicas: int,
+        *,
+        global_batch: int,
+        follow: str | None = None,
+    ) -> None:
         policy_class = POLICIES.get(policy)
+        if policy_class.offline:
+            raise ConfigError.of(
+                "a policy for a running job; this one must see all epochs before the first", policy, "use 'plan'"
+            )
         if policy_class.needs_next_order and not draws_ahead:
             raise ConfigError.of(
                 "a policy that does without the next epoch's order, since this sampling mode does not draw ahead",
@@ -48,16 +76,53 @@ class Steering:
                 "use policy 'shade' or 'lru' with pads",
             )
         self._cache, self._rank, self._num_replicas = cache, rank, num_replicas
-        cache.use_policy(policy_class)
+        self._plans_exactly = policy_class.needs_next_order
         self._group: dist.ProcessGroup | None = None
         if num_replicas > 1 and dist.is_available() and dist.is_initialized():
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
-            self._group = group
+            made = dist.new_group(backend="gloo")
+            assert isinstance(made, dist.ProcessGroup), "every rank of the world takes part"
+            self._group = made
             self._check_same_data()
+        self._follow: Follow | None = None
+        self.sharing = self._join(follow, global_batch)
+        """With which other jobs the cache is shared; None where no other job can see it."""
+        self._locality = Locality(cache, rank, num_replicas, self._group)
+        cache.use_policy(policy_class)
         self._started = False
         self._is_settled = False
         self._seen = cache.board.totals()
+
+    def _join(self, follow: str | None, global_batch: int) -> Sharing | None:
+        """Takes this job's place among those that use the cache. Collective."""
+        cache = self._cache
+        is_private = not cache.store.shared or (self._num_replicas > 1 and self._group is None)
+        if follow is not None and (is_private or self._num_replicas > 1):
+            raise ConfigError.of(
+                "one rank and a cache that other jobs can see, to follow one stream",
+                f"{self._num_replicas} ranks, {cache.store.url}",
+                "give each job one rank and the same server, or leave follow out",
+            )
+        if is_private:
+            return None
+        jobs = Jobs(cache.store, cache.keys.namespace, self._agreed_owner(), follow or "")
+        beat_seconds = BEAT_SECONDS if follow is None else FOLLOW_BEAT_SECONDS
+        sharing = Sharing(cache, jobs, self._rank, self._num_replicas, beat_seconds=beat_seconds)
+        if self._rank == 0:
+            sharing.start()
+        if self._group is not None:
+            dist.barrier(self._group)
+            if self._rank > 0:
+                sharing.start()
+        if follow is not None:
+            self._follow = Follow(cache, jobs, sharing, global_batch)
+        return sharing
+
+    def _agreed_owner(self) -> str:
+        """The job's name, the same on every rank."""
+        drawn = torch.tensor(list(secrets.token_bytes(_OWNER_BYTES)))
+        if self._group is not None:
+            dist.broadcast(drawn, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return bytes(drawn.tolist()).hex()
 
     def _check_same_data(self) -> None:
         """Ranks that look for each other's entries under different names would all read the origin, in silence."""
@@ -79,13 +144,27 @@ class Steering:
         policy = self._cache.policy
         return policy.resident_N if policy is not None and self._started else None
 
-    def begin_epoch(self, window: EpochWindow) -> None:
+    def draw_of_leader(self, epoch: int) -> tuple[Indices, Floats | None] | None:
+        """The draw of the job that this one follows, see `Follow.draw_of`; None where it draws for itself."""
+        return None if self._follow is None else self._follow.draw_of(epoch)
+
+    def publish_draw(self, epoch: int, order_K: Indices, weight_N: Floats | None) -> None:
+        """Lets those who follow have a draw of this job."""
+        if self._follow is not None:
+            self._follow.publish(epoch, order_K, weight_N)
+
+    def begin_epoch(self, window: EpochWindow, walk_K: Indices) -> None:
         """Plans an epoch; `settle` comes first.
 
         Args:
             window: What is left of its global order, the next one's if drawn, and the scores.
+            walk_K: Its global order from the beginning.
         """
-        self._cache.begin_epoch(window, remove_leaving=self._rank == 0)
+        if self.sharing is not None:
+            start = len(walk_K) - len(window.order_K)
+            self.sharing.begin_epoch(window.epoch, walk_K, window.next_order_K, start)
+        if not self._cache.board.is_shared:
+            self._cache.begin_epoch(window, remove_leaving=self._rank == 0)
         self._is_settled = False
 
     def end_epoch(self) -> None:
@@ -98,32 +177,89 @@ class Steering:
 
     def settle(self) -> None:
         """Makes the plan's idea of the residents true again, where it may have become false. Collective."""
-        totals = self._cache.board.totals()
+        cache, sharing = self._cache, self.sharing
+        totals = cache.board.totals()
         disturbed = not self._is_settled or any((totals - self._seen)[name] for name in _DISTURBANCES)
         self._seen = totals
-        if self._group is not None:
-            flag = torch.tensor([int(disturbed)])
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-            disturbed = bool(flag.item())
-        if disturbed:
-            self._cache.adopt(self._find_residents(), remove_refused=self._rank == 0)
+        company = self._plans_exactly and sharing is not None and sharing.has_company
+        disturbed, company, quota = self._agree(disturbed or cache.has_inherited, company)
+        assert cache.policy is not None
+        was_shared = cache.board.is_shared
+        cache.quota_bytes = quota
+        if (
+            disturbed
+            or company != was_shared
+            or (not company and cache.policy.capacity_bytes != cache.board.capacity_bytes)
+        ):
+            cache.has_inherited = False
+            cache.board.is_shared = False
+            cache.adopt(self._find_residents(), remove_refused=self._rank == 0)
+            if company and sharing is not None:
+                sharing.enter(cache.policy.resident_N)
+        self._locality.refresh()
         self._started = True
+
+    def _agree(self, disturbed: bool, company: bool) -> tuple[bool, bool, int]:
+        """What any rank has seen holds for all; the quota is rank 0's."""
+        quota = self._cache.quota_bytes
+        if self._group is None:
+            return disturbed, company, quota
+        told = torch.tensor([int(disturbed), int(company), quota if self._rank == 0 else 0])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(told[0]), bool(told[1]), int(told[2])
 
     def _find_residents(self) -> Indices:
         if self._group is None:
-            return self._cache.find_residents()
+            return self._count()
         held_N = torch.zeros(len(self._cache.board.flag_N), dtype=torch.uint8)
         if self._rank == 0:
-            held_N[torch.from_numpy(self._cache.find_residents())] = 1
+            held_N[torch.from_numpy(self._count())] = 1
         dist.broadcast(held_N, src=dist.get_global_rank(self._group, 0), group=self._group)
         return np.flatnonzero(held_N.numpy())
 
-    def dispatch(self, index_G: Indices, mine: slice, *, num_left: int) -> None:
+    def _count(self) -> Indices:
+        """What this job's slots hold; those that were taken over and are empty by now are given back."""
+        found = self._cache.find_residents()
+        if self.sharing is not None:
+            try:
+                self.sharing.release(self._cache.empty_slots)
+            except StoreError as error:
+                logger.debug("empty slots are kept: %s", error)
+        return found
+
+    def dispatch(self, index_G: Indices, mine: slice, *, num_left: int) -> Indices:
         """One global batch, just before this rank's share is fetched.
 
         Args:
             index_G: Its samples.
-            mine: This rank's share.
+            mine: This rank's places by position.
             num_left: Batches of the epoch that come after it.
+
+        Returns:
+            This rank's samples.
         """
-        self._cache.dispatch(index_G, mine, self._rank, self._num_replicas, ending=num_left < ENDING_BATCHES)
+        cache, sharing, ending = self._cache, self.sharing, num_left < ENDING_BATCHES
+        if self._follow is not None and sharing is not None:
+            self._follow.wait(*sharing.place_after(len(index_G)))
+        if sharing is not None and self._plans_exactly and sharing.has_company and not cache.board.is_shared:
+            assert cache.policy is not None
+            sharing.enter(cache.policy.resident_N)
+        if sharing is not None and cache.board.is_shared:
+            index_B = index_G[self._locality.deal(index_G, np.zeros(len(index_G), dtype=bool), mine)]
+            sharing.dispatch(index_B, len(index_G), self._locality.near(index_B), ending=ending)
+            return index_B
+        if sharing is not None:
+            sharing.walked(len(index_G))
+        return cache.dispatch(
+            index_G,
+            lambda hit_G: self._locality.deal(index_G, hit_G, mine),
+            self._rank,
+            self._num_replicas,
+            near_G=self._locality.near(index_G),
+            ending=ending,
+        )
+
+    def close(self) -> None:
+        """Leaves the cache to the other jobs. Safe to call twice."""
+        if self.sharing is not None:
+            self.sharing.close()

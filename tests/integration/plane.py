@@ -130,6 +130,8 @@ class Job:
     """What one read of the origin takes."""
     stop_after: int | None = None
     """Steps."""
+    seed: int = 0
+    follow: str | None = None
 
 
 @dataclass
@@ -183,6 +185,8 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
             mode=job.mode,
             keep=job.keep,
             drop_last=job.drop_last,
+            seed=job.seed,
+            follow=job.follow,
         )
         stack.callback(sampler.close)
         if state is not None:

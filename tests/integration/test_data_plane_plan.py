@@ -17,6 +17,9 @@ from tests.integration.plane import CountingOrigin, Job, global_steps, make_pict
 
 N, BATCH, EPOCHS = 640, 16, 6
 COUNTER = SampleKeys("0123456789abcdef").counter_key("used-bytes")
+NOTE = SampleKeys("0123456789abcdef").counter_key("job-0")
+NOTE_BYTES = 480
+"""At most: what a job says of itself."""
 WARM = slice(2, None)
 """Epochs after the two full ones; the cache is warm from the second on."""
 
@@ -128,9 +131,9 @@ class Auditor(threading.Thread):
     costs a few hundred bytes that no account shows, measured here with idle ones. One more thing no account shows:
     Redis reads a large value into the buffer that an even larger one left behind, and counts the value's length, not
     the buffer's, until the command is complete. So a moment at which some client's command is half read (its argv-mem
-    is not 0) tells nothing, and another one is taken. The counter that the cache keeps there is no sample: an empty
-    server has one, too. INFO's own ``used_memory_dataset`` will not do:
-    it takes clients off as they were a while ago, so that a reply on its way out looks like data.
+    is not 0) tells nothing, and another one is taken. The counter that the cache keeps there and the note of the job
+    are no samples: an empty server has them, too. INFO's own ``used_memory_dataset`` will not do: it takes clients
+    off as they were a while ago, so that a reply on its way out looks like data.
     """
 
     def __init__(self, socket_path: str) -> None:
@@ -140,6 +143,7 @@ class Auditor(threading.Thread):
         self._empty_bytes = self._client_bytes = 0
         self._use_every_command()
         self._server.incr(COUNTER)
+        self._server.set(NOTE, bytes(NOTE_BYTES))
         alone = self._measure()
         idle = [redis.Redis(unix_socket_path=socket_path, client_name="shade") for _ in range(16)]
         for client in idle:
@@ -148,7 +152,7 @@ class Auditor(threading.Thread):
         for client in idle:
             client.close()
         self._empty_bytes = alone - self._client_bytes
-        self._server.unlink(COUNTER)
+        self._server.unlink(COUNTER, NOTE)
         self.data_bytes: list[int] = []
         self.summed_bytes: list[int] = []
 

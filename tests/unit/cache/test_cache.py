@@ -99,7 +99,7 @@ def walk(cache: SampleCache, origin: Origin, order: list[int], batch: int = 5) -
     hits = []
     for start in range(0, len(order), batch):
         index_B = np.array(order[start : start + batch])
-        cache.dispatch(index_B, slice(0, len(index_B)), 0, 1)
+        cache.dispatch(index_B, lambda hit_B: slice(0, len(hit_B)), 0, 1)
         payloads, hit = cache.fetch_many(index_B.tolist(), origin)
         assert [bytes(p) for p in payloads] == [payload(i) for i in index_B]
         hits += hit
@@ -192,7 +192,7 @@ def test_what_waits_too_long_is_declined(cache: SampleCache, origin: Origin, mon
 
 def test_larger_than_planned_is_not_admitted(cache: SampleCache, origin: Origin) -> None:
     begin(cache, [0, 1], [0, 1])
-    cache.dispatch(np.array([0, 1]), slice(0, 2), 0, 1)
+    cache.dispatch(np.array([0, 1]), lambda hit_B: slice(0, 2), 0, 1)
     cache.fetch_many([0, 1], lambda indices: [b"x" * (SIZE if i else 5000) for i in indices])
     assert resident(cache) == [1]
     assert cache.ledger["declined"] == 1
@@ -226,7 +226,7 @@ def test_waiting_for_a_neighbour_is_not_the_stores_slowness(cache: SampleCache, 
         index_B = np.array(order[start : start + 5])
         cache.board.origin_seconds = 1e-6
         cache.board.strikes = 1
-        cache.dispatch(index_B, slice(0, 5), 0, 1, ending=True)
+        cache.dispatch(index_B, lambda hit_B: slice(0, 5), 0, 1, ending=True)
         cache.fetch_many(index_B.tolist(), origin)
     assert cache.room.waited_seconds > 0.1
     assert cache.board.trips == 0

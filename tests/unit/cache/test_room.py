@@ -10,6 +10,7 @@ import pytest
 
 from shade.cache.board import Board
 from shade.cache.room import COUNTER, Room
+from shade.cache.slots import Slots
 from shade.store import open_store
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
@@ -28,10 +29,11 @@ class Setting(NamedTuple):
 
 @pytest.fixture
 def setting() -> Setting:
-    store, board, keys = open_store("memory://"), Board(4), SampleKeys("room")
-    board.capacity_bytes = largest = store.stored_bytes(keys.key_length, 1100)
+    store, board = open_store("memory://"), Board(4)
+    slots = Slots("room", board)
+    board.capacity_bytes = largest = store.stored_bytes(slots.key_length, 1100)
     mine, neighbour = (
-        Room(store, keys, board, board.ledger(worker), form=0, largest_bytes=largest) for worker in (0, 1)
+        Room(store, slots, board, board.ledger(worker), form=0, largest_bytes=largest) for worker in (0, 1)
     )
     return Setting(store, board, mine, neighbour)
 

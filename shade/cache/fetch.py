@@ -1,0 +1,148 @@
+"""Fetching a batch, in the process that does it: a DataLoader worker, or the training process itself.
+
+One round to the store for what may be there, one call to the origin for all the rest, then departures, and only then
+arrivals. What shall stay and what shall go is on the board; a store that fails makes a batch slower and nothing else.
+
+Legend: B batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shade.cache.board import LOOK, STAY, Board
+from shade.cache.breaker import Breaker
+from shade.cache.ledger import Ledger
+from shade.cache.lookup import Looked, look_up
+from shade.cache.room import Room
+from shade.cache.slots import Slots
+from shade.errors import StoreError
+from shade.store.base import Store
+from shade.types import Indices
+
+ReadOrigin = Callable[[list[int]], list[Any]]
+"""Payload by sample index, in order: bytes, or the exception that stands for a sample that could not be read."""
+
+
+class Fetch:
+    """One process's way to its samples.
+
+    Args:
+        store: Where the entries lie.
+        slots: Their names.
+        board: What shall be done.
+        ledger: This process's row.
+        breaker: Whether the store is worth asking.
+        room: How entries leave and arrive.
+        form: How payloads are encoded.
+    """
+
+    def __init__(
+        self, store: Store, slots: Slots, board: Board, ledger: Ledger, breaker: Breaker, room: Room, form: int
+    ) -> None:
+        self._store, self._slots, self._board, self._ledger = store, slots, board, ledger
+        self._breaker, self._room, self._form = breaker, room, form
+
+    def many(self, indices: Sequence[int], read_origin: ReadOrigin) -> tuple[list[Any], list[bool]]:
+        """See `SampleCache.fetch_many`."""
+        index_B = np.fromiter(indices, dtype=np.int64, count=len(indices))
+        unique_B = index_B if len(set(indices)) == len(indices) else np.array(list(dict.fromkeys(indices)))
+        planned, shared = self._board.planned, self._board.is_shared
+        flag_B = self._board.flag_N[unique_B] if planned else np.full(len(unique_B), LOOK | STAY, dtype=np.uint8)
+        wanted = unique_B[(flag_B & LOOK) > 0].tolist()
+        staying = set(unique_B[(flag_B & STAY) > 0].tolist())
+        elsewhere = self._elsewhere(unique_B, flag_B)
+
+        self._room.catch_up()
+        asking = bool(wanted or elsewhere or staying or self._room.is_unfinished) and self._breaker.allows()
+        begun = time.perf_counter_ns()
+        looked = self._look_up(wanted, elsewhere) if (wanted or elsewhere) and asking else Looked()
+        looking_up = time.perf_counter_ns() - begun
+        if wanted and not asking:
+            self._ledger.add(skipped=len(wanted))
+        if looked.failed:
+            asking = False
+        elif asking and self._breaker.is_slow(looking_up / 1e9, len(looked.found)):
+            self._breaker.store_took(looking_up / 1e9, len(looked.found))
+            asking = False
+
+        found = looked.found
+        if planned:
+            held_N = self._board.held_N
+            self._room.owe(i for i in looked.own if i not in staying and (held_N[i] or not shared))
+        absent = [index for index in unique_B.tolist() if index not in found]
+        read = self._read(absent, read_origin) if absent else {}
+
+        begun = time.perf_counter_ns()
+        fresh = {i: read[i] for i in absent if i in staying and not isinstance(read[i], Exception)}
+        if planned and not shared:  # a policy that plans for this job alone counts on an entry of its own
+            fresh |= {i: payload for i, payload in found.items() if i in staying and i not in looked.own}
+        if asking:
+            waited_seconds = self._room.waited_seconds
+            num_written = self._settle(looked.damaged, read, fresh)
+            if num_written is not None:
+                took = looking_up + time.perf_counter_ns() - begun
+                waited_seconds -= self._room.waited_seconds
+                self._breaker.store_took(took / 1e9 + waited_seconds, len(found) + num_written)
+        elif fresh:
+            self._room.decline(len(fresh))
+        self._ledger.add(
+            samples=len(index_B),
+            hits=len(index_B) - len(absent),
+            misses=len(absent),
+            duplicates=len(index_B) - len(unique_B),
+            cache_nanoseconds=looking_up + time.perf_counter_ns() - begun,
+        )
+        payloads, first = {**found, **read}, set(absent)
+        hits = []
+        for index in indices:
+            hits.append(index not in first)
+            first.discard(index)
+        return [payloads[index] for index in indices], hits
+
+    def _elsewhere(self, unique_B: Indices, flag_B: Any) -> list[int]:
+        """What to look for in the slots of other jobs: all of it, or what this job's own plan does not hold."""
+        if not self._board.other_slots:
+            return []
+        return list((unique_B if self._board.is_shared else unique_B[(flag_B & LOOK) == 0]).tolist())
+
+    def _look_up(self, own: list[int], elsewhere: list[int]) -> Looked:
+        try:
+            looked, spoilt = look_up(
+                self._store, self._slots, self._board, self._ledger, self._form, own=own, elsewhere=elsewhere
+            )
+        except StoreError as error:
+            self.failed(error)
+            return Looked(failed=True)
+        self._room.owe(spoilt)
+        return looked
+
+    def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
+        """Repairs, departures, arrivals; the number of entries written, or None when the store failed."""
+        freed_bytes = num_repaired = 0
+        try:
+            if damaged:
+                repairs = {index: fresh.pop(index) for index in damaged if index in fresh}
+                others = {index: read[index] for index in damaged if index not in repairs and index in read}
+                num_repaired, freed_bytes = self._room.repair(repairs, others)
+            return num_repaired + self._room.settle(fresh, freed_bytes)
+        except StoreError as error:
+            self.failed(error)
+            return None
+
+    def _read(self, absent: list[int], read_origin: ReadOrigin) -> dict[int, Any]:
+        begun = time.perf_counter_ns()
+        payloads = read_origin(absent)
+        took = time.perf_counter_ns() - begun
+        self._breaker.origin_took(took / 1e9, len(absent))
+        self._ledger.add(origin_nanoseconds=took)
+        return dict(zip(absent, payloads, strict=True))
+
+    def failed(self, error: StoreError) -> None:
+        """Counts a round that the store did not answer, and leaves the store alone for a while."""
+        self._ledger.add(store_errors=1)
+        self._breaker.store_failed(error)

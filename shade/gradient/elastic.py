@@ -47,10 +47,13 @@ from typing import Any
 from torch import nn
 
 from shade.errors import ConfigError, PeerLostError
+from shade.gradient import indices, merge
 from shade.gradient.consistency import share_replica
 from shade.gradient.engine import GradientEngine
 from shade.gradient.exchange import Exchange
+from shade.gradient.kernels.choice import prepare
 from shade.gradient.membership import Generation, Membership
+from shade.gradient.optim import base
 from shade.gradient.optim.base import SparseOptimizer
 from shade.gradient.replica import check_alike, share_rest, share_weights
 from shade.gradient.route import StraightRoute
@@ -93,6 +96,7 @@ class ElasticEngine(GradientEngine):
         self._is_whole = True
         """Whether weights and optimizer state are of one moment."""
         try:
+            _compile()
             generation = membership.form({})
             super().__init__(model, optimizer, **settings)
             self._take_up(generation)
@@ -303,3 +307,9 @@ class ElasticEngine(GradientEngine):
             *(change.generation, change.world_size, change.step, change.num_lost, 100 * change.lost_share),
             *(change.num_left, change.num_joined, change.seconds),
         )
+
+
+def _compile() -> None:
+    """Makes ready whatever is compiled at first use: before the others wait for this rank, and not while they do."""
+    for compiled in (prepare, indices.loops, merge.loops, base.loops):
+        compiled()

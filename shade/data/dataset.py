@@ -294,11 +294,7 @@ class ShadeDataset(Dataset[Any]):
         return other
 
     def checked(self, index: int) -> int:
-        """A sample index as all that follows wants it; negative ones count from the end.
-
-        Raises:
-            IndexError: There is no such sample.
-        """
+        """A sample index as all that follows wants it: negative ones count from the end, others raise IndexError."""
         index = int(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"expected a sample index below {len(self)}, got {index}")

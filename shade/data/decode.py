@@ -42,6 +42,7 @@ _FRAMES = {0xC0, 0xC1, 0xC2}
 _OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
 _ALONE = {0x01, *range(0xD0, 0xD8)}
 """Markers without a length."""
+_SHORTEST, _ENDS = 32, (b"\xff\xd8\xff", b"\xff\xd9")
 REDUCTIONS = (8, 4, 2)
 
 
@@ -55,7 +56,7 @@ def size_of(content: Bytes) -> tuple[int, int] | None:
         None for whatever else it is, damaged files included.
     """
     view = memoryview(content)
-    if len(view) < 32 or view[:3] != b"\xff\xd8\xff" or view[-2:] != b"\xff\xd9":
+    if len(view) < _SHORTEST or (bytes(view[:3]), bytes(view[-2:])) != _ENDS:
         return None
     at, end = 2, len(view) - 10
     while at < end and view[at] == 0xFF:

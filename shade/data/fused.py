@@ -147,6 +147,47 @@ class FusedBatch:
         """Of the samples."""
         return self._fuser.view.dtype
 
+    @property
+    def view(self) -> View:
+        """What is made of each picture."""
+        return self._fuser.view
+
+    def window(self, position: int) -> Window:
+        """What was drawn for a sample."""
+        return self._windows[position]
+
+    def payload(self, position: int) -> Any:
+        """A sample as it was fetched."""
+        return self._payloads[position]
+
+    def plain_positions(self) -> list[int]:
+        """Samples that are plain JPEGs, not decoded yet."""
+        return [position for position in range(len(self)) if position not in self._whole]
+
+    def picture(self, position: int) -> npt.NDArray[np.uint8]:
+        """A sample's whole picture, decoded here if need be.
+
+        Args:
+            position: In the batch.
+
+        Returns:
+            (height, width, 3).
+
+        Raises:
+            BadSampleError: From ``decode_whole``.
+        """
+        whole, size = self._whole.get(position), None
+        if whole is None:
+            size = size_of(self._payloads[position])
+        if size is not None:
+            try:
+                return self._fuser.decode(self._payloads[position], Box(0, 0, *size), 1).cut(Box(0, 0, *size))
+            except ValueError:  # Pillow has the last word
+                pass
+        if whole is None:
+            return self._decode_whole(position)[0]
+        return whole.source_S.reshape(-1, whole.pitch // 3, 3)
+
     def items(self, indices: Sequence[int], samples_BCHW: torch.Tensor) -> list[tuple[Any, ...]]:
         """The batch as a list.
 

@@ -26,8 +26,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
+from numba import extending
 from numba.core import cgutils
-from numba.extending import intrinsic
 from PIL import Image
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,6 +48,13 @@ def compiled(function: F) -> F:
         return cast(F, numba.njit(nogil=True, cache=True)(function))
     except RuntimeError:  # no folder to keep it in
         return cast(F, numba.njit(nogil=True)(function))
+
+
+def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """numba's decorator, which is typed in some versions only."""
+    decorate: Any = extending.intrinsic
+    decorated: Callable[..., Any] = decorate(function)
+    return decorated
 
 
 def _constant(values: list[int]) -> Any:
@@ -102,7 +109,7 @@ def _fold(code: _Code, products: Any, out: int, out_at: Any) -> Any:
     return code.nothing()
 
 
-@intrinsic
+@_intrinsic
 def _blend_four(typing: Any, source: Any, at: Any, weights: Any, weights_at: Any, out: Any, out_at: Any) -> Any:
     """One output pixel of a row from up to four neighbouring pixels."""
 
@@ -114,7 +121,7 @@ def _blend_four(typing: Any, source: Any, at: Any, weights: Any, weights_at: Any
     return numba.types.void(source, offset, weights, offset, out, offset), generate
 
 
-@intrinsic
+@_intrinsic
 def _blend_pixels(
     typing: Any, source: Any, at: Any, weights: Any, weights_at: Any, chunks: Any, out: Any, out_at: Any
 ) -> Any:
@@ -122,7 +129,7 @@ def _blend_pixels(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
-        total = cgutils.alloca_once_value(builder, _constant([0] * LANES))
+        total = cgutils.alloca_once_value(builder, _constant([0] * LANES))  # type: ignore[no-untyped-call]
         with cgutils.for_range(builder, arguments[4]) as loop:
             step = loop.index
             place = builder.add(arguments[1], builder.mul(step, step.type(3 * PIXELS)))
@@ -134,7 +141,7 @@ def _blend_pixels(
     return numba.types.void(source, offset, weights, offset, offset, out, offset), generate
 
 
-@intrinsic
+@_intrinsic
 def _blend_rows(
     typing: Any, rows: Any, at: Any, pitch: Any, weights: Any, weights_at: Any, count: Any, out: Any, out_at: Any
 ) -> Any:
@@ -142,7 +149,7 @@ def _blend_rows(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
-        total = cgutils.alloca_once_value(builder, _constant([_HALF] * LANES))
+        total = cgutils.alloca_once_value(builder, _constant([_HALF] * LANES))  # type: ignore[no-untyped-call]
         with cgutils.for_range(builder, arguments[5]) as loop:
             place = builder.add(arguments[1], builder.mul(loop.index, arguments[2]))
             values = builder.zext(code.load(0, place, _BYTES, 1), _INTS)
@@ -158,11 +165,7 @@ def _blend_rows(
 
 @compiled
 def _weigh(begin: float, end: float, in_size: int, out_size: int, start: int, count: int) -> Any:
-    """Pillow's bilinear weights for the outputs ``start`` to ``start + count``.
-
-    Returns:
-        First input of each, how many inputs, and (count, ksize) weights in fixed point.
-    """
+    """Pillow's bilinear weights for ``count`` outputs from ``start`` on: first input, inputs, (count, ksize) weights."""
     scale = (end - begin) / out_size
     stretch = max(scale, 1.0)
     support, inverse = stretch, 1.0 / stretch

@@ -27,8 +27,8 @@ from shade.data.decode_pixels import Box
 
 _ATTEMPTS = 10
 _TO_TENSOR = (v1.ToTensor, v1.PILToTensor, v2.PILToTensor, v2.ToImage)
-_PER_VALUE = (*_TO_TENSOR, v1.ConvertImageDtype, v2.ConvertImageDtype, v2.ToDtype, v2.ToPureTensor)
-_PER_VALUE += (v1.Normalize, v2.Normalize)
+_CONVERSIONS = (v1.ConvertImageDtype, v2.ConvertImageDtype, v2.ToDtype, v2.ToPureTensor)
+_PER_VALUE = (*_TO_TENSOR, *_CONVERSIONS, v1.Normalize, v2.Normalize)
 _CROPS, _RESIZES = (v1.RandomResizedCrop, v2.RandomResizedCrop), (v1.Resize, v2.Resize)
 _CENTERS, _FLIPS = (v1.CenterCrop, v2.CenterCrop), (v1.RandomHorizontalFlip, v2.RandomHorizontalFlip)
 _OUTPUTS = (torch.float32, torch.uint8, torch.float64)

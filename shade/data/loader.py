@@ -31,7 +31,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from shade.data.dataset import ShadeDataset
 from shade.data.loader_buffers import Buffers
 from shade.data.loader_device import on_device
-from shade.data.loader_parts import FusedParts, PlainParts
+from shade.data.loader_parts import DrawnParts, FusedParts, PlainParts
 from shade.data.loader_progress import Progress, ResumableBatches
 from shade.data.pipeline import Job, Parts, Pipeline
 from shade.data.sampler import ShadeSampler
@@ -61,6 +61,8 @@ class ShadeLoader(DataLoader[Any]):
         generator: As DataLoader's.
         prefetch_factor: Batches under way for each worker; 2 when None.
         device: Batches are copied there while training is at the one before; None: they stay where they are.
+        decode_on: ``"host"``; or ``"device"``: recognised transforms are run there, and JPEGs decoded by nvJPEG, which
+            is faster than a few processors and changes pixels by a level or two (`shade.data.decode_device`).
 
     Raises:
         ConfigError: No `ShadeDataset`.
@@ -85,16 +87,26 @@ class ShadeLoader(DataLoader[Any]):
         *,
         prefetch_factor: int | None = None,
         device: torch.device | str | None = None,
+        decode_on: str = "host",
     ) -> None:
         if not isinstance(dataset, ShadeDataset):
             raise ConfigError.of("a ShadeDataset", type(dataset).__name__, "wrap it: ShadeDataset(dataset, cache=…)")
+        if decode_on not in ("host", "device"):
+            raise ConfigError.of("decode_on 'host' or 'device'", decode_on, "choose one of the two")
+        there = device is not None and num_workers != 0 and dataset.is_fused and collate_fn is None
+        if decode_on == "device" and not there:
+            raise ConfigError.of(
+                "decode_on='device' with device=, workers, transforms that are recognised, and no collate_fn",
+                f"device={device}, num_workers={num_workers}, recognised: {dataset.is_fused}",
+                "see shade.data.fused_view for what is recognised, or leave decode_on out",
+            )
         if num_workers is None:
             num_workers = len(os.sched_getaffinity(0))
         super().__init__(
             dataset,
             batch_size,
             shuffle,
-            sampler,  # type: ignore[arg-type] - typed as Sampler there, and any iterable at run time
+            sampler,  # type: ignore[arg-type]
             batch_sampler,  # type: ignore[arg-type]
             num_workers,
             collate_fn,
@@ -109,6 +121,7 @@ class ShadeLoader(DataLoader[Any]):
         )
         self.device = None if device is None else torch.device(device)
         self._shade: ShadeDataset = dataset
+        self._decodes_there = decode_on == "device"
         self._crew: tuple[list[ShadeDataset], list[ShadeDataset]] | None = None
         self._depth = self.num_workers * (self.prefetch_factor or 2)
         self._buffers = Buffers(self._depth + 2, pinned=self._pins)
@@ -143,9 +156,11 @@ class ShadeLoader(DataLoader[Any]):
         assert self.batch_sampler is not None
         order, checked = iter(self.batch_sampler), self._shade.checked
         seed, buffers, collated = self._progress.take_seed(), self._buffers, self.collate_fn is default_collate
-        fused = self._shade.is_fused
+        fused, target = self._shade.is_fused, self.device if self._decodes_there else None
 
         def begin(number: int, indices: Sequence[int]) -> Parts:
+            if target is not None:
+                return DrawnParts(fetchers[number], indices, seed, target)
             if not fused:
                 return PlainParts(workers, fetchers[number], indices)
             return FusedParts(workers, fetchers[number], indices, buffers, seed, collated=collated)
@@ -155,7 +170,9 @@ class ShadeLoader(DataLoader[Any]):
             ([checked(index) for index in batch] for batch in order),
             self._depth,
             self.timeout or None,
-            _Finish(None if fused and collated else self.collate_fn, self._pins),
+            DrawnParts.render
+            if self._decodes_there
+            else _Finish(None if fused and collated else self.collate_fn, self._pins),
         )
 
     def _follow(self) -> None:
@@ -197,7 +214,7 @@ class _Finish:
 
     def __call__(self, batch: Any) -> Any:
         batch = batch if self._collate is None else self._collate(batch)
-        return pinned(batch) if self._pins else batch
+        return pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
 
 
 class _ThreadEpoch:

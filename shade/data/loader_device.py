@@ -27,7 +27,7 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         for batch in batches:
             yield _moved(batch, device)
         return
-    stream, ahead = torch.cuda.Stream(device), None
+    stream, ahead = torch.cuda.Stream(device), None  # type: ignore[no-untyped-call]
     for batch in batches:
         with torch.cuda.stream(stream):
             moved, there = _moved(batch, device), stream.record_event()

@@ -11,9 +11,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import default_collate
 
 from shade.data.dataset import ShadeDataset
+from shade.data.decode_device import render_on_device
 from shade.data.loader_buffers import Buffers
 
 PART_SAMPLES = 8
@@ -62,6 +64,37 @@ class FusedParts:
             return self._batch.items(self._indices, self._samples_BCHW)
         rests = zip(self._batch.rests, self._indices, strict=True)
         return [self._samples_BCHW, *default_collate([(*rest, index) for rest, index in rests])]
+
+
+class DrawnParts:
+    """A batch that is drawn here and rendered on a device, in the training thread.
+
+    Args:
+        fetcher: As `FusedParts`.
+        indices: As `FusedParts`.
+        otherwise: As `FusedParts`.
+        device: Where.
+    """
+
+    num_parts = 1
+
+    def __init__(self, fetcher: ShadeDataset, indices: Sequence[int], otherwise: int, device: torch.device) -> None:
+        self._indices, self._device = indices, device
+        payloads = fetcher.fetch(indices)
+        self._batch = fetcher.fuse(indices, payloads, fetcher.generators.alone(indices, otherwise))
+
+    def run(self, part: int, worker: int) -> None:
+        """See `shade.data.pipeline.Parts`; all is left to the device."""
+
+    def finish(self) -> DrawnParts:
+        """See `shade.data.pipeline.Parts`."""
+        return self
+
+    def render(self) -> list[Any]:
+        """The batch, as `default_collate` makes it."""
+        samples_BCHW = render_on_device(self._batch, self._device)
+        rests = zip(self._batch.rests, self._indices, strict=True)
+        return [samples_BCHW, *default_collate([(*rest, index) for rest, index in rests])]
 
 
 class PlainParts:

@@ -134,7 +134,7 @@ class ResumableBatches:
             yield batch
 
     def __len__(self) -> int:
-        return len(self._inner)  # type: ignore[arg-type] - raises as the inner one would
+        return len(self._inner)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

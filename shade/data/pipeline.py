@@ -151,7 +151,7 @@ class Pipeline:
                 continue
             for part in range(parts.num_parts):
                 self._parts.put((job.sequence, part, job))
-            job = parts = None  # type: ignore[assignment] - a waiting thread keeps no batch alive
+            del job, parts  # a waiting thread keeps no batch alive
 
     def _work(self, number: int) -> None:
         while True:
@@ -171,7 +171,7 @@ class Pipeline:
                     job.done.set()
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(job, error)
-            job = None
+            del job
 
     @staticmethod
     def _fail(job: Job, error: BaseException) -> None:

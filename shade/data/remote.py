@@ -85,11 +85,7 @@ def _is_image(url: str) -> bool:
 
 
 def _class_of(root: str, url: str) -> str:
-    """The folder right below the root.
-
-    Raises:
-        DataError: The file is in none.
-    """
+    """The folder right below the root; a file that is in none is a `DataError`."""
     inner = url.partition(root.partition("://")[2])[2].lstrip("/")
     name, slash, _ = inner.partition("/")
     if not slash:

@@ -96,7 +96,8 @@ class FileSource:
         if is_url(samples[0][0]):
             paths = [path for path, _ in samples]
             found = describe_many(paths, options or {}) if entries is None else entries
-            self._root, self._origin = root_of(paths), UrlOrigin(options)
+            self._root = root_of(paths)
+            self._origin: FileOrigin = UrlOrigin(options)
             self.payload_bytes_N = np.array([entry.num_bytes for entry in found], dtype=np.int64)
             state = self.payload_bytes_N.tobytes() + "\n".join(entry.version for entry in found).encode()
         else:

@@ -25,8 +25,8 @@ from shade.store.origin_pace import MOST
 
 PAUSES_SECONDS = (0.1, 0.5)
 _ASKERS = 32
-_VERSIONS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum", "Last-Modified", "LastModified")
-_VERSIONS += ("last_modified", "mtime", "created")
+_CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
+_VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, TypeError)
 
 

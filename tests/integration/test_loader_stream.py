@@ -224,6 +224,25 @@ def test_a_collate_function_of_ones_own(folder: Path) -> None:
         assert torch.allclose(torch.stack([total for total, _ in mine]), torch.stack(whole))
 
 
+def test_rendered_by_torch_pixels_differ_by_a_level_or_two_and_nothing_else_does(folder: Path) -> None:
+    """What a GPU would do, here."""
+    with data(folder, cache=None) as dataset:
+        streams = []
+        for where in ("host", "device"):
+            torch.manual_seed(1)
+            streams.append(list(ShadeLoader(dataset, 16, num_workers=2, device="cpu", decode_on=where)))
+        for (mine, *rest), (theirs, *others) in zip(*streams, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(rest, others, strict=True))
+            levels = (mine - theirs).abs() * 0.25 * 255
+            assert levels.max() < 2.01
+            assert levels.mean() < 0.5
+            assert mine.dtype == theirs.dtype
+        with pytest.raises(ConfigError, match="recognised"):
+            ShadeLoader(dataset, 16, num_workers=0, device="cpu", decode_on="device")
+        with pytest.raises(ConfigError, match="'host' or 'device'"):
+            ShadeLoader(dataset, 16, decode_on="gpu")
+
+
 def test_a_data_set_without_transforms_gives_pictures(folder: Path) -> None:
     with data(folder, None) as dataset:
         loader = ShadeLoader(dataset, 8, num_workers=2, collate_fn=list)

@@ -165,7 +165,7 @@ def _blend_rows(
 
 @compiled
 def _weigh(begin: float, end: float, in_size: int, out_size: int, start: int, count: int) -> Any:
-    """Pillow's bilinear weights for ``count`` outputs from ``start`` on: first input, inputs, (count, ksize) weights."""
+    """Pillow's bilinear weights for ``count`` outputs from ``start`` on: first input, inputs, and weights."""
     scale = (end - begin) / out_size
     stretch = max(scale, 1.0)
     support, inverse = stretch, 1.0 / stretch

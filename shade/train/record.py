@@ -169,6 +169,7 @@ class RunRecord:
             "receipt": vars(self._sampler.receipt),
             "checkpoint": self._snapshots(),
             "gradient": self._gradient(),
+            **self._dataset.check_forecast(ledger.as_dict()),
         }
         self._write(row)
         self._log(row)

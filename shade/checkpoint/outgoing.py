@@ -39,6 +39,9 @@ class OpenManifest(Manifest):
     def to_bytes(self) -> bytes:
         """As `Manifest.to_bytes`.
 
+        Returns:
+            The closed manifest's.
+
         Raises:
             CheckpointError: Not all chunks have been taken.
         """

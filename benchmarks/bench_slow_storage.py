@@ -48,13 +48,13 @@ REGIMES = {"2 ms, 100 MB/s": ("2ms", "100MB/s"), "20 ms, 25 MB/s": ("20ms", "25M
 BATCH, WORKERS, CLASSES, WARM_UP = 64, 2, 10, 2
 
 
-def make_images(folder: Path, num_images: int) -> None:
+def make_images(folder: Path, num_images: int, width: int = 400, height: int = 300) -> None:
     """Writes JPEGs of smooth noise, in classes."""
     generator = np.random.default_rng(0)
     for number in tqdm(range(num_images), unit="image", desc="images", disable=not sys.stderr.isatty()):
-        coarse = generator.integers(0, 256, (38, 50, 3), dtype=np.uint8)
-        image = Image.fromarray(coarse).resize((400, 300), Image.Resampling.BICUBIC)
-        noise = generator.integers(-12, 12, (300, 400, 3))
+        coarse = generator.integers(0, 256, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8)
+        image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        noise = generator.integers(-12, 12, (height, width, 3))
         image = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
         path = folder / f"class{number % CLASSES}" / f"{number:05d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)

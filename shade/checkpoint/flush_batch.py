@@ -3,8 +3,8 @@
 Each fetch costs a fixed time T_d, however little it brings: a round trip, threads that are set going and waited for.
 And nothing can be written before the first fetch has ended, which takes T_c a chunk. So there is a best number between
 few and many; `shade.checkpoint.batching` has the formula, AsymCheck's B* = √(C·T_d·C_i / T_c). T_d and T_c are those of
-the line through the times of the last fetches. The first fetches of a flusher are of 1, 2, 4, 8 chunks, so that there
-is a line, and so that the disk has something to do at once.
+the line through the times of the last fetches. The first fetches of every snapshot are of 1, 2, 4, 8 chunks: so there
+is a line, and the disk has something to do at once.
 
 Chunks of a codec may be tiny, and then hundreds are fetched at once; of whole ones it is a few, for the memory's sake:
 the ring holds what may be waiting, and no more.
@@ -13,6 +13,7 @@ the ring holds what may be waiting, and no more.
 from __future__ import annotations
 
 import mmap
+import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -24,14 +25,19 @@ MOST_BYTES: Final = 32 * 2**20
 """Fetched at once."""
 _PAGE_BYTES: Final = 4096
 _FIRST: Final = (1, 2, 4, 8)
-_REMEMBERED: Final = 64
+_REMEMBERED: Final = 8
 
 
 class FetchPace:
     """Measures fetches, and says how many chunks the next one shall bring."""
 
     def __init__(self) -> None:
-        self._fetches: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        self._seconds: dict[int, deque[float]] = {}
+        """Of the last fetches, by the number that they brought: were all the same, there would be no line."""
+        self._num_tried = 0
+
+    def begin(self) -> None:
+        """Another snapshot begins."""
         self._num_tried = 0
 
     def fetched(self, num_chunks: int, seconds: float) -> None:
@@ -41,7 +47,7 @@ class FetchPace:
             num_chunks: What it brought.
             seconds: What it took.
         """
-        self._fetches.append((num_chunks, seconds))
+        self._seconds.setdefault(num_chunks, deque(maxlen=_REMEMBERED)).append(seconds)
         self._num_tried += 1
 
     def num_chunks(self, num_all: int) -> int:
@@ -55,7 +61,7 @@ class FetchPace:
         """
         if self._num_tried < len(_FIRST):
             return _FIRST[self._num_tried]
-        line = Line.fit(self._fetches)
+        line = Line.fit([(num, statistics.median(seconds)) for num, seconds in self._seconds.items()])
         return max(1, round(best_batch_bytes(num_all, line.alpha, 1, line.beta)))
 
 

@@ -308,6 +308,7 @@ def _fetch(reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pa
     longest = max((chunk.num_bytes for manifest in manifests for chunk in manifest.chunks), default=1)
     num_all = sum(len(manifest.chunks) for manifest in manifests)
     ring = Ring(longest, AHEAD_CHUNKS + 1)
+    pace.begin()
     for manifest in manifests:
         lengths = [chunk.num_bytes for chunk in manifest.chunks]
         for numbers in batches(lengths, pace, num_all):

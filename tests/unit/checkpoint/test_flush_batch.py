@@ -22,6 +22,25 @@ def test_the_first_fetches_differ_so_that_there_is_a_line() -> None:
     assert pace.num_chunks(1000) == round(math.sqrt(1000 * 0.01 / 0.001))
 
 
+def test_a_line_outlasts_fetches_that_are_all_alike() -> None:
+    pace = FetchPace()
+    for num in (1, 2, 4, 8):
+        pace.fetched(num, 0.01 + 0.001 * num)
+    for _ in range(1000):
+        pace.fetched(100, 0.01 + 0.001 * 100)
+    assert pace.num_chunks(1000) == 100
+    pace.begin()
+    asked = []
+    for _ in range(4):
+        asked.append(pace.num_chunks(1000))
+        pace.fetched(asked[-1], 0.04 + 0.001 * asked[-1])
+    assert asked == [1, 2, 4, 8]
+    for _ in range(40):
+        for num in (1, 2, 4, 8, 100):
+            pace.fetched(num, 0.04 + 0.001 * num)
+    assert pace.num_chunks(1000) == 200, "what has changed is followed"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_number_is_the_minimum_of_the_cost(seed: int) -> None:
     dice = random.Random(seed)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shade.checkpoint.certify import carry
 from shade.checkpoint.codecs.xor_zstd import XorZstandard
 from shade.checkpoint.group import Alone
 from shade.checkpoint.manifest import Commit
@@ -177,6 +178,17 @@ def test_what_is_damaged_in_one_place_is_given_back_in_its_stored_form() -> None
     assert reader.mend(newest, reader.examine(newest)) == 1
     assert near.chunks["30", 0, 1] == saves[2].chunks[0][1]
     assert built([near]) == list(saves[2].data)
+
+
+def test_a_snapshot_is_carried_with_what_it_builds_on() -> None:
+    near, far, saves = Near("near"), Near("far"), chain()
+    for one in saves:
+        put(near, one)
+    put(far, saves[0])
+    reader = Reader([near])
+    carry(reader, reader.snapshots()[0], far)
+    assert built([far]) == list(saves[2].data)
+    assert [each for each in far.done if each.startswith("commit")] == ["commit 10", "commit 20", "commit 30"]
 
 
 class Mute(Near):

@@ -56,9 +56,12 @@ def look_into(text: str) -> Iterator[Finding]:
 
 def _settings(endpoint: Endpoint, url: StoreURL) -> Iterator[Finding]:
     name = format_address(endpoint.host, endpoint.port) if endpoint.host else endpoint.path
-    wanted = _WANTED | (_WANTED_OF_NODES if url.scheme == "redis+cluster" else {})
+    wanted = _WANTED | (_WANTED_OF_NODES if url.scheme.endswith("+cluster") else {})
     try:
         told = {setting: _get(endpoint, setting) for setting in wanted}
+    except StoreUnavailableError as error:
+        yield warn(name, f"is away ({error})", "start it again: until then its share of the cache is missing")
+        return
     except StoreError as error:
         yield ok(name, f"does not show its settings to this user ({error})")
         return

@@ -147,7 +147,8 @@ class Store(ABC):
 
     @abstractmethod
     def ping(self) -> None:
-        """Returns when every node answers and lets us in; raises otherwise. Called once, at start."""
+        """Returns when the servers answer and let us in; raises otherwise. Of a cluster some may be away. Called once,
+        at start."""
 
     @abstractmethod
     def close(self) -> None:

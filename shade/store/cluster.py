@@ -24,6 +24,7 @@ Invariant: a key is only ever asked of the node that the cluster says owns it, s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from shade.store.patience import Address, Patience
 from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, Reply, ServerError
+
+logger = logging.getLogger("shade.store")
 
 _MAX_REDIRECTIONS: Final = 3
 _REDIRECTIONS: Final = ("MOVED", "ASK")
@@ -275,6 +278,15 @@ class ClusterStore(RemoteStore):
                 return learnt
         raise StoreUnavailableError(f"no node of {self.url} knows who serves which slot: {failure}")
 
+    def _can_be_asked_for(self, key: str, holder: Node) -> bool:
+        """See `RemoteStore`: a move that was given up leaves keys behind with a node that does not own their slot. One
+        that is under way does too, for a moment, and then the owner knows where they are."""
+        owner = self._slot_map().owners[key_slot(key.encode())]
+        if owner is not None and self._node(owner) is holder:
+            return True
+        (length,) = self._round([key], [(b"STRLEN", key)])
+        return isinstance(length, int) and length > 0
+
     def _primaries(self) -> Sequence[Node]:
         return [self._node(address) for address in self._slot_map().primaries]
 
@@ -301,20 +313,28 @@ class ClusterStore(RemoteStore):
         return ["" if owner is None else format_address(*owner) for owner in found]
 
     def ping(self) -> None:
-        """See `Store`: every node that the URL names and every primary, and that together they serve every slot.
+        """See `Store`: that every node that the URL names is there, that most primaries answer, and that every slot has
+        an owner. A member that is away is a cache with a hole, and no reason not to start; an address where there is no
+        member is a mistake in the URL.
 
         Raises:
-            StoreUnavailableError: One of them does not answer, or a slot has no owner.
+            StoreUnavailableError: It is not so.
             StoreAuthError: One refused us.
         """
         self._check_open()
         slot_map = self._map = self._learn()
         addresses = list(dict.fromkeys((*self._url.addresses, *slot_map.primaries)))
         nodes = [self._node(address) for address in addresses]
+        members = {*slot_map.primaries, *slot_map.replicas}
+        silent: frozenset[Address] = frozenset()
         for node, answer in zip(nodes, exchange([(node, [("PING",)]) for node in nodes]), strict=True):
             if isinstance(answer, StoreUnavailableError):
-                raise answer
-            if isinstance(answer[0], ServerError):
+                address = (node.endpoint.host, node.endpoint.port)
+                silent = silent | {address} if address in slot_map.primaries else silent
+                if 2 * len(silent) >= len(slot_map.primaries) or address not in members:
+                    raise answer
+                logger.warning("%s of %s does not answer; its share is missing until it does", node, self.url)
+            elif isinstance(answer[0], ServerError):
                 raise answer[0].as_exception(str(node))
         orphans = slot_map.owners.count(None)
         if orphans:

@@ -77,6 +77,11 @@ class RemoteStore(Store):
             StoreAuthError: One refused us.
         """
 
+    def _can_be_asked_for(self, key: str, holder: Node) -> bool:
+        """Whether a key that a server lists is one that it would be asked for."""
+        del key, holder
+        return True
+
     @abstractmethod
     def _primaries(self) -> Sequence[Node]:
         """All servers that hold keys of their own."""
@@ -206,7 +211,9 @@ class RemoteStore(Store):
                     if isinstance(key, bytes) and key not in seen:
                         seen.add(key)
                         with contextlib.suppress(UnicodeDecodeError):  # not text, so no key that anyone could ask for
-                            yield key.decode()
+                            name = key.decode()
+                            if self._can_be_asked_for(name, node):
+                                yield name
                 if cursor == b"0":
                     break
         if failure is not None:

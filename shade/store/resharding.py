@@ -93,7 +93,7 @@ class Move:
         self._set(self._source, "NODE", self._target_id)
 
     def abandon(self) -> None:
-        """Leaves the slots with the source, and what went already with the target, where nobody will look for it."""
+        """Leaves the slots with the source, and what went already with the target, where nobody is told of it."""
         for node in (self._source, self._target):
             self._set(node, "STABLE")
 

@@ -64,8 +64,7 @@ def test_one_dead_node_costs_its_own_keys_only(cluster: LocalCluster, store: Clu
         assert store.delete_many(only_lost) == [-1] * len(only_lost)
         with pytest.raises(StoreUnavailableError):
             store.increment(only_lost[0], 1)
-        with pytest.raises(StoreUnavailableError):
-            store.ping()
+        store.ping()  # a cache with a hole is no reason not to start
         with pytest.raises(StoreUnavailableError):
             list(store.scan("shade:"))
         assert len(store.stats().nodes) == 2

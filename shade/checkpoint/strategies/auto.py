@@ -153,7 +153,6 @@ class Auto(Strategy):
     def begin(self, copying: Copying) -> Future[None]:
         """See `Strategy`."""
         self._num_bytes = copying.num_bytes_left
-
         self._in_a_row += 1
         self._copying_by = self._strategy(self._name)
         self._land_others()

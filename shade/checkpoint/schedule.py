@@ -71,7 +71,7 @@ class Schedule:
         self._never = every == "never"
         interval = _interval(str(every), in_flight)
         if interval is None and not self._never:
-            cure = "use 50, '30s', '5m', '2%' or 'never'; 'profiled': as often as saves fit; '2% mtbf 6h': as often as is best"
+            cure = "use 50, '30s', '5m', '2%' or 'never'; 'profiled': as often as saves fit; '2% mtbf 6h': as is best"
             raise ConfigError.of("a number of steps, a time, a share of the time, or never", every, cure)
         self._interval: _Interval = interval or _never
         self._next = self._steps(Pace())
@@ -201,7 +201,7 @@ class PaceMeter:
         self._last, self._was_busy = now, busy
 
     def begun(self) -> None:
-        """A save has just been begun: what it takes from now on is charged to it, if it has landed before the step ends.
+        """A save has begun: what it takes from now on is charged to it, even if it has landed before the step ends.
 
         Where the one before is still under way, its account is closed here: with saves that follow each other without
         a pause, what one costs is what is added from one beginning to the next.

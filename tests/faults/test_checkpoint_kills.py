@@ -170,6 +170,7 @@ def check(job: Job, num_lives: int, *, keeps_durable: bool = True) -> list[Told]
         pytest.param(1, "copy", marks=pytest.mark.slow),
         (2, "overlap"),
         pytest.param(2, "asymmetric", marks=pytest.mark.slow),
+        pytest.param(2, "pccheck", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_is_killed_at_random_moments(

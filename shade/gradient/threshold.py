@@ -37,8 +37,6 @@ from shade.types import Bools, Floats
 
 _SMALL = 2**16
 """Elements, below which the exact way is fast enough; and so is a sample of so many."""
-_TAIL = 800
-"""Wanted in the sample above the threshold: a count is then off by 1 / sqrt(800) = 3.5 %, a third of the allowed."""
 _LARGEST_SAMPLES = 1 / 64, 1 / 8
 """Of a large bucket, at the first and the second look."""
 _SIGMAS = 2.5
@@ -56,6 +54,8 @@ class ThresholdCompressor(Compressor):
     """Elements that are picked together."""
     tolerance: ClassVar[float]
     """By which fraction the count may miss what is wanted."""
+    tail: ClassVar[int] = 800
+    """Units wanted in the sample above the threshold; 800: a count is off by 1 / sqrt(800), a third of the allowed."""
 
     def __init__(self) -> None:
         self._places: Places = np.empty(0, dtype=np.uint32)
@@ -104,7 +104,7 @@ class ThresholdCompressor(Compressor):
 
     def _stride(self, size: int, fraction: float, most: float) -> int:
         """Every how many lines one is looked at: as few as give the tail, but not more than a part of the bucket."""
-        enough = _TAIL * self.unit / fraction / size
+        enough = self.tail * self.unit / fraction / size
         return int(1 / min(enough, max(most, _SMALL / size)))
 
     def _take_sample(self, gradient_D: Floats, residual_D: Floats, stride: int, start: int) -> None:

@@ -186,11 +186,8 @@ class Steering:
         assert cache.policy is not None
         was_shared = cache.board.is_shared
         cache.quota_bytes = quota
-        if (
-            disturbed
-            or company != was_shared
-            or (not company and cache.policy.capacity_bytes != cache.board.capacity_bytes)
-        ):
+        is_stale = not company and cache.policy.capacity_bytes != cache.board.capacity_bytes
+        if self._any(disturbed or company != was_shared or is_stale):
             cache.has_inherited = False
             cache.board.is_shared = False
             cache.adopt(self._find_residents(), remove_refused=self._rank == 0)
@@ -198,6 +195,13 @@ class Steering:
                 sharing.enter(cache.policy.resident_N)
         self._locality.refresh()
         self._started = True
+
+    def _any(self, flag: bool) -> bool:
+        """Whether any rank says so: one may have noticed other jobs before the epoch's end, and another not yet."""
+        told = torch.tensor([int(flag)])
+        if self._group is not None:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(told.item())
 
     def _agree(self, disturbed: bool, company: bool) -> tuple[bool, bool, int]:
         """What any rank has seen holds for all; the quota is rank 0's."""

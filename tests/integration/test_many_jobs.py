@@ -19,7 +19,7 @@ from shade.cache.jobs import Jobs, slot_keys
 from shade.data import steering
 from shade.store import open_store
 from shade.store.base import Store
-from tests.integration.plane import Job, Outcome, make_pictures, train
+from tests.integration.plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
 
 N, BATCH = 600, 10
 STEP_SECONDS = 0.02
@@ -139,3 +139,26 @@ def _namespace(store: Store) -> str:
 def _entries(store: Store, slot: int) -> int:
     keys = slot_keys(_namespace(store).partition(".")[0], slot)
     return sum(keys.index_of(key) is not None for key in store.scan(keys.prefix))
+
+
+def _train_two_ranks(job: Job, folder: str) -> None:
+    ranks = train_ranks(replace(job, batch_size=BATCH // 2), 2, Path(folder))
+    Path(folder, "outcome").write_bytes(pickle.dumps(ranks))
+
+
+def test_a_job_of_two_ranks_shares_with_one_of_one(pictures: str, store: Store, tmp_path: Path) -> None:
+    """Each rank decides for itself while there is company; what a step holds stays the job's own."""
+    job = Job(pictures, store.url, epochs=5, batch_size=BATCH, mode="uniform")
+    context = multiprocessing.get_context("fork")
+    (tmp_path / "two").mkdir()
+    two = context.Process(target=_train_two_ranks, args=(job, str(tmp_path / "two")))
+    two.start()
+    one = start(replace(job, seed=1), tmp_path / "one")
+    for process in (one, two):
+        process.join(200)
+    assert (one.exitcode, two.exitcode) == (0, 0)
+    ranks: list[Outcome] = pickle.loads((tmp_path / "two" / "outcome").read_bytes())
+    alone = train(replace(job, url=None))
+    assert global_steps(ranks) == alone.steps
+    outcome: Outcome = pickle.loads((tmp_path / "one").read_bytes())
+    assert outcome.totals["borrowed"] + sum(rank.totals["borrowed"] for rank in ranks) > 0

@@ -176,10 +176,10 @@ class Chaos:
         for undo in self._undo.pop(number, []):
             undo()
         for act in self._due.get(number, []):
-            undo = self._strike(act)
-            if undo is not None:
+            healed_by = self._strike(act)
+            if healed_by is not None:
                 self.struck[act.kind] += 1
-                self._undo.setdefault(act.step + act.lasts, []).append(undo)
+                self._undo.setdefault(act.step + act.lasts, []).append(healed_by)
 
     def settle(self) -> None:
         """Undoes what is still in force and waits until the cluster is whole.
@@ -249,9 +249,9 @@ class Chaos:
     def _refuse(self, node: int, server: LocalServer) -> Callable[[], None] | None:
         return self._through_door(node, "refuse")
 
-    def _through_door(self, node: int, *words: object) -> Callable[[], None]:
-        self._cluster.door(node, *words)
-        return lambda: self.felt.update({str(words[0]): self._cluster.door(node, "mend")})
+    def _through_door(self, node: int, verb: str, *words: object) -> Callable[[], None]:
+        self._cluster.door(node, verb, *words)
+        return lambda: self.felt.update({verb: self._cluster.door(node, "mend")})
 
     def _fill(self, node: int, server: LocalServer) -> Callable[[], None] | None:
         self._ask(server, "CONFIG", "SET", "maxmemory", 1)
@@ -271,7 +271,7 @@ class Chaos:
             self._cluster.endpoint(self._cluster.ports[self._cluster.servers.index(each)]) for each in (server, target)
         ]
         slots = self._rng.sample(owned, min(len(owned), self._rng.randint(1, _MOST_SLOTS_MOVED)))
-        move = Move(*places, slots)
+        move = Move(places[0], places[1], slots)
         self._moves.append(move)
         try:
             move.begin()

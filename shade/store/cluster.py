@@ -178,7 +178,9 @@ class ClusterStore(RemoteStore):
                     for word in (*(_ASKING if position in asking else ()), commands[position])
                 ]
             parts.append((self._node(address), batch))
-        served, elsewhere, moving = False, {}, set()
+        served = False
+        elsewhere: dict[Address, list[int]] = {}
+        moving: set[int] = set()
         seconds: dict[Address, float] = {}
         for (address, places), (node, batch), answer in zip(work.items(), parts, exchange(parts), strict=True):
             if isinstance(answer, StoreUnavailableError):

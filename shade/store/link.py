@@ -48,6 +48,8 @@ _SHORTEST_LINE_BYTES: Final = 4
 _LOGIN_BYTES: Final = 4096
 """redis-py reads a few replies at login and none after it."""
 _UNFINISHED: Final = object()
+_hiredis: Any = hiredis
+"""Its own stubs know fewer kinds of bytes, and of errors, than it takes."""
 
 
 class _Parser(DefaultParser):  # type: ignore[misc]
@@ -209,7 +211,7 @@ class Link:
                 endpoint.check_tls(timeout_seconds)
             raise self._failure(error, "connect") from error
         self._socket: socket.socket = self._connection._sock
-        self._reader = hiredis.Reader(protocolError=ValueError, replyError=ServerError, notEnoughData=_UNFINISHED)
+        self._reader = _hiredis.Reader(protocolError=ValueError, replyError=ServerError, notEnoughData=_UNFINISHED)
         self._buffer = bytearray(_READ_BYTES)
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
@@ -244,7 +246,7 @@ class Link:
         connection = self._connection
         self._commands, self.replies = commands, []
         if all(len(command) <= _MOST_SHORT_WORDS for command in commands):
-            pieces: Any = (b"".join(map(hiredis.pack_command, commands)),)
+            pieces: Any = (b"".join(map(_hiredis.pack_command, commands)),)
         else:
             pieces = _slices(connection.pack_commands(commands))
         try:

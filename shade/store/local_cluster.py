@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from shade.errors import ConfigError, StoreUnavailableError
 from shade.store.cluster import SlotMap
@@ -169,6 +169,9 @@ def _wait(reached: Callable[[], bool], what: str, deadline: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
+ClusterT = TypeVar("ClusterT", bound="LocalCluster")
+
+
 class LocalCluster:
     """A cluster on this machine that ends with its owner, as `LocalServer` does.
 
@@ -214,7 +217,7 @@ class LocalCluster:
         self.ports = free_ports(self._num_nodes)
         try:
             for port in self.ports:
-                settings = node_settings(folder, port, self._password) | self.settings_of(port)
+                settings = node_settings(folder, port, self._password) | dict(self.settings_of(port))
                 name = format_address(LOOPBACK, port)
                 server = LocalServer(
                     self._memory_bytes,
@@ -264,7 +267,7 @@ class LocalCluster:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self: ClusterT) -> ClusterT:
         self.start()
         return self
 

@@ -78,8 +78,9 @@ class Move:
                     assert isinstance(keys, list)
                     if not keys:
                         break
-                    words = ("MIGRATE", place.host, place.port, "", 0, _MIGRATE_MILLISECONDS, "REPLACE", *login, "KEYS")
-                    _ask(self._source, [(*words, *(key for key in keys if isinstance(key, bytes)))])
+                    words: list[str | int] = [place.host, place.port, "", 0, _MIGRATE_MILLISECONDS, "REPLACE", *login]
+                    names = [key for key in keys if isinstance(key, bytes)]
+                    _ask(self._source, [("MIGRATE", *words, "KEYS", *names)])
                     num_carried += len(keys)
         return num_carried
 

@@ -105,6 +105,10 @@ class RunConfig:
     """Rank 0 adapts the density to what the link carries (``gradient``)."""
     profile: str | None = None
     """What `shade tune` has found out about this training: the controller's prior."""
+    restarts: int = 0
+    """Times that all ranks are started anew, from the newest snapshot, after one was lost."""
+    min_nodes: int | None = None
+    """Machines with which the run goes on when others are lost; None: with all of them or not at all."""
     notice: str | None = None
     """What announces, besides SIGTERM, that this machine will be taken away: a path that appears, or an address."""
     metrics_port: int | None = None
@@ -114,6 +118,24 @@ class RunConfig:
         if not self.run:
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(self.out).name).strip("._-")[:40] or "run"
             object.__setattr__(self, "run", f"{name}-{secrets.token_hex(4)}")
+
+    def shared_by(self, ranks: int) -> RunConfig:
+        """The run on as many ranks: they share the global batch, which is what decides the stream.
+
+        Args:
+            ranks: Of all machines together.
+
+        Returns:
+            The run with the batch of one of them.
+
+        Raises:
+            ConfigError: They cannot share it equally.
+        """
+        global_batch = self.batch_size * self.processes * self.nodes
+        if global_batch % ranks:
+            cure = "choose a --batch_size that any number of machines from --min_nodes to -n can share"
+            raise ConfigError.of(f"ranks that can share a global batch of {global_batch}", ranks, cure)
+        return dataclasses.replace(self, batch_size=global_batch // ranks)
 
     @property
     def keeps_beside(self) -> bool:

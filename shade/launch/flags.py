@@ -201,6 +201,13 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         "-master_socket", "--master_socket", "--master-socket", metavar="IFNAME", help="interface, as eno1"
     )
     ranks.add_argument(
+        "--restarts", type=int, metavar="N", help="start all ranks anew, from the newest snapshot, when one is lost (0)"
+    )
+    ranks.add_argument(
+        "--min_nodes", "-min_nodes", "--min-nodes", type=int, metavar="M",
+        help="with --restarts: go on with as few machines as M when others are lost; machine 0 must stay",
+    )  # fmt: skip
+    ranks.add_argument(
         "--nodedist", "-nodedist", action="store_true", help="several machines; implied by -n 2 and more"
     )
 

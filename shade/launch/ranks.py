@@ -21,9 +21,13 @@ from types import FrameType
 
 from shade.config import RunConfig
 from shade.process import die_with_parent
+from shade.store.hosts import own_address
 
 GRACE_SECONDS = 40.0
 """torch.distributed.run itself waits 30 s for its ranks before it kills them."""
+MEETING_SECONDS = 600
+"""How long machines wait for each other before they are enough."""
+LAST_CALL_SECONDS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_BYTES = 200_000
 
@@ -73,10 +77,27 @@ def command(config: RunConfig) -> list[str]:
     """What starts the ranks of this machine."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(config.nodes), "--node_rank", str(config.node_rank)),
+        *(_fixed(config) if config.min_nodes is None else _elastic(config)),
         *("--nproc_per_node", str(config.processes)),
-        *("--master_addr", config.master_address, "--master_port", str(config.master_port)),
         config.script,
+    ]
+
+
+def _fixed(config: RunConfig) -> list[str]:
+    """All machines, each with its number."""
+    here = ["--nnodes", str(config.nodes), "--node_rank", str(config.node_rank)]
+    return [*here, "--master_addr", config.master_address, "--master_port", str(config.master_port)]
+
+
+def _elastic(config: RunConfig) -> list[str]:
+    """As many machines as there are. They meet on machine 0, which has the lowest address and so rank 0, and when one
+    is lost they meet again: those who come within `LAST_CALL_SECONDS` of there being enough go on."""
+    is_host = int(config.node_rank == 0)
+    settings = f"is_host={is_host},join_timeout={MEETING_SECONDS},last_call_timeout={LAST_CALL_SECONDS}"
+    return [
+        *("--nnodes", f"{config.min_nodes}:{config.nodes}", "--max_restarts", str(config.restarts)),
+        *("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{config.master_address}:{config.master_port}"),
+        *("--rdzv_id", "shade", "--rdzv_conf", settings, "--local_addr", own_address(config.master_address)),
     ]
 
 

@@ -186,6 +186,13 @@ def _check(config: RunConfig) -> None:
     require(config.epochs >= 1, "--epochs of at least 1", config.epochs, "give a positive number")
     require(config.batch_size >= 1, "--batch_size of at least 1", config.batch_size, "give a positive number")
     require(config.workers >= 0, "--workers of at least 0", config.workers, "0 loads in the training process")
+    if config.min_nodes is not None:
+        few = config.min_nodes
+        require(1 <= few <= config.nodes, f"--min_nodes from 1 to -n {config.nodes}", few, "leave it out to need all")
+        require(config.restarts > 0, "--restarts beside --min_nodes", config.restarts, "--restarts 3 goes on 3 times")
+        for nodes in range(few, config.nodes):
+            config.shared_by(nodes * config.processes)
+    require(config.restarts >= 0, "--restarts of at least 0", config.restarts, "0 ends the run when a rank is lost")
     require(config.steps is None or config.steps >= 1, "--steps of at least 1", config.steps, "leave it out for all")
     require(config.profile is None or config.controller, "--controller beside --profile", None, "add --controller")
     typed = config.controller or config.staleness or config.density != RunConfig.density

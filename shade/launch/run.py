@@ -47,6 +47,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
                 sys.stdout.write(describe(config) + "\n")
                 return 0
             code, message = _launch(config, stores, remind)
+            again = config.restarts if config.min_nodes is None else 0  # else torch.distributed.run does it
+            for left in range(again - 1, -1, -1):
+                if code != 1:
+                    break
+                sys.stderr.write(f"{prog}: {message}; the ranks are started anew ({left} more times after that)\n")
+                config = _again(config, stores)
+                code, message = _launch(config, stores, remind)
     except ShadeError as error:
         code, message = 2, " ".join(str(error).split())
     except Ended as ended:
@@ -56,6 +63,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     if message:
         sys.stderr.write(f"{prog}: {message}\n")
     return code
+
+
+def _again(config: RunConfig, stores: Stores) -> RunConfig:
+    """The run as it goes on after ranks were lost: from its newest snapshot, or from the start if there is none yet."""
+    is_there = snapshots.exist(config, stores.checkpoint)
+    if not is_there:
+        Workspace(config, Path.cwd(), stores.checkpoint).undo()
+    return dataclasses.replace(config, resume=is_there)
 
 
 def describe(config: RunConfig) -> str:

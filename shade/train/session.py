@@ -17,6 +17,8 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +30,7 @@ from shade.config import RUN_FILE, RunConfig
 from shade.data.dataset import ShadeDataset
 from shade.data.randomness import set_generators
 from shade.data.sampler import ShadeSampler
-from shade.errors import ConfigError, ShadeError
+from shade.errors import ConfigError, PeerLostError, ShadeError
 from shade.process import die_with_parent
 from shade.train.record import RunRecord
 from shade.train.replica import DenseReplica, Replica, SparseReplica, sparse_optimizer
@@ -36,6 +38,10 @@ from shade.train.snapshots import Snapshots
 from shade.types import Stateful
 
 logger = logging.getLogger("shade.train")
+
+LOST_SECONDS = 120
+"""A rank that is silent for so long is taken for lost, where the run can go on without its machine (``min_nodes``). One
+whose process ends is noticed at once; this is for a machine that loses its power or its network."""
 
 
 class _Place:
@@ -60,10 +66,10 @@ class TrainSession:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.config = config if config.min_nodes is None else config.shared_by(self.world_size)
         cuda = torch.cuda.is_available()
         self.device = torch.device(f"cuda:{self.local_rank % torch.cuda.device_count()}" if cuda else "cpu")
         self._dataset: ShadeDataset | None = None
@@ -102,8 +108,13 @@ class TrainSession:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-            group = dist.new_group(backend="gloo")
+            elastic = self.config.min_nodes is not None
+            if elastic and self.rank == 0 and self.config.node_rank > 0:
+                cure = "number the machines so that -nr 0 is the one whose address comes first"
+                raise ConfigError.of("rank 0 on machine 0", f"on machine {self.config.node_rank}", cure)
+            timeout = timedelta(seconds=LOST_SECONDS) if elastic else None
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
+            group = dist.new_group(backend="gloo", timeout=timeout)
             assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
             self._host_group = group
         return self
@@ -111,7 +122,7 @@ class TrainSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, ShadeError):
+        if isinstance(error, ShadeError) and not isinstance(error, PeerLostError):  # that one is not what went wrong
             (Path(self.config.out) / f"failure-{self.rank}.txt").write_text(_one_line(error) + "\n")
         try:
             if error is None and self._record is not None:
@@ -146,10 +157,11 @@ class TrainSession:
         self._snapshots = Snapshots(
             self.config, {"sampler": sampler, **stateful, "session": self._place}, dataset.cache
         )
-        if self.config.resume:
+        if self._snapshots.resumes:
             total_steps = self._snapshots.restore()
             self._epoch_steps = sampler.steps_done
             self._steps_before = total_steps - sampler.steps_done
+            self.config = replace(self.config, resume=total_steps > 0)
         self._record = RunRecord(
             self.config,
             dataset,

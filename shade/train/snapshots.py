@@ -37,7 +37,10 @@ class Snapshots:
 
     def __init__(self, config: RunConfig, things: Mapping[str, Stateful], cache: SampleCache | None) -> None:
         group = current_group()
-        run = group.share(config.run)
+        self._is_elastic = config.min_nodes is not None
+        run, resumes = group.share([config.run, config.resume or self._is_elastic])
+        self.resumes: bool = resumes
+        """Whether the run goes on from a snapshot; what machine 0 says, which sees them."""
         group.close()
         self._checkpointer = Checkpointer(
             config.checkpoint_url,
@@ -64,16 +67,16 @@ class Snapshots:
         """Brings everything back from the newest snapshot that is whole.
 
         Returns:
-            Steps done in the whole run.
+            Steps done in the whole run; 0 where nothing is there yet, if ranks come and go.
 
         Raises:
             ConfigError: There is none.
             CheckpointError: There is none that can be used; the message says why.
         """
         restored = self._checkpointer.restore_latest()
-        if not restored:
+        if not restored and not self._is_elastic:
             raise ConfigError.of("a checkpoint to resume from", f"none of {self._checkpointer.run}", "start without it")
-        return restored.step
+        return restored.step if restored else 0
 
     def _make_room(self, num_bytes: int) -> None:
         if self._one_memory is not None:

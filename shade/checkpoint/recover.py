@@ -186,7 +186,8 @@ class _Attempt:
             whole.tensors |= passing | arena.tensors({name: wanted[name] for name in wanted.keys() - passing.keys()})
             whole.arenas.append((arena, manifest))
             whole.trees.append(part_of(manifest.tree, self._only))
-            whole.bounds |= {name: bound for name, bound in manifest.bounds.items() if name in wanted}
+            told = manifest.bounds.items()  # of some: that they came out exact all the same
+            whole.bounds |= {name: bound for name, bound in told if name in wanted and bound.max_abs > 0}
         if whole.bounds and group.rank == 0:
             logger.warning("step %d comes back with loss: %s", record.step, told_loss(whole.bounds))
         whole.tiers = list(dict.fromkeys(name for told in group.gather(list(self._tiers)) for name in told))

@@ -138,7 +138,7 @@ def _biggest(manifests: Iterable[Manifest], num: int) -> str:
 
 def _bounds(manifests: Iterable[Manifest], num: int) -> str:
     """How far tensors are from what was to be saved, the farthest first; nothing where all is exact."""
-    bounds = [(name, bound) for each in manifests for name, bound in each.bounds.items()]
+    bounds = [(name, bound) for each in manifests for name, bound in each.bounds.items() if bound.max_abs > 0]
     if not bounds:
         return ""
     bounds.sort(key=lambda each: (-each[1].relative, each[0]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shade.checkpoint import packing
 from shade.checkpoint.codecs.base import CODECS, Alone, Delta, Piece, Span, standing_alone
 from shade.checkpoint.group import Alone as OneRank
 from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.manifest import CHUNK_BYTES, EXACT_CODECS, TensorEntry
+from shade.checkpoint.manifest import EXACT_CODECS, TensorEntry
 from shade.checkpoint.packing import Packed, Packer
 from shade.checkpoint.protocol import Notes, agree, store
 from shade.checkpoint.reader import Reader
@@ -31,9 +33,18 @@ from shade.checkpoint.storage_tier import StorageTier
 from shade.errors import ConfigError, CorruptCheckpointError
 from shade.storage.base import open_volume
 
+CHUNK_BYTES = 2**16
 ALONE = [name for name in CODECS if issubclass(CODECS.get(name), Alone)]
 DELTAS = [name for name in CODECS if issubclass(CODECS.get(name), Delta)]
 ROUGH = [name for name in DELTAS if not CODECS.get(name).is_exact]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_chunks() -> Iterator[None]:
+    """Chunks of 64 KiB, to be quick."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "CHUNK_BYTES", CHUNK_BYTES)
+        yield
 
 
 def delta(name: str) -> Delta:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint.manifest import CHUNK_BYTES, Manifest, TensorEntry, digest_of
+from shade.checkpoint import packing
+from shade.checkpoint.manifest import Manifest, TensorEntry, digest_of
 from shade.checkpoint.packing import Packed, Packer
 from shade.errors import ConfigError, UnknownNameError
 
+CHUNK_BYTES = 2**16
 NUM_BYTES = 2 * CHUNK_BYTES + 8192
 ENTRIES = {
     "weight": TensorEntry("F32", (CHUNK_BYTES // 4,), 0, CHUNK_BYTES),
     "other": TensorEntry("F32", (CHUNK_BYTES // 4 + 2048,), CHUNK_BYTES, NUM_BYTES),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_chunks() -> Iterator[None]:
+    """Chunks of 64 KiB, to be quick."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "CHUNK_BYTES", CHUNK_BYTES)
+        yield
 
 
 def state(seed: int = 0) -> torch.Tensor:

@@ -20,7 +20,8 @@ Method
     bytes do. `unbiased` draws 70 % of the samples an epoch, which shortens the epoch and not the samples/s.
 
     Every epoch is a line in loaders.jsonl, appended as its run ends. Started again, the command goes on where it was
-    stopped; a method whose package is missing, or that fails, is a row that says so, and is tried again.
+    stopped; a method whose package is missing, or that fails or hangs, is a row that says so: it is left out of later
+    rounds, and tried again when the command is.
 
 Command
     python benchmarks/bench_loaders.py                    hours on two cores; leave the machine alone
@@ -62,8 +63,9 @@ PACKAGES = (
     "torch", "torchvision", "torchdata", "mosaicml-streaming", "litdata", "webdataset", "spdl", "ffcv", "datasets",
     "redis", "pillow",
 )  # fmt: skip
-RUN_SECONDS = 1800
-"""A run that takes longer has hung."""
+CONVERT_SECONDS = 1800
+EPOCH_SECONDS, SAMPLE_SECONDS = 60, 0.04
+"""What takes longer, for each epoch and its samples, has hung."""
 
 
 class Data:
@@ -90,13 +92,13 @@ class Data:
         partial = self.folder / f"{method.folder}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        told = start(["convert", name, str(self.folder / "images"), str(partial)], self.folder)
+        told = start(["convert", name, str(self.folder / "images"), str(partial)], self.folder, CONVERT_SECONDS)
         if told.returncode == 0:
             partial.rename(done)
         return why(told)
 
 
-def start(words: list[str], scratch: Path) -> subprocess.CompletedProcess[str]:
+def start(words: list[str], scratch: Path, limit_seconds: float) -> subprocess.CompletedProcess[str]:
     """Runs `loader_epochs`; one that hangs is ended, and all it started with it."""
     command = [sys.executable, str(PROGRAM), *words]
     environment = os.environ | {
@@ -108,11 +110,11 @@ def start(words: list[str], scratch: Path) -> subprocess.CompletedProcess[str]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
     try:
-        out, complaint = process.communicate(timeout=RUN_SECONDS)
+        out, complaint = process.communicate(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         out, _ = process.communicate()
-        complaint = f"no end after {RUN_SECONDS} s"
+        complaint = f"no end after {limit_seconds:.0f} s"
     return subprocess.CompletedProcess(command, process.returncode, out, complaint)
 
 
@@ -146,7 +148,8 @@ def measure(data: Data, storage: str, share: float, name: str, epochs: int) -> l
             "num_samples": data.num_samples,
             "num_bytes": data.num_bytes,
         }
-        told = start(["run", name, json.dumps(setting), str(epochs)], Path(scratch))
+        limit_seconds = epochs * (EPOCH_SECONDS + SAMPLE_SECONDS * data.num_samples)
+        told = start(["run", name, json.dumps(setting), str(epochs)], Path(scratch), limit_seconds)
     problem = why(told)
     if problem is not None:
         print(told.stderr[-2000:], file=sys.stderr)
@@ -220,12 +223,17 @@ def main() -> None:
         done = {(row["round"], *loader_report.case_of(row), row["method"]) for row in rows if row.get("epoch", -1) >= 1}
         todo = [each for each in todo if (each[0], each[1].name, *each[2:]) not in done]
         commit = environment()["commit"]
+        hopeless = set()
         for number, data, storage, share, name in tqdm(todo, unit="run", smoothing=0.1, dynamic_ncols=True):
+            if (data.name, storage, share, name) in hopeless:
+                continue
             for row in measure(data, storage, share, name, args.epochs):
                 row |= {"round": number, "data": data.name, "storage": storage, "share": share, "method": name}
                 row |= {"num_samples": data.num_samples, "num_bytes": data.num_bytes, "commit": commit}
                 row["at"] = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
                 rows.append(row)
+                if "why" in row:
+                    hopeless.add((data.name, storage, share, name))
                 with lines.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     write_report(rows, args.out, f"{args.rounds} rounds of {args.epochs} epochs, batches of 64.")

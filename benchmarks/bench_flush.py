@@ -20,7 +20,7 @@ Command
 
 Reading
     Fetches are ahead of the disk by eight chunks, so much of their cost is hidden: the sweep is flat around its
-    minimum, and what has to be avoided are its ends. Figures: benchmarks/results/flush.md.
+    minimum, and what has to be avoided are its ends. Figures: decision 0028.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Numbers are counted by the upper half of their float32 bits, which sorts them into at most 65 536 bins no wider than
 2⁻⁷ of what is in them. Lloyd's iteration then moves the borders between clusters over the bins: sums of the numbers
 themselves, so that a centre is the mean of its cluster. Borders lie between bins; that is all that is given up.
-Measured against scikit-learn on the same numbers: decision 0028.
+`benchmarks/bench_codecs.py` has it beside scikit-learn, on the same numbers.
 """
 
 from __future__ import annotations

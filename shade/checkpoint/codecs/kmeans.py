@@ -1,4 +1,4 @@
-"""k-means of numbers on a line, in a few milliseconds a million.
+"""k-means of numbers on a line, without sorting them.
 
 Numbers are counted by the upper half of their float32 bits, which sorts them into at most 65 536 bins no wider than
 2⁻⁷ of what is in them. Lloyd's iteration then moves the borders between clusters over the bins: sums of the numbers

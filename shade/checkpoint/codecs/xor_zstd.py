@@ -1,8 +1,8 @@
 """Codec ``xor-zstd``: the bits that differ from the newest keyframe, grouped by byte, zstandard. Exact.
 
 Weights move little between two snapshots: sign, exponent and the upper mantissa stay, and are zeros in the difference.
-`benchmarks/bench_codecs.py` measures how much. Against the keyframe and not the snapshot before, for a snapshot then needs one other
-and no more: any between may be lost or removed. Price: a copy of the keyframe in this process's memory.
+`benchmarks/bench_codecs.py` measures how much. Against the keyframe, not the snapshot before: a snapshot then needs one
+other and no more, and any between may be lost or removed. Price: a copy of the keyframe in this process's memory.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ PAUSES_SECONDS = (0.1, 0.5)
 _ASKERS = 32
 _CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
 _VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, TypeError)
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, TypeError)
 
 
 @dataclass(frozen=True)

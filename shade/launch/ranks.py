@@ -145,14 +145,15 @@ class Ranks:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether the rank that failed first was ended by a signal: what the others say then is no bad input."""
+        return self._cause(self._written())[1] < 0
+
     def why(self) -> str:
         """One sentence on why they failed, read from what they wrote."""
-        with self._log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, end - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-        cause = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
-        who, status = (f"rank {cause[1]}", int(cause[2])) if cause else ("a rank", 1)
+        text = self._written()
+        who, status = self._cause(text)
         if status < 0:
             guess = " (out of memory?)" if -status == signal.SIGKILL else ""
             return f"{who} was killed by {signal.Signals(-status).name}{guess}"
@@ -161,3 +162,16 @@ class Ranks:
         )
         told = [line.strip() for line in errors if "ChildFailedError" not in line]
         return f"{who} failed: {told[-1][:300]}" if told else f"{who} failed with exit status {status}"
+
+    def _written(self) -> str:
+        """The end of what they wrote."""
+        with self._log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+
+    @staticmethod
+    def _cause(text: str) -> tuple[str, int]:
+        """Who failed first, and the exit status, negative for a signal."""
+        cause = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
+        return (f"rank {cause[1]}", int(cause[2])) if cause else ("a rank", 1)

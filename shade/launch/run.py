@@ -104,7 +104,7 @@ def _launch(config: RunConfig, stores: Stores, remind: Callable[[], None]) -> tu
     except ShadeError:
         place.undo()
         raise
-    if place.failure is not None:
+    if place.failure is not None and not ranks.was_killed:
         message = place.failure
         place.undo()
         return 2, message

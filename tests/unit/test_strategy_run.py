@@ -31,7 +31,7 @@ def runs(benchmarks: None) -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize("name", ["asymmetric", "copy", "torch.save", "dcp-async"])
+@pytest.mark.parametrize("name", ["asymmetric", "copy", "torch.save"])
 def test_what_is_trained_and_saved_is_restored(runs: ModuleType, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "saves"
     folder.mkdir()

@@ -106,7 +106,7 @@ class ShadeLoader(DataLoader[Any]):
             dataset,
             batch_size,
             shuffle,
-            sampler,  # type: ignore[arg-type]
+            sampler,
             batch_sampler,  # type: ignore[arg-type]
             num_workers,
             collate_fn,

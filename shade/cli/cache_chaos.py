@@ -158,7 +158,8 @@ def _loss_of(indices: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=4)
 def undisturbed(mode: str) -> tuple[Outcome, tuple[int, ...]]:
     """The run without a cache, and the hits by epoch of a run with a healthy one."""
-    bare, healthy = train(None, mode), train("memory://", mode)
+    with short_pauses():
+        bare, healthy = train(None, mode), train("memory://", mode)
     assert bare.steps == healthy.steps
     return bare, tuple(healthy.hits)
 

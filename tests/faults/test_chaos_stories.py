@@ -29,8 +29,9 @@ COUNTED = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", COUNTED)
 def test_one_fault_alone(kind: str) -> None:
-    act = Act(troubled(MODE).start + 5, kind, 1, 25)
-    verdict = live([act], 0, MODE, 0, seed=1)
+    mode = "unbiased" if kind == "fill" else MODE  # in a uniform run nothing arrives any more once the cache is warm
+    act = Act(troubled(mode).start + 5, kind, 1, 25)
+    verdict = live([act], 0, mode, 0, seed=1)
     assert verdict.objections == []
     assert verdict.struck[kind] == 1
     if kind in ("slow", "hold", "refuse"):

@@ -5,6 +5,7 @@ What DeepSpeed does with it is in tests/integration/test_deepspeed.py. Skipped w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -35,7 +36,8 @@ def module() -> Iterator[ModuleType]:
 def engine(module: ModuleType, tmp_path: Path) -> Iterator[Any]:
     made = module.ShadeCheckpointEngine(persist_to=str(tmp_path / "volume"))
     yield made
-    made.cleanup()
+    with contextlib.suppress(CheckpointError):  # where a test has made the last save fail, that is said once more
+        made.cleanup()
 
 
 def state(module: ModuleType, value: float = 0.0) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def state(module: ModuleType, value: float = 0.0) -> dict[str, Any]:
     return {
         "module": weights,
         "loss_scaler": module.LossScaler(scale=128.0),
-        "dynamic": module.DynamicLossScaler(),
+        "dynamic": module.DynamicLossScaler(
+            init_scale=2.0**16, scale_window=1000, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
+        ),
         "zero_stage": module.ZeroStageEnum.gradients,
         "param_slice_mappings": [OrderedDict(weight=module.fragment_address(numel=5, start=2))],
         "param_shapes": [OrderedDict(weight=torch.Size([2000]))],

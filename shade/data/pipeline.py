@@ -148,6 +148,7 @@ class Pipeline:
                 job.left = parts.num_parts
             except BaseException as error:  # noqa: BLE001 - it is the training loop's, whatever it is
                 self._fail(job, error)
+                del job  # its error's traceback holds whoever waited for it
                 continue
             for part in range(parts.num_parts):
                 self._parts.put((job.sequence, part, job))

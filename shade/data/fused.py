@@ -135,7 +135,7 @@ class FusedBatch:
         if picture is None:
             return size_of(payload)
         self._whole[position] = Pixels.of(picture)
-        return picture.shape[:2]
+        return picture.shape[0], picture.shape[1]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

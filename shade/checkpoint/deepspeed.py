@@ -4,8 +4,8 @@
 
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.checkpoint_engine = ShadeCheckpointEngine(persist_to="/mnt/ckpt", store="redis+cluster://10.0.0.1:7000")
-    engine.save_checkpoint("/work/run")
-    engine.load_checkpoint("/work/run")
+    engine.save_checkpoint("/mnt/runs/bert")
+    engine.load_checkpoint("/mnt/runs/bert")
 
 DeepSpeed thinks in files: for a tag, each rank hands over some states, each with a path, and then says that it was all.
 Here those states become one snapshot: hashed, sent to the cluster's memory or storage, committed whole or not at all,

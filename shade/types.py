@@ -40,7 +40,7 @@ class Parted(Stateful, Protocol):
     """Something of which each rank holds a part of its own: where ranks are fewer, those left take over the others'."""
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Takes back the states of all ranks that there were, in any order; the same call on every rank that there is."""
+        """Takes back the states of all ranks that there were, in any order; the same call on every rank."""
         ...
 
 

@@ -174,7 +174,10 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         "--checkpoint-keep", "--checkpoint_keep", metavar="SPEC", help="last=2,every=1000,best=val_loss … (last=2)"
     )
     snapshots.add_argument(
-        "--checkpoint-strategy", "--checkpoint_strategy", metavar="NAME", help="overlap (default), asymmetric or copy"
+        "--checkpoint-strategy",
+        "--checkpoint_strategy",
+        metavar="NAME",
+        help="how snapshots are copied: overlap (default), auto, …; an unknown name lists all",
     )
     snapshots.add_argument(
         "--notice", metavar="SOURCE", help="file or http:// address that announces this machine's end, beside SIGTERM"

@@ -384,7 +384,8 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
             training.optimizer.step()
 
     saving = in_thread(save)
-    possible = terms.in_flight if terms.save_waits_for == "begun" and terms.step_waits_for == "copied" else 0
+    goes_on = terms.save_waits_for in ("begun", "copied") and terms.step_waits_for == "copied"
+    possible = terms.in_flight if goes_on else 0
     if possible:
         assert eventually(lambda: len(begun) == possible)
     saving.join(REST_SECONDS)

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from shade.checkpoint.codecs.base import CODECS, Delta, builds
+from shade.checkpoint.codecs.base import builds
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.schedule import Pace
 from shade.errors import ConfigError
@@ -84,8 +84,6 @@ class Terms:
             ConfigError: No buffer, or more saves in flight than there is room for, or a codec that is none.
         """
         chosen = self.codec if codec is None else codec
-        follows = issubclass(CODECS.get(chosen), Delta)  # each save needs to know what became of the one before
-        chosen = self.codec if codec is None else codec
         wanted = self.in_flight if in_flight is None else in_flight
         if builds(chosen):  # what a save is compared with has to have landed
             if in_flight is not None and in_flight > 1:
@@ -96,10 +94,7 @@ class Terms:
         if wanted < 1 or num_buffers < 1:
             shown = f"buffers={num_buffers}, in_flight={wanted}"
             raise ConfigError.of("one buffer and one save in flight, or more", shown, "leave them out")
-        possible = 1 if follows else max(1, min(wanted, num_buffers, num_slots - 1))
-        if in_flight is not None and in_flight > 1 and follows:
-            expected = f"one save in flight under {chosen!r}, which stores differences"
-            raise ConfigError.of(expected, in_flight, "choose a codec that stands alone, or leave in_flight out")
+        possible = max(1, min(wanted, num_buffers, num_slots - 1))
         if in_flight is not None and possible < in_flight:
             raise ConfigError.of(
                 f"{in_flight} buffers and {in_flight + 1} slots for {in_flight} saves in flight",

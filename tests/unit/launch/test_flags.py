@@ -53,6 +53,9 @@ BOTH_SPELLINGS = [
     ("density", 0.05, ["--density"]),
     ("staleness", 1, ["--staleness"]),
     ("profile", "profile.json", ["--profile"]),
+    ("restarts", 3, ["--restarts"]),
+    ("min_nodes", 2, ["--min_nodes", "-min_nodes", "--min-nodes"]),
+    ("metrics_port", 9464, ["--metrics-port", "--metrics_port"]),
 ]
 SWITCHES = [
     ("cache_training_data", ["--cache_training_data", "-cache_training_data", "--cache-training-data"]),

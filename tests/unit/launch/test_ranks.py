@@ -118,7 +118,7 @@ def test_the_command_names_machines_ranks_and_script() -> None:
         master_port=9,
     )  # fmt: skip
     words = " ".join(command(config))
-    assert "--nnodes 4 --node_rank 3 --nproc_per_node 2 --master_addr h --master_port 9 /s.py" in words
+    assert "--nnodes 4 --node_rank 3 --master_addr h --master_port 9 --nproc_per_node 2 /s.py" in words
 
 
 def test_what_does_not_end_by_itself_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ import torch
 from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.layout import bytes_of, torch_dtype
 from shade.checkpoint.manifest import TensorEntry
-from shade.checkpoint.stillness import LONGEST_SECONDS, Others
+from shade.checkpoint.stillness import LONGEST_SECONDS, wait_for_others
 from shade.checkpoint.streaming import copy_bytes
 from shade.errors import ConfigError, TornSnapshotError
 
@@ -241,7 +241,7 @@ class Copying:
             helped.result()
         for stream in self._streams.values():
             stream.synchronize()
-        if names and not Others().wait():  # whoever copied them: another thread, or `advance`
+        if names and not wait_for_others():  # whoever copied them: another thread, or `advance`
             raise TornSnapshotError(
                 "expected to see every other thread rest or run while a copy was checked, got one without a processor "
                 f"for {LONGEST_SECONDS:g} s; nothing was saved: give the training fewer threads, or more cores"

@@ -1,0 +1,95 @@
+"""Whoever may be in the middle of a write is waited for, and nobody else."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from shade.checkpoint import stillness
+from shade.checkpoint.stillness import REST_SECONDS, wait_for_others
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what its threads do")
+
+
+@pytest.fixture
+def writer() -> Iterator[np.ndarray]:
+    """Memory that a thread fills with 1, 2, 3, … without ever resting."""
+    memory, ended = np.zeros(2**20), threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+            memory.fill(number)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    yield memory
+    ended.set()
+    thread.join()
+
+
+def test_who_sleeps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stillness, "LONGEST_SECONDS", 0.25)
+    ended = threading.Event()
+    threads = [threading.Thread(target=ended.wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert wait_for_others()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_who_writes_has_written_on(writer: np.ndarray) -> None:
+    for _ in range(200):
+        before = writer.copy()
+        assert wait_for_others()
+        assert (writer[:: 2**12] != before[:: 2**12]).any()
+
+
+def test_a_processor_that_answers_late_has_not_been_running(
+    writer: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stillness, "LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(stillness, "_touch_processors", lambda: time.sleep(2 * stillness._CLOSE_SECONDS))
+    assert not wait_for_others()
+
+
+def test_who_was_called_to_work_meanwhile_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asleep at the first look, it is working when all others have run: an operation's second thread."""
+    ended = threading.Event()
+    helper = threading.Thread(target=ended.wait)
+    helper.start()
+    number, num_looks = helper.native_id, 0
+    look = stillness._Glances._may_be_stuck
+
+    def asleep_then_stuck(glances: stillness._Glances, thread: int, counts: bool) -> bool:
+        nonlocal num_looks
+        if thread != number:
+            return look(glances, thread, counts)
+        num_looks += 1
+        return 1 < num_looks < 5
+
+    monkeypatch.setattr(stillness._Glances, "_may_be_stuck", asleep_then_stuck)
+    try:
+        assert wait_for_others()
+    finally:
+        ended.set()
+        helper.join()
+    assert num_looks == 5
+
+
+def test_a_thread_that_has_ended_is_not_waited_for() -> None:
+    for _ in range(50):
+        thread = threading.Thread(target=time.sleep, args=(REST_SECONDS,))
+        thread.start()
+        assert wait_for_others()
+        thread.join()

@@ -51,6 +51,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from measures import forget, percentile
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 WARM_UP, STEPS, SAVES, TOKENS = 4, 20, (3, 8, 13, 18), 64
@@ -229,11 +231,6 @@ def rounds_of(names: list[str], num_rounds: int, folder: Path, environment: dict
 STATE_BYTES = 1_493_000_000
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least that share of the values does not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def table(result: dict[str, Any]) -> str:
     """Markdown: one row a method."""
     floors = {name: statistics.median(each[name] for each in result["floors"]) for name in ("memcpy", "disk")}
@@ -279,16 +276,6 @@ def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict
         if "own memory" in ways:
             Stage("restore", 0).remove()
     return found
-
-
-def forget(folder: Path) -> None:
-    """Takes what was saved out of the page cache. The libraries' code stays: it would slow down all ways alike."""
-    os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def restore_table(found: dict[str, list[float]]) -> str:

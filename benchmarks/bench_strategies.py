@@ -49,6 +49,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measures import forget
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 ROWS = "strategies.jsonl"
@@ -81,16 +83,6 @@ def measure(name: str, model: str, given: argparse.Namespace, place: Path) -> di
         for left in place.glob(f"{folder.name}.*"):
             left.unlink()
     return figures
-
-
-def forget(folder: Path) -> None:
-    """Takes what was saved out of the page cache."""
-    os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 class Log:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from measures import sync
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -28,14 +29,6 @@ from shade import Checkpointer
 from shade.checkpoint.strategies import STRATEGIES
 
 State = dict[str, Any]
-
-
-def sync(path: Path) -> None:
-    """Puts a file, or every file in a folder, on the disk."""
-    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        descriptor = os.open(each, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 class Method:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from measures import percentile
+
 OURS = "asymmetric"
 """The strategy that is asked about."""
 
@@ -180,11 +182,6 @@ class Report:
             panel.grid(axis="x", alpha=0.3)
         panels[0].legend(fontsize="small")
         figure.savefig(path, dpi=110)
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least that share of the values does not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def middle(values: Any) -> float | None:

@@ -19,6 +19,7 @@ from shade.policy.forecast import STAGES, Epoch, Forecast, forecast
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
 from shade.report.rows import EpochSummary, Run, load_run
+from shade.report.text import human_bytes
 from shade.sampling import MODES, Scores
 
 ENOUGH_EPOCHS: Final = 4
@@ -26,7 +27,6 @@ ENOUGH_EPOCHS: Final = 4
 _DRAWN: Final = 6
 """Epochs drawn; the first of them is left out, for it still meets what the recorded ones left in the cache."""
 _SETTINGS: Final = {"unbiased": ("keep",), "pads": ("replication_factor",)}
-_MIB, _GIB = 2**20, 2**30
 
 
 def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int | None) -> Iterator[str]:
@@ -54,14 +54,14 @@ def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int
     told: list[tuple[str, int, int]] = [("as it is", capacity, now)]
     if add_cache is None and add_workers is None:
         whole = trace.data_set_bytes
-        told += [(f"twice the cache ({_size(2 * capacity)})", 2 * capacity, now)] if 2 * capacity < whole else []
+        told += [(f"twice the cache ({human_bytes(2 * capacity)})", 2 * capacity, now)] if 2 * capacity < whole else []
         told += [
-            (f"all of it cached ({_size(whole)})", whole, now),
+            (f"all of it cached ({human_bytes(whole)})", whole, now),
             (f"{max(2, 2 * now)} workers", capacity, max(2, 2 * now)),
         ]
     else:
         more, hands = capacity + (add_cache or 0), now + (add_workers or 0)
-        told += [(f"{_size(add_cache)} more cache ({_size(more)})", more, now)] if add_cache else []
+        told += [(f"{human_bytes(add_cache)} more cache ({human_bytes(more)})", more, now)] if add_cache else []
         told += [(f"{add_workers} more workers ({hands})", capacity, hands)] if add_workers else []
         told += [("both", more, hands)] if add_cache and add_workers else []
     width = max(len(name) for name, _, _ in told)
@@ -179,7 +179,3 @@ def _cell(samples: float, reads: float, seconds: float) -> str:
 
 def _change(after: float, before: float) -> str:
     return f"{after / before - 1:+.0%} time"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:,.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:,.1f} MiB"

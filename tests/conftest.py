@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import psutil
 import pytest
 
+from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint.own_memory import own_folder
 from shade.store.base import Store
 from shade.store.link import Endpoint
 from shade.store.local import LocalStore
@@ -216,3 +220,35 @@ def get_place(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> I
     for place in places.values():
         if place.owner is not None:
             place.owner.stop()
+
+
+@pytest.fixture
+def server() -> Iterator[LocalServer]:
+    """A Redis server of the test's own."""
+    with LocalServer() as started:
+        yield started
+
+
+@pytest.fixture
+def run() -> Iterator[str]:
+    """A run id that nobody else has; what it leaves in own memory goes."""
+    name = f"test-{secrets.token_hex(6)}"
+    yield name
+    shutil.rmtree(own_folder(name), ignore_errors=True)
+
+
+@pytest.fixture
+def begin(run: str, tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
+    """Opens checkpointers on storage, if nothing else is said, for a training's `things`; ends those that are left."""
+    opened: list[Checkpointer] = []
+
+    def make(training: Any = None, **more: Any) -> Checkpointer:
+        made = Checkpointer(**{"persist_to": str(tmp_path / "durable"), "run": run, "every": "never"} | more)
+        opened.append(made)
+        if training is not None:
+            made.attach(**training.things)
+        return made
+
+    yield make
+    for each in opened:
+        each.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)

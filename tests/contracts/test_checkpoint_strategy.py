@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import random
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,6 @@ from shade.checkpoint.torture.world import NOTHING, Act, CrashedError, Fault, Wo
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
 from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
 from tests.contracts.strategy_ranks import train_on_two_ranks
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
@@ -65,6 +63,10 @@ class Training:
         self.optimizer.zero_grad()
         return loss.item()
 
+    @property
+    def things(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
 
 class Wide(Training):
     """A state of a few chunks."""
@@ -86,39 +88,9 @@ class Wide(Training):
         return {f"model/{name}": tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
 
 
-@pytest.fixture
-def run() -> Iterator[str]:
-    """A run id that nobody else has; what it leaves in own memory goes."""
-    name = f"strategy-{secrets.token_hex(6)}"
-    yield name
-    shutil.rmtree(own_folder(name), ignore_errors=True)
-
-
-@pytest.fixture
-def begin(run: str, tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
-    """Opens checkpointers on storage, if nothing else is said; ends those that are left."""
-    opened: list[Checkpointer] = []
-
-    def make(training: Training, **more: Any) -> Checkpointer:
-        made = Checkpointer(**{"persist_to": str(tmp_path / "durable"), "run": run, "every": "never"} | more)
-        opened.append(made)
-        made.attach(model=training.model, optimizer=training.optimizer)
-        return made
-
-    yield make
-    for each in opened:
-        crash(each)
-
-
 def crash(checkpointer: Checkpointer) -> None:
     """Leaves as a training does that raises."""
     checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-
-
-@pytest.fixture
-def server() -> Iterator[LocalServer]:
-    with LocalServer() as started:
-        yield started
 
 
 # ── every bit comes back ────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
-
-
-@pytest.fixture
-def server() -> Iterator[LocalServer]:
-    with LocalServer() as running:
-        yield running
 
 
 def run(folder: Path, stage: int, verb: str, world_size: int, *store: str) -> list[Any]:

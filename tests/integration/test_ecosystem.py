@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,12 +45,6 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         sys.path.remove(str(ROOT / "examples"))
-
-
-@pytest.fixture
-def server() -> Iterator[LocalServer]:
-    with LocalServer() as server:
-        yield server
 
 
 @pytest.mark.parametrize("name", NEEDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,13 +38,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     told = run(STREAM, data, *WORDS, cwd=here, STREAM_LOG=str(here))
     assert told.returncode == 0, told.stderr
     return here
-
-
-@pytest.fixture
-def server() -> Iterator[LocalServer]:
-    """A store that outlives the runs."""
-    with LocalServer() as server:
-        yield server
 
 
 class Killed:

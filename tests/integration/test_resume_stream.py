@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -84,13 +83,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trial
     trial = Trial(tmp_path_factory.mktemp("uninterrupted"), data)
     trial.first(1, 0, None)
     return trial
-
-
-@pytest.fixture
-def server() -> Iterator[LocalServer]:
-    """A cache that outlives the runs."""
-    with LocalServer() as server:
-        yield server
 
 
 def test_the_measure_is_worth_something(uninterrupted: Trial) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,37 +53,6 @@ class Training:
     @property
     def things(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
-
-
-@pytest.fixture
-def run() -> Iterator[str]:
-    """A run id that nobody else has; what it leaves in own memory goes."""
-    name = f"manager-{secrets.token_hex(6)}"
-    yield name
-    shutil.rmtree(own_folder(name), ignore_errors=True)
-
-
-@pytest.fixture
-def begin(run: str, tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
-    """Opens checkpointers on storage, if nothing else is said; ends those that are left."""
-    opened: list[Checkpointer] = []
-
-    def make(training: Training | None = None, **more: Any) -> Checkpointer:
-        made = Checkpointer(**{"persist_to": str(tmp_path / "durable"), "run": run, "every": "never"} | more)
-        opened.append(made)
-        if training is not None:
-            made.attach(**training.things)
-        return made
-
-    yield make
-    for each in opened:
-        each.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-
-
-@pytest.fixture
-def server() -> Iterator[LocalServer]:
-    with LocalServer() as started:
-        yield started
 
 
 @pytest.fixture

@@ -3,27 +3,28 @@
 Whether a tensor changed while it was copied shows when whoever writes to it goes on, or ends. A thread that was
 interrupted in the middle of an operation does neither, for as long as others want its processor: tens of milliseconds
 on a busy machine. So each other thread is waited for until it has been asleep, which none is in the middle of writing
-memory, or has run for long enough to be seen. A thread's processor time costs a microsecond to ask for; which ones
-sleep, ten.
+memory, or has run for long enough to be seen. Which ones sleep costs ten microseconds each to ask for, how long one has
+run, one.
 
 Story: a virtual machine's processor was taken by its host for two milliseconds. Its kernel cannot know, so the clock of
 the thread on it went on, and a snapshot of half a write was committed: three times in a thousand saves beside a writer.
 So a thread's time counts only between two moments, close to each other, at which every processor of this process was
 seen to execute: membarrier(2) interrupts each and returns when all have answered. Decision 0008 has the measurement.
 
+No look lets go of the interpreter, for each would wait for it again, up to 5 ms beside a thread that is all Python: so
+the system is called by ctypes, a burst of looks at a time.
+
 Where the system does not tell (only Linux does), a fixed rest must do.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Final
 
 REST_SECONDS: Final = 0.0005
@@ -31,15 +32,21 @@ REST_SECONDS: Final = 0.0005
 LONGEST_SECONDS: Final = 5.0
 """A thread that gets no processor for so long is given up. A quarter of a second was seen once in a thousand saves,
 with four threads to a core."""
-_GLANCE_SECONDS: Final = 0.00005
-"""Between two looks; the system makes two or three times as much of it."""
+_BURST_SECONDS: Final = 0.001
+"""The interpreter is held for so long, at most: who runs at all has run for `REST_SECONDS` by then."""
+_GLANCE_MICROSECONDS: Final = 25
+"""Between two looks, this thread's processor is free for another; the system makes three times as much of it."""
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.004
+"""Between two bursts, the first and the later ones: whoever waits for the interpreter, or this processor, has it."""
 _CLOSE_SECONDS: Final = 0.00025
 """Two moments closer than this leave a host no time to take a processor and give it back."""
-_THREADS: Final = Path("/proc/self/task")
+_THREADS: Final = "/proc/self/task"
+_STAT_BYTES: Final = 512
 _MEMBARRIER: Final = {"x86_64": 324, "aarch64": 283}
 """Number of the system call, by architecture."""
 _REGISTER, _PRIVATE_EXPEDITED = 1 << 4, 1 << 3
-_libc = ctypes.CDLL(None)
+_libc = ctypes.PyDLL(None)
+_libc.read.restype = ctypes.c_ssize_t
 
 
 def wait_for_others() -> bool:
@@ -55,20 +62,17 @@ def wait_for_others() -> bool:
         time.sleep(REST_SECONDS)
         return True
     deadline = time.monotonic() + LONGEST_SECONDS
-    glances = _Glances()
-    return all(glances.wait(deadline) for _ in range(2))
+    seen = _Seen()
+    return all(seen.wait(deadline) for _ in range(2))
 
 
-class _Glances:
+class _Seen:
     """What was seen of the other threads, time and again."""
 
     def __init__(self) -> None:
         self._me = threading.get_native_id()
-        self._seen_ns: dict[int, int] = {}
-        """Processor time of each, at the last look."""
         self._run_ns: dict[int, int] = {}
-        """What of it counts."""
-        self._looked_ns = time.monotonic_ns()
+        """How long each has certainly run."""
 
     def wait(self, deadline: float) -> bool:
         """Returns when each thread that is there now, and has not run for long enough, has or sleeps.
@@ -79,58 +83,62 @@ class _Glances:
         Returns:
             False: it has come to that.
         """
-        left = self._threads()
+        others = [int(name) for name in os.listdir(_THREADS) if int(name) != self._me]
+        left, pause_seconds = [each for each in self._look(others) if _may_be_writing(each)], _PAUSE_SECONDS
         while left:
-            if time.monotonic() > deadline:
+            self._burst(left)
+            # Now, not after the pause: whoever the pause has let into the interpreter would be seen leaving it.
+            left = [each for each in self._look(left) if _may_be_writing(each)]
+            if left and time.monotonic() > deadline:
                 return False
-            time.sleep(_GLANCE_SECONDS)
-            before_ns, self._looked_ns = self._looked_ns, time.monotonic_ns()
-            _touch_processors()
-            counts = time.monotonic_ns() - before_ns < _CLOSE_SECONDS * 1e9
-            left = [thread for thread in left if self._may_be_stuck(thread, counts)]
+            if left:
+                time.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
         return True
 
-    def _threads(self) -> list[int]:
-        """All that have not run for long enough."""
-        self._looked_ns = time.monotonic_ns()
+    def _look(self, threads: list[int]) -> list[int]:
+        """Those that have not run for long enough."""
+        return [each for each in threads if self._run_ns.get(each, 0) < REST_SECONDS * 1e9]
+
+    def _burst(self, threads: list[int]) -> None:
+        """Sees threads run, for a moment."""
+        begun_ns = looked_ns = time.monotonic_ns()
         _touch_processors()
-        threads = [int(name) for name in os.listdir(_THREADS)]
-        for thread in threads:
-            with contextlib.suppress(OSError):
-                self._seen_ns[thread] = _processor_ns(thread)
-        return [each for each in threads if each != self._me and self._run_ns.get(each, 0) < REST_SECONDS * 1e9]
-
-    def _may_be_stuck(self, thread: int, counts: bool) -> bool:
-        """Looks at a thread.
-
-        Args:
-            thread: Its number in the system.
-            counts: Whether what it has run since the last look has certainly been run.
-        """
-        try:
-            now_ns = _processor_ns(thread)
-            if counts:
-                self._run_ns[thread] = self._run_ns.get(thread, 0) + now_ns - self._seen_ns[thread]
-                if self._run_ns[thread] >= REST_SECONDS * 1e9:
-                    return False
-            self._seen_ns[thread] = now_ns
-            state = (_THREADS / str(thread) / "stat").read_bytes().rpartition(b")")[2].split()[0]
-            return state == b"R" or (state == b"D" and _waits_for_a_page(thread))
-        except (OSError, KeyError):  # it has ended
-            return False
+        clocks_ns = {thread: _processor_ns(thread) for thread in threads}
+        while looked_ns - begun_ns < _BURST_SECONDS * 1e9 and self._look(threads):
+            _libc.usleep(_GLANCE_MICROSECONDS)
+            before_ns, looked_ns = looked_ns, time.monotonic_ns()
+            _touch_processors()
+            counts = time.monotonic_ns() - before_ns < _CLOSE_SECONDS * 1e9
+            for thread, clock_ns in clocks_ns.items():
+                clocks_ns[thread] = _processor_ns(thread)
+                if counts:
+                    self._run_ns[thread] = self._run_ns.get(thread, 0) + clocks_ns[thread] - clock_ns
 
 
-def _waits_for_a_page(thread: int) -> bool:
-    """Whether a thread in a wait that nothing interrupts has come there by touching memory, not by a system call."""
-    try:
-        return (_THREADS / str(thread) / "syscall").read_bytes().startswith(b"-1")
-    except OSError:  # it has ended, or the system does not tell
-        return False
+def _may_be_writing(thread: int) -> bool:
+    """Whether a thread runs, wants to, or waits for a page of memory that it has touched."""
+    state = _told(thread, "stat").rpartition(b")")[2][1:2]
+    return state == b"R" or (state == b"D" and _told(thread, "syscall").startswith(b"-1"))
+
+
+def _told(thread: int, what: str) -> bytes:
+    """What the system says of a thread; nothing of one that has ended, or where it does not tell."""
+    descriptor = _libc.open(f"{_THREADS}/{thread}/{what}".encode(), os.O_RDONLY | os.O_CLOEXEC)
+    if descriptor < 0:
+        return b""
+    content = ctypes.create_string_buffer(_STAT_BYTES)
+    length = _libc.read(descriptor, content, _STAT_BYTES)
+    _libc.close(descriptor)
+    return content.raw[: max(length, 0)]
 
 
 def _processor_ns(thread: int) -> int:
-    """Processor time of a thread, by its own clock, as pthread_getcpuclockid(3) numbers it."""
-    return time.clock_gettime_ns(~thread << 3 | 6)
+    """Processor time of a thread, by its own clock, as pthread_getcpuclockid(3) numbers it; 0 of one that has ended."""
+    try:
+        return time.clock_gettime_ns(~thread << 3 | 6)
+    except OSError:
+        return 0
 
 
 def _touch_processors() -> None:

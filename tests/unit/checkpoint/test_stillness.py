@@ -69,16 +69,16 @@ def test_who_was_called_to_work_meanwhile_is_waited_for(monkeypatch: pytest.Monk
     helper = threading.Thread(target=ended.wait)
     helper.start()
     number, num_looks = helper.native_id, 0
-    look = stillness._Glances._may_be_stuck
+    look = stillness._may_be_writing
 
-    def asleep_then_stuck(glances: stillness._Glances, thread: int, counts: bool) -> bool:
+    def asleep_then_stuck(thread: int) -> bool:
         nonlocal num_looks
         if thread != number:
-            return look(glances, thread, counts)
+            return look(thread)
         num_looks += 1
         return 1 < num_looks < 5
 
-    monkeypatch.setattr(stillness._Glances, "_may_be_stuck", asleep_then_stuck)
+    monkeypatch.setattr(stillness, "_may_be_writing", asleep_then_stuck)
     try:
         assert wait_for_others()
     finally:

@@ -128,6 +128,11 @@ class SampleCache:
         self._capacity_bytes = self._allowed_bytes = self._quota_bytes = self.board.capacity_bytes = int(num_bytes)
 
     @property
+    def allowed_bytes(self) -> int:
+        """What `resize` has left of `capacity_bytes`; the same on every rank."""
+        return self._allowed_bytes
+
+    @property
     def quota_bytes(self) -> int:
         """This job's share of `capacity_bytes`, while other jobs use the cache, too."""
         return self._quota_bytes

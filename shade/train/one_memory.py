@@ -16,6 +16,11 @@ The capacity is looked at again when an epoch begins, the one moment at which a 
 so. Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
 same, or have no limit. Invariant: samples and the snapshot to come fit together when its first byte is sent, or there
 are no samples left.
+
+Story: what a rank may cache is also its job's share among others (`shade.cache.sharing`), which a thread of each rank
+learns when it does. Two ranks once looked at that here, between two beats; one saw a reason to divide and the other did
+not, and each waited for the other in another collective. So only `allowed_bytes` decides: it changes in `resize` alone,
+on all ranks alike.
 """
 
 from __future__ import annotations
@@ -76,7 +81,7 @@ class OneMemory:
         """
         if self._divided:
             self._shard_bytes = self._group.gather(num_bytes)
-            self._divide(self._shard_bytes, at_most=self._cache.board.capacity_bytes)
+            self._divide(self._shard_bytes, at_most=self._cache.allowed_bytes)
 
     def begin_epoch(self, *, due: bool, latest: Ticket | None) -> None:
         """Divides anew. On every rank before the epoch is planned.
@@ -85,7 +90,7 @@ class OneMemory:
             due: Whether a save falls due in it.
             latest: The save begun last.
         """
-        is_whole = self._cache.board.capacity_bytes == self._cache.capacity_bytes
+        is_whole = self._cache.allowed_bytes == self._cache.capacity_bytes
         if not self._divided or (is_whole and not (due and self._shard_bytes)):
             return
         if not due and self._group.rank == 0 and latest is not None:
@@ -110,15 +115,15 @@ class OneMemory:
 
         What an entry takes is known to some per cent only, so it is looked again what its going has given back.
         """
-        before, num_left = self._cache.board.capacity_bytes, 0
+        before, num_left = self._cache.allowed_bytes, 0
         for _ in range(_ROUNDS):
             allowed = self._group.share(self._allowed(shard_bytes, at_most) if self._group.rank == 0 else None)
-            if allowed == self._cache.board.capacity_bytes:
+            if allowed == self._cache.allowed_bytes:
                 break
             num_left += self._cache.resize(allowed, self._group.rank, self._group.world_size)
             self._group.gather(None)  # every rank has removed its part
             at_most = min(at_most, allowed)
-        after = self._cache.board.capacity_bytes
+        after = self._cache.allowed_bytes
         if after != before and self._group.rank == 0:
             logger.info(
                 "the cache may hold %.1f MB now, not %.1f; %d samples left", after / 1e6, before / 1e6, num_left
@@ -134,7 +139,7 @@ class OneMemory:
             counted = self._cache.room.counted_bytes()
         except (StoreError, ValueError) as error:
             logger.debug("samples keep their room: %s", error)
-            return min(at_most, self._cache.board.capacity_bytes)
+            return min(at_most, self._cache.allowed_bytes)
         if spare is None or counted + spare >= at_most:
             return at_most
         policy = self._cache.policy

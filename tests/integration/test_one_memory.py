@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
+from shade.cache import breaker
 from shade.config import RunConfig
 from shade.store.server import LocalServer
 from shade.train.snapshots import Snapshots
@@ -98,8 +100,9 @@ class Trial:
 
 
 @pytest.fixture
-def trials() -> Iterator[list[Trial]]:
-    """Whatever is put in is ended."""
+def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Trial]]:
+    """Whatever is put in is ended. The cache stays in use where a crowded machine makes a file in memory faster."""
+    monkeypatch.setattr(breaker, "SLOW_SECONDS", math.inf)
     made: list[Trial] = []
     yield made
     for trial in made:
@@ -178,6 +181,25 @@ def test_a_cluster_that_is_full_of_other_things_makes_a_save_go_to_storage_and_s
         assert trial.snapshots.figures()["durable_step"] == trial.steps
         assert trial.cache.room.counted_bytes() == 0, "whoever could yield has yielded"
         assert trial.epoch(1)["admitted"] > 0
+        end(trials)
+
+
+def test_a_share_that_one_rank_has_not_heard_of_yet_decides_nothing(
+    pictures: Path, trials: list[Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's thread learns its job's share when it does: between two of them, no exchange of the ranks may differ."""
+    with server_of(TIGHT_BYTES) as server:
+        trial = Trial(pictures, f"unix://{server.socket_path}", tmp_path)
+        trials.append(trial)
+        memory = trial.snapshots._one_memory
+        assert memory is not None
+        exchanges: list[Any] = []
+        share = memory._group.share
+        monkeypatch.setattr(memory._group, "share", lambda value: (exchanges.append(value), share(value))[1])
+        for quota in (trial.cache.capacity_bytes, trial.cache.capacity_bytes // 2):
+            trial.cache.quota_bytes = quota
+            memory.begin_epoch(due=False, latest=None)
+        assert exchanges == [], "nothing has been divided yet"
         end(trials)
 
 

@@ -75,6 +75,7 @@ def check(levels: list[Level], outcome: cache_chaos.Outcome) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_nothing_piles_up_over_six_hundred_batches() -> None:
     levels, struck, outcome = endure(600, workers=0, seed=5)
     assert len(outcome.steps) == 600

@@ -262,6 +262,7 @@ def test_everything_is_killed_at_once(make: Callable[..., Job], server: LocalSer
     assert {tiers for step, _, tiers in told.restored if step} <= {"storage"}
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_restores_the_parameters(make: Callable[..., Job]) -> None:
     job = make(world_size=2, num_steps=8)
     ends = []

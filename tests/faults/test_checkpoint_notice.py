@@ -143,7 +143,7 @@ def budgets(training: Training, seed: int, seconds: float) -> None:
         assert "notice: SIGTERM" in training.errors()
 
 
-@pytest.mark.parametrize(("seconds", "seed"), [(0.5, 1), (2, 2)])
+@pytest.mark.parametrize(("seconds", "seed"), [(0.5, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_whatever_the_time_something_whole_is_left(training: Training, seconds: float, seed: int) -> None:
     budgets(training, seed, seconds)
 

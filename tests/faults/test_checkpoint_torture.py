@@ -383,6 +383,7 @@ def test_a_collective_with_a_dead_rank_ends_for_the_others() -> None:
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_the_command_reports_and_repeats(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "torture", "--ranks", "1", "--sample", "5", "--seed", "2"]) == 0
     assert "5 scenarios" in capsys.readouterr().out

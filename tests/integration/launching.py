@@ -69,9 +69,14 @@ def start(*words: str | Path, cwd: Path, **more: str) -> subprocess.Popen[str]:
 
 
 def run(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """A launcher from start to end."""
+    """A launcher from start to end; one that does not end is ended, and what it has said is in the error."""
     process = start(*words, cwd=cwd, **more)
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    try:
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # which ends its ranks, too
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        raise AssertionError(f"not ended within {PATIENCE_SECONDS} s: {process.args}\n{out}\n{err}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

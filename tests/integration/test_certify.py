@@ -62,6 +62,7 @@ def test_a_run_that_forgets_nothing_is_certified_and_not_touched(
     assert snapshot(whole.out) == before
 
 
+@pytest.mark.slow
 def test_beyond_the_end_of_an_epoch(
     whole: Certified, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +72,7 @@ def test_beyond_the_end_of_an_epoch(
     assert "the snapshot of step 9 are the same" in said
 
 
+@pytest.mark.slow
 def test_a_trail_with_another_loss_says_at_which_step(
     whole: Certified, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

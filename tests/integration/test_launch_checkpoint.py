@@ -99,6 +99,7 @@ def test_a_run_is_resumed_from_the_store_on_another_machine(
     assert "none was in storage yet" in (killed.out / "report.txt").read_text()
 
 
+@pytest.mark.slow
 def test_with_both_the_flusher_brings_what_a_killed_run_left_in_the_store_to_storage(
     undisturbed: Path, data: Path, server: LocalServer, tmp_path: Path
 ) -> None:

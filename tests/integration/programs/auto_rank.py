@@ -7,6 +7,7 @@ all came back, to ``rank-r.json``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def main() -> None:
     model = DistributedDataParallel(inner)
     optimizer = torch.optim.Adam(model.parameters())
     flown: list[tuple[int, str]] = []
-    with Checkpointer(persist_to=str(folder / "volume"), strategy="auto", every="90% mtbf 5s") as checkpointer:
+    place = {"persist_to": str(folder / "volume"), "run": f"auto-{os.getppid()}"}
+    with Checkpointer(**place, strategy="auto", every="90% mtbf 5s") as checkpointer:
         checkpointer.attach(model=model, optimizer=optimizer)
         auto = checkpointer._strategy
         assert isinstance(auto, Auto)

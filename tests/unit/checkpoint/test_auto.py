@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -29,7 +30,9 @@ class Training:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.checkpointer = Checkpointer(persist_to=str(folder), strategy="auto", every=every)
+        self.checkpointer = Checkpointer(
+            persist_to=str(folder), run=f"auto-{os.getpid()}", strategy="auto", every=every
+        )
         self.checkpointer.attach(model=self.model, optimizer=self.optimizer)
         strategy = self.checkpointer._strategy
         assert isinstance(strategy, Auto)

@@ -45,8 +45,15 @@ def epochs(dataset: ShadeDataset, count: int = 3, workers: int = 0) -> list[torc
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("view", [FUSED, to_tensor], ids=["fused", "written"])
+@pytest.mark.parametrize(
+    ("view", "workers"),
+    [
+        pytest.param(FUSED, 0, id="fused-0"),
+        pytest.param(FUSED, 2, id="fused-2"),
+        pytest.param(to_tensor, 0, id="written-0"),
+        pytest.param(to_tensor, 2, id="written-2", marks=pytest.mark.slow),
+    ],
+)
 def test_samples_are_the_same_in_every_form(folder: Path, view: Any, workers: int) -> None:
     streams, hits = [], []
     for form in ("encoded", "decoded", "auto"):

@@ -89,8 +89,8 @@ class RunConfig:
     """URL, its password hidden, of the store whose memory takes snapshots; None: storage alone."""
     persist: str | None = None
     """Path or URL of durable storage for snapshots; None: the run directory, or none where a store takes them."""
-    checkpoint_every: str = "30s"
-    """When a snapshot is due, besides the end of each epoch: what a kill can cost."""
+    checkpoint_every: str | None = None
+    """When a snapshot is due, besides the end of each epoch: what a kill can cost; None: when the strategy says."""
     checkpoint_keep: str = "last=2"
     """Which snapshots stay in durable storage."""
     checkpoint_strategy: str = "overlap"

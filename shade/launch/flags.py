@@ -168,7 +168,10 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         "--persist", metavar="DIR", help="durable storage for them, a path or URL (DIR/checkpoints of --out)"
     )
     snapshots.add_argument(
-        "--checkpoint-every", "--checkpoint_every", metavar="SPEC", help="50 (steps), 30s, 5m, 2%% or never (30s)"
+        "--checkpoint-every",
+        "--checkpoint_every",
+        metavar="SPEC",
+        help="50 (steps), 30s, 5m, 2%% or never (30s, where the strategy has no other)",
     )
     snapshots.add_argument(
         "--checkpoint-keep", "--checkpoint_keep", metavar="SPEC", help="last=2,every=1000,best=val_loss … (last=2)"

@@ -34,7 +34,8 @@ def check(config: RunConfig, checkpoint_url: str | None) -> None:
         ConfigError: Not so.
         StoreAuthError: The store refuses us.
     """
-    Schedule(config.checkpoint_every)
+    if config.checkpoint_every is not None:
+        Schedule(config.checkpoint_every)
     Keep.parse(config.checkpoint_keep)
     if config.checkpoint_strategy != RunConfig.checkpoint_strategy:
         from shade.checkpoint.strategies import STRATEGIES

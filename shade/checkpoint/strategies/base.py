@@ -33,7 +33,7 @@ storage. Where there is no storage, what waits for *durable* waits for *committe
 class Terms:
     """What a strategy proposes; an argument of `Checkpointer` of the same name has the last word."""
 
-    every: str | int = "60s"
+    every: str | int = "30s"
     """When `step` saves: see `shade.checkpoint.schedule.Schedule`."""
     codec: str = "none"
     """Of the chunks: a name in `shade.checkpoint.codecs.base.CODECS`."""

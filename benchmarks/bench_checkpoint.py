@@ -313,7 +313,7 @@ def measure(given: argparse.Namespace) -> None:
         text += f"\n{restore_table(result['restore'])}\n"
     print(text)
     if given.out:
-        name = "checkpoint_slow" if given.slow else "checkpoint"
+        name = "checkpoint-slow" if given.slow else "checkpoint"
         (given.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (given.out / f"{name}.md").write_text(text)
 
@@ -344,8 +344,11 @@ def slow_storage(folder: Path) -> Iterator[Path]:
         while "slowfs:" not in (line := process.stdout.readline()):
             if not line:
                 raise RuntimeError("slowfs did not start")
-        yield mount
-        process.terminate()
+        try:
+            yield mount
+        finally:
+            process.terminate()
+            process.stdout.read()  # it says goodbye
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +44,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_slow_storage import slow
+from measures import commit
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -257,12 +257,6 @@ def plot(courses: dict[str, list[list[Epoch]]], target: float, path: Path) -> No
     axis.legend()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def commit() -> str:
-    """Of this clone."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> None:

@@ -38,7 +38,6 @@ import ctypes
 import json
 import mmap
 import os
-import platform
 import random
 import resource
 import shutil
@@ -51,7 +50,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measures import forget, percentile
+from measures import commit, forget, machine, percentile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -322,14 +321,7 @@ def about(num_rounds: int) -> str:
     """Commit, machine and versions."""
     import torch
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":?")
-    return (
-        f"commit {commit.stdout.strip()}, {num_rounds} rounds, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores of {model.partition(':')[2].strip()}"
-    )
+    return f"commit {commit()}, {num_rounds} rounds, torch {torch.__version__}, {machine()}"
 
 
 @contextlib.contextmanager

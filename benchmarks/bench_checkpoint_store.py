@@ -46,6 +46,7 @@ from typing import Any
 import hiredis
 import numpy as np
 import redis
+from measures import commit
 from redis.connection import PythonRespSerializer
 
 from shade.checkpoint.erasure import ErasureCode
@@ -335,9 +336,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the results go")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds, at least 2")
     args = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     version = subprocess.run([find_server_binary(), "--version"], capture_output=True, text=True, check=True).stdout
     words = dict(word.split("=", 1) for word in version.split() if "=" in word)
     memory = shared_memory()
@@ -348,7 +346,7 @@ def main() -> None:
         "servers": {kind: measure(kind, args.rounds, memory) for kind in kinds},
         "code": measure_code(),
         "about": (
-            f"commit {commit.stdout.strip() or 'unknown'}, {platform.machine()} with {os.cpu_count()} cores (load "
+            f"commit {commit()}, {platform.machine()} with {os.cpu_count()} cores (load "
             f"{load:.1f} before), Redis {words.get('v')} ({words.get('malloc')}), Python {platform.python_version()}, "
             f"redis-py {redis.__version__}, hiredis {hiredis.__version__}, numpy {np.__version__}"
         ),

@@ -51,6 +51,7 @@ from typing import Any
 
 import hiredis
 import redis
+from measures import commit
 from redis.connection import Connection, UnixDomainSocketConnection
 from redis.crc import key_slot
 
@@ -276,12 +277,9 @@ def render(result: dict[str, Any]) -> str:
 
 def about() -> str:
     """Commit and machine."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     server = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=False)
     return (
-        f"commit {commit.stdout.strip() or 'unknown'}, {platform.machine()} with {os.cpu_count()} cores, Python "
+        f"commit {commit()}, {platform.machine()} with {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, redis-py {redis.__version__}, hiredis {hiredis.__version__}, "
         f"{' '.join(server.stdout.split()[:3])}"
     )

@@ -27,7 +27,6 @@ Reading
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import sys
@@ -39,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measures import publish
 
 from shade.checkpoint.codecs.base import CODECS
 from shade.checkpoint.codecs.kmeans import cluster
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=12)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--no-model", action="store_true", help="leave the cost model out")
+    parser.add_argument("--out", type=Path, help="folder for codecs.md")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-codecs-"))
     try:
@@ -201,16 +202,13 @@ def main() -> None:
             (tree, {name: each.clone() for name, each in tensors.items()})
             for tree, tensors in states(given.saves, given.every)
         ]
-        lines = [
-            f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}, {given.saves} saves, {given.every} steps apart",
-            "",
-        ]
+        lines = [f"{given.saves} saves, {given.every} steps apart", ""]
         lines += [*codecs(saved, folder / "run"), "", *kmeans()]
         if not given.no_model:
             lines += ["", *model(saved, folder / "run")]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    sys.stdout.write("\n".join(lines) + "\n")
+    publish("codecs", "What codecs save and cost", lines, given.out)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,14 @@ Reading
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from measures import publish
 
 from shade.checkpoint.flush_batch import FetchPace
 from shade.checkpoint.flusher import Flusher
@@ -128,16 +127,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk in question")
+    parser.add_argument("--out", type=Path, help="folder for flush.md")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-flush-", dir=given.folder)) / "ckpt"
-    lines = [f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}, {given.rounds} rounds", ""]
+    lines = [f"{given.rounds} rounds", ""]
     lines += ["| chunks of | fetched at once | seconds | quartiles | MB/s |", "|---|---|---|---|---|"]
     try:
         for kind in KINDS:
             lines += sweep(kind, folder, given.rounds)
     finally:
         shutil.rmtree(folder.parent, ignore_errors=True)
-    sys.stdout.write("\n".join(lines) + "\n")
+    publish("flush", "How many chunks a flusher fetches at once", lines, given.out)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -56,6 +55,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from measures import commit, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gradient_report import METHODS, Rows, plot, plot_varying, table, table_varying, target_of
@@ -216,15 +217,10 @@ def about(given: argparse.Namespace) -> str:
     """Commit, machine and versions."""
     import torch
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":?")
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     return (
-        f"commit {commit.stdout.strip()}, {given.rounds} rounds, schedules of {given.steps} steps, torch "
-        f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores of "
-        f"{model.partition(':')[2].strip()}, TCP with {control}, ours with {' '.join(given.flags)}"
+        f"commit {commit()}, {given.rounds} rounds, schedules of {given.steps} steps, torch {torch.__version__}, "
+        f"{machine()}, TCP with {control}, ours with {' '.join(given.flags)}"
     )
 
 

@@ -38,7 +38,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +46,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from measures import commit
 
 from shade.gradient.bucket import Bucket
 from shade.gradient.compressor import aligned_zeros
@@ -261,13 +261,10 @@ def main() -> None:
     ways, bytes_per_element = message()
     tables["message"] = rows(measure(ways, 3 * arguments.rounds))
     everywhere = f"dense on {os.cpu_count() or 1} threads"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
         f"torch {torch.__version__}, numba {numba.__version__}",
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "rounds": arguments.rounds,
         "tables": tables,
         "bytes_per_element": bytes_per_element,

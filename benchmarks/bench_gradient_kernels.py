@@ -38,13 +38,13 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from measures import commit
 
 from shade.gradient import COMPRESSORS, QUANTISERS, Key
 from shade.gradient.compressor import aligned_zeros
@@ -222,10 +222,9 @@ def main() -> None:
     print("\n" + "\n".join(quality_table(quality)))
     if args.out is None:
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     about = {
         "command": f"python benchmarks/bench_gradient_kernels.py --size {args.size} --rounds {args.rounds}",
-        "commit": commit,
+        "commit": commit(),
         "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, "
         f"torch {torch.__version__}",
         "kernels": choice.prepare().name,
@@ -234,7 +233,7 @@ def main() -> None:
     page = [
         "# Picking from a gradient",
         "",
-        f"`{about['command']}`, commit `{commit[:12]}`, {about['machine']}, {about['seconds']} s. Method and "
+        f"`{about['command']}`, commit `{about['commit']}`, {about['machine']}, {about['seconds']} s. Method and "
         "explanation: the docstring of `benchmarks/bench_gradient_kernels.py`.",
         "",
         f"## Time, {args.size:,} elements, density {DENSITY:.0%}, one thread",

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measures import publish
 from PIL import Image
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -157,10 +158,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for loader-engine.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_images(Path(folder), args.images)
-        print("| work | engine | ms a batch, median | lowest – highest |\n|---|---|---|---|")
+        lines = ["| work | engine | ms a batch, median | lowest – highest |", "|---|---|---|---|"]
         for empty in (False, True):
             work = Work(Path(folder), empty=empty)
             seen: dict[str, list[float]] = {name: [] for name in ENGINES}
@@ -173,7 +175,8 @@ def main() -> None:
                         seen[name].append(1000 * (time.perf_counter() - began) / count)
             for name, times in seen.items():
                 middle, spread = statistics.median(times), f"{min(times):.2f} – {max(times):.2f}"
-                print(f"| {'nothing' if empty else 'everything'} | {name} | {middle:.2f} | {spread} |")
+                lines.append(f"| {'nothing' if empty else 'everything'} | {name} | {middle:.2f} | {spread} |")
+    publish("loader-engine", "Three engines for the same work", lines, args.out)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from typing import Any
 import loader_report
 from bench_slow_storage import make_images, slow
 from loader_methods import METHODS
+from measures import commit, machine
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,16 +166,7 @@ def environment() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    return {
-        "commit": commit,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cpu": f"{os.cpu_count()} × {model.partition(':')[2].strip()}",
-        "versions": versions,
-    }
+    return {"commit": commit(), "kernel": platform.release(), "machine": machine(), "versions": versions}
 
 
 def write_report(rows: list[dict[str, Any]], out: Path, told: str) -> None:
@@ -182,8 +174,7 @@ def write_report(rows: list[dict[str, Any]], out: Path, told: str) -> None:
     here = environment()
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
-    machine = f"Python {here['python']}, Linux {here['kernel']}, {here['cpu']}"
-    where = f"{told} Measured at commit {commits}; {machine}; {versions}."
+    where = f"{told} Measured at commit {commits}; {here['machine']}, Linux {here['kernel']}; {versions}."
     (out / "loaders.md").write_text(f"# Loaders\n\n{loader_report.table(rows)}\n\n{where}\n")
     (out / "loaders.json").write_text(json.dumps({"environment": here, "rows": rows}, indent=0) + "\n")
     loader_report.plot(rows, out / "loaders.png")

@@ -49,6 +49,7 @@ import hiredis
 import numpy as np
 import redis
 import torch
+from measures import commit
 
 from shade import SampleCache, ShadeSampler, open_store
 from shade.cache.entry import FORM_ENCODED
@@ -249,11 +250,8 @@ def main() -> None:
     if args.epoch_child or args.epoch_child_traced:
         print(json.dumps(epoch_child(args.epoch_child_traced)))
         return
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     about = (
-        f"commit {commit.stdout.strip() or 'unknown'}, {platform.machine()} with {os.cpu_count()} cores, Python "
+        f"commit {commit()}, {platform.machine()} with {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, "
         f"redis-py {redis.__version__}, hiredis {hiredis.__version__}"
     )

@@ -39,12 +39,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import time
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
+from measures import commit
 
 from shade.policy import EpochWindow
 from shade.policy.plan import Plan
@@ -155,9 +155,7 @@ def main() -> None:
 
     about = {
         "command": f"python benchmarks/bench_policies.py --n {args.n} --out {args.out}",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "commit": commit(),
         "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
         "seconds": round(seconds),
     }
@@ -165,7 +163,7 @@ def main() -> None:
     lines = [
         "# Cache policies by simulation",
         "",
-        f"`{about['command']}`, commit `{about['commit'][:12]}`, {about['machine']}, {about['seconds']} s. Method and "
+        f"`{about['command']}`, commit `{about['commit']}`, {about['machine']}, {about['seconds']} s. Method and "
         "explanation: the docstring of `benchmarks/bench_policies.py`.",
         "",
         f"N = {args.n:,}, {NUM_EPOCHS} epochs, the first {SKIP_EPOCHS} left out; reads/N: origin reads per sample of "

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from measures import publish
 from PIL import Image
 
 from shade.cli.what_if import measure, policy_of, predict, prolong, workers_of
@@ -98,22 +98,13 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=64, help="of the images that are made (64)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="a Markdown file to write, too")
+    parser.add_argument("--out", type=Path, help="folder for simulate.md")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         data = given.data.resolve() if given.data else make_images(work / "data", given.n, given.side)
         lines = compare(data, work, given)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    where = (
-        f"Commit {commit}, Python {platform.python_version()}, {os.cpu_count()} CPUs; {' '.join(sys.argv[1:])}".strip()
-    )
-    page = "\n".join([*lines, "", where]) + "\n"
-    print(page)
-    if given.out is not None:
-        given.out.write_text(page, encoding="utf-8")
+    publish("simulate", "What an epoch foretells", lines, given.out)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measures import commit
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -179,10 +180,7 @@ def main() -> None:
                 f"| {regime} | {name} | {row['epoch_seconds']:.1f} | {faster:.1f}× | {row['samples_per_second']:.0f} | "
                 f"{rate:.1f}× | {row['origin_reads_per_sample']:.2f} |"
             )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    where = f"{args.images} JPEGs, 2 workers, medians of {args.rounds} interleaved epochs, 2 cores, commit {commit}."
+    where = f"{args.images} JPEGs, 2 workers, medians of {args.rounds} interleaved epochs, 2 cores, commit {commit()}."
     report = "\n".join(lines) + f"\n\n{where}\n"
     (args.out / "slow_storage.md").write_text("# Loading from slow storage\n\n" + report)
     (args.out / "slow_storage.json").write_text(json.dumps({"settings": where, "results": results}, indent=1) + "\n")

@@ -49,7 +49,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measures import forget
+from measures import commit, forget
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
@@ -171,14 +171,6 @@ def told(seconds: float) -> str:
     """A duration for people."""
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
-
-
-def commit() -> str:
-    """The one that is checked out."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 def parse() -> argparse.Namespace:

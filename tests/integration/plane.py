@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
+from shade.cache import breaker
 from shade.policy.simulator import SimulationResult, simulate
 from shade.policy.trace import Trace
 from shade.store.origin import FileOrigin
@@ -73,6 +75,10 @@ def make_zoo(root: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         image.save(folder / name, **options)
     return root
+
+
+PATIENCE_SECONDS = 5.0
+"""Files in memory are faster than any cache on a crowded machine: which must not be news to tests that count."""
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
@@ -167,6 +173,7 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
     """Trains; no model, but everything that the data plane sees of one."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(breaker, "SLOW_SECONDS", PATIENCE_SECONDS))
         dataset = ShadeDataset(
             ImageFolder(job.root.format(rank=rank)),
             cache=job.url,

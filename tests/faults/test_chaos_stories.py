@@ -24,10 +24,13 @@ COUNTED = {
     "flush": ("surprises",),
     "foreign": ("surprises",),
 }
+RARE = ("hold", "refuse", "foreign", "fill")
+"""Left to scripts/soak: each is like another that stays."""
+EVERY_KIND = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in RARE)) for kind in COUNTED]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_one_fault_alone(kind: str) -> None:
     mode = "unbiased" if kind == "fill" else MODE  # in a uniform run nothing arrives any more once the cache is warm
     act = Act(troubled(mode).start + 5, kind, 1, 25)

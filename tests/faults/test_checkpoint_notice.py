@@ -176,6 +176,7 @@ def test_a_notice_file_that_one_machine_sees_stops_all(training: Training, tmp_p
     assert training.recovered() == max(training.told(0, "step")) == max(training.told(1, "step"))
 
 
+@pytest.mark.slow
 def test_a_step_that_outlasts_the_time_leaves_what_was_there(training: Training) -> None:
     training.start(0.2, 1.0, ["SIGTERM"], ["SIGTERM"])
     training.wait_until(lambda: bool(training.told(0, "landed")))

@@ -393,6 +393,7 @@ def test_the_command_reports_and_repeats(capsys: pytest.CaptureFixture[str]) -> 
     assert "1 scenarios" in told
 
 
+@pytest.mark.slow
 def test_the_command_fails_where_a_promise_is_broken(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,8 @@ def test_a_trail_with_another_loss_says_at_which_step(
     assert said.endswith("not certified: something is not restored, or not deterministic\n")
 
 
-@pytest.mark.parametrize("forget", [pytest.param("generator", marks=pytest.mark.slow), "buffer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("forget", ["generator", "buffer"])
 def test_what_is_forgotten_is_found_and_the_first_tensor_named(
     forget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +113,7 @@ def test_what_cannot_be_tried_says_so(
     assert main(["checkpoint", "certify", "3", str(tmp_path)]) == 2
 
 
+@pytest.mark.slow
 def test_a_replay_that_fails_says_why(
     whole: Certified, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,7 +193,7 @@ class Auditor(threading.Thread):
 
 
 @pytest.mark.parametrize("policy", ["plan", "lru", "shade"])
-@pytest.mark.parametrize("sizes", ["equal", "mixed"])
+@pytest.mark.parametrize("sizes", [pytest.param("equal", marks=pytest.mark.slow), "mixed"])
 def test_the_capacity_is_never_exceeded(
     request: pytest.FixtureRequest, tmp_path: Path, sizes: str, policy: str
 ) -> None:

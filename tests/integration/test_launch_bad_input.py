@@ -210,6 +210,7 @@ def test_a_truncated_image_deep_in_the_data_stops_the_run_with_its_path(
     assert "failure-1" in " ".join(snapshot(tmp_path)) or not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_or_it_is_skipped_counted_and_the_run_ends_well(rotten: tuple[Path, Path], tmp_path: Path) -> None:
     root, _ = rotten
     words = (root, "--batch_size", "8", "--workers", "1", "--network", "cnn", "--on-bad-sample", "skip")

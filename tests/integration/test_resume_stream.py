@@ -92,6 +92,7 @@ def test_the_measure_is_worth_something(uninterrupted: Trial) -> None:
     assert len(stream) < EPOCHS * 6, "no epoch was drawn by importance"
 
 
+@pytest.mark.slow
 def test_one_rank_killed_in_an_epoch_and_resumed_with_workers(uninterrupted: Trial, tmp_path: Path) -> None:
     """The cache is cold: the private server has died with the run. Parameters are equal, bit for bit."""
     trial = Trial(tmp_path, uninterrupted.data)

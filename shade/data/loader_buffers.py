@@ -5,12 +5,18 @@ decoding the batch costs. Here it goes back into a drawer when the last tensor o
 training loop, a list of yesterday's batches, a copy to a device that is still under way. Nothing is ever taken back
 from somebody who still has it. Pinned memory is torch's own to use again, and torch does.
 
-Invariant: two living batches never share memory.
+Story: a Ctrl-C arrived while the training loop waited for a batch. Python raised it at the first line of its own code
+that came next: in a finalizer, called because a batch had died there; and what a finalizer raises is ignored. So no
+line of Python runs when a batch dies: its weak reference is put on a list by the list itself, and looked at later.
+
+Invariants: two living batches never share memory; no more blocks are kept than asked for, in use or free.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +27,16 @@ class Buffers:
     """A drawer of memory.
 
     Args:
-        most: Blocks that it keeps; more are given back to the system.
+        most: Blocks that it knows, in use or free; others go back to the system when they are not used any more.
         pinned: Page-locked memory, for copies to a device that do not wait.
     """
 
     def __init__(self, most: int, *, pinned: bool) -> None:
         self._most, self._pinned = most, pinned
         self._free: list[npt.NDArray[np.uint8]] = []
+        self._lent: dict[int, tuple[weakref.ref[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]] = {}
+        """By the weak reference's id, which is the same after its batch has died, as its hash is not."""
+        self._dead: deque[weakref.ref[npt.NDArray[np.uint8]]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of one's own; what is in it is anybody's guess.
@@ -44,6 +53,7 @@ class Buffers:
         num_bytes = dtype.itemsize
         for length in shape:
             num_bytes *= length
+        self._collect()
         try:
             block = self._free.pop()
         except IndexError:
@@ -52,11 +62,14 @@ class Buffers:
             block = np.empty(num_bytes, dtype=np.uint8)
         # torch holds on to this very array until its last tensor is gone; numpy would not keep a view of a view alive.
         lent = block[:num_bytes]
-        weakref.finalize(lent, _give_back, self._free, self._most, block).atexit = False
+        if len(self._lent) + len(self._free) < self._most:
+            reference = weakref.ref(lent, self._dead.append)
+            self._lent[id(reference)] = reference, block
         return torch.from_numpy(lent).view(dtype).view(shape)
 
-
-def _give_back(free: list[npt.NDArray[np.uint8]], most: int, block: npt.NDArray[np.uint8]) -> None:
-    """A function and no method: whoever holds a batch shall not keep a drawer alive that is not used any more."""
-    if len(free) < most:
-        free.append(block)
+    def _collect(self) -> None:
+        """Takes back what nobody looks at any more."""
+        with contextlib.suppress(IndexError):
+            while True:
+                _, block = self._lent.pop(id(self._dead.popleft()))
+                self._free.append(block)

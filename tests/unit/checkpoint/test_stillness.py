@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numba
 import numpy as np
 import pytest
 
@@ -16,21 +17,26 @@ from shade.checkpoint.stillness import REST_SECONDS, wait_for_others
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what its threads do")
 
 
+@numba.njit(nogil=True)
+def write_until_told(memory_N: np.ndarray) -> None:
+    """Fills memory with 1, 2, 3, … without a rest, and without the interpreter, until its last element is set."""
+    number = 0
+    while memory_N[-1] == 0:
+        number += 1
+        for index in range(len(memory_N) - 1):
+            memory_N[index] = number
+
+
 @pytest.fixture
 def writer() -> Iterator[np.ndarray]:
-    """Memory that a thread fills with 1, 2, 3, … without ever resting."""
-    memory, ended = np.zeros(2**20), threading.Event()
-
-    def write() -> None:
-        number = 0
-        while not ended.is_set():
-            number += 1
-            memory.fill(number)
-
-    thread = threading.Thread(target=write)
+    """Memory that a thread writes to."""
+    memory_N = np.zeros(2**20)
+    thread = threading.Thread(target=write_until_told, args=(memory_N,))
     thread.start()
-    yield memory
-    ended.set()
+    while memory_N[0] == 0:
+        time.sleep(0.01)  # it is compiled first
+    yield memory_N
+    memory_N[-1] = 1
     thread.join()
 
 

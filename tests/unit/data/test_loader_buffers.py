@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+from typing import Any
 
 import torch
 
@@ -53,7 +55,25 @@ def test_only_so_many_blocks_are_kept() -> None:
     alive = [buffers.take(SHAPE, torch.float32) for _ in range(6)]
     del alive
     gc.collect()
+    buffers._collect()
     assert len(buffers._free) == 2
+    assert not buffers._lent
+
+
+def test_no_line_of_python_runs_when_a_batch_dies() -> None:
+    """A signal that is waiting would be raised in it, and what is raised there is lost."""
+    buffers, calls = Buffers(2, pinned=False), []
+    batch = buffers.take(SHAPE, torch.float32)
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        calls.append((event, frame.f_code.co_name))
+
+    sys.setprofile(note)
+    del batch
+    sys.setprofile(None)
+    assert [call for call in calls if call[0] == "call"] == []
+    buffers._collect()
+    assert len(buffers._free) == 1, "and it has died"
 
 
 def test_threads_may_take_and_drop_at_once() -> None:

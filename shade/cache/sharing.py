@@ -129,8 +129,8 @@ class Sharing:
             jobs.note = replace(jobs.note, epoch=self._epoch, num_fetched=self.num_fetched, order_epochs=epochs)
             view = jobs.beat()
             if self._settle_quota(view):
-                view = jobs.beat()
-                self._settle_claim(view)
+                self._settle_claim(jobs.beat())
+                view = jobs.beat()  # the other ranks read there what was taken: nothing, until then
             self._cache.quota_bytes = jobs.note.quota_bytes
         else:
             view = jobs.look()

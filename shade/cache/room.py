@@ -34,8 +34,9 @@ from shade.cache.tally import Tally
 from shade.errors import StoreFullError
 from shade.store.base import Store
 
-PATIENCE_SECONDS = 0.5
-"""How long the last batches of an epoch wait for room: many times what a neighbour is late, and once only."""
+LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 0.05, 0.5
+"""How long the last batches of an epoch wait for room, once only: what reading again costs that finds none, but at
+least a few times what a neighbour is late on a quick origin, and at most what nobody notices at an epoch's end."""
 PAUSE_SECONDS = 0.005
 WAITING_BYTES = 64 * 2**20
 """How much a process keeps in hand for want of room in the store; beyond it the oldest are declined."""
@@ -203,10 +204,12 @@ class Room:
         """Tries again for a moment: near the epoch's end this process may get no further batch to do it with.
 
         The room is about to come: by plan, departures of other workers and ranks have paid for it. If it does not come
-        (a reservation was lost with its process), it is waited for once and no more.
+        (a reservation was lost with its process), it is waited for once and no more, and no longer than it is worth.
         """
         num_written, begun = 0, time.monotonic()
-        while self._waiting and time.monotonic() < begun + PATIENCE_SECONDS:
+        again_seconds = len(self._waiting) * self._board.origin_seconds
+        patience_seconds = min(max(again_seconds, LEAST_PATIENCE_SECONDS), MOST_PATIENCE_SECONDS)
+        while self._waiting and time.monotonic() < begun + patience_seconds:
             time.sleep(PAUSE_SECONDS)
             num_written += self._admit(0)
         self.waited_seconds += time.monotonic() - begun

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from shade.cache.breaker import SLOW_SECONDS
 from shade.store.server import is_running
 from tests.faults.fault_plane import Patient, patient
 from tests.integration.plane import Job, Outcome, make_pictures, train
@@ -168,7 +167,7 @@ def test_the_stream_is_the_same_and_the_ledger_says_why(
     log = tmp_path / "reads"
     job = Job(pictures, None, epochs=EPOCHS, batch_size=BATCH, workers=workers, log=str(log), seconds=0.001)
     if name == "slow":
-        job = replace(job, slow_seconds=SLOW_SECONDS)
+        job = replace(job, is_patient=False)
     with patient(tmp_path) as hurt:
         outcome, struck = live_through(story, replace(job, persistent=workers > 0), hurt)
         assert struck, "the fault fired"
@@ -238,7 +237,7 @@ def test_a_paused_cache_is_used_again_when_it_goes_on(
 def test_throughput_is_at_least_nine_tenths_of_a_run_without_a_cache(name: str, pictures: str, tmp_path: Path) -> None:
     """Interleaved rounds, two workers, a batch of 16 read in parallel in 50 ms: 3 ms a sample; struck after a fifth."""
     rounds: list[float] = []
-    job = Job(pictures, None, epochs=8, batch_size=BATCH, workers=2, persistent=True, slow_seconds=SLOW_SECONDS)
+    job = Job(pictures, None, epochs=8, batch_size=BATCH, workers=2, persistent=True, is_patient=False)
     job = replace(job, log=str(tmp_path / "log"), seconds=0.05)
     for attempt in range(3):
         bare = train(job)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
-from shade.cache import breaker
+from shade.cache import breaker, room
 from shade.policy.simulator import SimulationResult, simulate
 from shade.policy.trace import Trace
 from shade.store.origin import FileOrigin
@@ -134,9 +134,9 @@ class Job:
     """Steps."""
     seed: int = 0
     follow: str | None = None
-    slow_seconds: float = 5.0
-    """From here on the breaker asks whether the cache is dearer than the origin. Files in memory are faster than any
-    cache on a crowded machine, which must not be news to tests that count; those of the breaker say its own limit."""
+    is_patient: bool = True
+    """With a patience that does not ask what is worth while, for tests that count: on a crowded machine files in memory
+    are faster than any cache, and a neighbour is late. False: as users have it."""
 
 
 @dataclass
@@ -172,7 +172,9 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
     """Trains; no model, but everything that the data plane sees of one."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(breaker, "SLOW_SECONDS", job.slow_seconds))
+        if job.is_patient:
+            stack.enter_context(mock.patch.object(breaker, "SLOW_SECONDS", 5.0))
+            stack.enter_context(mock.patch.object(room, "LEAST_PATIENCE_SECONDS", room.MOST_PATIENCE_SECONDS))
         dataset = ShadeDataset(
             ImageFolder(job.root.format(rank=rank)),
             cache=job.url,

@@ -217,8 +217,11 @@ def test_a_new_count_of_the_residents_cancels_old_debts(
     assert resident(cache) == list(range(10))
 
 
-def test_waiting_for_a_neighbour_is_not_the_stores_slowness(cache: SampleCache, origin: Origin) -> None:
+def test_waiting_for_a_neighbour_is_not_the_stores_slowness(
+    cache: SampleCache, origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Room that was promised and does not come, near the end of an epoch: the cache stays in use."""
+    monkeypatch.setattr("shade.cache.room.LEAST_PATIENCE_SECONDS", 0.5)
     cache.store.increment(cache.keys.counter_key(COUNTER), cache.capacity_bytes)
     order = list(range(20))
     begin(cache, order, order)

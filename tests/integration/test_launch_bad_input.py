@@ -177,6 +177,7 @@ def test_a_dry_run_shows_the_plan_without_the_password_and_starts_nothing(
     assert snapshot(here) == before
 
 
+@pytest.mark.slow
 def test_an_unknown_network_is_refused_by_the_rank_and_leaves_nothing(here: Path) -> None:
     before = snapshot(here)
     told = run("bench_cifar10.py", "data", "--network", "resnt18", "--batch_size", "8", "--workers", "0", cwd=here)
@@ -198,6 +199,7 @@ def rotten(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root, truncate(victim)
 
 
+@pytest.mark.slow
 def test_a_truncated_image_deep_in_the_data_stops_the_run_with_its_path(
     rotten: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -32,7 +32,8 @@ def words(data: Path, *more: str) -> tuple[str, ...]:
     return (WORDS[0], str(data), *WORDS[1:], *more)
 
 
-@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["0", "1"])
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(data: Path, tmp_path: Path, staleness: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for here in (whole, parts):
@@ -52,6 +53,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(data: Path, tmp_path: Path,
     forget(parts / "out")
 
 
+@pytest.mark.slow
 def test_the_controller_hears_of_every_rank(data: Path, tmp_path: Path) -> None:
     profile = Profile((16, 32), (0.001, 0.01, 0.1), ((0.5, 0.8, 0.9), (0.4, 0.7, 0.9)), is_loss=False)
     profile.save(tmp_path / "profile.json")

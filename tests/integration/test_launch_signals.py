@@ -94,6 +94,7 @@ def test_sigkill_of_the_launcher(running: Running) -> None:
     running.assert_all_gone()
 
 
+@pytest.mark.slow
 def test_sigkill_of_torch_distributed_run(running: Running) -> None:
     (middle,) = running.family.named("torch.distributed.run")
     middle.kill()
@@ -102,6 +103,7 @@ def test_sigkill_of_torch_distributed_run(running: Running) -> None:
     running.assert_all_gone()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_told_in_one_line(running: Running) -> None:
     victim = running.ranks()[1]
     rank = victim.environ()["RANK"]

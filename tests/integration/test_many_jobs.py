@@ -67,7 +67,7 @@ def later_reads(outcome: Outcome) -> float:
     return float(np.mean([ledger["origin_reads"] for ledger in outcome.ledgers[2:-1]])) / N
 
 
-@pytest.mark.parametrize(("mode", "keep", "bar"), [("uniform", None, 0.6), ("unbiased", 0.7, 0.45)])
+@pytest.mark.parametrize(("mode", "keep", "bar"), [pytest.param("uniform", None, 0.6, marks=pytest.mark.slow), ("unbiased", 0.7, 0.45)])
 def test_three_jobs_read_less_than_each_alone(
     pictures: str, store: Store, tmp_path: Path, mode: str, keep: float | None, bar: float
 ) -> None:
@@ -148,6 +148,7 @@ def _train_two_ranks(job: Job, folder: str) -> None:
     Path(folder, "outcome").write_bytes(pickle.dumps(ranks))
 
 
+@pytest.mark.slow
 def test_a_job_of_two_ranks_shares_with_one_of_one(pictures: str, store: Store, tmp_path: Path) -> None:
     """Each rank decides for itself while there is company; what a step holds stays the job's own."""
     job = Job(pictures, store.url, epochs=5, batch_size=BATCH, mode="uniform")

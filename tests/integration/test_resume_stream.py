@@ -114,6 +114,7 @@ def test_one_rank_resumed_as_two_from_a_warm_cache(uninterrupted: Trial, server:
     assert sum(row["hits"] for row in rows(trial.out)) > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_resumed_as_one_while_the_cache_dies(
     uninterrupted: Trial, server: LocalServer, tmp_path: Path
 ) -> None:

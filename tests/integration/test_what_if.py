@@ -33,7 +33,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("mode", "policy", "keep"),
     [
         ("unbiased", "plan", None),
-        ("uniform", "plan", None),
+        pytest.param("uniform", "plan", None, marks=pytest.mark.slow),
         pytest.param("unbiased", "lru", 0.6, marks=pytest.mark.slow),
     ],
 )

@@ -14,7 +14,10 @@ Method
     blocked     what one save adds to the thread that trains: the call, and what is waited for before the optimizer's
                 step.
     wall        the whole run from the first step to the last save's durability, over that of the run without saves.
-    durable     from the call to fsync. What a library leaves in the page cache is synced for it.
+    durable     from the call to fsync, while the training uses all cores. What a library leaves in the page cache is
+                synced for it.
+    at rest     the same of three more saves with the training standing still, so that a save has disk and cores to
+                itself, over the floor `disk` measured just before each.
     memory      peak resident memory above that of the run without saves, over the state's size.
     memcpy      the floor of `blocked` for a stop-and-copy: the C library's memcpy of the same bytes, one thread, warm
                 pages.
@@ -54,7 +57,7 @@ from measures import commit, forget, machine, percentile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-WARM_UP, STEPS, SAVES, TOKENS = 4, 20, (3, 8, 13, 18), 64
+WARM_UP, STEPS, SAVES, SAVES_AT_REST, TOKENS = 4, 20, (3, 8, 13, 18), 3, 64
 SLOW_METHODS = (
     "none", "DCP async_save, stager reused", "DCP async_save, overlapped", "torchsnapshot async_take",
     "shade, overlap", "shade, overlap, memory",
@@ -116,13 +119,27 @@ def child(name: str, folder: Path) -> dict[str, Any]:
     figures = {
         "wall": time.perf_counter() - begun,
         "blocked": blocked if name != "none" else [],
-        "durable": method.durable_seconds,
-        "committed": getattr(method, "committed_seconds", []),
+        "durable": list(method.durable_seconds),
+        "committed": list(getattr(method, "committed_seconds", [])),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "at_rest": at_rest(method, folder) if name != "none" and "BENCH_AT_REST" in os.environ else [],
     }
     if hasattr(method, "checkpointer"):
         method.checkpointer.close()
     return figures
+
+
+def at_rest(method: Any, folder: Path) -> list[float]:
+    """Seconds until a save is durable with nothing else going on, over the disk's own."""
+    ratios = []
+    for number in range(SAVES_AT_REST):
+        floor = disk_seconds(folder, STATE_BYTES)
+        begun = time.perf_counter()
+        method.begin(WARM_UP + STEPS + 1 + number)
+        method.may_change()
+        method.finish()
+        ratios.append((time.perf_counter() - begun) / floor)
+    return ratios
 
 
 def prepare_restore(folder: Path) -> dict[str, Any]:
@@ -236,8 +253,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"memcpy of the state: {floors['memcpy']:.3f} s; write and fsync: {floors['disk']:.2f} s.",
         "",
-        "| method | blocked, median | p99 | / memcpy | wall / no saves | committed | durable | / disk | memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | blocked | p99 | / memcpy | wall / no saves | committed | durable | / disk | at rest | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     quiet = result["methods"]["none"]
     for name, runs in result["methods"].items():
@@ -249,11 +266,13 @@ def table(result: dict[str, Any]) -> str:
         durable = [each for run in runs for each in run["durable"]]
         committed = [each for run in runs for each in run["committed"]]
         median = statistics.median(blocked)
+        ratios = [each for run in runs for each in run["at_rest"]]
+        rest = f"{statistics.median(ratios):.2f}" if ratios else ""
         soon = f"{statistics.median(committed):.2f} s" if committed else ""
         late = statistics.median(durable)
         lines.append(
             f"| {name} | {median:.3f} s | {percentile(blocked, 0.99):.3f} s | {median / floors['memcpy']:.2f} | "
-            f"{wall:.3f} | {soon} | {late:.2f} s | {late / floors['disk']:.2f} | {peak / STATE_BYTES:.2f} |"
+            f"{wall:.3f} | {soon} | {late:.2f} s | {late / floors['disk']:.2f} | {rest} | {peak / STATE_BYTES:.2f} |"
         )
     return "\n".join(lines)
 
@@ -303,6 +322,8 @@ def measure(given: argparse.Namespace) -> None:
         server.start()
         stack.callback(server.stop)
         environment = {"BENCH_STORE": server.url.reveal()}
+        if not given.slow:
+            environment["BENCH_AT_REST"] = "yes"
         result = rounds_of(names, given.rounds, folder, environment)
         if not given.slow:
             result["restore"] = restores(folder, environment, max(3, given.rounds))

@@ -6,8 +6,7 @@ few and many; `shade.checkpoint.batching` has the formula, AsymCheck's B* = √(
 the line through the times of the last fetches. The first fetches of every snapshot are of 1, 2, 4, 8 chunks: so there
 is a line, and the disk has something to do at once.
 
-Chunks of a codec may be tiny, and then hundreds are fetched at once; of whole ones it is a few, for the memory's sake:
-the ring holds what may be waiting, and no more.
+Chunks of a codec may be tiny, and then hundreds are fetched at once; a whole one is enough for a fetch.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Final
 from shade.checkpoint.batching import best_batch_bytes
 from shade.checkpoint.costs import Line
 
-MOST_BYTES: Final = 32 * 2**20
-"""Fetched at once."""
+MOST_BYTES: Final = 4 * 2**20
+"""Fetched at once: received, verified and written while it is in the processor's caches."""
 _PAGE_BYTES: Final = 4096
 _FIRST: Final = (1, 2, 4, 8)
 _REMEMBERED: Final = 8
@@ -94,13 +93,12 @@ class Ring:
 
     Args:
         longest: Of all pieces.
-        num_held: Pieces that may be in use beside those of the last `take`.
+        num_held: Of the last results of `take`, how many may be in use when the next is asked for.
     """
 
     def __init__(self, longest: int, num_held: int) -> None:
-        held = num_held * _pages(longest)
-        last = max(MOST_BYTES, _pages(longest))
-        self._length = held + last + _pages(longest)  # the end of the ring may be too short for a piece, and is skipped
+        most = max(MOST_BYTES, _pages(longest))
+        self._length = (num_held + 1) * most + _pages(longest)  # its end may be too short for a piece, and is skipped
         self._memory = memoryview(mmap.mmap(-1, self._length))
         self._next = 0
 

@@ -42,8 +42,8 @@ from shade.checkpoint.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError, ShadeError, StorageError, StoreError
 from shade.types import Bytes, Clock
 
-AHEAD_CHUNKS: Final = 8
-"""Fetched and not yet written."""
+AHEAD_FETCHES: Final = 2
+"""Done and not yet written."""
 FIRST_WAIT_SECONDS: Final = 0.5
 LONGEST_WAIT_SECONDS: Final = 30.0
 """Between attempts, doubling."""
@@ -85,7 +85,7 @@ class Flusher:
         may_write: Asked before anything in storage is changed; False once somebody else has taken over.
         progress: Is told of each snapshot and chunk.
         clock: For rates and waiting.
-        ahead_chunks: See `AHEAD_CHUNKS`; 0: one after the other, without a thread.
+        ahead_fetches: See `AHEAD_FETCHES`; 0: one after the other, without a thread.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Flusher:
         may_write: Callable[[], bool] = lambda: True,
         progress: Progress | None = None,
         clock: Clock = time.monotonic,
-        ahead_chunks: int = AHEAD_CHUNKS,
+        ahead_fetches: int = AHEAD_FETCHES,
     ) -> None:
-        self._ahead_chunks = ahead_chunks
+        self._ahead_fetches = ahead_fetches
         self.memory, self.storage, self.keep = memory, storage, keep
         self._stop = stop or threading.Event()
         self._may_write, self._progress, self._clock = may_write, progress or Progress(), clock
@@ -220,7 +220,8 @@ class Flusher:
         target = self.storage.prepare(record.step, sizes)
         self._progress.begin(f"{record.run} step {record.step}", sum(sizes))
         try:
-            with Ahead(_fetch(self._reader, snapshot, manifests, self._pace), self._ahead_chunks) as chunks:
+            with Ahead(_fetch(self._reader, snapshot, manifests, self._pace), self._ahead_fetches) as fetches:
+                chunks = itertools.chain.from_iterable(fetches)
                 for manifest in manifests:
                     self.storage.put(
                         target, Shard(manifest, self._pass_on(itertools.islice(chunks, len(manifest.chunks))))
@@ -299,15 +300,17 @@ class Flusher:
         self._not_before = self._clock() + self._wait_seconds
 
 
-def _fetch(reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pace: FetchPace) -> Iterator[memoryview]:
-    """Every chunk of every rank, in order, in buffers that are used in turn.
+def _fetch(
+    reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pace: FetchPace
+) -> Iterator[list[memoryview]]:
+    """Every chunk of every rank, in order, fetch by fetch, in memory that is used in turn.
 
-    A buffer is filled again when those of later fetches need it: by then at most `AHEAD_CHUNKS` chunks wait, and one is
-    being written, so in a ring of so many and a fetch more nothing is overwritten that is still needed.
+    It is filled again when a later fetch needs it: by then at most `AHEAD_FETCHES` fetches wait, and one is being
+    written, so in a ring of so many and the next nothing is overwritten that is still needed.
     """
     longest = max((chunk.num_bytes for manifest in manifests for chunk in manifest.chunks), default=1)
     num_all = sum(len(manifest.chunks) for manifest in manifests)
-    ring = Ring(longest, AHEAD_CHUNKS + 1)
+    ring = Ring(longest, AHEAD_FETCHES + 1)
     pace.begin()
     for manifest in manifests:
         lengths = [chunk.num_bytes for chunk in manifest.chunks]
@@ -316,4 +319,4 @@ def _fetch(reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pa
             begun = time.perf_counter()
             reader.fill(snapshot, manifest, numbers, buffers)
             pace.fetched(len(numbers), time.perf_counter() - begun)
-            yield from buffers
+            yield buffers

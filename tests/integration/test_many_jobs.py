@@ -67,7 +67,9 @@ def later_reads(outcome: Outcome) -> float:
     return float(np.mean([ledger["origin_reads"] for ledger in outcome.ledgers[2:-1]])) / N
 
 
-@pytest.mark.parametrize(("mode", "keep", "bar"), [pytest.param("uniform", None, 0.6, marks=pytest.mark.slow), ("unbiased", 0.7, 0.45)])
+@pytest.mark.parametrize(
+    ("mode", "keep", "bar"), [pytest.param("uniform", None, 0.6, marks=pytest.mark.slow), ("unbiased", 0.7, 0.45)]
+)
 def test_three_jobs_read_less_than_each_alone(
     pictures: str, store: Store, tmp_path: Path, mode: str, keep: float | None, bar: float
 ) -> None:

@@ -206,7 +206,7 @@ class Bench:
         memory, storage = self.memory(actor), self.storage(actor)
         assert memory is not None
         assert storage is not None
-        flushed = Flusher(memory, Watched(storage, self.state.ledger), KEEP, ahead_chunks=0).flush_one()
+        flushed = Flusher(memory, Watched(storage, self.state.ledger), KEEP, ahead_fetches=0).flush_one()
         if flushed is not None:
             self.state.ledger.durable.add(flushed.record.digest)
         return flushed is not None

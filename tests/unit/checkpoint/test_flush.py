@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from shade.checkpoint.ahead import Ahead
-from shade.checkpoint.flusher import AHEAD_CHUNKS, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
+from shade.checkpoint.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
 from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
 from shade.checkpoint.progress import Progress
 from shade.checkpoint.retention import Keep
@@ -375,14 +375,17 @@ def test_an_error_is_said_once_and_tried_again_ever_more_rarely(
 
 
 @pytest.mark.parametrize("slow", ["memory", "storage", "neither"])
-def test_no_buffer_is_filled_again_while_it_is_still_needed(slow: str, memory: Shelf) -> None:
+def test_no_buffer_is_filled_again_while_it_is_still_needed(
+    slow: str, memory: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is written is looked at as late as may be: just before the next is asked for."""
+    monkeypatch.setattr("shade.checkpoint.flush_batch.MOST_BYTES", 3 * 4096)
     waits = random.Random(1)
 
     class Late(Shelf):
         def put(self, place: str, shard: Shard) -> None:
             for number, content in enumerate(shard.chunks):
-                time.sleep(waits.random() * 0.002 if slow == "storage" else 0)
+                time.sleep(waits.random() * 0.01 if slow == "storage" else 0)
                 self.chunks[place, shard.manifest.rank, number] = bytes(content)
             self.manifests[place, shard.manifest.rank] = shard.manifest.to_bytes()
 
@@ -390,7 +393,7 @@ def test_no_buffer_is_filled_again_while_it_is_still_needed(slow: str, memory: S
         read = memory.read_chunks
         memory.read_chunks = lambda *of: time.sleep(0.005) or read(*of)  # type: ignore[func-returns-value, method-assign]
     storage = Late()
-    memory.take(7, chunks=5 * (AHEAD_CHUNKS + 8) + 3)
+    memory.take(7, chunks=40 * AHEAD_FETCHES + 3)
     assert drain(flusher(memory, storage)) == [7]
     assert storage.chunks == memory.chunks
 

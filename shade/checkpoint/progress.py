@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-
 from tqdm import tqdm
+
+from shade.terminal import progress_bar
 
 
 class Progress:
@@ -35,18 +34,7 @@ class Bar(Progress):
     def begin(self, what: str, num_bytes: int) -> None:
         """See `Progress`."""
         self.end()
-        width, height = shutil.get_terminal_size()
-        self._bar = tqdm(
-            total=num_bytes,
-            desc=what,
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            file=sys.stderr,
-            disable=not sys.stderr.isatty(),
-            ncols=width,
-            nrows=height,
-        )
+        self._bar = progress_bar(num_bytes, desc=what, unit="B", unit_scale=True, leave=False)
 
     def advance(self, num_bytes: int) -> None:
         """See `Progress`."""

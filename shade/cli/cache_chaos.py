@@ -307,10 +307,10 @@ def answer(first: int, count: int) -> int:
     Returns:
         0, or 1 where a promise was broken.
     """
-    from tqdm import tqdm
+    from shade.terminal import progress_bar
 
     begun, broken, struck = time.monotonic(), 0, Counter[str]()
-    for seed in tqdm(range(first, first + count), unit="run", file=sys.stderr, disable=not sys.stderr.isatty()):
+    for seed in progress_bar(count, iterable=range(first, first + count), unit="run"):
         verdict = play(seed)
         struck += verdict.struck
         if verdict.objections:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import sys
 import time
-from typing import Any, Final
+from typing import Final
 
 from shade.cli.checkpoint_verb import Verb
 
@@ -47,6 +46,7 @@ def _answer(given: argparse.Namespace) -> int:
         return _live(given)
     from shade.checkpoint.torture.campaign import RANKS, quiet, run, scenarios
     from shade.errors import ConfigError
+    from shade.terminal import progress_bar
 
     begun = time.monotonic()
     with quiet():
@@ -57,7 +57,7 @@ def _answer(given: argparse.Namespace) -> int:
             raise ConfigError.of("the number of a scenario", given.scenario, "see a report of that seed")
     elif given.sample is not None and given.sample < len(chosen):
         chosen = sorted(random.Random(given.seed).sample(chosen, given.sample), key=lambda each: each[1].number)
-    with _bar(len(chosen), "scenario") as bar:
+    with progress_bar(len(chosen), unit="scenario") as bar:
         report = run(chosen, given.seed, lambda scenario, verdict: bar.update())
     if given.scenario is not None:
         from shade.checkpoint.torture.scenario import play
@@ -80,9 +80,10 @@ def _answer(given: argparse.Namespace) -> int:
 
 def _live(given: argparse.Namespace) -> int:
     from shade.checkpoint.torture.live import torture
+    from shade.terminal import progress_bar
 
     begun = time.monotonic()
-    with _bar(given.kills, "kill") as bar:
+    with progress_bar(given.kills, unit="kill") as bar:
         report = torture(
             given.store, given.persist, kills=given.kills, seed=given.seed, told=lambda report: bar.update()
         )
@@ -92,13 +93,6 @@ def _live(given: argparse.Namespace) -> int:
         f"{len(report.objections):,} promises broken, seed {report.seed}, {time.monotonic() - begun:.0f} s\n"
     )
     return 1 if report.objections else 0
-
-
-def _bar(total: int, unit: str) -> Any:
-    from tqdm import tqdm
-
-    width, height = shutil.get_terminal_size()
-    return tqdm(total=total, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty(), ncols=width, nrows=height)
 
 
 TORTURE: Final = Verb(

@@ -6,7 +6,6 @@ Each evaluation is a short run of the user's own command. What comes of it is a 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -64,6 +63,7 @@ def _answer(given: argparse.Namespace) -> int:
     from shade.control.space import Space
     from shade.control.study import Study, run
     from shade.control.trial import CommandObjective
+    from shade.terminal import progress_bar
 
     objective = CommandObjective(
         given.command, given.out, metric=given.metric, pattern=given.metric_regex, timeout_seconds=given.timeout
@@ -73,7 +73,7 @@ def _answer(given: argparse.Namespace) -> int:
     about = {"command": given.command, "metric": given.metric, "pattern": given.metric_regex, "timeout": given.timeout}
     study = Study(space, given.loss, given.seed, given.evaluations, given.initial, about)
     done: list[Evaluation] = []
-    with _bar(given.evaluations) as bar:
+    with progress_bar(given.evaluations, unit="run") as bar:
         for evaluation in run(study, objective, given.out / JOURNAL):
             done.append(evaluation)
             best = study.best(done)
@@ -119,10 +119,3 @@ def _range(flag: str, text: str) -> tuple[float, float]:
         return float(low), float(high if colon else low)
     except ValueError:
         raise ConfigError.of(f"{flag} as LOW:HIGH", text, "write two numbers, as 0.001:0.1") from None
-
-
-def _bar(total: int) -> Any:
-    from tqdm import tqdm
-
-    width, height = shutil.get_terminal_size()
-    return tqdm(total=total, unit="run", file=sys.stderr, disable=not sys.stderr.isatty(), ncols=width, nrows=height)

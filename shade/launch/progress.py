@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm import tqdm
-
 from shade.config import RunConfig
+from shade.terminal import progress_bar
 
 _POLL_SECONDS = 0.2
 
@@ -33,10 +30,7 @@ def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
     """
     file = Path(config.out) / "progress.json"
     form = "{percentage:3.0f}% |{bar:12}| {desc}"
-    quiet = not sys.stderr.isatty()
-    width, height = shutil.get_terminal_size()  # tqdm's own look at a terminal that knows no size comes to nothing
-    size = {"ncols": width, "nrows": height}
-    with tqdm(total=config.epochs, file=sys.stderr, bar_format=form, disable=quiet, **size) as bar:
+    with progress_bar(config.epochs, bar_format=form) as bar:
         bar.set_description_str("starting the ranks")
         while (status := poll()) is None:
             time.sleep(_POLL_SECONDS)

@@ -313,8 +313,10 @@ class Link:
         num_bytes = int(text)
         if num_bytes < 0:
             return None
-        fits = isinstance(command, GetInto) and len(command.buffer) == num_bytes
-        self._fill(command.buffer if isinstance(command, GetInto) and fits else memoryview(bytearray(num_bytes)))
+        if isinstance(command, GetInto) and len(command.buffer) == num_bytes:
+            self._fill(command.buffer)
+        else:
+            self._pass_over(num_bytes)
         if self._read(2) != b"\r\n":
             raise ValueError("expected the end of a value, got more of it")
         return num_bytes
@@ -323,6 +325,14 @@ class Link:
         part = bytearray(num_bytes)
         self._fill(memoryview(part))
         return bytes(part)
+
+    def _pass_over(self, num_bytes: int) -> None:
+        """Reads what has no room; however long it says that it is, it takes none."""
+        scratch = memoryview(self._buffer)
+        while num_bytes:
+            part = scratch[:num_bytes]
+            self._fill(part)
+            num_bytes -= len(part)
 
     def _fill(self, buffer: memoryview) -> None:
         filled = 0

@@ -100,6 +100,7 @@ def test_half_an_answer_is_none(scripted: Script, answer: bytes) -> None:
         b"$5\r\nfo",
         b"$5\r\nfoo\r\nx",
         b"$9999999999\r\nx",
+        b"$99999999999999\r\nx",
         b"*1\r\n$1\r\na\r\n",
         b":7\r\n",
         b"$x\r\n",

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
+_ENDED = ("Z", "X")
+"""States of which nothing comes any more."""
 _LAUNCH = '"$@" >/dev/null & echo "$!"'
 
 
@@ -75,9 +77,32 @@ def start_of(process_id: int) -> str | None:
     Returns:
         Something that another process with that id would not have.
     """
+    told = _told(process_id)
+    return None if told is None or told[0] in _ENDED else told[19]
+
+
+def is_running(process_id: int) -> bool:
+    """True while a process does, or could do, anything: a zombie cannot."""
+    if not _exists(process_id):
+        return False
+    told = _told(process_id)
+    if told is None:  # gone since it was asked for; or a system that does not show it
+        return _exists(process_id)
+    return told[0] not in _ENDED
+
+
+def _told(process_id: int) -> list[str] | None:
+    """What proc(5) has of a process from its state on; None where there is no process, or no proc."""
     try:
         status = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    state, *fields = status.rpartition(")")[2].split()
-    return None if state in ("Z", "X") else fields[18]
+    return status.rpartition(")")[2].split()
+
+
+def _exists(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True

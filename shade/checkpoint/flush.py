@@ -31,9 +31,8 @@ from shade.checkpoint.presence import ENDED, FLUSHER, spread_keys
 from shade.checkpoint.progress import Bar
 from shade.checkpoint.retention import DEFAULT, Keep
 from shade.errors import CheckpointError, ConfigError, ShadeError
-from shade.process import start_detached
+from shade.process import is_running, start_detached
 from shade.store import Store, StoreURL, open_store
-from shade.store.server import is_running
 
 STORE_VARIABLE: Final = "SHADE_FLUSH_STORE"
 STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
+from shade.process import is_running
 from shade.store.link import Endpoint
 from shade.store.node import Node
 from shade.store.url import StoreURL
@@ -302,24 +303,6 @@ def wait_until_serving(endpoint: Endpoint, ended: Callable[[], bool] = lambda: F
             if ended() or time.monotonic() > deadline:
                 raise
             time.sleep(_POLL_SECONDS)
-
-
-def is_running(process_id: int) -> bool:
-    """True while a process does, or could do, anything: a zombie cannot."""
-    if not _exists(process_id):
-        return False
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # gone since it was asked for; or a system that does not show it
-        return _exists(process_id)
-
-
-def _exists(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _short_temporary_directory() -> str:

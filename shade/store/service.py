@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade.errors import ConfigError, ShadeError, StoreError, StoreUnavailableError
-from shade.process import start_detached
+from shade.process import is_running, start_detached, start_of
 from shade.store.base import STORES, NodeStats
 from shade.store.link import Endpoint, socket_path
 from shade.store.local_cluster import check_shape, free_ports, join, node_settings
@@ -35,7 +35,6 @@ from shade.store.server import (
     ask,
     cache_settings,
     find_server_binary,
-    is_running,
     quoted,
     wait_until_serving,
     write_settings,
@@ -263,10 +262,7 @@ def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) ->
 def _started(process_id: int) -> str:
     """When a process began; empty where there is none."""
     if Path("/proc/self/stat").exists():
-        try:
-            return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[19]
-        except OSError:
-            return ""
+        return start_of(process_id) or ""
     told = subprocess.run(["ps", "-o", "lstart=", "-p", str(process_id)], capture_output=True, text=True, check=False)
     return told.stdout.strip()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.store.server import is_running
+from shade.process import is_running
 from tests.faults.fault_plane import Patient, patient
 from tests.integration.plane import Job, Outcome, make_pictures, train
 
@@ -166,10 +166,9 @@ def test_the_stream_is_the_same_and_the_ledger_says_why(
     story = STORIES[name]
     log = tmp_path / "reads"
     job = Job(pictures, None, epochs=EPOCHS, batch_size=BATCH, workers=workers, log=str(log), seconds=0.001)
-    if name == "slow":
-        job = replace(job, is_patient=False)
+    job = replace(job, persistent=workers > 0, is_patient=name != "slow")
     with patient(tmp_path) as hurt:
-        outcome, struck = live_through(story, replace(job, persistent=workers > 0), hurt)
+        outcome, struck = live_through(story, job, hurt)
         assert struck, "the fault fired"
         if name == "slow":
             assert hurt.proxy.num_delayed > 0

@@ -25,9 +25,10 @@ from shade.checkpoint.presence import FLUSHER, spread_keys
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.storage_tier import StorageTier
 from shade.errors import CheckpointError, ConfigError
+from shade.process import is_running
 from shade.storage import open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer, is_running
+from shade.store.server import LocalServer
 from tests.conftest import PASSWORD, REPOSITORY
 from tests.snapshots import Snapshot, damages, make, save
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from shade.errors import ConfigError, StoreUnavailableError
+from shade.process import is_running
 from shade.store import open_store
 from shade.store.local import LocalStore
-from shade.store.server import LocalServer, find_server_binary, is_running
+from shade.store.server import LocalServer, find_server_binary
 
 OWNER = """
 import multiprocessing, os, sys, time
@@ -168,9 +169,9 @@ def test_a_process_that_goes_while_it_is_looked_at_does_not_run(monkeypatch: pyt
         assert not is_running(process.pid), "ended, and nobody has asked how"
         read_text = Path.read_text
 
-        def late(path: Path) -> str:
+        def late(path: Path, **how: str) -> str:
             process.wait()
-            return read_text(path)
+            return read_text(path, **how)
 
         monkeypatch.setattr(Path, "read_text", late)
         assert not is_running(process.pid), "gone between two looks"

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from shade.errors import ConfigError, StoreError
+from shade.process import is_running
 from shade.store import open_store
 from shade.store.link import Endpoint
 from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer, find_server_binary, is_running, wait_until_serving
+from shade.store.server import LocalServer, find_server_binary, wait_until_serving
 from shade.store.service import down, main, status, up
 from tests.conftest import REPOSITORY
 

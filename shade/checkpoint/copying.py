@@ -5,10 +5,11 @@ Nothing can forbid writing, so it is looked for, in two ways that cost next to n
 
 1. PyTorch counts every in-place change of a tensor (``_version``), on any thread, when the operation has ended. The
    counts and addresses noted at the start are compared when the last tensor has been copied.
-2. A change through ``.data`` or a numpy view is not counted, nor is one that is still under way. So places of each CPU
-   tensor are compared with their copies, at the end too: one every 32 KiB, more in small ones. Whoever writes to all of
-   a tensor is seen; a single element changed behind PyTorch's back only if it lies in one of those places. (On a device
-   that would cost a round trip a tensor; there the counts alone must do.)
+2. A change through ``.data`` or a numpy view is not counted, nor is one that is still under way. So CPU tensors are
+   compared with their copies, at the end too: in places, and in full once that has found somebody out
+   (`shade.checkpoint.comparing`). Whoever writes to all of a tensor is seen; a single element changed behind PyTorch's
+   back only if it lies in one of those places. (On a device that would cost a round trip a tensor; there the counts
+   alone must do.)
 
 Story: an operation began before the copy and ends after it. The copy overtook it, so it is new up to there and old from
 there on; and so is the tensor, where nobody has counted anything yet. Half a millisecond later the operation has
@@ -23,34 +24,26 @@ Contiguous CPU tensors are moved by `shade.checkpoint.streaming`, without holdin
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from typing import Final
 
-import numpy as np
 import torch
 
 from shade.checkpoint.arrivals import Arrivals
+from shade.checkpoint.comparing import Comparison
 from shade.checkpoint.layout import bytes_of, torch_dtype
 from shade.checkpoint.manifest import TensorEntry
 from shade.checkpoint.stillness import LONGEST_SECONDS, wait_for_others
 from shade.checkpoint.streaming import copy_bytes
 from shade.errors import ConfigError, TornSnapshotError
 
-_PLACES: Final = 4
-_PLACE_BYTES: Final = 64
-"""Compared in each tensor, its ends included."""
 _SMALL_BYTES: Final = 2**18
-"""Of a tensor below this the two ends are compared."""
-_STRIDE_BYTES: Final = 32 * 2**10
-"""Between further places, of 8 bytes, in tensors that are longer."""
+"""What lies on the host beside a state on devices is copied at once if it is no more than this."""
 _LINE_BYTES: Final = 64
 """Pieces of a tensor are whole lines of the cache, and so whole items."""
 _ROOM_FACTOR: Final = 1.5
 """A device has room for a clone of a state if so many times its bytes are free: the next step needs some, too."""
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Copying:
@@ -62,6 +55,7 @@ class Copying:
         buffer: uint8, at least as long as the entries need.
         steady: Names that nothing but an optimizer's step changes.
         arrivals: Is told of what has come; None: nobody waits for parts of it.
+        comparison: Of the saves before it; None: it is the first.
     """
 
     def __init__(
@@ -71,8 +65,10 @@ class Copying:
         buffer: torch.Tensor,
         steady: frozenset[str] = frozenset(),
         arrivals: Arrivals | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         self.steady = steady
+        self._comparison = Comparison() if comparison is None else comparison
         self._arrivals = arrivals
         self._source = {name: source[name].detach() for name in entries}
         self._live = {name: source[name] for name in entries}
@@ -81,6 +77,8 @@ class Copying:
         self._left = dict.fromkeys(entries)
         self._begun: dict[str, int] = {}
         """Bytes copied of tensors that are copied in part."""
+        self._pauses: dict[str, list[int]] = {}
+        """Of each tensor, how far its copy had come when it was interrupted."""
         self._unchecked = dict.fromkeys(entries)
         devices = {tensor.device for tensor in self._source.values() if tensor.is_cuda}
         self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
@@ -155,6 +153,8 @@ class Copying:
             return
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             copy_bytes(self._buffer.data_ptr() + entry.start + start, tensor.data_ptr() + start, stop - start)
+            if stop < entry.stop - entry.start:
+                self._pauses.setdefault(name, []).append(stop)
         elif tensor.is_cuda:
             with torch.cuda.stream(self._streams[tensor.device]):
                 if tensor.is_contiguous():
@@ -187,7 +187,7 @@ class Copying:
 
     def again(self) -> Copying:
         """The same from the start, from the state as it is now; nobody is told of what comes."""
-        return Copying(self._live, self._entries, self._buffer, self.steady)
+        return Copying(self._live, self._entries, self._buffer, self.steady, comparison=self._comparison)
 
     def set_aside(self) -> bool:
         """Clones what is left, if it lies on devices that have room for it twice: then the state may change at once.
@@ -268,20 +268,8 @@ class Copying:
         self.settle(self._unchecked, helper)
 
     def _agrees(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the places are the same, bit for bit."""
-        entry = self._entries[name]
-        length, live = entry.stop - entry.start, tensor.data_ptr()
-        if length > _STRIDE_BYTES:
-            whole, step = length // 8 * 8, _STRIDE_BYTES // 8
-            here = tensor.view(-1).view(torch.uint8).numpy()[:whole].view(np.uint64)[::step]
-            there = self._buffer.numpy()[entry.start : entry.start + whole].view(np.uint64)[::step]
-            if not np.array_equal(here, there):
-                return False
-        width = min(_PLACE_BYTES, length)
-        places = _PLACES if length > _SMALL_BYTES else 2
-        offsets = {(length - width) * place // (places - 1) for place in range(places)}
-        copied = self._buffer.data_ptr() + entry.start
-        return all(_memcmp(live + offset, copied + offset, width) == 0 for offset in offsets)
+        """Whether a tensor is its copy, as far as it is compared."""
+        return self._comparison.agrees(tensor, self._buffer, self._entries[name].start, self._pauses.get(name, ()))
 
     def _torn(self, name: str) -> TornSnapshotError:
         return TornSnapshotError(

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+from shade.checkpoint.comparing import Comparison
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.layout import SPELLINGS, TensorSpec, plan
 from shade.checkpoint.state import escape
@@ -150,6 +151,7 @@ class ShadeStager(AsyncStager):
         self._hooks = [each.register_step_pre_hook(lambda *_: self.synchronize_staging()) for each in optimizers]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shade-stager") if optimizers else None
         self._copying: Future[Staged] | None = None
+        self._comparison = Comparison()
         self._blocks: list[_Block] = []
 
     @torch.no_grad()
@@ -189,7 +191,7 @@ class ShadeStager(AsyncStager):
 
         staged = Staged(block.memory, _mapped(state_dict, "", describe))
         block.lend(staged)
-        copying = Copying(live, layout.entries, block.memory, self._steady(live))
+        copying = Copying(live, layout.entries, block.memory, self._steady(live), comparison=self._comparison)
         if self._thread is None:
             return _finished(copying, staged)
         refused = _settled(copying)

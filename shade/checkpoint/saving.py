@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from shade.checkpoint.arrivals import Arrivals
+from shade.checkpoint.comparing import Comparison
 from shade.checkpoint.contents import Captured, Contents
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
@@ -66,6 +67,7 @@ class Saver:
     ) -> None:
         self._contents, self._stage, self._strategy, self._courier = contents, stage, strategy, courier
         self._terms, self._group = terms, group
+        self._comparison = Comparison()
         self.sequence = sequence
         """Of the newest snapshot; the next one's is higher."""
         self.latest: Ticket | None = None
@@ -124,7 +126,7 @@ class Saver:
             place, buffer = self._stage.begin(layout.num_bytes)
             streams = self._strategy.streams and self._terms.codec == "none"
             arrivals = Arrivals(layout.num_bytes) if streams else None
-            copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, arrivals)
+            copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, arrivals, self._comparison)
             copied = self._strategy.begin(copying)
             if copied.done() and copied.exception() is not None:
                 copied = self._again(step, copying)

@@ -37,6 +37,9 @@ _is_prepared = False
 def copy_bytes(target: int, source: int, num_bytes: int) -> None:
     """Copies memory; the two do not overlap.
 
+    The ends first: between two calls this thread may have to wait for the interpreter, and a writer that had been
+    overtaken would go by. So nothing follows the body that could be newer than it.
+
     Args:
         target: Address.
         source: Address.
@@ -49,8 +52,8 @@ def copy_bytes(target: int, source: int, num_bytes: int) -> None:
     head = -target % _LINE
     body = (num_bytes - head) // _BLOCK * _BLOCK
     ctypes.memmove(target, source, head)
-    stream(target + head, source + head, body)
     ctypes.memmove(target + head + body, source + head + body, num_bytes - head - body)
+    stream(target + head, source + head, body)
 
 
 def prepare() -> None:

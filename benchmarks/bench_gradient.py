@@ -34,9 +34,11 @@ Bars
     steps, as above. Bar: within 10 % of the best density, chosen in hindsight, and ahead of every other.
 
 Command
-    python benchmarks/bench_gradient.py --out benchmarks/results                 (an hour and a half; needs root)
+    python benchmarks/bench_gradient.py --out benchmarks/results                  (two and a half hours; needs root)
     python benchmarks/bench_gradient.py --varying --out benchmarks/results       (an hour)
     python benchmarks/bench_gradient.py --quick                                  (a minute: does it all work?)
+
+    Every run is a line in OUT/gradient.jsonl until the last is done: the same command goes on where it was stopped.
 
 Figures: benchmarks/results/gradient.md and gradient.png, gradient_varying.md and gradient_varying.png.
 """
@@ -53,10 +55,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measures import commit, machine
+from measures import Kept, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gradient_report import METHODS, Rows, plot, plot_varying, table, table_varying, target_of
@@ -150,37 +153,56 @@ def course(bed: Testbed, given: argparse.Namespace, task: str, *flags: str) -> d
     }
 
 
-def rounds_of(bed: Testbed, given: argparse.Namespace) -> list[dict[str, Any]]:
+def timed(bed: Testbed, given: argparse.Namespace, task: str, rate: str, method: str) -> dict[str, Any]:
+    """The first steps of a schedule, at a rate."""
+    bed("rate", rate)
+    length = ["--steps", str(given.steps), "--stop-after", str(given.time_steps), "--eval-samples", "0"]
+    rows = bed.run("--task", task, "--method", method, *length, *given.flags)
+    losses = [row["loss"] for row in pick(rows, "step")]
+    return {"task": task, "rate": rate, "method": method, "losses": losses} | rows[-1]
+
+
+def rounds_of(bed: Testbed, given: argparse.Namespace, kept: Kept) -> list[dict[str, Any]]:
     """All methods at all rates, round by round, each time in another order."""
     found = []
     places = [(task, rate, method) for task in given.tasks for rate in given.rates for method in given.methods]
     for number in range(given.rounds):
         for task, rate, method in random.Random(number).sample(places, len(places)):
-            bed("rate", rate)
-            length = ["--steps", str(given.steps), "--stop-after", str(given.time_steps), "--eval-samples", "0"]
-            rows = bed.run("--task", task, "--method", method, *length, *given.flags)
-            losses = [row["loss"] for row in pick(rows, "step")]
-            found.append({"task": task, "rate": rate, "method": method, "losses": losses} | rows[-1])
-            tell(f"round {number}: {task}, {rate}, {method}: {rows[-1]['step_seconds']:.3f} s a step")
+            key = f"round {number}: {task}, {rate}, {method}, {given.time_steps} of {given.steps}, {given.flags}"
+            found.append(kept(key, partial(timed, bed, given, task, rate, method)))
+            tell(f"round {number}: {task}, {rate}, {method}: {found[-1]['step_seconds']:.3f} s a step")
     return found
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(given: argparse.Namespace, kept: Kept) -> dict[str, Any]:
     """Courses and rounds."""
     courses: dict[str, dict[str, Any]] = {}
     with testbed() as bed:
         for task in given.tasks:
             for method in given.methods:
-                courses.setdefault(task, {})[method] = course(bed, given, task, "--method", method, *given.flags)
-                tell(f"course: {task}, {method}: {courses[task][method]['evals'][-1]}")
-        runs = rounds_of(bed, given)
-    return {"about": about(given), "courses": courses, "runs": runs}
+                key = f"course: {task}, {method}, {given.steps}, {given.eval_samples}, {given.flags}"
+                found = kept(key, partial(course, bed, given, task, "--method", method, *given.flags))
+                courses.setdefault(task, {})[method] = found
+                tell(f"course: {task}, {method}: {found['evals'][-1]}")
+        runs = rounds_of(bed, given, kept)
+    return {"about": about(given, kept), "courses": courses, "runs": runs}
 
 
 # ── a varying link ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure_varying(given: argparse.Namespace) -> dict[str, Any]:
+def steered(bed: Testbed, given: argparse.Namespace, trace: Path, task: str, *flags: str) -> dict[str, Any]:
+    """The whole schedule, while the link follows the trace."""
+    look = ["--eval-every", str(max(1, given.steps // 40)), "--eval-samples", str(min(512, given.eval_samples))]
+    plain = ["--task", task, "--method", "engine", "--steps", str(given.steps), *look, *given.flags]
+    rows = bed.run(*plain, *flags, trace=trace)
+    return {
+        "evals": [{name: row[name] for name in ("step", "loss", "seconds")} for row in pick(rows, "eval")],
+        "steps": [{name: row[name] for name in ("seconds", "density")} for row in pick(rows, "step")],
+    }
+
+
+def measure_varying(given: argparse.Namespace, kept: Kept) -> dict[str, Any]:
     """The controller and each fixed density, round by round, over the same trace; DDP's course gives the target."""
     runs = []
     with testbed() as bed, tempfile.TemporaryDirectory() as folder:
@@ -188,21 +210,19 @@ def measure_varying(given: argparse.Namespace) -> dict[str, Any]:
         trace.write_text(given.trace.read_text() if given.trace else TRACE)
         targets = {}
         for task in given.tasks:
-            targets[task] = target_of(course(bed, given, task, "--method", "ddp")["evals"])
+            key = f"target: {task}, {given.steps}, {given.eval_samples}"
+            targets[task] = target_of(kept(key, partial(course, bed, given, task, "--method", "ddp"))["evals"])
             tell(f"target: {task}: {targets[task]:.4f}")
         ways = {f"density {density:g}": ["--density", f"{density:g}"] for density in given.densities}
         ways["controller"] = ["--controller"]
         places = [(task, way) for task in given.tasks for way in ways]
-        look = ["--eval-every", str(max(1, given.steps // 40)), "--eval-samples", str(min(512, given.eval_samples))]
         for number in range(given.rounds):
             for task, way in random.Random(number).sample(places, len(places)):
-                flags = ["--task", task, "--method", "engine", "--steps", str(given.steps), *look, *given.flags]
-                rows = bed.run(*flags, *ways[way], trace=trace)
-                evals = [{name: row[name] for name in ("step", "loss", "seconds")} for row in pick(rows, "eval")]
-                steps = [{name: row[name] for name in ("seconds", "density")} for row in pick(rows, "step")]
-                runs.append({"task": task, "way": way, "evals": evals, "steps": steps})
-                tell(f"round {number}: {task}, {way}: {rows[-1]['seconds']:.1f} s")
-        return {"about": about(given), "trace": trace.read_text(), "targets": targets, "runs": runs}
+                key = f"round {number}: {task}, {way}, {given.steps}, {trace.read_text()!r}, {given.flags}"
+                found = kept(key, partial(steered, bed, given, trace, task, *ways[way]))
+                runs.append({"task": task, "way": way} | found)
+                tell(f"round {number}: {task}, {way}: {found['steps'][-1]['seconds']:.1f} s")
+        return {"about": about(given, kept), "trace": trace.read_text(), "targets": targets, "runs": runs}
 
 
 # ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,13 +233,13 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def about(given: argparse.Namespace) -> str:
-    """Commit, machine and versions."""
+def about(given: argparse.Namespace, kept: Kept) -> str:
+    """Commits, machine and versions."""
     import torch
 
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     return (
-        f"commit {commit()}, {given.rounds} rounds, schedules of {given.steps} steps, torch {torch.__version__}, "
+        f"commit {kept.commits}, {given.rounds} rounds, schedules of {given.steps} steps, torch {torch.__version__}, "
         f"{machine()}, TCP with {control}, ours with {' '.join(given.flags)}"
     )
 
@@ -255,8 +275,9 @@ def main() -> None:
     if given.quick:
         given.tasks, given.rates, given.rounds, given.densities = ["resnet18"], ["100mbit"], 1, [0.01]
         given.steps, given.time_steps, given.eval_samples = 8, 6, 128
-    result = measure_varying(given) if given.varying else measure(given)
     name = "gradient_varying" if given.varying else "gradient"
+    kept = Kept(given.out / f"{name}.jsonl" if given.out else None)
+    result = (measure_varying if given.varying else measure)(given, kept)
     text = f"# {'A varying link' if given.varying else 'A slow link'}\n\n{result['about']}\n"
     text += (table_varying(result) if given.varying else table(result)) + "\n"
     print(text)
@@ -265,6 +286,7 @@ def main() -> None:
         (given.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (given.out / f"{name}.md").write_text(text)
         (plot_varying if given.varying else plot)(result, given.out / f"{name}.png")
+        kept.done()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def sync(path: Path) -> None:
@@ -43,6 +45,45 @@ def machine() -> str:
     """Python and processors."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":?")
     return f"Python {platform.python_version()}, {os.cpu_count()} cores of {model.partition(':')[2].strip()}"
+
+
+class Kept:
+    """What a long measurement has found so far, a line each in a file: stopped and started again, it goes on there.
+
+    Args:
+        path: The file; None: nothing outlives this process.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        self._rows = {row["key"]: row for row in map(json.loads, lines)}
+
+    def __call__(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was found under a name, or is now.
+
+        Args:
+            key: Names all that it depends on.
+            measure: Called if there is nothing yet.
+        """
+        if key not in self._rows:
+            row = self._rows[key] = {"key": key, "commit": commit(), "found": measure()}
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+        found: dict[str, Any] = self._rows[key]["found"]
+        return found
+
+    @property
+    def commits(self) -> str:
+        """That the figures are of."""
+        return ", ".join(dict.fromkeys(row["commit"] for row in self._rows.values()))
+
+    def done(self) -> None:
+        """All is measured and written elsewhere: the next one starts anew."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 def publish(name: str, title: str, lines: Sequence[str], out: Path | None) -> None:

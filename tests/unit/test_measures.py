@@ -1,0 +1,47 @@
+"""A long measurement that was stopped goes on where it was, and one that was done starts anew."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "measures.py"
+spec = importlib.util.spec_from_file_location("measures_of_benchmarks", FILE)
+assert spec is not None
+assert spec.loader is not None
+measures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(measures)
+
+
+def never() -> dict[str, Any]:
+    pytest.fail("measured twice")
+
+
+def figure(value: float) -> Callable[[], dict[str, Any]]:
+    return lambda: {"seconds": value}
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "some.jsonl"
+    first = measures.Kept(path)
+    assert first("a", figure(1.5)) == {"seconds": 1.5}
+    with pytest.raises(ZeroDivisionError):
+        first("b", lambda: {"seconds": 1 / 0})
+    second = measures.Kept(path)
+    assert second("a", never) == {"seconds": 1.5}
+    assert second("b", figure(2.5)) == {"seconds": 2.5}
+    assert second("b", never) == {"seconds": 2.5}
+    assert second.commits == measures.commit()
+    second.done()
+    assert measures.Kept(path)("a", figure(3.5)) == {"seconds": 3.5}
+
+
+def test_without_a_file_nothing_is_kept_for_later() -> None:
+    kept = measures.Kept(None)
+    assert kept("a", figure(1.5)) == kept("a", never)
+    kept.done()
+    assert measures.Kept(None)("a", figure(2.5)) == {"seconds": 2.5}

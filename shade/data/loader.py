@@ -34,6 +34,7 @@ from shade.data.loader_device import on_device
 from shade.data.loader_parts import DrawnParts, FusedParts, PlainParts
 from shade.data.loader_progress import Progress, ResumableBatches
 from shade.data.pipeline import Job, Parts, Pipeline
+from shade.data.randomness import BatchGenerators
 from shade.data.sampler import ShadeSampler
 from shade.errors import ConfigError
 
@@ -125,11 +126,11 @@ class ShadeLoader(DataLoader[Any]):
         self._crew: tuple[list[ShadeDataset], list[ShadeDataset]] | None = None
         self._depth = self.num_workers * (self.prefetch_factor or 2)
         self._buffers = Buffers(self._depth + 2, pinned=self._pins)
-        self._follows = False
         self._progress = Progress(self.sampler, generator)
         if self.batch_sampler is not None:
             # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
-            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress, self._follow)
+            follow = _Follower(self.sampler, dataset.generators)
+            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress, follow)
 
     @property
     def in_threads(self) -> bool:
@@ -175,13 +176,6 @@ class ShadeLoader(DataLoader[Any]):
             else _Finish(None if fused and collated else self.collate_fn, self._pins),
         )
 
-    def _follow(self) -> None:
-        """Where nobody else says which epoch the random transforms are of, the sampler does."""
-        generators = self._shade.generators
-        if isinstance(self.sampler, ShadeSampler) and (self._follows or not generators.following):
-            self._follows = True
-            generators.follow(self.sampler.seed, self.sampler.epoch)
-
     def state_dict(self) -> dict[str, Any]:
         """Where training is: the sampler's state, and how many batches of this epoch training has got.
 
@@ -199,6 +193,27 @@ class ShadeLoader(DataLoader[Any]):
             ConfigError: It belongs to other settings.
         """
         self._progress.load_state_dict(state)
+
+
+class _Follower:
+    """Where nobody else says which epoch the random transforms are of, the sampler does, as each begins.
+
+    Story: it was a method of the loader, which then held itself. Dropped, it waited for the garbage collector, which
+    closes a queue before the DataLoader can say goodbye through it: ten seconds for two worker processes.
+
+    Args:
+        sampler: Of the loader.
+        generators: Of the data set.
+    """
+
+    def __init__(self, sampler: object, generators: BatchGenerators) -> None:
+        self._sampler, self._generators = sampler, generators
+        self._follows = False
+
+    def __call__(self) -> None:
+        if isinstance(self._sampler, ShadeSampler) and (self._follows or not self._generators.following):
+            self._follows = True
+            self._generators.follow(self._sampler.seed, self._sampler.epoch)
 
 
 class _Finish:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -419,6 +420,26 @@ def test_dropping_loader_and_iterator_ends_everything(folder: Path) -> None:
         gc.collect()
         assert not loaders_own()
         assert gone() is None
+
+
+@pytest.mark.parametrize("view", [FUSED, WRITTEN])
+def test_a_loader_that_is_let_go_ends_at_once(folder: Path, view: Any) -> None:
+    """Not when the garbage collector comes by: DataLoader's worker processes would be waited for in vain, 5 s each."""
+    with data(folder, view) as dataset:
+        gc.collect()
+        gc.disable()
+        try:
+            loader = ShadeLoader(dataset, 4, num_workers=2)
+            iterator = iter(loader)
+            next(iterator)
+            workers = [process for process in multiprocessing.active_children() if process.is_alive()]
+            assert bool(workers) == (not loader.in_threads)
+            gone = weakref.ref(loader)
+            del loader, iterator
+            assert gone() is None
+            assert all(process.exitcode == 0 for process in workers), "not killed: they have heard of the end"
+        finally:
+            gc.enable()
 
 
 def test_two_loaders_side_by_side(folder: Path) -> None:

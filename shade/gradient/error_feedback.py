@@ -126,16 +126,16 @@ class ErrorFeedback:
         check(added_D, self._residual_D, self._other_residual_D, density)
         added_D = self._clipped(added_D)
         self._is_undoable = False  # from here on the other buffers are in use
+        kernels = prepare()
         if self.momentum:
             with np.errstate(over="ignore", invalid="ignore"):  # the sum will be looked at
-                np.multiply(self._velocity_D, np.float32(self.momentum), out=self._other_velocity_D)
-                np.add(self._other_velocity_D, added_D, out=self._other_velocity_D)
+                kernels.gain_momentum(self._velocity_D, added_D, self.momentum, self._other_velocity_D)
             added_D = self._other_velocity_D
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
-        prepare().keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
+        kernels.keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
         if self.momentum:
-            self._other_velocity_D[picked.indices_K] = 0
+            kernels.clear(self._other_velocity_D, picked.indices_K)
         self._swap()
         self._is_undoable = True
         return Sparse(picked.indices_K.copy(), seen_K, self.size)

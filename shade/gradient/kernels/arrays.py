@@ -135,6 +135,29 @@ def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Float
     rest_D[indices_K] = values_K - seen_K
 
 
+def gain_momentum(velocity_D: Floats, gradient_D: Floats, momentum: float, gained_D: Floats) -> None:
+    """A step of momentum: ``gained ← momentum · velocity + gradient``, rounded twice.
+
+    Args:
+        velocity_D: Unchanged.
+        gradient_D: Unchanged.
+        momentum: The factor.
+        gained_D: From `aligned_zeros`, apart from the other two; overwritten.
+    """
+    np.multiply(velocity_D, np.float32(momentum), out=gained_D)
+    np.add(gained_D, gradient_D, out=gained_D)
+
+
+def clear(array_D: Floats, indices_K: Places) -> None:
+    """Puts 0 at some places.
+
+    Args:
+        array_D: Overwritten there.
+        indices_K: The places, < D.
+    """
+    array_D[indices_K] = 0
+
+
 def as_lines(array_D: Floats) -> Floats:
     """As lines of 16, the last one filled up with zeros; a view where nothing needs filling."""
     whole = array_D.size // LINE * LINE

@@ -44,14 +44,22 @@ class Kernels:
     line_energy: Callable[[Floats, np.float32], Floats]
     name_elements: Callable[[Places, Places], None]
     keep_lost: Callable[[Floats, Places, Floats, Floats], None]
+    clear: Callable[[Floats, Places], None]
+    gain_momentum: Callable[[Floats, Floats, float, Floats], None]
 
 
-def _kernels(name: str, pick_elements: Callable[..., int], pick_lines: Callable[..., int], others: Any) -> Kernels:
-    small = others.add_sample, others.line_energy, others.name_elements, others.keep_lost
-    return Kernels(name, pick_elements, pick_lines, *small)
+def _kernels(
+    name: str,
+    pick_elements: Callable[..., int],
+    pick_lines: Callable[..., int],
+    gain_momentum: Callable[..., None],
+    others: Any,
+) -> Kernels:
+    small = others.add_sample, others.line_energy, others.name_elements, others.keep_lost, others.clear
+    return Kernels(name, pick_elements, pick_lines, *small, gain_momentum)
 
 
-ARRAYS = _kernels("numpy", arrays.pick_elements, arrays.pick_lines, arrays)
+ARRAYS = _kernels("numpy", arrays.pick_elements, arrays.pick_lines, arrays.gain_momentum, arrays)
 
 
 def prepare() -> Kernels:
@@ -115,3 +123,5 @@ class _Probe:
         way.line_energy(self._sample_L, np.float32(1))
         way.name_elements(self._places[:1], self._places[: 2 * LINE].reshape(2, LINE)[1:])
         way.keep_lost(self._rest_D, self._places[:1] % np.uint32(LINE), self._values[:1], self._values[:1])
+        way.clear(self._rest_D, self._places[:1] % np.uint32(LINE))
+        way.gain_momentum(self._gradient_D, self._residual_D, 0.5, self._rest_D)

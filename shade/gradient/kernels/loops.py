@@ -1,4 +1,4 @@
-"""The small loops in numba: a sample's lines, a line's elements, what rounding lost.
+"""The small loops in numba: a sample's lines, a line's elements, what rounding lost, what is to be 0.
 
 They read or write a place here and a place there, so what counts is many accesses under way at once. numpy does the
 same in `shade.gradient.kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and widens
@@ -58,3 +58,10 @@ def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Float
     """See `arrays.keep_lost`."""
     for place in range(len(indices_K)):
         rest_D[indices_K[place]] = values_K[place] - seen_K[place]
+
+
+@compiled
+def clear(array_D: Floats, indices_K: Places) -> None:
+    """See `arrays.clear`."""
+    for place in range(len(indices_K)):
+        array_D[indices_K[place]] = 0

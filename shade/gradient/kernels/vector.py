@@ -1,6 +1,6 @@
 """The walks as vector code, in LLVM's words, compiled by numba for the processor that it runs on.
 
-A walk reads two streams and writes one. Three things keep it near what the memory gives:
+A walk reads two streams and writes one; so does a step of momentum. Three things keep it near what the memory gives:
 
 * The rest is written with non-temporal stores, which do not first fetch the line that they overwrite. So a third buffer
   costs no more traffic than adding in place.
@@ -44,6 +44,8 @@ _ELEMENT_WALK = _INT64(*_TILE_ARGUMENTS, _FLOAT32, _ADDRESS, _ADDRESS, _INT64)
 _LINE_WALK = _INT64(*_TILE_ARGUMENTS, _FLOAT32, _FLOAT32, _ADDRESS, _ADDRESS, _INT64)
 _ELEMENTS = "int64(uintp, uintp, uintp, int64, float32, uintp, uintp, int64)"
 _LINES = "int64(uintp, uintp, uintp, int64, float32, float32, uintp, uintp, int64)"
+_MOMENTUM = "void(uintp, uintp, uintp, int64, float32)"
+_MOMENTUM_WALK = numba.types.void(_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _FLOAT32)
 Take = Callable[..., Any]
 
 
@@ -71,17 +73,18 @@ class _Writer:
         first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT(0))
         return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LINE))
 
+    def load(self, address: Any, position: Any) -> Any:
+        """Sixteen elements, and a word to the memory about what will be needed soon."""
+        pointer = self.at(address, position, _FLOATS)
+        ahead = self.builder.inttoptr(
+            self.builder.add(self.builder.ptrtoint(pointer, _WORD), _WORD(_AHEAD_BYTES)), _OCTET.as_pointer()
+        )
+        self.call("llvm.prefetch", _NOTHING, ahead, _INT(0), _INT(3), _INT(1))
+        return self.builder.load(pointer, align=4)
+
     def load_sum(self, gradient: Any, residual: Any, position: Any) -> Any:
-        """Sixteen sums, and a word to the memory about what will be needed soon."""
-        loaded = []
-        for address in (gradient, residual):
-            pointer = self.at(address, position, _FLOATS)
-            ahead = self.builder.inttoptr(
-                self.builder.add(self.builder.ptrtoint(pointer, _WORD), _WORD(_AHEAD_BYTES)), _OCTET.as_pointer()
-            )
-            self.call("llvm.prefetch", _NOTHING, ahead, _INT(0), _INT(3), _INT(1))
-            loaded.append(self.builder.load(pointer, align=4))
-        return self.builder.fadd(*loaded)
+        """Sixteen sums."""
+        return self.builder.fadd(self.load(gradient, position), self.load(residual, position))
 
     def store_rest(self, rest: Any, position: Any, value: Any) -> None:
         """Sixteen elements past the caches."""
@@ -204,6 +207,22 @@ def _generate_lines(context: Any, builder: Any, signature: Any, arguments: Any) 
     return writer.loop(start, stop, count, body)
 
 
+def _generate_momentum(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """The code of a step of momentum."""
+    velocity, gradient, gained, stop, momentum = arguments
+    writer = _Writer(builder)
+    factors = writer.all_lanes(momentum)
+
+    def body(position: Any, count: Any) -> Any:
+        kept = builder.fmul(writer.load(velocity, position), factors)
+        writer.store_rest(gained, position, builder.fadd(kept, writer.load(gradient, position)))
+        return count
+
+    writer.loop(_WORD(0), stop, _WORD(0), body)
+    builder.fence("seq_cst")
+    return context.get_dummy_value()
+
+
 def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """numba's decorator, which is typed in some versions only."""
     decorate: Any = extending.intrinsic
@@ -264,6 +283,12 @@ def walk_lines(
 
 
 @_intrinsic
+def walk_momentum(typing: Any, velocity: Any, gradient: Any, gained: Any, stop: Any, momentum: Any) -> Any:
+    """A step of momentum, for numba."""
+    return _MOMENTUM_WALK, _generate_momentum
+
+
+@_intrinsic
 def finish(typing: Any) -> Any:
     """Waits for the stores past the caches, for numba: they are in no order until told so."""
 
@@ -321,13 +346,17 @@ def _lines(
     return count
 
 
-def _compile(signature: str, function: Callable[..., int]) -> Callable[..., int]:
+def _momentum(velocity: int, gradient: int, gained: int, size: int, momentum: float) -> None:
+    walk_momentum(velocity, gradient, gained, size, momentum)
+
+
+def _compile(signature: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles, and keeps the build if there is a folder to keep it in."""
     try:
         built = numba.njit(signature, nogil=True, cache=True)(function)
     except (RuntimeError, OSError):
         built = numba.njit(signature, nogil=True)(function)
-    compiled: Callable[..., int] = built
+    compiled: Callable[..., Any] = built
     return compiled
 
 
@@ -383,8 +412,22 @@ def _line_picker(walk: Callable[..., int]) -> Callable[..., int]:
     return pick_lines
 
 
-def variants() -> Iterator[tuple[str, Callable[..., int], Callable[..., int]]]:
-    """Name, `pick_elements` and `pick_lines` of each way, compiled."""
+def _momentum_gainer(walk: Callable[..., None]) -> Callable[..., None]:
+    """As `_element_picker`, for a step of momentum."""
+
+    def gain_momentum(velocity_D: Floats, gradient_D: Floats, momentum: float, gained_D: Floats) -> None:
+        """See `arrays.gain_momentum`."""
+        whole = gradient_D.size // LINE * LINE
+        if whole:
+            walk(velocity_D.ctypes.data, gradient_D.ctypes.data, gained_D.ctypes.data, whole, momentum)
+        arrays.gain_momentum(velocity_D[whole:], gradient_D[whole:], momentum, gained_D[whole:])
+
+    return gain_momentum
+
+
+def variants() -> Iterator[tuple[str, Callable[..., int], Callable[..., int], Callable[..., None]]]:
+    """Name, `pick_elements`, `pick_lines` and `gain_momentum` of each way, compiled."""
     pick_lines = _line_picker(_compile(_LINES, _lines))
+    gain_momentum = _momentum_gainer(_compile(_MOMENTUM, _momentum))
     for name, walk in (("compressed", _elements_compressed), ("branching", _elements_branching)):
-        yield name, _element_picker(_compile(_ELEMENTS, walk)), pick_lines
+        yield name, _element_picker(_compile(_ELEMENTS, walk)), pick_lines, gain_momentum

@@ -46,6 +46,22 @@ def lines(way: Kernels, size: int, threshold: float, room: int | None = None) ->
     return places[:count].tobytes(), values[: count * LINE].tobytes(), rest_D.tobytes()
 
 
+def momentum(way: Kernels, size: int) -> bytes:
+    """What a step of momentum leaves behind."""
+    velocity_D, gradient_D = bucket(size)
+    gained_D = aligned_zeros(size)
+    way.gain_momentum(velocity_D, gradient_D, 0.9, gained_D)
+    return gained_D.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_way_gains_the_same_momentum(size: int) -> None:
+    """Rounded after the product and after the sum: nowhere fused into one."""
+    velocity_D, gradient_D = bucket(size)
+    expected = (np.float32(0.9) * velocity_D + gradient_D).tobytes()
+    assert [momentum(way, size) for way in candidates()] == [expected] * len(candidates())
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 2.5, np.inf])
 def test_every_way_finds_the_same_elements(size: int, threshold: float) -> None:
@@ -125,6 +141,8 @@ def test_elements_are_named_and_losses_kept(way: Kernels) -> None:
     rest_D, places = np.full(9, 7, dtype=np.float32), np.array([2, 8], dtype=np.uint32)
     way.keep_lost(rest_D, places, np.array([1.5, 3], np.float32), np.array([1, 3.25], np.float32))
     assert rest_D.tolist() == [7, 7, 0.5, 7, 7, 7, 7, 7, -0.25]
+    way.clear(rest_D, np.array([2, 7], dtype=np.uint32))
+    assert rest_D.tolist() == [7, 7, 0, 7, 7, 7, 7, 0, -0.25]
 
 
 def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,7 +164,7 @@ def test_threads_that_ask_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 PROGRAM = """
 import numpy as np
-from tests.unit.gradient.test_kernels import SIZES, elements, lines
+from tests.unit.gradient.test_kernels import SIZES, elements, lines, momentum
 from shade.gradient.kernels.choice import ARRAYS, candidates
 ways = candidates()
 assert len(ways) == 3, ways
@@ -154,6 +172,7 @@ for size in SIZES:
     for way in ways:
         assert elements(way, size, 2.5) == elements(ARRAYS, size, 2.5), (way.name, size)
         assert lines(way, size, 4.0) == lines(ARRAYS, size, 4.0), (way.name, size)
+        assert momentum(way, size) == momentum(ARRAYS, size), (way.name, size)
 """
 
 

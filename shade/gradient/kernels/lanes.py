@@ -33,11 +33,6 @@ class _Lanes:
         view = self._context.make_array(self._signature.args[array])(self._context, self.builder, self.arguments[array])
         return self.builder.bitcast(self.builder.gep(view.data, [self.arguments[offset]]), _FLOATS.as_pointer())
 
-    def row(self, array: int) -> Any:
-        """Address of an array's first line."""
-        view = self._context.make_array(self._signature.args[array])(self._context, self.builder, self.arguments[array])
-        return self.builder.bitcast(view.data, _FLOATS.as_pointer())
-
     def load(self, place: Any) -> Any:
         return self.builder.load(place, align=4)
 
@@ -85,6 +80,24 @@ def advance_linear(typing: Any, x: Any, b: Any, offset: Any, xx: Any, xb: Any, b
 
 
 @intrinsic
+def add_linear(typing: Any, x: Any, b: Any, offset: Any, values: Any, first: Any, gain_x: Any, gain_b: Any) -> Any:
+    """``x -= gain_x·values`` and ``b += gain_b·values``, of the 16 values from ``first`` on."""
+
+    def write(lanes: _Lanes) -> Any:
+        at_x, at_b, values = lanes.place(0, 2), lanes.place(1, 2), lanes.load(lanes.place(3, 4))
+        old_x, old_b = lanes.load(at_x), lanes.load(at_b)
+        gain_x, gain_b = lanes.scalars(5)
+        lanes.store(lanes.builder.fsub(old_x, lanes.builder.fmul(gain_x, values)), at_x)
+        lanes.store(lanes.builder.fadd(old_b, lanes.builder.fmul(gain_b, values)), at_b)
+        return lanes.nothing()
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return write(_Lanes(context, builder, signature, arguments))
+
+    return numba.types.void(x, b, _OFFSET, values, _OFFSET, _SCALAR, _SCALAR), generate
+
+
+@intrinsic
 def advance_adam(
     typing: Any, x: Any, m: Any, v: Any, offset: Any, keep_m: Any, keep_v: Any, decay: Any, size: Any, floor: Any
 ) -> Any:
@@ -126,6 +139,7 @@ def step_adam(
     v: Any,
     offset: Any,
     g: Any,
+    first: Any,
     b1: Any,
     a1: Any,
     b2: Any,
@@ -136,14 +150,14 @@ def step_adam(
     eps: Any,
     coupled: Any,
 ) -> Any:
-    """One whole step of a line; ``g`` is an array of 16, the gradient."""
+    """One whole step of a line; its gradient are the 16 elements of ``g`` from ``first`` on."""
 
     def write(lanes: _Lanes) -> Any:
         add, less, times = lanes.builder.fadd, lanes.builder.fsub, lanes.builder.fmul
         at_x, at_m, at_v = (lanes.place(number, 3) for number in range(3))
         old_x, old_m, old_v = lanes.load(at_x), lanes.load(at_m), lanes.load(at_v)
-        b1, a1, b2, a2, decay, lr, scale, eps, coupled = lanes.scalars(5)
-        g = add(lanes.load(lanes.row(4)), times(coupled, old_x))
+        b1, a1, b2, a2, decay, lr, scale, eps, coupled = lanes.scalars(6)
+        g = add(lanes.load(lanes.place(4, 5)), times(coupled, old_x))
         m = add(times(b1, old_m), times(a1, g))
         v = add(times(b2, old_v), times(a2, times(g, g)))
         moved = lanes.builder.fdiv(times(lr, m), add(times(lanes.root(v), scale), eps))
@@ -155,7 +169,7 @@ def step_adam(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return write(_Lanes(context, builder, signature, arguments))
 
-    return numba.types.void(x, m, v, _OFFSET, g, *[_SCALAR] * 9), generate
+    return numba.types.void(x, m, v, _OFFSET, g, _OFFSET, *[_SCALAR] * 9), generate
 
 
 @intrinsic

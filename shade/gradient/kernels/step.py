@@ -3,7 +3,8 @@
 `shade.gradient.optim.arrays` says what each does; here is how. A touched element's line has to come from memory whole,
 so all of it is brought up to date, which costs a few vector operations. Elements come in ascending order, far apart:
 the processor's own look-ahead does not see the pattern, so each line is asked for `_AHEAD` elements before its turn.
-That is faster than gathering and scattering 16 elements at a time.
+That is faster than gathering and scattering 16 elements at a time. A line that was touched whole, as threshold-v16
+picks them, takes its gradient as one vector.
 
 Legend: L lines of 16 · F longest lag + 1.
 """
@@ -19,6 +20,7 @@ from shade.gradient.kernels.compiling import compiled
 
 _LINE, _AHEAD, _U64 = lanes.LINE, 64, np.uint64
 # Intrinsics are called without their first argument, which no type checker knows.
+add_linear: Any = lanes.add_linear
 advance_adam: Any = lanes.advance_adam
 advance_linear: Any = lanes.advance_linear
 fetch: Any = lanes.fetch
@@ -41,20 +43,26 @@ def apply_linear(
 ) -> None:
     """Brings touched lines to this step, then adds the gradient's share."""
     now, last = _U64(step), indices.size - 1
-    for k in range(indices.size):
+    k = 0
+    while k < indices.size:
         ahead = _U64(indices[min(k + _AHEAD, last)])
         fetch(x, ahead)
         fetch(b, ahead)
-        index = _U64(indices[k])
-        line = index >> _U64(4)
+        line = _U64(indices[k]) >> _U64(4)
         lag = now - _U64(last_L[line])
         if lag:
             advance_linear(
                 x, b, line << _U64(4), table_4F[0, lag], table_4F[1, lag], table_4F[2, lag], table_4F[3, lag]
             )
             last_L[line] = now
-        x[index] -= gain_x * values[k]
-        b[index] += gain_b * values[k]
+        end = k + _LINE
+        if end <= indices.size and _U64(indices[k]) & _U64(15) == 0 and _U64(indices[end - 1]) >> _U64(4) == line:
+            add_linear(x, b, line << _U64(4), values, _U64(k), gain_x, gain_b)  # all of it, as threshold-v16 picks
+            k = end
+        else:
+            x[_U64(indices[k])] -= gain_x * values[k]
+            b[_U64(indices[k])] += gain_b * values[k]
+            k += 1
 
 
 @compiled
@@ -82,6 +90,7 @@ def _replay(x: Any, m: Any, v: Any, offset: Any, before: Any, now: Any, rows_F9:
             v,
             offset,
             zeros,
+            _U64(0),
             rows_F9[at, 0],
             rows_F9[at, 1],
             rows_F9[at, 2],
@@ -138,13 +147,18 @@ def apply_adam(
                     table_6F[3, lag],
                     table_6F[4, lag],
                 )
-        first = k
-        while k < indices.size and _U64(indices[k]) >> _U64(4) == line:
-            g[_U64(indices[k]) & _U64(15)] = values[k]
-            k += 1
-        step_adam(x, m, v, offset, g, b1, a1, b2, a2, decay, lr, scale, eps, coupled)
-        for touched in range(first, k):
-            g[_U64(indices[touched]) & _U64(15)] = np.float32(0)
+        end = k + _LINE
+        if end <= indices.size and _U64(indices[k]) & _U64(15) == 0 and _U64(indices[end - 1]) >> _U64(4) == line:
+            step_adam(x, m, v, offset, values, _U64(k), b1, a1, b2, a2, decay, lr, scale, eps, coupled)
+            k = end
+        else:
+            first = k
+            while k < indices.size and _U64(indices[k]) >> _U64(4) == line:
+                g[_U64(indices[k]) & _U64(15)] = values[k]
+                k += 1
+            step_adam(x, m, v, offset, g, _U64(0), b1, a1, b2, a2, decay, lr, scale, eps, coupled)
+            for touched in range(first, k):
+                g[_U64(indices[touched]) & _U64(15)] = np.float32(0)
         last_L[line] = now
 
 

@@ -30,13 +30,16 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.detach().reshape(-1).view(torch.int32).tolist()
 
 
-def gradient(step: int, size: int = SIZE, count: int = 4, scale: float = 1.0) -> Sparse:
-    """The same for the same step; sometimes empty, sometimes the very end, sometimes all."""
+def gradient(step: int, size: int = SIZE, count: int = 4, scale: float = 1.0, num_lines: int = 0) -> Sparse:
+    """The same for the same step; sometimes empty, sometimes the very end, sometimes all; and some lines of 16."""
     rng = np.random.default_rng(step)
     count = 0 if step % 37 == 5 else size if step % 211 == 100 else count
     indices = np.sort(rng.choice(size, count, replace=False)).astype(np.uint32)
     if count and step % 10 == 0:
         indices[-1] = size - 1
+    if num_lines:
+        lines = rng.choice(size // 16, num_lines, replace=False)[:, None] * 16 + np.arange(16)
+        indices = np.union1d(indices, lines).astype(np.uint32)
     return Sparse(indices, (scale * rng.standard_normal(len(indices))).astype(np.float32), size)
 
 

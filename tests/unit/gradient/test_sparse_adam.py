@@ -42,13 +42,14 @@ def test_it_ends_where_the_dense_optimizer_ends(name: str) -> None:
             assert error(ours.optimizer.state[mine][moment], expected) <= 1e-5 * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("num_lines", [0, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_both_ways_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same_bits(name: str, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     pair, settings, scale = CASES[name]
-    compiled = Run(PAIRS[pair][0], {"lr": 0.001, **settings}).go(150, scale=scale)
+    compiled = Run(PAIRS[pair][0], {"lr": 0.001, **settings}).go(150, scale=scale, num_lines=num_lines)
     use_arrays(monkeypatch)
-    plain = Run(PAIRS[pair][0], {"lr": 0.001, **settings}).go(150, scale=scale)
+    plain = Run(PAIRS[pair][0], {"lr": 0.001, **settings}).go(150, scale=scale, num_lines=num_lines)
     assert bits(plain.weights_D) == bits(compiled.weights_D)
 
 

@@ -60,13 +60,14 @@ def test_momentum_may_be_scheduled_too() -> None:
     assert error(ours.weights_D, theirs.weights_D) <= 1e-6
 
 
+@pytest.mark.parametrize("num_lines", [0, 3])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_both_ways_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same_bits(name: str, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     settings = {"lr": 0.02, **SETTINGS[name]}
-    compiled = Run(SparseSGD, settings).go(150)
+    compiled = Run(SparseSGD, settings).go(150, num_lines=num_lines)
     use_arrays(monkeypatch)
-    plain = Run(SparseSGD, settings).go(150)
+    plain = Run(SparseSGD, settings).go(150, num_lines=num_lines)
     assert bits(plain.weights_D) == bits(compiled.weights_D)
 
 

@@ -129,10 +129,8 @@ class ThresholdCompressor(Compressor):
         """What was picked; if that is too much, the smallest are put back."""
         places, values = self._places[:count], self._values[: count * self.unit].reshape(count, self.unit)
         if count > wanted * (1 + self.tolerance):
-            is_kept = are_largest(self._score(values), wanted)
-            back, returned = self._flat(places[~is_kept], values[~is_kept], rest_D.size)
-            rest_D[back] = returned
-            places, values = places[is_kept], values[is_kept]
+            left = prepare().put_back(rest_D, places, values, are_largest(self._score(values), wanted))
+            places, values = places[:left], values[:left]
         indices_K, values_K = self._flat(places, values, rest_D.size)
         return Sparse(indices_K, values_K, rest_D.size)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shade.types import Floats
+from shade.types import Bools, Floats
 
 LINE = 16
 """Elements of a cache line."""
@@ -133,6 +133,26 @@ def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Float
         seen_K: What the receiver will see of it.
     """
     rest_D[indices_K] = values_K - seen_K
+
+
+def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> int:
+    """Takes some of what was picked back out; the others close ranks.
+
+    Args:
+        rest_D: Gets back what lies within it.
+        places: Numbers of the picked units; overwritten.
+        values: float32 (U, unit), theirs; overwritten.
+        is_kept: bool (U,).
+
+    Returns:
+        How many are left, at the front of both.
+    """
+    unit, left = values.shape[1], int(np.count_nonzero(is_kept))
+    back = (places[~is_kept][:, None].astype(np.int64) * unit + np.arange(unit)).reshape(-1)
+    is_within = back < rest_D.size
+    rest_D[back[is_within]] = values[~is_kept].reshape(-1)[is_within]
+    places[:left], values[:left] = places[is_kept], values[is_kept]
+    return left
 
 
 def gain_momentum(velocity_D: Floats, gradient_D: Floats, momentum: float, gained_D: Floats) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from shade.gradient.compressor import aligned_zeros
 from shade.gradient.kernels import arrays
 from shade.gradient.kernels.arrays import LINE, TILE, Places
-from shade.types import Floats
+from shade.types import Bools, Floats
 
 _PROBE_SIZE = 2**20
 _PROBE_ROUNDS = 5
@@ -45,6 +45,7 @@ class Kernels:
     name_elements: Callable[[Places, Places], None]
     keep_lost: Callable[[Floats, Places, Floats, Floats], None]
     clear: Callable[[Floats, Places], None]
+    put_back: Callable[[Floats, Places, Floats, Bools], int]
     gain_momentum: Callable[[Floats, Floats, float, Floats], None]
 
 
@@ -55,8 +56,9 @@ def _kernels(
     gain_momentum: Callable[..., None],
     others: Any,
 ) -> Kernels:
-    small = others.add_sample, others.line_energy, others.name_elements, others.keep_lost, others.clear
-    return Kernels(name, pick_elements, pick_lines, *small, gain_momentum)
+    small = others.add_sample, others.line_energy, others.name_elements, others.keep_lost
+    back = others.clear, others.put_back
+    return Kernels(name, pick_elements, pick_lines, *small, *back, gain_momentum)
 
 
 ARRAYS = _kernels("numpy", arrays.pick_elements, arrays.pick_lines, arrays.gain_momentum, arrays)
@@ -124,4 +126,5 @@ class _Probe:
         way.name_elements(self._places[:1], self._places[: 2 * LINE].reshape(2, LINE)[1:])
         way.keep_lost(self._rest_D, self._places[:1] % np.uint32(LINE), self._values[:1], self._values[:1])
         way.clear(self._rest_D, self._places[:1] % np.uint32(LINE))
+        way.put_back(self._rest_D, np.zeros(1, np.uint32), self._values[:LINE].reshape(1, LINE), np.ones(1, np.bool_))
         way.gain_momentum(self._gradient_D, self._residual_D, 0.5, self._rest_D)

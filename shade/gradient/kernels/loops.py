@@ -1,4 +1,5 @@
-"""The small loops in numba: a sample's lines, a line's elements, what rounding lost, what is to be 0.
+"""The small loops in numba: a sample's lines, a line's elements, what rounding lost, what is to be 0,
+what goes back.
 
 They read or write a place here and a place there, so what counts is many accesses under way at once. numpy does the
 same in `shade.gradient.kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and widens
@@ -13,7 +14,7 @@ import numpy as np
 
 from shade.gradient.kernels.arrays import LINE, Places
 from shade.gradient.kernels.compiling import compiled
-from shade.types import Floats
+from shade.types import Bools, Floats
 
 
 @compiled
@@ -65,3 +66,20 @@ def clear(array_D: Floats, indices_K: Places) -> None:
     """See `arrays.clear`."""
     for place in range(len(indices_K)):
         array_D[indices_K[place]] = 0
+
+
+@compiled
+def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> int:
+    """See `arrays.put_back`."""
+    unit, left = values.shape[1], 0
+    for row in range(len(places)):
+        if is_kept[row]:
+            places[left] = places[row]
+            for lane in range(unit):
+                values[left, lane] = values[row, lane]
+            left += 1
+        else:
+            first = np.int64(places[row]) * unit
+            for lane in range(min(unit, rest_D.size - first)):
+                rest_D[first + lane] = values[row, lane]
+    return left

@@ -145,6 +145,24 @@ def test_elements_are_named_and_losses_kept(way: Kernels) -> None:
     assert rest_D.tolist() == [7, 7, 0, 7, 7, 7, 7, 0, -0.25]
 
 
+@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
+@pytest.mark.parametrize("unit", [1, LINE])
+def test_what_is_too_much_goes_back(way: Kernels, unit: int) -> None:
+    """The bucket's last line is a short one: what is filled up there goes nowhere."""
+    size = 20 * unit - (unit - 1)
+    rest_D, places = np.zeros(size + 1, dtype=np.float32), np.array([1, 3, 8, 19], dtype=np.uint32)
+    values = np.arange(4 * unit, dtype=np.float32).reshape(4, unit) + 1
+    values[3, 1:] = 0
+    given = values.copy()
+    assert way.put_back(rest_D[:size], places, values, np.array([False, True, True, False])) == 2
+    assert places[:2].tolist() == [3, 8]
+    assert (values[:2] == given[1:3]).all()
+    expected_D = np.zeros(20 * unit, dtype=np.float32)
+    expected_D[unit : 2 * unit], expected_D[19 * unit :] = given[0], given[3]
+    assert rest_D[:size].tolist() == expected_D[:size].tolist()
+    assert rest_D[size] == 0
+
+
 def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "shade.gradient.kernels.vector", None)
     monkeypatch.setattr(choice, "_chosen", None)

@@ -50,6 +50,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -269,6 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Measures, prints, writes."""
     given = build_parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the hosts go away then, too
     others = given.methods or (["engine"] if given.quick else METHODS)
     given.methods = list(dict.fromkeys(["none", "ddp", *others]))
     given.flags = ["--compressor", given.compressor, "--density", f"{given.density:g}", "--momentum-correction"]

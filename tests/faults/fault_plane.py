@@ -78,6 +78,7 @@ class SlowProxy:
         """Ends all conversations."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(5)  # a conversation that it has just begun would be left open
         for end in self._open:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

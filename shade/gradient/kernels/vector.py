@@ -21,7 +21,7 @@ Price: the compiler takes a second or two, once a machine: the builds are cached
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import numba
 import numpy as np
@@ -30,14 +30,11 @@ from numba import extending
 
 from shade.gradient.kernels import arrays
 from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, Places
+from shade.gradient.kernels.writer import FLOAT, FLOATS, INT, INTS, NOTHING, WORD, Writer
 from shade.types import Floats
 
-_AHEAD_BYTES: Final = 4096
-_BIT, _OCTET, _MASK = ir.IntType(1), ir.IntType(8), ir.IntType(LINE)
-_INT, _WORD, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FLOATS, _INTS, _BITS = (ir.VectorType(kind, LINE) for kind in (_FLOAT, _INT, _BIT))
-_NOTHING = ir.VoidType()
-_ZEROS = ir.Constant(_FLOATS, [0.0] * LINE)
+_BIT, _MASK = ir.IntType(1), ir.IntType(LINE)
+_ZEROS = ir.Constant(FLOATS, [0.0] * LINE)
 _INT64, _ADDRESS, _FLOAT32 = numba.types.int64, numba.types.uintp, numba.types.float32
 _TILE_ARGUMENTS = (_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _INT64)
 _ELEMENT_WALK = _INT64(*_TILE_ARGUMENTS, _FLOAT32, _ADDRESS, _ADDRESS, _INT64)
@@ -49,91 +46,17 @@ _MOMENTUM_WALK = numba.types.void(_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _FLOAT32
 Take = Callable[..., Any]
 
 
-class _Writer:
-    """Writes the body of a walk: words that a builder lacks."""
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-
-    def call(self, name: str, returned: Any, *arguments: Any) -> Any:
-        """Calls one of LLVM's own functions."""
-        module = self.builder.module
-        kind = ir.FunctionType(returned, [argument.type for argument in arguments])
-        function = module.globals.get(name) or ir.Function(module, kind, name)
-        return self.builder.call(function, arguments)
-
-    def at(self, address: Any, offset: Any, kind: Any, width_bytes: int = 4) -> Any:
-        """A pointer to the ``offset``-th of things of a width."""
-        moved = self.builder.add(address, self.builder.mul(offset, _WORD(width_bytes)))
-        return self.builder.inttoptr(moved, kind.as_pointer())
-
-    def all_lanes(self, value: Any) -> Any:
-        """A vector with the value in each lane."""
-        kind = ir.VectorType(value.type, LINE)
-        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT(0))
-        return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LINE))
-
-    def load(self, address: Any, position: Any) -> Any:
-        """Sixteen elements, and a word to the memory about what will be needed soon."""
-        pointer = self.at(address, position, _FLOATS)
-        ahead = self.builder.inttoptr(
-            self.builder.add(self.builder.ptrtoint(pointer, _WORD), _WORD(_AHEAD_BYTES)), _OCTET.as_pointer()
-        )
-        self.call("llvm.prefetch", _NOTHING, ahead, _INT(0), _INT(3), _INT(1))
-        return self.builder.load(pointer, align=4)
-
-    def load_sum(self, gradient: Any, residual: Any, position: Any) -> Any:
-        """Sixteen sums."""
-        return self.builder.fadd(self.load(gradient, position), self.load(residual, position))
-
-    def store_rest(self, rest: Any, position: Any, value: Any) -> None:
-        """Sixteen elements past the caches."""
-        stored = self.builder.store(value, self.at(rest, position, _FLOATS), align=4 * LINE)
-        stored.set_metadata("nontemporal", self.builder.module.add_metadata([_INT(1)]))
-
-    def energy(self, vector: Any) -> Any:
-        """The sum of squares, in halves."""
-        total, width = self.builder.fmul(vector, vector), LINE // 2
-        while width:
-            nothing = ir.Constant(total.type, ir.Undefined)
-            lower, upper = (
-                self.builder.shuffle_vector(
-                    total, nothing, ir.Constant(ir.VectorType(_INT, width), list(range(start, start + width)))
-                )
-                for start in (0, width)
-            )
-            total, width = self.builder.fadd(lower, upper), width // 2
-        return self.builder.extract_element(total, _INT(0))
-
-    def loop(self, start: Any, stop: Any, count: Any, body: Callable[[Any, Any], Any]) -> Any:
-        """Calls ``body(position, count) -> count`` to write what happens every sixteen elements; at least once."""
-        builder, before = self.builder, self.builder.block
-        inside, after = builder.append_basic_block("line"), builder.append_basic_block("end")
-        builder.branch(inside)
-        builder.position_at_end(inside)
-        position, counted = builder.phi(_WORD), builder.phi(_WORD)
-        position.add_incoming(start, before)
-        counted.add_incoming(count, before)
-        new_count = body(position, counted)
-        following = builder.add(position, _WORD(LINE))
-        position.add_incoming(following, builder.block)
-        counted.add_incoming(new_count, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, stop), inside, after)
-        builder.position_at_end(after)
-        return new_count
-
-
 def _generate_elements(take: Take) -> Callable[..., Any]:
     """The code of a walk for single elements; ``take`` writes what is picked and returns the new count."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         gradient, residual, rest, start, stop, threshold, indices, values, count = arguments
-        writer = _Writer(builder)
+        writer = Writer(builder)
         limit = writer.all_lanes(threshold)
 
         def body(position: Any, count: Any) -> Any:
             total = writer.load_sum(gradient, residual, position)
-            picked = builder.fcmp_unordered(">=", writer.call("llvm.fabs.v16f32", _FLOATS, total), limit)
+            picked = builder.fcmp_unordered(">=", writer.call("llvm.fabs.v16f32", FLOATS, total), limit)
             writer.store_rest(rest, position, builder.select(picked, _ZEROS, total))
             return take(writer, total, picked, position, indices, values, count)
 
@@ -143,38 +66,38 @@ def _generate_elements(take: Take) -> Callable[..., Any]:
 
 
 def _take_compressed(
-    writer: _Writer, total: Any, picked: Any, position: Any, indices: Any, values: Any, count: Any
+    writer: Writer, total: Any, picked: Any, position: Any, indices: Any, values: Any, count: Any
 ) -> Any:
     """All picked lanes at once, side by side."""
     builder = writer.builder
-    places = builder.add(writer.all_lanes(builder.trunc(position, _INT)), ir.Constant(_INTS, list(range(LINE))))
+    places = builder.add(writer.all_lanes(builder.trunc(position, INT)), ir.Constant(INTS, list(range(LINE))))
     store = "llvm.masked.compressstore.v16"
-    writer.call(f"{store}f32", _NOTHING, total, writer.at(values, count, _FLOAT), picked)
-    writer.call(f"{store}i32", _NOTHING, places, writer.at(indices, count, _INT), picked)
+    writer.call(f"{store}f32", NOTHING, total, writer.at(values, count, FLOAT), picked)
+    writer.call(f"{store}i32", NOTHING, places, writer.at(indices, count, INT), picked)
     num_picked = writer.call("llvm.ctpop.i16", _MASK, builder.bitcast(picked, _MASK))
-    return builder.add(count, builder.zext(num_picked, _WORD))
+    return builder.add(count, builder.zext(num_picked, WORD))
 
 
 def _take_branching(
-    writer: _Writer, total: Any, picked: Any, position: Any, indices: Any, values: Any, count: Any
+    writer: Writer, total: Any, picked: Any, position: Any, indices: Any, values: Any, count: Any
 ) -> Any:
     """One picked lane after the other, from the lowest; usually there is none."""
     builder, before = writer.builder, writer.builder.block
-    mask, first = builder.bitcast(picked, _MASK), builder.trunc(position, _INT)
+    mask, first = builder.bitcast(picked, _MASK), builder.trunc(position, INT)
     lane_block, after = builder.append_basic_block("lane"), builder.append_basic_block("taken")
     builder.cbranch(builder.icmp_unsigned("!=", mask, _MASK(0)), lane_block, after)
     builder.position_at_end(lane_block)
-    left, taken = builder.phi(_MASK), builder.phi(_WORD)
-    lane = builder.zext(writer.call("llvm.cttz.i16", _MASK, left, _BIT(1)), _INT)
-    builder.store(builder.extract_element(total, lane), writer.at(values, taken, _FLOAT))
-    builder.store(builder.add(first, lane), writer.at(indices, taken, _INT))
-    still_left, now_taken = builder.and_(left, builder.sub(left, _MASK(1))), builder.add(taken, _WORD(1))
+    left, taken = builder.phi(_MASK), builder.phi(WORD)
+    lane = builder.zext(writer.call("llvm.cttz.i16", _MASK, left, _BIT(1)), INT)
+    builder.store(builder.extract_element(total, lane), writer.at(values, taken, FLOAT))
+    builder.store(builder.add(first, lane), writer.at(indices, taken, INT))
+    still_left, now_taken = builder.and_(left, builder.sub(left, _MASK(1))), builder.add(taken, WORD(1))
     for phi, entering, following in ((left, mask, still_left), (taken, count, now_taken)):
         phi.add_incoming(entering, before)
         phi.add_incoming(following, lane_block)
     builder.cbranch(builder.icmp_unsigned("!=", still_left, _MASK(0)), lane_block, after)
     builder.position_at_end(after)
-    new_count = builder.phi(_WORD)
+    new_count = builder.phi(WORD)
     new_count.add_incoming(count, before)
     new_count.add_incoming(now_taken, lane_block)
     return new_count
@@ -183,7 +106,7 @@ def _take_branching(
 def _generate_lines(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """The code of a walk for lines."""
     gradient, residual, rest, start, stop, scale, threshold, lines, values, count = arguments
-    writer = _Writer(builder)
+    writer = Writer(builder)
     scales = writer.all_lanes(scale)
 
     def body(position: Any, count: Any) -> Any:
@@ -193,13 +116,13 @@ def _generate_lines(context: Any, builder: Any, signature: Any, arguments: Any) 
         before, taking, after = builder.block, *map(builder.append_basic_block, ("take", "taken"))
         builder.cbranch(is_picked, taking, after)
         builder.position_at_end(taking)
-        builder.store(total, writer.at(values, count, _FLOATS, 4 * LINE), align=4)
-        line = builder.trunc(builder.lshr(position, _WORD(4)), _INT)
-        builder.store(line, writer.at(lines, count, _INT))
-        one_more = builder.add(count, _WORD(1))
+        builder.store(total, writer.at(values, count, FLOATS, 4 * LINE), align=4)
+        line = builder.trunc(builder.lshr(position, WORD(4)), INT)
+        builder.store(line, writer.at(lines, count, INT))
+        one_more = builder.add(count, WORD(1))
         builder.branch(after)
         builder.position_at_end(after)
-        counted = builder.phi(_WORD)
+        counted = builder.phi(WORD)
         counted.add_incoming(count, before)
         counted.add_incoming(one_more, taking)
         return counted
@@ -210,7 +133,7 @@ def _generate_lines(context: Any, builder: Any, signature: Any, arguments: Any) 
 def _generate_momentum(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """The code of a step of momentum."""
     velocity, gradient, gained, stop, momentum = arguments
-    writer = _Writer(builder)
+    writer = Writer(builder)
     factors = writer.all_lanes(momentum)
 
     def body(position: Any, count: Any) -> Any:
@@ -218,7 +141,7 @@ def _generate_momentum(context: Any, builder: Any, signature: Any, arguments: An
         writer.store_rest(gained, position, builder.fadd(kept, writer.load(gradient, position)))
         return count
 
-    writer.loop(_WORD(0), stop, _WORD(0), body)
+    writer.loop(WORD(0), stop, WORD(0), body)
     builder.fence("seq_cst")
     return context.get_dummy_value()
 

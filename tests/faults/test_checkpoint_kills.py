@@ -244,6 +244,7 @@ def test_the_store_is_killed_in_mid_run_and_saves_go_to_storage(make: Callable[.
     assert told.restored[1][0] > 6
 
 
+@pytest.mark.slow
 @SOME_KILLS
 def test_everything_is_killed_at_once(make: Callable[..., Job], server: LocalServer, num_kills: int) -> None:
     dice = random.Random(1)

@@ -78,6 +78,7 @@ def test_a_run_is_resumed_from_own_memory_where_nothing_else_is_left(
     killed.assert_as_if_undisturbed(stream, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_the_store_on_another_machine(
     undisturbed: Path, data: Path, server: LocalServer, tmp_path: Path
 ) -> None:

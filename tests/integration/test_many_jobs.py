@@ -101,6 +101,7 @@ def test_those_who_follow_an_unbiased_stream_have_its_weights(pictures: str, sto
     assert all(bool((draws[0][epoch]["weight"] == draws[1][epoch]["weight"]).all()) for epoch in draws[0])
 
 
+@pytest.mark.slow
 def test_a_killed_jobs_share_is_free_and_its_entries_serve_on(pictures: str, store: Store, tmp_path: Path) -> None:
     job = Job(pictures, store.url, epochs=12, batch_size=BATCH, mode="uniform")
     survivor, victim = start(job, tmp_path / "survivor"), start(replace(job, seed=1, epochs=100), tmp_path / "victim")

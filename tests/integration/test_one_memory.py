@@ -209,12 +209,10 @@ def end(trials: list[Trial]) -> None:
         trials.pop().end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(("--checkpoint-every", "never"), id="rare", marks=pytest.mark.slow),
-        pytest.param(("--checkpoint-every", "7"), id="often"),
-    ],
+    [pytest.param(("--checkpoint-every", "never"), id="rare"), pytest.param(("--checkpoint-every", "7"), id="often")],
 )
 def test_two_ranks_yield_alike_and_see_the_samples_that_they_would_have_seen(
     words: tuple[str, ...], pictures: Path, tmp_path: Path

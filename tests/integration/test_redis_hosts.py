@@ -81,6 +81,7 @@ def bed(tmp_path: Path) -> Iterator[Hosts]:
     bed.testbed("down")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_hosts_make_a_cluster_a_fourth_joins_and_one_comes_back(bed: Hosts) -> None:
     first = ["--join", "10.77.0.1:7000"]

@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from shade.checkpoint.erasure import ErasureCode, padded_bytes
 from shade.checkpoint.manifest import Manifest, digest_of
@@ -38,7 +37,7 @@ def parity_of(layout: Layout, chunks: Sequence[Bytes]) -> list[memoryview]:
     parity = [each[:length] for each in stored]
     ErasureCode(layout.num_data, layout.num_parity).encode(chunks, parity)
     for each, content in zip(stored, parity, strict=True):
-        each[length:] = np.frombuffer(xxhash.xxh3_128_digest(content.data), np.uint8)
+        each[length:] = np.frombuffer(bytes.fromhex(digest_of(content.data)), np.uint8)
     return [each.data for each in stored]
 
 
@@ -117,7 +116,7 @@ class Stripe:
             key = self._names.parity(self._slot, self._manifest.rank, self._number, row)
             content = self._read(key, self._length + _DIGEST_BYTES)
             parity, digest = (content[: self._length], content[self._length :]) if content is not None else (b"", b"")
-            self._rows[row] = parity if content is not None and xxhash.xxh3_128_digest(parity) == digest else None
+            self._rows[row] = parity if content is not None and digest_of(parity) == bytes(digest).hex() else None
         return self._rows[row]
 
     def _read(self, key: str, num_bytes: int) -> memoryview | None:

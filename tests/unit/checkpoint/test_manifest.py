@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -366,3 +369,27 @@ def test_random_bytes_are_refused(content: bytes) -> None:
         Manifest.parse(content, digest_of(content))
     with pytest.raises(CheckpointError):
         Commit.parse(content)
+
+
+def test_hashing_lets_others_run() -> None:
+    """Whoever hashes a snapshot holds nothing that a training needs."""
+    content, counted, ended = bytes(256 * 2**20), [0], threading.Event()
+
+    def count() -> None:
+        while not ended.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    try:
+        while not counted[0]:
+            time.sleep(0.001)
+        before = counted[0]
+        state = digest_of(content)
+        while_hashing = counted[0] - before
+    finally:
+        ended.set()
+        counting.join()
+    assert state == xxhash.xxh3_128_hexdigest(content)
+    assert while_hashing > 100

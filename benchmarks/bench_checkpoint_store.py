@@ -49,8 +49,9 @@ import redis
 from measures import commit
 from redis.connection import PythonRespSerializer
 
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.erasure import ErasureCode
-from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.tier import Shard
 from shade.store import open_store

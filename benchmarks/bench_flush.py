@@ -37,9 +37,10 @@ from unittest import mock
 from measures import publish
 
 from shade.checkpoint import flush_batch
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.flush_batch import FetchPace
 from shade.checkpoint.flusher import Flusher
-from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.storage_tier import StorageTier

@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint.tier import Shard, Tier
 from shade.types import Bytes
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
 from shade.checkpoint.state import dismantle
 from shade.checkpoint.tier import Shard, Tier
 from shade.types import Bytes

@@ -22,8 +22,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shade.checkpoint.codecs.base import standing_alone
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.layout import TensorSpec, plan
-from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry
 from shade.checkpoint.state import dismantle
 from shade.checkpoint.tier import Shard
 from shade.errors import CorruptCheckpointError, TornSnapshotError

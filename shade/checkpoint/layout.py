@@ -21,7 +21,8 @@ from typing import Final
 
 import torch
 
-from shade.checkpoint.manifest import CHUNK_BYTES, Manifest, TensorEntry, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES, Manifest, TensorEntry
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
 
 SPELLINGS: Final[Mapping[torch.dtype, str]] = {

@@ -26,8 +26,6 @@ from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any, Final
 
-import xxhash
-
 from shade.checkpoint.canonical import (
     as_count,
     as_digest,
@@ -39,6 +37,7 @@ from shade.checkpoint.canonical import (
     expect,
     parsed,
 )
+from shade.checkpoint.digest import digest_of
 from shade.errors import CorruptCheckpointError
 from shade.types import Bytes
 
@@ -64,17 +63,6 @@ _MAX_CHUNK_BYTES: Final = 2**30
 _MAX_DIMENSIONS: Final = 64
 _RUN: Final = re.compile(r"(?!\.{1,2}\Z)[^\x00-\x1f\x7f/\\]{1,128}")
 _CODEC: Final = re.compile(r"[a-z0-9_-]{1,32}")
-
-
-def digest_of(content: Bytes) -> str:
-    """xxh3, 128 bits, in hex: against rot and tearing, not against an enemy.
-
-    Story: the library's functions in one word hold the interpreter while they hash, so four threads took as long as
-    one, and a training waited for its own snapshots. An update lets go of it.
-    """
-    state = xxhash.xxh3_128()
-    state.update(content)
-    return state.hexdigest()
 
 
 @dataclass(frozen=True)

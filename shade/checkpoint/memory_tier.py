@@ -27,8 +27,9 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.erasure import ErasureCode
-from shade.checkpoint.manifest import CHUNK_BYTES, Commit, Manifest, digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES, Commit, Manifest
 from shade.checkpoint.memory_room import check_room, spare_bytes
 from shade.checkpoint.slotbook import TABLE_NAME, SlotBook, needed_slots
 from shade.checkpoint.slots import Layout, Slot, Table, commit_name, dirty_name, extent_name, hold_name, manifest_name

@@ -18,7 +18,8 @@ from dataclasses import replace
 
 from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.batching import Batching
-from shade.checkpoint.manifest import ChunkEntry, Manifest, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import ChunkEntry, Manifest
 from shade.checkpoint.packing import Packed
 from shade.errors import CheckpointError
 

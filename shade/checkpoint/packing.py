@@ -31,7 +31,8 @@ import torch
 
 from shade.checkpoint.codecs.base import CODECS, Alone, Delta, Piece, Span, standing_alone
 from shade.checkpoint.costs import CostModel
-from shade.checkpoint.manifest import CHUNK_BYTES, Bound, ChunkEntry, Manifest, TensorEntry, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES, Bound, ChunkEntry, Manifest, TensorEntry
 from shade.errors import ConfigError
 from shade.types import Bytes
 

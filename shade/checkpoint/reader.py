@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from shade.checkpoint.manifest import Commit, Manifest, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import Commit, Manifest
 from shade.checkpoint.tier import Tier
 from shade.errors import CorruptCheckpointError, StorageError, StoreError
 from shade.types import Bytes

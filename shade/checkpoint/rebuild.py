@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from shade.checkpoint.codecs.base import CODECS, Alone, Codec, Delta, Piece, standing_alone
-from shade.checkpoint.manifest import Manifest, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import Manifest
 from shade.checkpoint.reader import BATCH, Reader, Snapshot
 from shade.errors import CorruptCheckpointError
 from shade.types import Bytes

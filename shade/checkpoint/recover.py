@@ -20,9 +20,10 @@ from typing import Any, Final
 import torch
 
 from shade.checkpoint.arena import FILLING_THREADS, Arena, views
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.group import Group
 from shade.checkpoint.layout import chunks_of
-from shade.checkpoint.manifest import Bound, Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint.parts import part_of, tensors_in
 from shade.checkpoint.reader import Reader, Snapshot
 from shade.checkpoint.rebuild import Rebuilt

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 from urllib.parse import quote
 
-from shade.checkpoint.manifest import digest_of
+from shade.checkpoint.digest import digest_of
 from shade.errors import ConfigError
 
 _DIGEST_LENGTH: Final = 32

@@ -13,8 +13,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.erasure import ErasureCode, padded_bytes
-from shade.checkpoint.manifest import Manifest, digest_of
+from shade.checkpoint.manifest import Manifest
 from shade.checkpoint.slots import Layout, Names, Slot
 from shade.store.base import Store
 from shade.types import Bytes

@@ -18,7 +18,8 @@ import numpy as np
 
 from shade.checkpoint.autopilot.costs import CodecCost, Costs
 from shade.checkpoint.codecs.base import standing_alone
-from shade.checkpoint.manifest import CHUNK_BYTES, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import CHUNK_BYTES
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.streaming import copy_bytes, prepare
 from shade.errors import StoreFullError

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from shade.checkpoint.codecs.base import CODECS, Delta, Piece
-from shade.checkpoint.manifest import digest_of
+from shade.checkpoint.digest import digest_of
 from shade.errors import CorruptCheckpointError
 from shade.types import Bytes
 

@@ -10,7 +10,8 @@ import random
 from dataclasses import replace
 
 from shade.checkpoint.codecs.base import CODECS, Delta, Piece
-from shade.checkpoint.manifest import ChunkEntry, Manifest, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import ChunkEntry, Manifest
 from shade.checkpoint.torture.ledger import Saved, saved
 
 

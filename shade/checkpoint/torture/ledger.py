@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint.protocol import Notes
 from shade.checkpoint.schedule import Pace
 

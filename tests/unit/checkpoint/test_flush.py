@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import pytest
 
 from shade.checkpoint.ahead import Ahead
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry, digest_of
+from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint.progress import Progress
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.tier import Shard, Tier

@@ -16,9 +16,10 @@ import torch
 from shade.checkpoint import packing
 from shade.checkpoint.assembly import _GIVERS
 from shade.checkpoint.codecs.base import CODECS, standing_alone
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.group import Alone
 from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest, digest_of
+from shade.checkpoint.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
 from shade.checkpoint.packing import Packer
 from shade.checkpoint.protocol import Notes, agree, store
 from shade.checkpoint.schedule import Pace

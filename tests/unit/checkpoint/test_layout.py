@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.layout import (
     SPELLINGS,
     Plan,
@@ -20,7 +21,7 @@ from shade.checkpoint.layout import (
     plan,
     torch_dtype,
 )
-from shade.checkpoint.manifest import ITEM_BYTES, ChunkEntry, Manifest, digest_of
+from shade.checkpoint.manifest import ITEM_BYTES, ChunkEntry, Manifest
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
 
 CHUNK = 64

@@ -12,7 +12,8 @@ import pytest
 
 from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.batching import Batching
-from shade.checkpoint.manifest import Manifest, TensorEntry, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import Manifest, TensorEntry
 from shade.checkpoint.outgoing import Outgoing
 from shade.errors import CheckpointError, TornSnapshotError
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shade.checkpoint import packing
-from shade.checkpoint.manifest import Manifest, TensorEntry, digest_of
+from shade.checkpoint.digest import digest_of
+from shade.checkpoint.manifest import Manifest, TensorEntry
 from shade.checkpoint.packing import Packed, Packer
 from shade.errors import ConfigError, UnknownNameError
 

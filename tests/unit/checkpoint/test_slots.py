@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from shade.checkpoint.manifest import digest_of
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.slots import Layout, Table
 
 TAGS = tuple("abcdefghijkl")

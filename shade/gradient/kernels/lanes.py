@@ -54,13 +54,13 @@ class _Lanes:
         return self._context.get_dummy_value()
 
 
-def _declare(write: Callable[[_Lanes], Any], arrays: Sequence[Any], num_scalars: int, returned: Any) -> Any:
-    """An intrinsic's signature and body: arrays, an offset, scalars."""
+def _declare(write: Callable[[_Lanes], Any], places: Sequence[Any], num_scalars: int, returned: Any) -> Any:
+    """An intrinsic's signature and body: arrays and offsets, then scalars."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return write(_Lanes(context, builder, signature, arguments))
 
-    return returned(*arrays, _OFFSET, *[_SCALAR] * num_scalars), generate
+    return returned(*places, *[_SCALAR] * num_scalars), generate
 
 
 @intrinsic
@@ -76,7 +76,7 @@ def advance_linear(typing: Any, x: Any, b: Any, offset: Any, xx: Any, xb: Any, b
         lanes.store(add(times(bx, old_x), times(bb, old_b)), at_b)
         return lanes.nothing()
 
-    return _declare(write, (x, b), 4, numba.types.void)
+    return _declare(write, (x, b, _OFFSET), 4, numba.types.void)
 
 
 @intrinsic
@@ -84,17 +84,14 @@ def add_linear(typing: Any, x: Any, b: Any, offset: Any, values: Any, first: Any
     """``x -= gain_x·values`` and ``b += gain_b·values``, of the 16 values from ``first`` on."""
 
     def write(lanes: _Lanes) -> Any:
-        at_x, at_b, values = lanes.place(0, 2), lanes.place(1, 2), lanes.load(lanes.place(3, 4))
+        at_x, at_b, given = lanes.place(0, 2), lanes.place(1, 2), lanes.load(lanes.place(3, 4))
         old_x, old_b = lanes.load(at_x), lanes.load(at_b)
         gain_x, gain_b = lanes.scalars(5)
-        lanes.store(lanes.builder.fsub(old_x, lanes.builder.fmul(gain_x, values)), at_x)
-        lanes.store(lanes.builder.fadd(old_b, lanes.builder.fmul(gain_b, values)), at_b)
+        lanes.store(lanes.builder.fsub(old_x, lanes.builder.fmul(gain_x, given)), at_x)
+        lanes.store(lanes.builder.fadd(old_b, lanes.builder.fmul(gain_b, given)), at_b)
         return lanes.nothing()
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return write(_Lanes(context, builder, signature, arguments))
-
-    return numba.types.void(x, b, _OFFSET, values, _OFFSET, _SCALAR, _SCALAR), generate
+    return _declare(write, (x, b, _OFFSET, values, _OFFSET), 2, numba.types.void)
 
 
 @intrinsic
@@ -114,7 +111,7 @@ def advance_adam(
         lanes.store(times(keep_v, old_v), at_v)
         return lanes.nothing()
 
-    return _declare(write, (x, m, v), 5, numba.types.void)
+    return _declare(write, (x, m, v, _OFFSET), 5, numba.types.void)
 
 
 @intrinsic
@@ -128,7 +125,7 @@ def is_any_small(typing: Any, m: Any, v: Any, offset: Any, least: Any) -> Any:
         small = builder.and_(builder.fcmp_unordered("!=", m, _ZEROS), builder.fcmp_unordered("<", v, least))
         return builder.icmp_unsigned("!=", builder.bitcast(small, ir.IntType(LINE)), ir.Constant(ir.IntType(LINE), 0))
 
-    return _declare(write, (m, v), 1, numba.types.boolean)
+    return _declare(write, (m, v, _OFFSET), 1, numba.types.boolean)
 
 
 @intrinsic
@@ -166,10 +163,7 @@ def step_adam(
         lanes.store(v, at_v)
         return lanes.nothing()
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return write(_Lanes(context, builder, signature, arguments))
-
-    return numba.types.void(x, m, v, _OFFSET, g, _OFFSET, *[_SCALAR] * 9), generate
+    return _declare(write, (x, m, v, _OFFSET, g, _OFFSET), 9, numba.types.void)
 
 
 @intrinsic

@@ -29,6 +29,13 @@ step_adam: Any = lanes.step_adam
 
 
 @compiled
+def _is_whole(indices: Any, k: Any, line: Any) -> Any:
+    """Whether all of a line was touched, whose first index is at ``k``: indices ascend, each once."""
+    end = k + _LINE
+    return end <= indices.size and _U64(indices[end - 1]) >> _U64(4) == line
+
+
+@compiled
 def apply_plain(x: Any, indices: Any, values: Any, gain: Any) -> None:
     """Moves the touched elements and nothing else."""
     last = indices.size - 1
@@ -55,10 +62,9 @@ def apply_linear(
                 x, b, line << _U64(4), table_4F[0, lag], table_4F[1, lag], table_4F[2, lag], table_4F[3, lag]
             )
             last_L[line] = now
-        end = k + _LINE
-        if end <= indices.size and _U64(indices[k]) & _U64(15) == 0 and _U64(indices[end - 1]) >> _U64(4) == line:
+        if _is_whole(indices, k, line):
             add_linear(x, b, line << _U64(4), values, _U64(k), gain_x, gain_b)  # all of it, as threshold-v16 picks
-            k = end
+            k += _LINE
         else:
             x[_U64(indices[k])] -= gain_x * values[k]
             b[_U64(indices[k])] += gain_b * values[k]
@@ -147,10 +153,9 @@ def apply_adam(
                     table_6F[3, lag],
                     table_6F[4, lag],
                 )
-        end = k + _LINE
-        if end <= indices.size and _U64(indices[k]) & _U64(15) == 0 and _U64(indices[end - 1]) >> _U64(4) == line:
+        if _is_whole(indices, k, line):
             step_adam(x, m, v, offset, values, _U64(k), b1, a1, b2, a2, decay, lr, scale, eps, coupled)
-            k = end
+            k += _LINE
         else:
             first = k
             while k < indices.size and _U64(indices[k]) >> _U64(4) == line:

@@ -209,8 +209,8 @@ def main() -> None:
     for model in given.models:
         strategy_models.check(model, given.size)
     names = ["none", *candidates()]
-    log = bench_strategies.Log(None if given.out is None else given.out / bench_strategies.ROWS)
-    flights = bench_strategies.Log(None if given.out is None else given.out / FLOWN)
+    log = bench_strategies.Runs(None if given.out is None else given.out / bench_strategies.ROWS)
+    flights = bench_strategies.Runs(None if given.out is None else given.out / FLOWN)
     common = {"size": given.size, "steps": given.steps, "budget": given.budget, "mtbf": given.mtbf}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         bench_strategies.run_all(given, names, log, Path(folder))

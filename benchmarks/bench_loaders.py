@@ -50,7 +50,7 @@ from typing import Any
 import loader_report
 from bench_slow_storage import make_images, slow
 from loader_methods import METHODS
-from measures import commit, machine
+from measures import Log, commit, machine
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,8 +199,8 @@ def main() -> None:
         args.images, args.small_images, args.rounds, args.epochs = 320, 640, 1, 2
         args.out /= "quick"
     args.out.mkdir(parents=True, exist_ok=True)
-    lines = args.out / "loaders.jsonl"
-    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    log = Log(args.out / "loaders.jsonl")
+    rows = log.rows
     if not args.report:
         large = Data(args.data, args.images, 400, 300, 224)
         small = Data(args.data, args.small_images, 32, 32, 32)
@@ -222,11 +222,9 @@ def main() -> None:
                 row |= {"round": number, "data": data.name, "storage": storage, "share": share, "method": name}
                 row |= {"num_samples": data.num_samples, "num_bytes": data.num_bytes, "commit": commit}
                 row["at"] = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-                rows.append(row)
+                log.add(row)
                 if "why" in row:
                     hopeless.add((data.name, storage, share, name))
-                with lines.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
     write_report(rows, args.out, f"{args.rounds} rounds of {args.epochs} epochs, batches of 64.")
     print(loader_report.table(rows))
 

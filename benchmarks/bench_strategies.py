@@ -49,7 +49,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measures import commit, forget
+from measures import Log, commit, forget
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
@@ -85,31 +85,8 @@ def measure(name: str, model: str, given: argparse.Namespace, place: Path) -> di
     return figures
 
 
-class Log:
-    """Rows that survive an interruption: one JSON line each, appended and synced.
-
-    Args:
-        path: Of the file; None: kept in memory.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.rows: list[dict[str, Any]] = []
-        if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # the last one may be half a line
-                    self.rows.append(json.loads(line))
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keeps a row."""
-        self.rows.append(row)
-        if self._path is None:
-            return
-        begins_anew = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
-        with self._path.open("a") as file:
-            file.write("\n" * begins_anew + json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+class Runs(Log):
+    """Rows by round, model and method."""
 
     def has(self, key: dict[str, Any]) -> bool:
         """Whether there is such a row, and it did not fail."""
@@ -135,7 +112,7 @@ def work(given: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def run_all(given: argparse.Namespace, names: list[str], log: Log, place: Path) -> None:
+def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path) -> None:
     """Runs what the log has not got."""
     common = setting(given)
     left = [each for each in work(given, names) if not log.has(each | common)]
@@ -227,7 +204,7 @@ def main() -> None:
     if given.method:
         given.rounds = 1
     path = None if given.out is None else given.out / ROWS
-    log = Log(path)
+    log = Runs(path)
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
         if given.store:

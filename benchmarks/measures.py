@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -47,17 +48,43 @@ def machine() -> str:
     return f"Python {platform.python_version()}, {os.cpu_count()} cores of {model.partition(':')[2].strip()}"
 
 
-class Kept:
-    """What a long measurement has found so far, a line each in a file: stopped and started again, it goes on there.
+class Log:
+    """Rows that survive an interruption: one JSON line each, appended and synced.
 
     Args:
-        path: The file; None: nothing outlives this process.
+        path: Of the file; None: kept in memory.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-        self._rows = {row["key"]: row for row in map(json.loads, lines)}
+        self.rows: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # the last one may be half a line
+                    self.rows.append(json.loads(line))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keeps a row."""
+        self.rows.append(row)
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        begins_anew = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+        with self._path.open("a") as file:
+            file.write("\n" * begins_anew + json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class Kept:
+    """What a long measurement has found so far: stopped and started again, it goes on there.
+
+    Args:
+        path: Of its `Log`; None: nothing outlives this process.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._log = path, Log(path)
 
     def __call__(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What was found under a name, or is now.
@@ -66,19 +93,16 @@ class Kept:
             key: Names all that it depends on.
             measure: Called if there is nothing yet.
         """
-        if key not in self._rows:
-            row = self._rows[key] = {"key": key, "commit": commit(), "found": measure()}
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-        found: dict[str, Any] = self._rows[key]["found"]
+        found: dict[str, Any] | None = next((row["found"] for row in self._log.rows if row["key"] == key), None)
+        if found is None:
+            found = measure()
+            self._log.add({"key": key, "commit": commit(), "found": found})
         return found
 
     @property
     def commits(self) -> str:
         """That the figures are of."""
-        return ", ".join(dict.fromkeys(row["commit"] for row in self._rows.values()))
+        return ", ".join(dict.fromkeys(row["commit"] for row in self._log.rows))
 
     def done(self) -> None:
         """All is measured and written elsewhere: the next one starts anew."""

@@ -31,11 +31,14 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert first("a", figure(1.5)) == {"seconds": 1.5}
     with pytest.raises(ZeroDivisionError):
         first("b", lambda: {"seconds": 1 / 0})
+    with path.open("a") as file:
+        file.write('{"key": "b", "fou')
     second = measures.Kept(path)
     assert second("a", never) == {"seconds": 1.5}
     assert second("b", figure(2.5)) == {"seconds": 2.5}
     assert second("b", never) == {"seconds": 2.5}
     assert second.commits == measures.commit()
+    assert measures.Kept(path)("b", never) == {"seconds": 2.5}
     second.done()
     assert measures.Kept(path)("a", figure(3.5)) == {"seconds": 3.5}
 

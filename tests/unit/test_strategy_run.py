@@ -101,19 +101,19 @@ def test_the_report_ranks_by_what_a_snapshot_costs(benchmarks: None, tmp_path: P
 
 
 def test_rows_survive_an_interruption(benchmarks: None, tmp_path: Path) -> None:
-    from bench_strategies import Log
+    from bench_strategies import Runs
 
     path = tmp_path / "rows.jsonl"
-    log = Log(path)
+    log = Runs(path)
     log.add(row(0, "copy", wall=1.0))
     log.add(row(0, "overlap") | {"failed": "x"})
     with path.open("a") as file:
         file.write('{"round": 1, "met')
-    again = Log(path)
+    again = Runs(path)
     assert again.has({"round": 0, "method": "copy"})
     assert not again.has({"round": 0, "method": "overlap"})  # it failed: it is tried again
     again.add(row(0, "overlap", wall=2.0))
-    (kept,) = [each for each in Log(path).of({"model": "gpt2"}) if each["method"] == "overlap"]
+    (kept,) = [each for each in Runs(path).of({"model": "gpt2"}) if each["method"] == "overlap"]
     assert kept["wall"] == 2.0
 
 

@@ -296,12 +296,7 @@ class MemoryTier(Tier):
         return [buffer if is_there else None for buffer, is_there in zip(buffers, found, strict=True)]
 
     def read_chunks_into(
-        self,
-        place: str,
-        manifest: Manifest,
-        numbers: Sequence[int],
-        buffers: Sequence[memoryview],
-        copy: int = 0,
+        self, place: str, manifest: Manifest, numbers: Sequence[int], buffers: Sequence[memoryview], copy: int = 0
     ) -> list[bool]:
         """See `Tier`; straight from the socket, half the time of reading and copying. After the chunk itself come its
         replicas, or reconstructions, one through each row of parity."""

@@ -126,8 +126,9 @@ def train(task: Task, method: Method, given: argparse.Namespace, meter: Meter) -
         if step == last or (given.eval_every and step % given.eval_every == 0):
             method.settle()
             meter.stop()
-            if dist.get_rank() == 0 and given.eval_samples:
-                held_out_loss, accuracy = task.evaluate(given.eval_samples)
+            count = given.final_samples if step == last else given.eval_samples
+            if dist.get_rank() == 0 and count:
+                held_out_loss, accuracy = task.evaluate(count)
                 say("eval", step=step, loss=held_out_loss, accuracy=accuracy, seconds=meter.seconds)
             dist.barrier()
             meter.start()
@@ -166,6 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--inner-steps", type=int, default=20, help="diloco: steps between two exchanges")
     parser.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="default: at the end only")
     parser.add_argument("--eval-samples", type=int, default=1024, help="held-out samples of each look")
+    parser.add_argument("--final-samples", type=int, help="of the last look; default: as many as of each")
     parser.add_argument(
         "--address", help="this machine's, whose interface is used; default: GLOO_SOCKET_IFNAME's, or lo"
     )
@@ -187,6 +189,8 @@ def build_task(given: argparse.Namespace, device: torch.device) -> Task:
 def main() -> None:
     """Builds what the flags say, and trains."""
     given = build_parser().parse_args()
+    if given.final_samples is None:
+        given.final_samples = given.eval_samples
     if given.address:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_of(given.address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

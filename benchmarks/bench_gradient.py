@@ -12,8 +12,11 @@ Method
 
     step        Interleaved: every round runs all methods at each rate, in a new random order, so that what else the
                 machine does hits all alike. A run's figure is the mean of all steps but the first four, DiLoCo's over
-                whole cycles; the table has the median of the rounds. `none` is the floor: the same step without any
+                a whole cycle; the table has the median of the rounds. `none` is the floor: the same step without any
                 exchange.
+    beside      The same, the model computing beside the processor, as on an accelerator: forward and backward are
+                played (`gradient_played`). With one core a rank that must do both, whatever a method computes is time
+                lost; this shows what it can hide where the model does not need that core.
     bytes       What rank 0's virtual cable has counted, sent and received, per step; not what a method believes.
     loss        The course of the held-out loss is measured once per method over the whole schedule, with no limit on
                 the link: the methods do not look at the clock, so a link changes when a step ends and not what it
@@ -34,7 +37,7 @@ Bars
     steps, as above. Bar: within 10 % of the best density, chosen in hindsight, and ahead of every other.
 
 Command
-    python benchmarks/bench_gradient.py --out benchmarks/results                  (two hours; needs root)
+    python benchmarks/bench_gradient.py --out benchmarks/results                  (three hours; needs root)
     python benchmarks/bench_gradient.py --varying --out benchmarks/results       (an hour)
     python benchmarks/bench_gradient.py --quick                                  (a minute: does it all work?)
 
@@ -47,6 +50,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -71,6 +75,9 @@ TASKS = ("resnet18", "gpt", "vit")
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 TRACE = "20 300mbit\n20 40mbit\n20 100mbit\n20 15mbit\n"
 PATIENCE_SECONDS = 3600
+SETTLING_STEPS, INNER_STEPS = 4, 20
+COMPUTE = {"here": [], "beside": ["--played"]}
+"""Where the model computes → flags of train_gradient."""
 
 
 # ── one run on the testbed ──────────────────────────────────────────────────────────────────────────────────────────
@@ -160,24 +167,25 @@ def looks_of(given: argparse.Namespace) -> str:
     return f"{given.steps} steps, {given.eval_samples} and {given.final_samples} samples"
 
 
-def timed(bed: Testbed, given: argparse.Namespace, task: str, rate: str, method: str) -> dict[str, Any]:
+def timed(bed: Testbed, given: argparse.Namespace, task: str, compute: str, rate: str, method: str) -> dict[str, Any]:
     """The first steps of a schedule, at a rate."""
     bed("rate", rate)
-    length = ["--steps", str(given.steps), "--stop-after", str(given.time_steps), "--eval-samples", "0"]
-    rows = bed.run("--task", task, "--method", method, *length, *given.flags)
+    count = SETTLING_STEPS + INNER_STEPS if method == "diloco" else given.time_steps
+    length = ["--steps", str(given.steps), "--stop-after", str(count), "--eval-samples", "0"]
+    rows = bed.run("--task", task, "--method", method, *length, *COMPUTE[compute], *given.flags)
     losses = [row["loss"] for row in pick(rows, "step")]
-    return {"task": task, "rate": rate, "method": method, "losses": losses} | rows[-1]
+    return {"task": task, "compute": compute, "rate": rate, "method": method, "losses": losses} | rows[-1]
 
 
 def rounds_of(bed: Testbed, given: argparse.Namespace, kept: Kept) -> list[dict[str, Any]]:
     """All methods at all rates, round by round, each time in another order."""
     found = []
-    places = [(task, rate, method) for task in given.tasks for rate in given.rates for method in given.methods]
+    places = list(itertools.product(given.tasks, COMPUTE, given.rates, given.methods))
     for number in range(given.rounds):
-        for task, rate, method in random.Random(number).sample(places, len(places)):
-            key = f"round {number}: {task}, {rate}, {method}, {given.time_steps} of {given.steps}, {given.flags}"
-            found.append(kept(key, partial(timed, bed, given, task, rate, method)))
-            tell(f"round {number}: {task}, {rate}, {method}: {found[-1]['step_seconds']:.3f} s a step")
+        for place in random.Random(number).sample(places, len(places)):
+            key = f"round {number}: {', '.join(place)}, {given.time_steps} of {given.steps}, {given.flags}"
+            found.append(kept(key, partial(timed, bed, given, *place)))
+            tell(f"round {number}: {', '.join(place)}: {found[-1]['step_seconds']:.3f} s a step")
     return found
 
 
@@ -259,9 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400, help="of a whole schedule; 20 times DiLoCo's H, or more")
-    parser.add_argument(
-        "--time-steps", type=int, default=24, help="of a run that is timed; 4 + a multiple of DiLoCo's H"
-    )
+    parser.add_argument("--time-steps", type=int, default=16, help="of a run that is timed; DiLoCo's has 4 + H")
     parser.add_argument("--eval-samples", type=int, default=1024, help="held out, of each look")
     parser.add_argument("--final-samples", type=int, default=4096, help="of the last, which gives the accuracy")
     parser.add_argument("--density", type=float, default=0.03, help="of the hook and the engine")

@@ -5,6 +5,7 @@ Invariant: everything here can be made again from the .json alone.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ METHODS = {
 """Name for `train_gradient` → name in the tables."""
 SPEED_UP_BARS = {"100mbit": 20.0, "500mbit": 8.0}
 FLOOR_BAR, ACCURACY_BAR, VARYING_BAR = 1.1, 0.5, 1.1
+COMPUTE = {"here": "computing on the core that exchanges", "beside": "computing beside it, as an accelerator does"}
+PLACE = ("rate", "task", "compute")
 Rows = list[dict[str, Any]]
 
 
@@ -41,39 +44,46 @@ def target_of(evals: Rows) -> float:
 
 
 def rows_of(result: dict[str, Any]) -> Rows:
-    """A row for each rate, task and method: medians of the rounds, and ratios to DDP."""
+    """A row for each rate, task, place of the compute and method: medians of the rounds, and ratios to DDP."""
     found = []
-    for rate in dict.fromkeys(run["rate"] for run in result["runs"]):
-        for task, courses in result["courses"].items():
-            here = [run for run in result["runs"] if (run["task"], run["rate"]) == (task, rate)]
+    for rate, task, compute in itertools.product(*(_in_order(result["runs"], name) for name in PLACE)):
+        here = [run for run in result["runs"] if tuple(run[name] for name in PLACE) == (rate, task, compute)]
+        courses = result["courses"][task]
 
-            def median(method: str, name: str, here: Rows = here) -> float:
-                return statistics.median(run[name] for run in here if run["method"] == method)
+        def median(method: str, name: str, here: Rows = here) -> float:
+            return statistics.median(run[name] for run in here if run["method"] == method)
 
-            ddp, floor = median("ddp", "step_seconds"), median("none", "step_seconds")
-            target, end = target_of(courses["ddp"]["evals"]), courses["ddp"]["evals"][-1]["accuracy"]
-            base = seconds_to(courses["ddp"]["evals"], target, ddp)
-            for method, told in courses.items():
-                seconds = median(method, "step_seconds")
-                spread = [run["step_seconds"] for run in here if run["method"] == method]
-                to_loss = seconds_to(told["evals"], target, seconds) if method != "none" else None
-                points = 100 * (told["evals"][-1]["accuracy"] - end) if method != "none" else None
-                same = [
-                    abs(one - other)
-                    for run in here
-                    if run["method"] == method
-                    for one, other in zip(run["losses"], told["steps"][: told["evals"][0]["step"]], strict=False)
-                ]
-                row = {
-                    "rate": rate, "task": task, "method": method, "step_seconds": seconds, "spread": spread,
-                    "speed_up": ddp / seconds, "over_floor": seconds / floor, "to_loss": to_loss,
-                    "to_loss_speed_up": base / to_loss if base and to_loss else None, "points": points,
-                    "accuracy": told["evals"][-1]["accuracy"], "loss_difference": max(same),
-                    "bytes": median(method, "step_bytes_sent") + median(method, "step_bytes_received"),
-                }  # fmt: skip
-                row["meets"] = verdict(row) if method == "engine" else None
-                found.append(row)
+        ddp, floor = median("ddp", "step_seconds"), median("none", "step_seconds")
+        target, end = target_of(courses["ddp"]["evals"]), courses["ddp"]["evals"][-1]["accuracy"]
+        base = seconds_to(courses["ddp"]["evals"], target, ddp)
+        for method, told in courses.items():
+            seconds = median(method, "step_seconds")
+            runs = [run for run in here if run["method"] == method]
+            to_loss = seconds_to(told["evals"], target, seconds) if method != "none" else None
+            points = 100 * (told["evals"][-1]["accuracy"] - end) if method != "none" else None
+            same = [
+                abs(one - other)
+                for run in runs
+                if compute == "here"  # what is played has losses of no meaning
+                for one, other in zip(run["losses"], told["steps"][: told["evals"][0]["step"]], strict=False)
+            ]
+            row = {
+                "rate": rate, "task": task, "compute": compute, "method": method, "step_seconds": seconds,
+                "spread": [run["step_seconds"] for run in runs], "speed_up": ddp / seconds,
+                "over_floor": seconds / floor, "to_loss": to_loss,
+                "to_loss_speed_up": base / to_loss if base and to_loss else None, "points": points,
+                "accuracy": told["evals"][-1]["accuracy"], "loss_difference": max(same, default=0.0),
+                "bytes": median(method, "step_bytes_sent") + median(method, "step_bytes_received"),
+            }  # fmt: skip
+            row["meets"] = verdict(row) if method == "engine" else None
+            found.append(row)
     return found
+
+
+def _in_order(runs: Rows, name: str) -> list[Any]:
+    """What the runs have under a name, in an order that no round's luck decides."""
+    known = list(COMPUTE)
+    return sorted({run[name] for run in runs}, key=lambda each: (known.index(each) if each in known else 0, each))
 
 
 def verdict(row: dict[str, Any]) -> bool:
@@ -87,12 +97,12 @@ def table(result: dict[str, Any]) -> str:
     lines = []
     previous = None
     for row in rows_of(result):
-        place = (row["rate"], row["task"])
+        place = tuple(row[name] for name in PLACE)
         if place != previous:
             setup = result["courses"][row["task"]]["ddp"]["setup"]
             size = f"{setup['parameters'] / 1e6:.1f} M parameters, {setup['flops_per_step'] / 1e9:.1f} GFLOP a step"
             lines += [
-                "", f"## {row['task']}, {row['rate']}", "", f"{size} and rank.", "",
+                "", f"## {row['task']}, {row['rate']}, {COMPUTE[row['compute']]}", "", f"{size} and rank.", "",
                 "| method | step | spread | DDP / it | it / floor | MB a step | to loss | DDP / it | right | points |",
                 "|---|---|---|---|---|---|---|---|---|---|",
             ]  # fmt: skip
@@ -119,7 +129,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = rows_of(result)
+    rows = [row for row in rows_of(result) if row["compute"] == "here"]
     tasks, rates = list(result["courses"]), list(dict.fromkeys(row["rate"] for row in rows))
     figure, axes = pyplot.subplots(
         len(tasks), len(rates), figsize=(6 * len(rates), 4 * len(tasks)), squeeze=False, layout="constrained"

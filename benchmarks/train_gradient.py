@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 from gradient_methods import METHODS, Method, Settings
+from gradient_played import Played
 from gradient_tasks import TASKS, Folder, Large, Task
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -165,6 +166,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--density-warm-up", type=int, default=0, metavar="STEPS", help="engine and hook: begin denser")
     parser.add_argument("--inner-steps", type=int, default=20, help="diloco: steps between two exchanges")
+    parser.add_argument(
+        "--played", action="store_true", help="forward and backward as if on an accelerator: see gradient_played"
+    )
     parser.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="default: at the end only")
     parser.add_argument("--eval-samples", type=int, default=1024, help="held-out samples of each look")
     parser.add_argument("--final-samples", type=int, help="of the last look; default: as many as of each")
@@ -224,6 +228,9 @@ def main() -> None:
         "torch": torch.__version__,
     }
     say("setup", **about)
+    if given.played:
+        dist.barrier()  # so that both measure while both compute
+        task = Played(task, dist.get_rank(), dist.get_world_size(), batch_size)
     method = METHODS[given.method](task.model, settings)
     try:
         train(task, method, given, Meter(os.environ["GLOO_SOCKET_IFNAME"]))

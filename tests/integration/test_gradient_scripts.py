@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,8 @@ def test_a_quick_look_measures_writes_and_cleans_up(bed: str, tmp_path: Path, fl
     assert "controller" in text if flags else "shade, engine" in text
     assert text.strip() in done.stdout
     if not flags:
-        by_method = {run["method"]: run for run in result["runs"]}
+        assert [run["compute"] for run in result["runs"]].count("beside") == 3
+        by_method = {run["method"]: run for run in result["runs"] if run["compute"] == "here"}
         assert by_method["engine"]["step_bytes_sent"] < 0.1 * by_method["ddp"]["step_bytes_sent"]
         assert by_method["none"]["step_bytes_sent"] < 10_000
         assert by_method["ddp"]["step_seconds"] > by_method["engine"]["step_seconds"]
@@ -244,6 +246,35 @@ def test_samples_are_drawn_from_seed_rank_and_step_alone() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
+def test_what_is_played_takes_the_time_and_gives_the_gradients_of_the_real_model() -> None:
+    from gradient_played import Played
+    from gradient_tasks import GPT
+
+    task = GPT(0, torch.device("cpu"))
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    batches = task.batches(0, 2, 2)
+    next(batches)
+    inputs, targets = next(batches)
+    task.loss(task.model(inputs), targets).backward()
+    expected = {name: each.grad.clone() for name, each in task.model.named_parameters() if each.grad is not None}
+    task.model.zero_grad()
+    played = Played(task, 0, 2, 2)
+    came: list[str] = []
+    for name, parameter in task.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    busy, begun = time.thread_time(), time.perf_counter()
+    played.loss(played.model(*next(played.batches(0, 2, 2))[:1]), torch.zeros(())).backward()
+    busy, took = time.thread_time() - busy, time.perf_counter() - begun
+    assert took >= played.model.seconds
+    assert busy < took
+    assert came == [name for name, _ in task.model.named_parameters()][::-1]
+    assert all(torch.equal(expected[name], each.grad) for name, each in task.model.named_parameters())
+    assert all(torch.equal(before[name], each) for name, each in task.model.state_dict().items())
+    with pytest.raises(SystemExit, match="--eval-samples 0"):
+        played.evaluate(8)
+
+
+@pytest.mark.usefixtures("benchmarks")
 def test_a_language_has_four_successors_of_known_probability() -> None:
     from gradient_tasks import GPT
 
@@ -268,7 +299,8 @@ def test_the_report_says_whether_the_bars_are_met() -> None:
     def result(engine_seconds: float, accuracy: float) -> dict[str, Any]:
         worse = [row | {"accuracy": accuracy} for row in falling]
         runs = [
-            {"task": "gpt", "rate": "100mbit", "method": method, "losses": [2.0], "step_seconds": seconds}
+            {"task": "gpt", "rate": "100mbit", "compute": "here", "method": method, "step_seconds": seconds}
+            | {"losses": [2.0]}
             | {"step_bytes_sent": 1e6, "step_bytes_received": 1e6}
             for method, seconds in (("none", 0.1), ("ddp", 4.0), ("engine", engine_seconds))
         ]

@@ -286,7 +286,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the hosts go away then, too
     others = given.methods or (["engine"] if given.quick else METHODS)
     given.methods = list(dict.fromkeys(["none", "ddp", *others]))
-    given.flags = ["--compressor", given.compressor, "--density", f"{given.density:g}", "--momentum-correction"]
+    given.flags = ["--compressor", given.compressor, "--density", f"{given.density:g}", "--correction"]
     if given.quick:
         given.tasks, given.rates, given.rounds, given.densities = ["resnet18"], ["100mbit"], 1, [0.01]
         given.steps, given.time_steps, given.eval_samples, given.final_samples = 8, 6, 128, 128

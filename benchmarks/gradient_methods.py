@@ -11,7 +11,7 @@ ddp-bf16      the same with `bf16_compress_hook`
 powersgd4     the same with `powerSGD_hook`, rank 4, error feedback and warm start, from the third step on
 diloco        `DiLoCo`: each rank trains alone for H steps, then the ranks agree
 hook          `sparse_hook` on DistributedDataParallel: sparse on the wire, dense in the optimizer
-engine        `GradientEngine` with `SparseSGD` or `SparseAdamW`, a step's exchange beside the next one's compute
+engine        `GradientEngine` with `SparseSGD` or `LocalAdamW`, a step's exchange beside the next one's compute
 ============  =============================================================================================
 """
 
@@ -45,8 +45,8 @@ class Settings:
     quantiser: str = "bf16"
     staleness: int = 1
     controller: bool = False
-    momentum_correction: bool = False
-    """Momentum before the choice, in error feedback, and not after it, in the optimizer; for ``sgd``."""
+    correction: bool = False
+    """Momentum or Adam's moments before the choice, in error feedback, and not after it, in the optimizer."""
     density_warm_up: int = 0
     """Steps over which the density falls to where it shall be."""
     inner_steps: int = 20
@@ -60,13 +60,13 @@ class Settings:
             "compressor": self.compressor,
             "density": WarmUp(self.density, self.density_warm_up),
             "quantiser": self.quantiser,
-            "momentum_correction": MOMENTUM if self.optimizer_momentum == 0 else 0.0,
         }
 
-    @property
-    def optimizer_momentum(self) -> float:
-        """Of SGD: 0 where error feedback has it."""
-        return 0.0 if self.momentum_correction and self.optimizer == "sgd" else MOMENTUM
+    def momentum_correction(self) -> Any:
+        """SGD's momentum before the choice; None: it is the optimizer's, or there is none."""
+        from shade.gradient.correction import MomentumCorrection
+
+        return MomentumCorrection(MOMENTUM) if self.correction and self.optimizer == "sgd" else None
 
     def lr_factor(self, step: int) -> float:
         """Warm-up over the first tenth, then a cosine to zero."""
@@ -79,8 +79,6 @@ class Method:
 
     density: float = 1.0
     """Kept fraction of the gradient in the last step."""
-    momentum: float = MOMENTUM
-    """Of SGD in the optimizer."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.raw, self.settings = model, settings
@@ -96,7 +94,7 @@ class Method:
         """torch's own, fused: the fastest there is."""
         parameters, lr = self.raw.parameters(), self.settings.lr
         if self.settings.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=lr, momentum=self.momentum, fused=True)
+            return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM, fused=True)
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(self, loss: Tensor) -> None:
@@ -142,17 +140,26 @@ class PowerSGD(Method):
 
 
 class Hook(DDP):
-    """Our first door: any optimizer, and DDP's loop."""
+    """Our first door: DDP's loop, and any optimizer; with a correction, SGD without momentum."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from shade import SparseState, sparse_hook
+        from shade.gradient.correction import AdamCorrection
 
-        self.momentum = self.settings.optimizer_momentum
+        settings, correction = self.settings, self.settings.momentum_correction()
+        if settings.correction and settings.optimizer == "adamw":
+            correction = AdamCorrection()
         wrapped = DistributedDataParallel(model)
-        self.state = SparseState(wrapped, **self.settings.of_sparse())
-        self.density = self.settings.density
+        self.state = SparseState(wrapped, correction=correction, **settings.of_sparse())
+        self.density = settings.density
         wrapped.register_comm_hook(self.state, sparse_hook)
         return wrapped
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        if not self.settings.correction:
+            return super().build_optimizer()
+        decay = WEIGHT_DECAY if self.settings.optimizer == "adamw" else 0.0
+        return torch.optim.SGD(self.raw.parameters(), lr=self.settings.lr, weight_decay=decay, fused=True)
 
     def close(self) -> None:
         self.state.close()
@@ -164,9 +171,9 @@ class Engine(Method):
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         from shade import GradientEngine
 
-        self.momentum = settings.optimizer_momentum
         super().__init__(model, settings)
-        self.engine = GradientEngine(model, self.optimizer, staleness=settings.staleness, **settings.of_sparse())
+        given = {"staleness": settings.staleness, "correction": settings.momentum_correction()}
+        self.engine = GradientEngine(model, self.optimizer, **given, **settings.of_sparse())
         self.engine.num_samples = settings.batch_size
         self.steering = self.build_steering() if settings.controller else None
 
@@ -179,12 +186,13 @@ class Engine(Method):
         return Steering(self.engine, lambda num_ranks: Controller(num_ranks, **given), os.environ["MASTER_ADDR"])
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        from shade import SparseAdamW, SparseSGD
+        from shade import LocalAdamW, SparseAdamW, SparseSGD
 
         parameters, lr = self.raw.parameters(), self.settings.lr
         if self.settings.optimizer == "sgd":
-            return SparseSGD(parameters, lr=lr, momentum=self.momentum)
-        return SparseAdamW(parameters, lr=lr, weight_decay=WEIGHT_DECAY)
+            return SparseSGD(parameters, lr=lr, momentum=0.0 if self.settings.correction else MOMENTUM)
+        kind = LocalAdamW if self.settings.correction else SparseAdamW
+        return kind(parameters, lr=lr, weight_decay=WEIGHT_DECAY)
 
     def step(self, loss: Tensor) -> None:
         self.density = self.engine.density

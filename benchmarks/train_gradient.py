@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--staleness", type=int, choices=(0, 1), default=1, help="engine: steps the exchange may lag")
     parser.add_argument("--controller", action="store_true", help="engine: the density follows the link")
     parser.add_argument(
-        "--momentum-correction", action="store_true", help="engine and hook: momentum before the choice"
+        "--correction", action="store_true", help="engine and hook: momentum or Adam's moments before the choice"
     )
     parser.add_argument("--density-warm-up", type=int, default=0, metavar="STEPS", help="engine and hook: begin denser")
     parser.add_argument("--inner-steps", type=int, default=20, help="diloco: steps between two exchanges")
@@ -210,7 +210,7 @@ def main() -> None:
     if given.epochs and isinstance(task, Folder):
         given.steps = given.epochs * task.steps_per_epoch(dist.get_world_size(), batch_size)
     names = ("steps", "compressor", "density", "quantiser", "staleness", "controller", "inner_steps")
-    names += ("momentum_correction", "density_warm_up")
+    names += ("correction", "density_warm_up")
     settings = Settings(
         optimizer=task.recipe.optimizer,
         lr=given.lr or task.recipe.lr,

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from shade.errors import NonFiniteGradientError
 from shade.gradient.compressor import COMPRESSORS, Key
+from shade.gradient.correction import Correction
 from shade.gradient.density import WarmUp
 from shade.gradient.error_feedback import ErrorFeedback
 from shade.gradient.exchange import TIMEOUT_SECONDS, Exchange
@@ -70,7 +71,7 @@ class SparseState:
         compressor: Name in `COMPRESSORS`.
         density: Kept fraction, or a `WarmUp` of it.
         quantiser: Name in `QUANTISERS`.
-        momentum_correction: Of `ErrorFeedback`; > 0 only where the optimizer has none.
+        correction: Of `ErrorFeedback`, for torch.optim.SGD without momentum.
         scaler: The script's; read, never changed.
         group: DDP's ranks; None: all.
         timeout_seconds: Longest silence of a rank.
@@ -84,7 +85,7 @@ class SparseState:
         compressor: str = "threshold-v",
         density: float | WarmUp = 0.01,
         quantiser: str = "bf16",
-        momentum_correction: float = 0.0,
+        correction: Correction | None = None,
         scaler: torch.amp.GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -93,7 +94,7 @@ class SparseState:
         make_compressor, make_quantiser = COMPRESSORS.get(compressor), QUANTISERS.get(quantiser)
 
         def make(size: int) -> ErrorFeedback:
-            return ErrorFeedback(size, make_compressor(), make_quantiser(), momentum=momentum_correction)
+            return ErrorFeedback(size, make_compressor(), make_quantiser(), correction=correction)
 
         self.num_samples = 1
         """Weight of this rank's gradient; set it before the backward pass."""

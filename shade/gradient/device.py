@@ -9,7 +9,8 @@ Words, bookkeeping and states are those of `shade.gradient.error_feedback.ErrorF
 the step has happened, what is not finite changes nothing, either loads the other's state. What is picked at a density
 may differ from the CPU's, since the samples do.
 
-Price: three synchronisations a bucket. Four float32 of the bucket's size on the device with momentum, two without.
+Price: three synchronisations a bucket. Two float32 of the bucket's size on the device, four with momentum, six with
+Adam.
 
 Legend: D bucket · K kept · U units: elements, or lines of 16.
 """
@@ -23,7 +24,8 @@ import torch
 
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient.compressor import Compressor, Key, check_density, non_finite, wanted_count
-from shade.gradient.error_feedback import check_corrections, check_own
+from shade.gradient.correction import STEPS, Correction, Tensors, read_array
+from shade.gradient.error_feedback import check_clip_norm, check_own
 from shade.gradient.quantiser import Quantiser
 from shade.gradient.random_k import RandomK, draw_places
 from shade.gradient.sparse import Sparse
@@ -41,7 +43,7 @@ class DeviceErrorFeedback:
         compressor: Says how to pick; its own loops are not used.
         quantiser: Rounds what was picked, on the host.
         device: Where gradients will be.
-        momentum: See `ErrorFeedback`.
+        correction: See `ErrorFeedback`.
         clip_norm: See `ErrorFeedback`.
 
     Raises:
@@ -55,18 +57,19 @@ class DeviceErrorFeedback:
         quantiser: Quantiser,
         device: torch.device,
         *,
-        momentum: float = 0.0,
+        correction: Correction | None = None,
         clip_norm: float | None = None,
     ) -> None:
         if not is_known(compressor):
             cure = "compress on the host, or use a threshold"
             raise ConfigError.of("a compressor that devices know", type(compressor).__name__, cure)
-        check_corrections(momentum, clip_norm)
-        self.size, self.device, self.momentum, self.clip_norm = size, device, momentum, clip_norm
+        check_clip_norm(clip_norm)
+        self.size, self.device, self.correction, self.clip_norm = size, device, correction, clip_norm
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D = torch.zeros(size, device=device)
-        self._velocity_D = torch.zeros(size if momentum else 0, device=device)
-        self._before: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._known: Tensors = {}
+        """What the correction remembers."""
+        self._before: tuple[torch.Tensor, Tensors] | None = None
 
     @property
     def residual_D(self) -> torch.Tensor:
@@ -97,9 +100,9 @@ class DeviceErrorFeedback:
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(added_D, dtype=torch.float64)
             added_D = added_D * (self.clip_norm / norm).clamp(max=1.0).to(torch.float32)
-        velocity_D = self._velocity_D
-        if self.momentum:
-            added_D = velocity_D = self.momentum * velocity_D + added_D
+        known: Tensors = {}
+        if self.correction is not None:
+            added_D, known = self.correction.gain(self._known, added_D)
         rest_D = self._residual_D + added_D
         if self.size and not bool(torch.isfinite(rest_D).all()):
             raise non_finite()
@@ -107,10 +110,10 @@ class DeviceErrorFeedback:
         values_K = rest_D[places_K].cpu()
         seen = self.quantiser.decode(self.quantiser.encode(values_K.numpy()), len(values_K))
         rest_D[places_K] = (values_K - torch.from_numpy(seen)).to(self.device)
-        if self.momentum:
-            velocity_D[places_K] = 0
-        self._before = self._residual_D, self._velocity_D
-        self._residual_D, self._velocity_D = rest_D, velocity_D
+        if self.correction is not None:
+            self.correction.forget(known, places_K)
+        self._before = self._residual_D, self._known
+        self._residual_D, self._known = rest_D, known
         return Sparse(places_K.cpu().numpy().astype("uint32"), seen, self.size)
 
     def undo(self) -> None:
@@ -121,7 +124,7 @@ class DeviceErrorFeedback:
         """
         if self._before is None:
             raise ConfigError.of("a compress() to undo", "none", "undo each at most once, before anything else")
-        self._residual_D, self._velocity_D = self._before
+        self._residual_D, self._known = self._before
         self._before = None
 
     def absorb(self, sparse: Sparse) -> None:
@@ -140,10 +143,7 @@ class DeviceErrorFeedback:
 
     def state_dict(self) -> dict[str, Any]:
         """See `ErrorFeedback.state_dict`; on the device."""
-        state: dict[str, Any] = {"residual": self._residual_D}
-        if self.momentum:
-            state["velocity"] = self._velocity_D
-        return state
+        return {"residual": self._residual_D, **self._known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ErrorFeedback.load_state_dict`.
@@ -154,9 +154,8 @@ class DeviceErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was loaded.
         """
-        residual_D, velocity_D = self._read(state)
-        self._residual_D, self._before = residual_D.clone(), None
-        self._velocity_D = velocity_D.clone() if self.momentum else self._velocity_D
+        residual_D, known = self._read(state)
+        self._residual_D, self._known, self._before = residual_D, known, None
 
     def merge_from(self, state: Mapping[str, Any]) -> None:
         """See `ErrorFeedback.merge_from`.
@@ -167,23 +166,20 @@ class DeviceErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was added.
         """
-        residual_D, velocity_D = self._read(state)
+        residual_D, known = self._read(state)
         self._residual_D, self._before = self._residual_D + residual_D, None
-        self._velocity_D = self._velocity_D + velocity_D if self.momentum else self._velocity_D
+        if self.correction is not None:
+            self._known = self.correction.merged(self._known, known)
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, state: Mapping[str, Any]) -> tuple[torch.Tensor, Tensors]:
+        """Residual of a state, and what its memory is; copies."""
         if "residual" not in state:
             raise StateMismatchError.of("a residual", sorted(state), "give what state_dict returned")
-        found = []
-        for name in ("residual", "velocity"):
-            tensor_D = torch.as_tensor(state.get(name, torch.zeros(self.size))).to(self.device, torch.float32)
-            if tensor_D.shape != (self.size,):
-                cure = "flatten the same parameters into the same buckets"
-                raise StateMismatchError.of(f"a {name} of {self.size} elements", tuple(tensor_D.shape), cure)
-            if not bool(torch.isfinite(tensor_D).all()):
-                raise StateMismatchError.of(f"a finite {name}", "NaN or infinity", "go on from an earlier snapshot")
-            found.append(tensor_D)
-        return found[0], found[1]
+        known = {} if self.correction is None else self.correction.read(state, self.size)
+        residual_D = torch.from_numpy(read_array(state, "residual", self.size))
+        return residual_D.to(self.device, copy=True), {
+            name: each if name == STEPS else each.to(self.device, copy=True) for name, each in known.items()
+        }
 
     def _pick(self, sum_D: torch.Tensor, density: float, key: Key) -> torch.Tensor:
         """The places to send, int64 (K,), ascending."""

@@ -48,13 +48,14 @@ from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient.compressor import check_density
 from shade.gradient.consistency import EVERY, Consistency
+from shade.gradient.correction import Correction
 from shade.gradient.density import WarmUp
 from shade.gradient.exchange import TIMEOUT_SECONDS, Exchange
 from shade.gradient.hierarchy import NodeRoute
 from shade.gradient.intake import Intake
 from shade.gradient.lane import make_lanes
 from shade.gradient.meter import Meter
-from shade.gradient.optim.base import SparseOptimizer
+from shade.gradient.optim.base import SparseOptimizer, corrections_of
 from shade.gradient.pipeline import Pipeline
 from shade.gradient.plan import Plan, plain_decision, read_decision
 from shade.gradient.replica import check_alike, share_weights, unite_buffers
@@ -72,7 +73,7 @@ class GradientEngine:
 
     Args:
         model: Any module; rank 0's parameters and buffers are given to all ranks.
-        optimizer: `SparseSGD`, `SparseAdam` or `SparseAdamW` over its parameters.
+        optimizer: One of `shade.gradient.optim` over its parameters.
         compressor: Name in `shade.gradient.compressor.COMPRESSORS`.
         density: Kept fraction of the gradient, or a `WarmUp` of it.
         quantiser: Name in `shade.gradient.quantiser.QUANTISERS`.
@@ -80,7 +81,8 @@ class GradientEngine:
         local_size: Ranks in each node, for dense sums inside nodes (`shade.gradient.hierarchy`); 1: every rank for
             itself.
         clip_norm: Largest norm of the merged gradient; None: any.
-        momentum_correction: Momentum of `ErrorFeedback`, > 0 only where the optimizer has none.
+        correction: What every rank makes of its own gradient first (`shade.gradient.correction`), for `SparseSGD`
+            without momentum. `LocalAdamW` brings its own.
         scaler: Of mixed precision; see `shade.gradient.scaling`.
         group: The ranks that train together; None: all.
         timeout_seconds: Longest silence of a rank in an exchange.
@@ -104,7 +106,7 @@ class GradientEngine:
         staleness: int = 0,
         local_size: int = 1,
         clip_norm: float | None = None,
-        momentum_correction: float = 0.0,
+        correction: Correction | None = None,
         scaler: torch.amp.GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -115,11 +117,10 @@ class GradientEngine:
     ) -> None:
         if staleness not in (0, 1):
             raise ConfigError.of("staleness 0 or 1", staleness, "more than one step late needs another algorithm")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
         if not isinstance(optimizer, SparseOptimizer):
-            cure = "use SparseSGD, SparseAdam or SparseAdamW, or keep yours and register shade.sparse_hook with DDP"
+            cure = "use SparseSGD or LocalAdamW, or keep yours and register shade.sparse_hook with DDP"
             raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
+        corrections = corrections_of(optimizer, correction, clip_norm)
         warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
         self._model, self._optimizer, self._staleness, self._clip_norm = model, optimizer, staleness, clip_norm
         self._seed, self._check_every = seed, check_every
@@ -131,14 +132,14 @@ class GradientEngine:
             "density": [warm_up.density, warm_up.num_steps, warm_up.first_density],
             "quantiser": quantiser,
             "staleness, local_size, seed, check_every": [staleness, local_size, seed, check_every],
-            "clip_norm, momentum_correction": [clip_norm, momentum_correction],
+            "clip_norm, corrections": [clip_norm, *map(repr, corrections)],
             "optimizer, scaler": [type(optimizer).__name__, ScaleKeeper(scaler).skips],
         }
         self._grouping: dict[str, Any] = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
         world, looking = self._connect("gradients"), self._connect("looks")
         self._enter(world)
         route: Route = StraightRoute(world) if local_size == 1 else NodeRoute(world, local_size)
-        self._lanes = make_lanes(route, self._buckets, compressor, quantiser, momentum_correction)
+        self._lanes = make_lanes(route, self._buckets, compressor, quantiser, corrections)
         self._wire(route, looking)
         self._plan, self._scale = Plan(warm_up, staleness), ScaleKeeper(scaler)
         self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))

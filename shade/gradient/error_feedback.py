@@ -9,14 +9,11 @@ A step has three ends. Usually the payload arrives, and nothing is to be done. I
 counts, `absorb` takes it back. If the step shall never have been (a NaN on some rank, a scaler that skips), `undo`
 brings the residual back as it was, bit for bit: it still lies in the second buffer.
 
-Deep Gradient Compression's three corrections, all off by default:
-momentum  it is applied here, before anything is picked, and the optimizer has none: ``u ← m·u + g``, ``v ← v + u``,
-          pick from v. Else a coordinate that was delayed would lack the momentum it had gained meanwhile.
-masking   where something was picked, u too is set to 0, so that old momentum does not carry a coordinate past its aim.
-clipping  of this rank's gradient, before it is added; what adds up over steps must not be clipped again. For W ranks
-          the paper gives each a norm of ``clip_norm / sqrt(W)``.
+Before it is added a gradient may be corrected, see `shade.gradient.correction`, and clipped: this rank's own, for what
+adds up over steps must not be clipped again. For W ranks Deep Gradient Compression gives each a norm of
+``clip_norm / sqrt(W)``.
 
-Price: two float32 buffers of the bucket's size, two more with momentum.
+Price: two float32 buffers of the bucket's size, and what a correction remembers.
 
 Legend: D bucket · K kept.
 
@@ -34,24 +31,22 @@ import torch
 
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient.compressor import Compressor, Key, aligned_zeros, check, refuse_non_finite
+from shade.gradient.correction import Correction, Tensors, make_memory, read_array
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.quantiser import Quantiser
 from shade.gradient.sparse import Sparse
 from shade.types import Floats
 
 
-def check_corrections(momentum: float, clip_norm: float | None) -> None:
-    """Looks at what an error feedback is made with.
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Looks at a norm.
 
     Args:
-        momentum: 0 ≤ momentum < 1.
         clip_norm: > 0, or None.
 
     Raises:
-        ConfigError: One of them out of its range.
+        ConfigError: Out of its range.
     """
-    if not 0 <= momentum < 1:
-        raise ConfigError.of("a momentum in [0, 1)", momentum, "0 leaves it to the optimizer")
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
 
@@ -77,11 +72,11 @@ class ErrorFeedback:
         size: D, elements of the bucket.
         compressor: Picks; serves this bucket only.
         quantiser: Rounds what was picked.
-        momentum: 0 ≤ momentum < 1; > 0 where the optimizer has none.
+        correction: Of the gradient, for an optimizer that remembers nothing; None: none.
         clip_norm: The gradient's largest norm, > 0; None: any.
 
     Raises:
-        ConfigError: One of them out of its range.
+        ConfigError: A norm of nothing.
     """
 
     def __init__(
@@ -90,15 +85,14 @@ class ErrorFeedback:
         compressor: Compressor,
         quantiser: Quantiser,
         *,
-        momentum: float = 0.0,
+        correction: Correction | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        check_corrections(momentum, clip_norm)
-        self.size, self.momentum, self.clip_norm = size, momentum, clip_norm
+        check_clip_norm(clip_norm)
+        self.size, self.clip_norm = size, clip_norm
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D, self._other_residual_D = aligned_zeros(size), aligned_zeros(size)
-        velocity_size = size if momentum else 0
-        self._velocity_D, self._other_velocity_D = aligned_zeros(velocity_size), aligned_zeros(velocity_size)
+        self._memory = make_memory(correction, size)
         self._wide_D: Floats | None = None
         self._is_undoable = False
 
@@ -126,16 +120,11 @@ class ErrorFeedback:
         check(added_D, self._residual_D, self._other_residual_D, density)
         added_D = self._clipped(added_D)
         self._is_undoable = False  # from here on the other buffers are in use
-        kernels = prepare()
-        if self.momentum:
-            with np.errstate(over="ignore", invalid="ignore"):  # the sum will be looked at
-                kernels.gain_momentum(self._velocity_D, added_D, self.momentum, self._other_velocity_D)
-            added_D = self._other_velocity_D
+        added_D = self._memory.gain(added_D)
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
-        kernels.keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
-        if self.momentum:
-            kernels.clear(self._other_velocity_D, picked.indices_K)
+        prepare().keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
+        self._memory.forget(picked.indices_K)
         self._swap()
         self._is_undoable = True
         return Sparse(picked.indices_K.copy(), seen_K, self.size)
@@ -166,13 +155,10 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept, as tensors on the live memory: copy them before the next step."""
-        state: dict[str, Any] = {"residual": torch.from_numpy(self._residual_D)}
-        if self.momentum:
-            state["velocity"] = torch.from_numpy(self._velocity_D)
-        return state
+        return {"residual": torch.from_numpy(self._residual_D), **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`; a velocity that is missing is 0, one that is not wanted is left out.
+        """Goes on from `state_dict`; a memory that is missing is empty, one that is not wanted is left out.
 
         Args:
             state: Of a bucket of the same size.
@@ -180,10 +166,9 @@ class ErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was loaded.
         """
-        residual_D, velocity_D = self._read(state)
+        residual_D, known = self._read(state)
         self._residual_D[:] = residual_D
-        if self.momentum:
-            self._velocity_D[:] = velocity_D
+        self._memory.load(known)
         self._is_undoable = False
 
     def merge_from(self, state: Mapping[str, Any]) -> None:
@@ -195,32 +180,20 @@ class ErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was added.
         """
-        residual_D, velocity_D = self._read(state)
+        residual_D, known = self._read(state)
         self._residual_D += residual_D
-        if self.momentum:
-            self._velocity_D += velocity_D
+        self._memory.merge(known)
         self._is_undoable = False
 
     def _swap(self) -> None:
         self._residual_D, self._other_residual_D = self._other_residual_D, self._residual_D
-        self._velocity_D, self._other_velocity_D = self._other_velocity_D, self._velocity_D
+        self._memory.swap()
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[Floats, Floats]:
-        """Residual and velocity of a state, as arrays."""
+    def _read(self, state: Mapping[str, Any]) -> tuple[Floats, Tensors]:
+        """Residual of a state, and what its memory is."""
         if "residual" not in state:
             raise StateMismatchError.of("a residual", sorted(state), "give what state_dict returned")
-        arrays = []
-        for name in ("residual", "velocity"):
-            array_D = np.zeros(self.size, dtype=np.float32)
-            if name in state:
-                array_D = torch.as_tensor(state[name]).detach().to("cpu", torch.float32).numpy()
-            if array_D.shape != (self.size,):
-                cure = "flatten the same parameters into the same buckets"
-                raise StateMismatchError.of(f"a {name} of {self.size} elements", array_D.shape, cure)
-            if not np.isfinite(array_D).all():
-                raise StateMismatchError.of(f"a finite {name}", "NaN or infinity", "go on from an earlier snapshot")
-            arrays.append(array_D)
-        return arrays[0], arrays[1]
+        return read_array(state, "residual", self.size), self._memory.read(state)
 
     def _as_float32(self, gradient_D: torch.Tensor | Floats) -> Floats:
         """The gradient, widened into memory of our own where it is not float32."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shade.errors import ConfigError, StateMismatchError
+from shade.gradient.correction import STEPS
 from shade.gradient.error_feedback import ErrorFeedback
 
 
@@ -60,9 +61,11 @@ class Keeper:
             kinds = {kind for kept in apart.values() for kind in kept}
             if kinds:
                 zeros = {name: torch.zeros(self._sizes[name]) for name in key}
-                feedback.load_state_dict(
-                    {kind: torch.cat([apart[name].get(kind, zeros[name]) for name in key]) for kind in kinds}
-                )
+                whole = {
+                    kind: torch.cat([apart[name].get(kind, zeros[name]) for name in key]) for kind in kinds - {STEPS}
+                }
+                counted = [kept[STEPS] for kept in apart.values() if STEPS in kept]
+                feedback.load_state_dict(whole | ({STEPS: torch.stack(counted).amin(dim=0)} if counted else {}))
             self._buckets[key] = feedback
         return self._buckets[key]
 
@@ -84,7 +87,7 @@ class Keeper:
         """
         apart = {name: {kind: torch.as_tensor(each).clone() for kind, each in k.items()} for name, k in state.items()}
         for name, kept in apart.items():
-            got = {kind: each.numel() for kind, each in kept.items()}
+            got = {kind: each.numel() for kind, each in kept.items() if kind != STEPS}
             if set(got.values()) - {self._sizes.get(name)}:
                 expected = f"what was kept of {name!r}: {self._sizes.get(name, 'no such parameter,')} elements"
                 raise StateMismatchError.of(expected, got, "build the model as it was when it was saved")
@@ -98,5 +101,8 @@ class Keeper:
     def _split(self, key: tuple[str, ...], feedback: ErrorFeedback) -> dict[str, dict[str, Tensor]]:
         state = feedback.state_dict()
         sizes = [self._sizes[name] for name in key]
-        split = {kind: torch.split(each.clone(), sizes) for kind, each in state.items()}
+        split: dict[str, Sequence[Tensor]] = {
+            kind: [each] * len(key) if kind == STEPS else torch.split(each.clone(), sizes)
+            for kind, each in state.items()
+        }
         return {name: {kind: parts[place] for kind, parts in split.items()} for place, name in enumerate(key)}

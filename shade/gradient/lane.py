@@ -9,6 +9,7 @@ import torch
 
 from shade.gradient.bucket import Bucket
 from shade.gradient.compressor import COMPRESSORS
+from shade.gradient.correction import Correction
 from shade.gradient.device import DeviceErrorFeedback, is_known
 from shade.gradient.error_feedback import ErrorFeedback
 from shade.gradient.quantiser import QUANTISERS
@@ -30,7 +31,11 @@ class Lane:
 
 
 def make_lanes(
-    route: Route, buckets: Sequence[Bucket], compressor: str, quantiser: str, momentum: float
+    route: Route,
+    buckets: Sequence[Bucket],
+    compressor: str,
+    quantiser: str,
+    corrections: Sequence[Correction | None] = (),
 ) -> tuple[Lane, ...]:
     """Gives each bucket its memory.
 
@@ -39,7 +44,7 @@ def make_lanes(
         buckets: Front layers first.
         compressor: Name in `COMPRESSORS`.
         quantiser: Name in `QUANTISERS`, for buckets that are not sent whole.
-        momentum: Of `ErrorFeedback`.
+        corrections: Of `ErrorFeedback`, by the optimizer's groups; empty: none.
 
     Returns:
         One lane for each bucket.
@@ -50,11 +55,12 @@ def make_lanes(
         coder = WHOLE if bucket.is_dense else quantiser
         size = part.stop - part.start
         parts = COMPRESSORS.get(compressor)(), QUANTISERS.get(coder)()
+        correction = corrections[bucket.group] if corrections else None
         feedback: ErrorFeedback | DeviceErrorFeedback
         if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
-            feedback = DeviceErrorFeedback(size, *parts, bucket.device, momentum=momentum)
+            feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction)
         else:  # also of what is summed over a node first: that sum is made on the host
-            feedback = ErrorFeedback(size, *parts, momentum=momentum)
+            feedback = ErrorFeedback(size, *parts, correction=correction)
         lanes.append(Lane(bucket, feedback, coder))
     return tuple(lanes)
 

@@ -105,7 +105,7 @@ class DiLoCo:
         check_alike(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
         share_weights(world, model, buckets)
         self._route = StraightRoute(world)
-        self._lanes = make_lanes(self._route, buckets, compressor, quantiser, momentum=0.0)
+        self._lanes = make_lanes(self._route, buckets, compressor, quantiser)
         self._trade = Trade(self._route, [each.size for each in buckets], [lane.coder for lane in self._lanes])
         self._states = LaneStates(self._route, self._lanes)
         self._anchors: list[Tensor] = [bucket.weights_D.clone() for bucket in buckets]

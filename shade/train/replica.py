@@ -25,24 +25,24 @@ from shade.control.controller import FLOOR, Controller
 from shade.control.profile import Profile
 from shade.errors import ConfigError
 from shade.gradient.engine import GradientEngine
-from shade.gradient.optim import SparseAdam, SparseAdamW, SparseSGD
+from shade.gradient.optim import LocalAdam, LocalAdamW, SparseSGD
 from shade.train.steering import Steering
 
 _SPARSE: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.SGD: SparseSGD,
-    torch.optim.Adam: SparseAdam,
-    torch.optim.AdamW: SparseAdamW,
+    torch.optim.Adam: LocalAdam,
+    torch.optim.AdamW: LocalAdamW,
 }
 
 
 def sparse_optimizer(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The optimizer that computes the same from sparse gradients.
+    """The optimizer that takes its place where gradients are sparse.
 
     Args:
         kind: One of PyTorch's.
 
     Returns:
-        Ours of that name.
+        Ours, of the same settings.
 
     Raises:
         ConfigError: There is none.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,12 @@ import torch
 from shade.errors import ConfigError, NonFiniteGradientError
 from shade.gradient import COMPRESSORS, QUANTISERS, Key, Sparse
 from shade.gradient.compressor import aligned_zeros, wanted_count
+from shade.gradient.correction import AdamCorrection, Correction, MomentumCorrection
 from shade.gradient.error_feedback import ErrorFeedback
 from shade.types import Floats
 
 every_compressor = pytest.mark.parametrize("name", list(COMPRESSORS))
+every_correction = pytest.mark.parametrize("correction", [MomentumCorrection(0.9), AdamCorrection()], ids=type)
 every_quantiser = pytest.mark.parametrize("quantiser", list(QUANTISERS))
 SIZES = (0, 1, 7, 16, 100, 4099, 70_001)
 DENSITIES = (0.001, 0.01, 0.3, 1.0)
@@ -28,7 +32,7 @@ def gradients(size: int, num_steps: int, seed: int = 0) -> list[Floats]:
     return [lasting_D + rng.standard_normal(size).astype(np.float32) * scale_D for _ in range(num_steps)]
 
 
-def feedback(name: str, quantiser: str, size: int, **settings: float) -> ErrorFeedback:
+def feedback(name: str, quantiser: str, size: int, **settings: Any) -> ErrorFeedback:
     """A bucket's memory, empty."""
     return ErrorFeedback(size, COMPRESSORS.get(name)(), QUANTISERS.get(quantiser)(), **settings)
 
@@ -98,13 +102,14 @@ def test_sent_and_kept_make_up_what_came_in(name: str, quantiser: str, size: int
 
 @every_compressor
 @every_quantiser
-def test_what_follows_a_restore_is_what_would_have_followed(name: str, quantiser: str) -> None:
-    memory = feedback(name, quantiser, LARGE, momentum=0.9)
+@every_correction
+def test_what_follows_a_restore_is_what_would_have_followed(name: str, quantiser: str, correction: Correction) -> None:
+    memory = feedback(name, quantiser, LARGE, correction=correction)
     steps = gradients(LARGE, 8)
     for step, gradient_D in enumerate(steps[:4]):
         memory.compress(gradient_D, 0.01, Key(5, step, 0))
     state = {key: tensor.clone() for key, tensor in memory.state_dict().items()}
-    restored = feedback(name, quantiser, LARGE, momentum=0.9)
+    restored = feedback(name, quantiser, LARGE, correction=correction)
     restored.load_state_dict(state)
     for step, gradient_D in enumerate(steps[4:], 4):
         theirs, ours = (each.compress(gradient_D, 0.01, Key(5, step, 0)) for each in (memory, restored))
@@ -114,9 +119,10 @@ def test_what_follows_a_restore_is_what_would_have_followed(name: str, quantiser
 
 @every_compressor
 @every_quantiser
+@every_correction
 @pytest.mark.parametrize("size", [100, LARGE])
-def test_a_step_that_is_undone_has_not_been(name: str, quantiser: str, size: int) -> None:
-    memory = feedback(name, quantiser, size, momentum=0.9)
+def test_a_step_that_is_undone_has_not_been(name: str, quantiser: str, size: int, correction: Correction) -> None:
+    memory = feedback(name, quantiser, size, correction=correction)
     first, second = gradients(size, 2)
     memory.compress(first, 0.01, Key(5, 0, 0))
     before = {key: tensor.clone() for key, tensor in memory.state_dict().items()}
@@ -143,10 +149,11 @@ def test_a_rank_that_leaves_hands_on_what_it_kept(name: str, quantiser: str) -> 
 
 
 @every_compressor
+@every_correction
 @pytest.mark.parametrize("size", [3, 100, LARGE])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_changes_nothing(name: str, size: int, bad: float) -> None:
-    memory = feedback(name, "bf16", size, momentum=0.5)
+def test_a_value_that_is_not_finite_changes_nothing(name: str, size: int, bad: float, correction: Correction) -> None:
+    memory = feedback(name, "bf16", size, correction=correction)
     first, second = gradients(size, 2)
     memory.compress(first, 0.01, Key(5, 0, 0))
     before = {key: tensor.clone() for key, tensor in memory.state_dict().items()}

@@ -168,6 +168,42 @@ def gain_momentum(velocity_D: Floats, gradient_D: Floats, momentum: float, gaine
     np.add(gained_D, gradient_D, out=gained_D)
 
 
+def gain_adam(
+    first_D: Floats,
+    second_D: Floats,
+    gradient_D: Floats,
+    coefficients: Floats,
+    new_first_D: Floats,
+    new_second_D: Floats,
+    direction_D: Floats,
+) -> None:
+    """A step of Adam's moments, and where it leads; every operation is rounded.
+
+    Args:
+        first_D: Unchanged.
+        second_D: Unchanged.
+        gradient_D: Unchanged.
+        coefficients: See `shade.gradient.correction.AdamCorrection.coefficients`.
+        new_first_D: Overwritten.
+        new_second_D: Overwritten.
+        direction_D: Overwritten.
+    """
+    beta1, rest1, beta2, rest2, unbias1, unbias2, eps = coefficients
+    scratch = np.empty(TILE, dtype=np.float32)
+    for start in range(0, gradient_D.size, TILE):
+        tile = slice(start, start + TILE)
+        gradient, first, second, direction = gradient_D[tile], new_first_D[tile], new_second_D[tile], direction_D[tile]
+        part = scratch[: gradient.size]
+        np.multiply(first_D[tile], beta1, out=first)
+        np.add(first, np.multiply(gradient, rest1, out=part), out=first)
+        np.multiply(second_D[tile], beta2, out=second)
+        np.multiply(np.multiply(gradient, gradient, out=part), rest2, out=part)
+        np.add(second, part, out=second)
+        np.multiply(np.sqrt(second, out=part), unbias2, out=part)
+        np.add(part, eps, out=part)
+        np.divide(np.multiply(first, unbias1, out=direction), part, out=direction)
+
+
 def clear(array_D: Floats, indices_K: Places) -> None:
     """Puts 0 at some places.
 

@@ -21,13 +21,14 @@ def compiled(function: F) -> F:
     """Decorator: numba's nopython mode, without holding the interpreter.
 
     No ``fastmath``: sums keep their order, and no product is fused into one, so every processor gives the same bits.
+    Dividing by 0 gives infinity, as everywhere in arrays; to look for it would cost the vectors.
     """
     import numba
 
     try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
+        return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
     except RuntimeError:  # no folder to keep them in
-        return cast(F, numba.njit(nogil=True)(function))
+        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
 
 
 def choose(loops: str, twin: Any) -> Any:

@@ -1,9 +1,8 @@
-"""The small loops in numba: a sample's lines, a line's elements, what rounding lost, what is to be 0,
-what goes back.
+"""The loops in numba: a sample's lines, a line's elements, what rounding lost, what is to be 0, what goes back, Adam.
 
-They read or write a place here and a place there, so what counts is many accesses under way at once. numpy does the
-same in `shade.gradient.kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and widens
-indices before it uses them.
+Most of them read or write a place here and a place there, so what counts is many accesses under way at once. numpy does
+the same in `shade.gradient.kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and
+widens indices before it uses them.
 
 Legend: D bucket · K kept · L lines of 16.
 """
@@ -59,6 +58,28 @@ def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Float
     """See `arrays.keep_lost`."""
     for place in range(len(indices_K)):
         rest_D[indices_K[place]] = values_K[place] - seen_K[place]
+
+
+@compiled
+def gain_adam(
+    first_D: Floats,
+    second_D: Floats,
+    gradient_D: Floats,
+    coefficients: Floats,
+    new_first_D: Floats,
+    new_second_D: Floats,
+    direction_D: Floats,
+) -> None:
+    """See `arrays.gain_adam`."""
+    beta1, rest1, beta2, rest2 = coefficients[0], coefficients[1], coefficients[2], coefficients[3]
+    unbias1, unbias2, eps = coefficients[4], coefficients[5], coefficients[6]
+    for place in range(len(gradient_D)):
+        gradient = gradient_D[place]
+        first = first_D[place] * beta1 + gradient * rest1
+        second = second_D[place] * beta2 + gradient * gradient * rest2
+        new_first_D[place] = first
+        new_second_D[place] = second
+        direction_D[place] = first * unbias1 / (np.sqrt(second) * unbias2 + eps)
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 from shade.gradient.optim.adam import SparseAdam, SparseAdamW
 from shade.gradient.optim.base import SparseOptimizer
+from shade.gradient.optim.local_adam import LocalAdam, LocalAdamW
 from shade.gradient.optim.sgd import SparseSGD
 
-__all__ = ["SparseAdam", "SparseAdamW", "SparseOptimizer", "SparseSGD"]
+__all__ = ["LocalAdam", "LocalAdamW", "SparseAdam", "SparseAdamW", "SparseOptimizer", "SparseSGD"]

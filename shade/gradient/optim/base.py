@@ -37,6 +37,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shade.errors import ConfigError, GradientError
 from shade.gradient.bucket import Bucket
+from shade.gradient.correction import AdamCorrection, Correction
 from shade.gradient.kernels.compiling import choose
 from shade.gradient.optim import arrays
 from shade.gradient.optim.memory import Memory
@@ -190,6 +191,18 @@ class SparseOptimizer(Optimizer, ABC):
         memory.go_to(int(memory.counted[0]))
         bucket.publish()
 
+    def correction(self, group: Mapping[str, Any]) -> Correction | None:
+        """What every rank has to make of its own gradient before this optimizer sees any of it.
+
+        Args:
+            group: One of ``param_groups``.
+
+        Returns:
+            None: nothing.
+        """
+        del group
+        return None
+
     @abstractmethod
     def _new_memory(self, bucket: Bucket, step: int) -> Memory:
         """Hook: a memory without moments."""
@@ -335,6 +348,36 @@ class SparseOptimizer(Optimizer, ABC):
             if mine != list(memory.bucket.parameters) or not memory.resume(lag):
                 raise ConfigError.of("the buckets with which the state was saved", "others", _FLUSH)
             self._lags.remove(lag)
+
+
+def corrections_of(
+    optimizer: SparseOptimizer, wanted: Correction | None, clip_norm: float | None
+) -> list[Correction | None]:
+    """What is made of gradients before they are merged and clipped, by the optimizer's groups.
+
+    Args:
+        optimizer: May bring its own.
+        wanted: By the script; None: the optimizer's.
+        clip_norm: Of what is merged; None: any.
+
+    Returns:
+        One for each group.
+
+    Raises:
+        ConfigError: Both remember, or what is merged cannot be clipped so.
+    """
+    own = [optimizer.correction(group) for group in optimizer.param_groups]
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
+    if clip_norm is not None and any(isinstance(each, AdamCorrection) for each in (wanted, *own)):
+        raise ConfigError.of("clip_norm None with Adam's correction", clip_norm, "its steps have one size already")
+    if wanted is None:
+        return own
+    remembers = any(own) or len(optimizer.moments) != 1 or any(group["momentum"] for group in optimizer.param_groups)
+    if remembers:
+        got = f"{type(optimizer).__name__} with {wanted}"
+        raise ConfigError.of("SparseSGD without momentum where a correction remembers", got, "leave one of them out")
+    return [wanted] * len(own)
 
 
 def _copied(value: Any) -> Any:

@@ -9,13 +9,14 @@ from torch import nn
 
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient.compressor import COMPRESSORS, Key
+from shade.gradient.correction import MomentumCorrection
 from shade.gradient.error_feedback import ErrorFeedback
 from shade.gradient.kept import Keeper
 from shade.gradient.quantiser import QUANTISERS
 
 
 def make(size: int) -> ErrorFeedback:
-    return ErrorFeedback(size, COMPRESSORS.get("topk")(), QUANTISERS.get("none")(), momentum=0.5)
+    return ErrorFeedback(size, COMPRESSORS.get("topk")(), QUANTISERS.get("none")(), correction=MomentumCorrection(0.5))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient import COMPRESSORS, QUANTISERS, Key
 from shade.gradient.compressor import wanted_count
+from shade.gradient.correction import MomentumCorrection
 from shade.gradient.device import DeviceErrorFeedback
 from shade.gradient.error_feedback import ErrorFeedback
 
@@ -58,14 +59,14 @@ def test_sent_and_kept_make_up_what_came_in(name: str, size: int, device: str) -
 @every_place
 @pytest.mark.parametrize("name", ["topk", "random-k"])
 def test_an_exact_choice_is_the_host_s(name: str, device: str) -> None:
-    host = ErrorFeedback(LARGE, COMPRESSORS.get(name)(), QUANTISERS.get("none")(), momentum=0.9)
-    there = memory(name, LARGE, device, "none", momentum=0.9)
+    host = ErrorFeedback(LARGE, COMPRESSORS.get(name)(), QUANTISERS.get("none")(), correction=MomentumCorrection(0.9))
+    there = memory(name, LARGE, device, "none", correction=MomentumCorrection(0.9))
     for step, gradient_D in enumerate(gradients(LARGE, 4, device)):
         ours = there.compress(gradient_D, 0.01, Key(5, step, 0))
         theirs = host.compress(gradient_D.cpu(), 0.01, Key(5, step, 0))
         np.testing.assert_array_equal(ours.indices_K, theirs.indices_K)
         np.testing.assert_allclose(ours.values_K, theirs.values_K, rtol=1e-5, atol=1e-6)
-    moved = memory(name, LARGE, device, "none", momentum=0.9)
+    moved = memory(name, LARGE, device, "none", correction=MomentumCorrection(0.9))
     moved.load_state_dict(host.state_dict())
     np.testing.assert_array_equal(moved.residual_D.cpu().numpy(), host.residual_D)
     host.load_state_dict(there.state_dict())
@@ -86,7 +87,7 @@ def test_a_threshold_catches_the_energy_of_the_best(name: str, device: str) -> N
 @every_place
 @every_compressor
 def test_what_is_not_finite_changes_nothing(name: str, device: str) -> None:
-    feedback = memory(name, 1000, device, momentum=0.5, clip_norm=10.0)
+    feedback = memory(name, 1000, device, correction=MomentumCorrection(0.5), clip_norm=10.0)
     first, second = gradients(1000, 2, device)
     feedback.compress(first, 0.01, Key(5, 0, 0))
     before = {key: tensor.clone() for key, tensor in feedback.state_dict().items()}
@@ -100,7 +101,7 @@ def test_what_is_not_finite_changes_nothing(name: str, device: str) -> None:
 
 @every_place
 def test_a_rank_that_leaves_hands_on_what_it_kept(device: str) -> None:
-    leaving, staying = (memory("topk", 1000, device, momentum=0.5) for _ in range(2))
+    leaving, staying = (memory("topk", 1000, device, correction=MomentumCorrection(0.5)) for _ in range(2))
     for feedback, gradient_D in zip((leaving, staying), gradients(1000, 2, device), strict=True):
         feedback.compress(gradient_D, 0.01, Key(5, 0, 0))
     expected = {key: staying.state_dict()[key] + tensor for key, tensor in leaving.state_dict().items()}
@@ -121,5 +122,5 @@ def test_bad_arguments_are_named() -> None:
         feedback.undo()
     with pytest.raises(StateMismatchError, match="8 elements"):
         feedback.load_state_dict({"residual": torch.zeros(9)})
-    with pytest.raises(ConfigError, match="momentum"):
-        memory("topk", 8, "cpu", momentum=1.0)
+    with pytest.raises(ConfigError, match="clip_norm"):
+        memory("topk", 8, "cpu", clip_norm=0.0)

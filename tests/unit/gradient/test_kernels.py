@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shade.gradient.compressor import aligned_zeros
+from shade.gradient.correction import AdamCorrection
 from shade.gradient.kernels import choice
 from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, as_lines
 from shade.gradient.kernels.choice import ARRAYS, Kernels, candidates, prepare
@@ -60,6 +61,21 @@ def test_every_way_gains_the_same_momentum(size: int) -> None:
     velocity_D, gradient_D = bucket(size)
     expected = (np.float32(0.9) * velocity_D + gradient_D).tobytes()
     assert [momentum(way, size) for way in candidates()] == [expected] * len(candidates())
+
+
+def adam(way: Kernels, size: int) -> bytes:
+    """What a step of Adam's moments leaves behind."""
+    first_D, second_D = bucket(size)
+    results = np.empty((3, size), dtype=np.float32)
+    coefficients = AdamCorrection().coefficients(3)
+    new_first_D, new_second_D, direction_D = results
+    way.gain_adam(first_D, second_D**2, first_D[::-1].copy(), coefficients, new_first_D, new_second_D, direction_D)
+    return results.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_way_gains_the_same_moments(size: int) -> None:
+    assert {adam(way, size) for way in candidates()} == {adam(ARRAYS, size)}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -182,7 +198,7 @@ def test_threads_that_ask_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 PROGRAM = """
 import numpy as np
-from tests.unit.gradient.test_kernels import SIZES, elements, lines, momentum
+from tests.unit.gradient.test_kernels import SIZES, adam, elements, lines, momentum
 from shade.gradient.kernels.choice import ARRAYS, candidates
 ways = candidates()
 assert len(ways) == 3, ways
@@ -191,6 +207,7 @@ for size in SIZES:
         assert elements(way, size, 2.5) == elements(ARRAYS, size, 2.5), (way.name, size)
         assert lines(way, size, 4.0) == lines(ARRAYS, size, 4.0), (way.name, size)
         assert momentum(way, size) == momentum(ARRAYS, size), (way.name, size)
+        assert adam(way, size) == adam(ARRAYS, size), (way.name, size)
 """
 
 

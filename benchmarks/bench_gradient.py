@@ -6,9 +6,9 @@ Question
 
 Method
     `scripts/testbed` makes two hosts (network namespaces) with a token bucket on either end of each cable; a rank runs
-    on each, with one thread. `train_gradient` trains ResNet-18, a small GPT and a ViT (11 M parameters each) on data
-    that they learn, with the same samples, optimizer and schedule for every method (`gradient_methods`,
-    `gradient_tasks`).
+    on each, with one thread, and the allocator's settings that the launcher gives to ranks. `train_gradient` trains
+    ResNet-18, a small GPT and a ViT (11 M parameters each) on data that they learn, with the same samples, optimizer
+    and schedule for every method (`gradient_methods`, `gradient_tasks`).
 
     step        Interleaved: every round runs all methods at each rate, in a new random order, so that what else the
                 machine does hits all alike. A run's figure is the mean of all steps but the first four, DiLoCo's over
@@ -69,6 +69,8 @@ from measures import Kept, machine
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gradient_report import METHODS, Rows, plot, plot_varying, table, table_varying, target_of
 
+from shade.launch.run import ALLOCATOR
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTBED, PROGRAM = ROOT / "scripts" / "testbed", ROOT / "benchmarks" / "train_gradient.py"
 TASKS = ("resnet18", "gpt", "vit")
@@ -101,7 +103,7 @@ class Testbed:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500",
-            "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+            "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **ALLOCATOR,
         }  # fmt: skip
         with contextlib.ExitStack() as stack:
             complaints = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]

@@ -175,3 +175,24 @@ def test_a_reader_who_leaves_early_is_no_error(done: Done) -> None:
     command = f"{sys.executable} -c '{program}' report {done.out} | head -1"
     told = subprocess.run(command, shell=True, env=environment(), cwd=ROOT, capture_output=True, text=True, check=True)
     assert told.stderr == ""
+
+
+@pytest.mark.parametrize(("more", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_what_a_step_frees_stays_with_the_rank_unless_the_user_says_otherwise(
+    tmp_path: Path, more: dict[str, str], is_kept: bool
+) -> None:
+    script = tmp_path / "steps.py"
+    script.write_text(
+        "import resource, numpy as np\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for step in range(11):\n"
+        "    if step == 1: before = faults()\n"
+        "    gradients = [np.ones(5_000_000, np.float32) for _ in range(4)]\n"
+        "    del gradients\n"
+        "print('faults a step', (faults() - before) // 10)\n"
+    )
+    make_images(tmp_path / "train", num_classes=2, per_class=2)
+    told = run(script, tmp_path / "train", "--batch_size", "4", "--out", "out", cwd=tmp_path, **more)
+    assert told.returncode == 0, told.stderr
+    line = next(line for line in (tmp_path / "out" / "output.log").read_text().splitlines() if "faults" in line)
+    assert (int(line.split()[-1]) < 500) is is_kept, line

@@ -20,6 +20,7 @@ density follows the link.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -28,6 +29,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,17 @@ def flops_of(task: Task, batch_size: int) -> int:
     return int(counter.get_total_flops())
 
 
+@contextlib.contextmanager
+def all_threads() -> Iterator[None]:
+    """The whole machine for this rank, while the others wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def say(kind: str, **what: Any) -> None:
     """One line of rank 0."""
     if dist.get_rank() == 0:
@@ -129,7 +142,8 @@ def train(task: Task, method: Method, given: argparse.Namespace, meter: Meter) -
             meter.stop()
             count = given.final_samples if step == last else given.eval_samples
             if dist.get_rank() == 0 and count:
-                held_out_loss, accuracy = task.evaluate(count)
+                with all_threads():
+                    held_out_loss, accuracy = task.evaluate(count)
                 say("eval", step=step, loss=held_out_loss, accuracy=accuracy, seconds=meter.seconds)
             dist.barrier()
             meter.start()

@@ -60,7 +60,8 @@ def rows_of(result: dict[str, Any]) -> Rows:
             seconds = median(method, "step_seconds")
             runs = [run for run in here if run["method"] == method]
             to_loss = seconds_to(told["evals"], target, seconds) if method != "none" else None
-            points = 100 * (told["evals"][-1]["accuracy"] - end) if method != "none" else None
+            points = [100 * (told["evals"][-1]["accuracy"] - end)]
+            points += seeded(result, task) if method == "engine" else []
             same = [
                 abs(one - other)
                 for run in runs
@@ -71,13 +72,20 @@ def rows_of(result: dict[str, Any]) -> Rows:
                 "rate": rate, "task": task, "compute": compute, "method": method, "step_seconds": seconds,
                 "spread": [run["step_seconds"] for run in runs], "speed_up": ddp / seconds,
                 "over_floor": seconds / floor, "to_loss": to_loss,
-                "to_loss_speed_up": base / to_loss if base and to_loss else None, "points": points,
+                "to_loss_speed_up": base / to_loss if base and to_loss else None,
+                "points": statistics.mean(points) if method != "none" else None, "each_points": points,
                 "accuracy": told["evals"][-1]["accuracy"], "loss_difference": max(same, default=0.0),
                 "bytes": median(method, "step_bytes_sent") + median(method, "step_bytes_received"),
             }  # fmt: skip
             row["meets"] = verdict(row) if method == "engine" else None
             found.append(row)
     return found
+
+
+def seeded(result: dict[str, Any], task: str) -> list[float]:
+    """Points that the engine is above DDP with each further seed."""
+    right = {(row["seed"], row["method"]): row["accuracy"] for row in result["finals"] if row["task"] == task}
+    return [100 * (right[seed, "engine"] - right[seed, "ddp"]) for seed in sorted({seed for seed, _ in right})]
 
 
 def _in_order(runs: Rows, name: str) -> list[Any]:
@@ -111,6 +119,8 @@ def table(result: dict[str, Any]) -> str:
         to_loss = f"{row['to_loss']:.0f} s" if row["to_loss"] else ""
         sooner = f"{row['to_loss_speed_up']:.1f}" if row["to_loss_speed_up"] else ""
         points = f"{row['points']:+.2f}" if row["points"] is not None else ""
+        if len(row["each_points"]) > 1:
+            points += f" ({', '.join(f'{each:+.2f}' for each in row['each_points'])})"
         met = {None: "", True: " (bars met)", False: " (**bars missed**)"}[row["meets"]]
         lines.append(
             f"| {METHODS[row['method']]}{met} | {row['step_seconds']:.3f} s | {spread} | {row['speed_up']:.1f} | "

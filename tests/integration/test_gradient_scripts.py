@@ -182,6 +182,7 @@ def test_a_quick_look_measures_writes_and_cleans_up(bed: str, tmp_path: Path, fl
     assert text.strip() in done.stdout
     if not flags:
         assert [run["compute"] for run in result["runs"]].count("beside") == 3
+        assert [(row["method"], row["seed"]) for row in result["finals"]] == [("ddp", 1), ("engine", 1)]
         by_method = {run["method"]: run for run in result["runs"] if run["compute"] == "here"}
         assert by_method["engine"]["step_bytes_sent"] < 0.1 * by_method["ddp"]["step_bytes_sent"]
         assert by_method["none"]["step_bytes_sent"] < 10_000

@@ -15,8 +15,8 @@ Method
                 a whole cycle; the table has the median of the rounds. `none` is the floor: the same step without any
                 exchange.
     beside      The same, the model computing beside the processor, as on an accelerator: forward and backward are
-                played (`gradient_played`). With one core a rank that must do both, whatever a method computes is time
-                lost; this shows what it can hide where the model does not need that core.
+                played, in the same time for all methods (`gradient_played`). With one core a rank that must do both,
+                whatever a method computes is time lost; this shows what it hides where the model needs no core.
     bytes       What rank 0's virtual cable has counted, sent and received, per step; not what a method believes.
     loss        The course of the held-out loss is measured once per method over the whole schedule, with no limit on
                 the link: the methods do not look at the clock, so a link changes when a step ends and not what it
@@ -81,8 +81,8 @@ DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 TRACE = "20 300mbit\n20 40mbit\n20 100mbit\n20 15mbit\n"
 PATIENCE_SECONDS = 3600
 SETTLING_STEPS, INNER_STEPS = 4, 20
-COMPUTE = {"here": [], "beside": ["--played"]}
-"""Where the model computes → flags of train_gradient."""
+COMPUTE = ("here", "beside")
+"""Where the model computes."""
 
 
 # ── one run on the testbed ──────────────────────────────────────────────────────────────────────────────────────────
@@ -172,12 +172,26 @@ def looks_of(given: argparse.Namespace) -> str:
     return f"{given.steps} steps, {given.eval_samples} and {given.final_samples} samples"
 
 
-def timed(bed: Testbed, given: argparse.Namespace, task: str, compute: str, rate: str, method: str) -> dict[str, Any]:
+def paces_of(bed: Testbed, given: argparse.Namespace, kept: Kept) -> dict[str, float]:
+    """Task → seconds that its forward and backward take here."""
+
+    def pace(task: str) -> dict[str, float]:
+        flags = ["--task", task, "--method", "none", "--steps", "1", "--eval-samples", "0", "--played"]
+        (row,) = pick(bed.run(*flags), "played")
+        return {"seconds": row["seconds"]}
+
+    return {task: kept(f"pace: {task}", partial(pace, task))["seconds"] for task in given.tasks}
+
+
+def timed(
+    bed: Testbed, given: argparse.Namespace, pace: float, task: str, compute: str, rate: str, method: str
+) -> dict[str, Any]:
     """The first steps of a schedule, at a rate."""
     bed("rate", rate)
+    played = ["--played", f"{pace:.4f}"] if compute == "beside" else []
     count = SETTLING_STEPS + INNER_STEPS if method == "diloco" else given.time_steps
     length = ["--steps", str(given.steps), "--stop-after", str(count), "--eval-samples", "0"]
-    rows = bed.run("--task", task, "--method", method, *length, *COMPUTE[compute], *given.flags)
+    rows = bed.run("--task", task, "--method", method, *length, *played, *given.flags)
     losses = [row["loss"] for row in pick(rows, "step")]
     return {"task": task, "compute": compute, "rate": rate, "method": method, "losses": losses} | rows[-1]
 
@@ -185,11 +199,12 @@ def timed(bed: Testbed, given: argparse.Namespace, task: str, compute: str, rate
 def rounds_of(bed: Testbed, given: argparse.Namespace, kept: Kept) -> list[dict[str, Any]]:
     """All methods at all rates, round by round, each time in another order."""
     found = []
+    paces = paces_of(bed, given, kept)
     places = list(itertools.product(given.tasks, COMPUTE, given.rates, given.methods))
     for number in range(given.rounds):
         for place in random.Random(number).sample(places, len(places)):
             key = f"round {number}: {', '.join(place)}, {given.time_steps} of {given.steps}, {given.flags}"
-            found.append(kept(key, partial(timed, bed, given, *place)))
+            found.append(kept(key, partial(timed, bed, given, paces[place[0]], *place)))
             tell(f"round {number}: {', '.join(place)}: {found[-1]['step_seconds']:.3f} s a step")
     return found
 

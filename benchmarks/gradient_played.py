@@ -33,9 +33,10 @@ class Played(Task):
         rank: Whose samples.
         world_size: Ranks.
         batch_size: Of a rank.
+        seconds: Of forward and backward; None: as long as they took here, just now.
     """
 
-    def __init__(self, task: Task, rank: int, world_size: int, batch_size: int) -> None:
+    def __init__(self, task: Task, rank: int, world_size: int, batch_size: int, seconds: float | None) -> None:
         super().__init__(task.seed, task.device)
         self.recipe = task.recipe
         batches = task.batches(rank, world_size, batch_size)
@@ -45,7 +46,9 @@ class Played(Task):
         task.model.load_state_dict(state)
         forward_seconds, backward_seconds = (statistics.median(step[part] for step in steps) for part in range(2))
         gradients = [step[2] for step in steps[:REMEMBERED]]
-        self.model = PlayedModel(task.model, forward_seconds, backward_seconds, gradients)
+        self.seconds = seconds or forward_seconds + backward_seconds
+        share = forward_seconds / (forward_seconds + backward_seconds)
+        self.model = PlayedModel(task.model, share * self.seconds, (1 - share) * self.seconds, gradients)
 
     def batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Nothing to look at: what comes out is remembered."""
@@ -75,7 +78,7 @@ class PlayedModel(nn.Module):
         self, model: nn.Module, forward_seconds: float, backward_seconds: float, gradients: list[list[Tensor]]
     ) -> None:
         super().__init__()
-        self.model, self.seconds = model, forward_seconds + backward_seconds
+        self.model = model
         self._forward_seconds, self._backward_seconds = forward_seconds, backward_seconds
         self._gradients, self._step = gradients, 0
 

@@ -7,6 +7,7 @@ Started once per rank, by torchrun or by hand with RANK, WORLD_SIZE, MASTER_ADDR
 Rank 0 prints to stdout, one object a line:
 
     setup   what is trained: parameters, FLOPs of one rank's step, batch, settings, versions
+    played  with --played: `seconds` of forward and backward
     step    loss of rank 0's batch, and what all steps up to here took: `seconds`, `bytes_sent`, `bytes_received`
     eval    held-out `loss` and `accuracy` (a fraction) after so many steps
     end     `step_seconds` and bytes per step: means over all but the first four, which compile and warm caches up; what
@@ -181,8 +182,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--density-warm-up", type=int, default=0, metavar="STEPS", help="engine and hook: begin denser")
     parser.add_argument("--inner-steps", type=int, default=20, help="diloco: steps between two exchanges")
     parser.add_argument(
-        "--played", action="store_true", help="forward and backward as if on an accelerator: see gradient_played"
-    )
+        "--played", nargs="?", const=0.0, type=float, metavar="SECONDS",
+        help="forward and backward as on an accelerator that takes so long; default: as long as they take here",
+    )  # fmt: skip
     parser.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="default: at the end only")
     parser.add_argument("--eval-samples", type=int, default=1024, help="held-out samples of each look")
     parser.add_argument("--final-samples", type=int, help="of the last look; default: as many as of each")
@@ -242,9 +244,10 @@ def main() -> None:
         "torch": torch.__version__,
     }
     say("setup", **about)
-    if given.played:
+    if given.played is not None:
         dist.barrier()  # so that both measure while both compute
-        task = Played(task, dist.get_rank(), dist.get_world_size(), batch_size)
+        task = Played(task, dist.get_rank(), dist.get_world_size(), batch_size, given.played or None)
+        say("played", seconds=task.seconds)
     method = METHODS[given.method](task.model, settings)
     try:
         train(task, method, given, Meter(os.environ["GLOO_SOCKET_IFNAME"]))

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +247,8 @@ def test_samples_are_drawn_from_seed_rank_and_step_alone() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
-def test_what_is_played_takes_the_time_and_gives_the_gradients_of_the_real_model() -> None:
+@pytest.mark.parametrize("seconds", [None, 0.25])
+def test_what_is_played_takes_the_time_and_gives_the_gradients_of_the_real_model(seconds: float | None) -> None:
     from gradient_played import Played
     from gradient_tasks import GPT
 
@@ -259,14 +260,15 @@ def test_what_is_played_takes_the_time_and_gives_the_gradients_of_the_real_model
     task.loss(task.model(inputs), targets).backward()
     expected = {name: each.grad.clone() for name, each in task.model.named_parameters() if each.grad is not None}
     task.model.zero_grad()
-    played = Played(task, 0, 2, 2)
+    played = Played(task, 0, 2, 2, seconds)
+    assert played.seconds == (seconds or played.seconds)
     came: list[str] = []
     for name, parameter in task.model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
     busy, begun = time.thread_time(), time.perf_counter()
     played.loss(played.model(*next(played.batches(0, 2, 2))[:1]), torch.zeros(())).backward()
     busy, took = time.thread_time() - busy, time.perf_counter() - begun
-    assert took >= played.model.seconds
+    assert took >= played.seconds
     assert busy < took
     assert came == [name for name, _ in task.model.named_parameters()][::-1]
     assert all(torch.equal(expected[name], each.grad) for name, each in task.model.named_parameters())
@@ -297,7 +299,7 @@ def test_the_report_says_whether_the_bars_are_met() -> None:
     setup = {"parameters": 1e6, "flops_per_step": 1e9}
     courses = {name: {"setup": setup, "steps": [2.0, 1.0], "evals": falling} for name in ("none", "ddp", "engine")}
 
-    def result(engine_seconds: float, accuracy: float) -> dict[str, Any]:
+    def result(engine_seconds: float, accuracy: float, finals: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         worse = [row | {"accuracy": accuracy} for row in falling]
         runs = [
             {"task": "gpt", "rate": "100mbit", "compute": "here", "method": method, "step_seconds": seconds}
@@ -306,7 +308,7 @@ def test_the_report_says_whether_the_bars_are_met() -> None:
             for method, seconds in (("none", 0.1), ("ddp", 4.0), ("engine", engine_seconds))
         ]
         engine = courses["engine"] | {"evals": worse}
-        return {"about": "", "courses": {"gpt": courses | {"engine": engine}}, "runs": runs}
+        return {"about": "", "courses": {"gpt": courses | {"engine": engine}}, "runs": runs, "finals": finals}
 
     for engine_seconds, accuracy, is_met in (
         (0.19, 0.94, True), (0.109, 0.94, True), (0.21, 0.94, False), (0.19, 0.934, False),
@@ -315,6 +317,11 @@ def test_the_report_says_whether_the_bars_are_met() -> None:
         assert rows_of(told)[-1]["meets"] is is_met
         assert ("(bars met)" in table(told)) is is_met
     assert "| 21.1 |" in table(result(0.19, 0.94))
+    finals = [{"task": "gpt", "seed": 1, "method": "ddp", "accuracy": 0.9}]
+    finals.append(finals[0] | {"method": "engine", "accuracy": 0.912})
+    told = result(0.19, 0.934, finals)
+    assert rows_of(told)[-1]["meets"], "-0.6 and +1.2 points are +0.3"
+    assert "| +0.30 (-0.60, +1.20) |" in table(told)
 
     ways = {"density 0.01": 10.0, "density 0.1": 20.0, "controller": 10.9}
     evals = {way: [{"seconds": seconds, "loss": 0.1}] for way, seconds in ways.items()}

@@ -116,7 +116,8 @@ class _Stages:
     # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_compress(self) -> None:
-        prepare()  # compiles, while the first forward pass runs
+        with contextlib.suppress(Exception):  # what is wrong with it is said in the first step, on all ranks
+            prepare()  # compiles, while the first forward pass runs
         while (work := self.inbox.get()) is not None:
             self._packed.put(work)
             if work.before is not None:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from shade.checkpoint.manager import Checkpointer
-from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
-from shade.gradient import lane
+from shade.errors import ConfigError, GradientError, NonFiniteGradientError, StateMismatchError
+from shade.gradient import correction, lane, pipeline
+from shade.gradient.correction import MomentumCorrection
 from shade.gradient.density import WarmUp
 from shade.gradient.device import DeviceErrorFeedback
 from shade.gradient.engine import GradientEngine
@@ -361,3 +362,24 @@ def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.
         near.load_state_dict(far.state_dict())
         near_engine.load_state_dict(state)  # a run on GPUs goes on without
         train(near_engine, near, range(9, 11))
+
+
+def test_kernels_that_nobody_can_prepare_are_an_error_of_the_step_and_not_a_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> None:
+        raise OSError("no such kernel")
+
+    for module in (pipeline, correction):
+        monkeypatch.setattr(module, "prepare", broken)
+    model = network()
+    before = parameters(model)
+    settings = EXACT | {"correction": MomentumCorrection(0.9)}
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **settings) as engine:
+        with pytest.raises(GradientError, match="failed on rank 0") as told:
+            train(engine, model, range(1))
+        assert "no such kernel" in str(told.value.__cause__)
+        assert_same(before, parameters(model))
+        monkeypatch.undo()
+        train(engine, model, range(1, 3))
+        assert not all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))

@@ -10,7 +10,8 @@ multiplies with the learning rate.
 `MomentumCorrection`  ``u ← m·u + g``, and u is 0 where something was picked: what was sent has no momentum left
                       (Deep Gradient Compression, §3.2 and §3.3)
 `AdamCorrection`      Adam's two moments of this rank's gradient, and ``m̂ / (√v̂ + ε)`` for the gradient
-                      (Efficient-Adam, algorithm 1; its moments stay when something is picked)
+                      (Efficient-Adam, algorithm 1; its moments stay when something is picked). Without a first
+                      moment, unless it is asked for: what waits in the residual is averaged there
 ====================  ==============================================================================================
 
 A memory writes beside what it remembers, so that a step which shall never have been can be undone, bit for bit.
@@ -141,7 +142,8 @@ class AdamCorrection(Correction):
     """Adam's direction before the choice, for plain SGD (with its weight decay: for AdamW's).
 
     Args:
-        betas: Of the moments, each 0 ≤ beta < 1.
+        betas: Of the moments, each 0 ≤ beta < 1. The first is 0, for the residual is a mean already, and a mean of
+            means only comes later (decision 0016); (0.9, 0.999) if nearly everything is sent.
         eps: Added to the denominator, > 0 in float32.
 
     Raises:
@@ -149,12 +151,12 @@ class AdamCorrection(Correction):
     """
 
     names = ("first_moment", "second_moment")
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.0, 0.999)
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError.of("two betas in [0, 1)", self.betas, "(0.9, 0.999) are usual")
+            raise ConfigError.of("two betas in [0, 1)", self.betas, "(0, 0.999) suit what is sparse")
         if not np.float32(self.eps) > 0:
             raise ConfigError.of("eps > 0", self.eps, "1e-8 is usual")
 

@@ -16,7 +16,7 @@ multiplies with the learning rate.
 
 A memory writes beside what it remembers, so that a step which shall never have been can be undone, bit for bit.
 
-Price of float32 buffers of the bucket's size: two with momentum, five with Adam.
+Price in float32 buffers of the bucket's size: two with momentum, three with Adam, five if it has a first moment.
 
 Legend: D bucket · K kept.
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +49,10 @@ STEPS = "steps"
 class Correction(ABC):
     """Base of both."""
 
-    names: ClassVar[tuple[str, ...]]
-    """Keys of what is remembered, each of the bucket's size."""
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Keys of what is remembered, each of the bucket's size."""
 
     @abstractmethod
     def memory(self, size: int) -> Memory:
@@ -112,12 +114,16 @@ class MomentumCorrection(Correction):
         ConfigError: Another one.
     """
 
-    names = ("velocity",)
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
         if not 0 < self.momentum < 1:
             raise ConfigError.of("a momentum in (0, 1)", self.momentum, "leave the correction out if there is none")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Correction`."""
+        return ("velocity",)
 
     def memory(self, size: int) -> Memory:
         """See `Correction`."""
@@ -150,7 +156,6 @@ class AdamCorrection(Correction):
         ConfigError: One of them out of its range.
     """
 
-    names = ("first_moment", "second_moment")
     betas: tuple[float, float] = (0.0, 0.999)
     eps: float = 1e-8
 
@@ -160,19 +165,25 @@ class AdamCorrection(Correction):
         if not np.float32(self.eps) > 0:
             raise ConfigError.of("eps > 0", self.eps, "1e-8 is usual")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Correction`; there is no first moment to keep where its beta is 0."""
+        return ("first_moment", "second_moment") if self.betas[0] else ("second_moment",)
+
     def memory(self, size: int) -> Memory:
         """See `Correction`."""
         return _AdamMemory(size, self)
 
     def gain(self, known: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
         """See `Correction`."""
-        first_D, second_D = (known.get(name, torch.zeros_like(gradient_D)) for name in self.names)
         steps = _steps_of(known) + 1
         beta1, rest1, beta2, rest2, unbias1, unbias2, eps = self.coefficients(steps).tolist()
-        first_D = first_D * beta1 + gradient_D * rest1
-        second_D = second_D * beta2 + gradient_D * gradient_D * rest2
-        direction_D = first_D * unbias1 / (second_D.sqrt() * unbias2 + eps)
-        return direction_D, {"first_moment": first_D, "second_moment": second_D, STEPS: torch.tensor([steps])}
+        none_D = torch.zeros_like(gradient_D)
+        second_D = known.get("second_moment", none_D) * beta2 + gradient_D * gradient_D * rest2
+        gained, first_D = {"second_moment": second_D, STEPS: torch.tensor([steps])}, gradient_D
+        if beta1:
+            first_D = gained["first_moment"] = known.get("first_moment", none_D) * beta1 + gradient_D * rest1
+        return first_D * unbias1 / (second_D.sqrt() * unbias2 + eps), gained
 
     def forget(self, known: Tensors, places_K: Tensor) -> None:
         """See `Correction`: moments stay."""
@@ -279,9 +290,13 @@ class _AdamMemory(Memory):
         self._other_steps = self._steps + 1
         coefficients = self.correction.coefficients(self._other_steps)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # the sum will be looked at
-            (first_D, second_D), (new_first_D, new_second_D) = self._arrays, self._others
-            gain = prepare().gain_adam
-            gain(first_D, second_D, gradient_D, coefficients, new_first_D, new_second_D, self._direction_D)
+            if self.correction.betas[0]:
+                (first_D, second_D), (new_first_D, new_second_D) = self._arrays, self._others
+                gain = prepare().gain_adam
+                gain(first_D, second_D, gradient_D, coefficients, new_first_D, new_second_D, self._direction_D)
+            else:
+                (second_D,), (new_second_D,) = self._arrays, self._others
+                prepare().gain_second(second_D, gradient_D, coefficients, new_second_D, self._direction_D)
         return self._direction_D
 
     def forget(self, indices_K: Places) -> None:

@@ -204,6 +204,30 @@ def gain_adam(
         np.divide(np.multiply(first, unbias1, out=direction), part, out=direction)
 
 
+def gain_second(
+    second_D: Floats, gradient_D: Floats, coefficients: Floats, new_second_D: Floats, direction_D: Floats
+) -> None:
+    """`gain_adam` where β₁ is 0 and no first moment is kept; the same bits.
+
+    Args:
+        second_D: Unchanged.
+        gradient_D: Unchanged.
+        coefficients: See `gain_adam`; those of the first moment are not looked at.
+        new_second_D: Overwritten.
+        direction_D: Overwritten.
+    """
+    _, _, beta2, rest2, _, unbias2, eps = coefficients
+    for start in range(0, gradient_D.size, TILE):
+        tile = slice(start, start + TILE)
+        gradient, second, direction = gradient_D[tile], new_second_D[tile], direction_D[tile]
+        np.multiply(second_D[tile], beta2, out=second)
+        np.multiply(np.multiply(gradient, gradient, out=direction), rest2, out=direction)
+        np.add(second, direction, out=second)
+        np.multiply(np.sqrt(second, out=direction), unbias2, out=direction)
+        np.add(direction, eps, out=direction)
+        np.divide(gradient, direction, out=direction)
+
+
 def clear(array_D: Floats, indices_K: Places) -> None:
     """Puts 0 at some places.
 

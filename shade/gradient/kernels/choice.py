@@ -48,6 +48,7 @@ class Kernels:
     put_back: Callable[[Floats, Places, Floats, Bools], int]
     gain_momentum: Callable[[Floats, Floats, float, Floats], None]
     gain_adam: Callable[[Floats, Floats, Floats, Floats, Floats, Floats, Floats], None]
+    gain_second: Callable[[Floats, Floats, Floats, Floats, Floats], None]
 
 
 def _kernels(
@@ -58,8 +59,8 @@ def _kernels(
     others: Any,
 ) -> Kernels:
     small = others.add_sample, others.line_energy, others.name_elements, others.keep_lost
-    back = others.clear, others.put_back
-    return Kernels(name, pick_elements, pick_lines, *small, *back, gain_momentum, others.gain_adam)
+    back, adam = (others.clear, others.put_back), (others.gain_adam, others.gain_second)
+    return Kernels(name, pick_elements, pick_lines, *small, *back, gain_momentum, *adam)
 
 
 ARRAYS = _kernels("numpy", arrays.pick_elements, arrays.pick_lines, arrays.gain_momentum, arrays)
@@ -130,4 +131,6 @@ class _Probe:
         way.put_back(self._rest_D, np.zeros(1, np.uint32), self._values[:LINE].reshape(1, LINE), np.ones(1, np.bool_))
         way.gain_momentum(self._gradient_D, self._residual_D, 0.5, self._rest_D)
         first, second, gradient, new_first, new_second, direction = np.ones((6, LINE), dtype=np.float32)
-        way.gain_adam(first, second, gradient, np.ones(7, dtype=np.float32), new_first, new_second, direction)
+        coefficients = np.ones(7, dtype=np.float32)
+        way.gain_adam(first, second, gradient, coefficients, new_first, new_second, direction)
+        way.gain_second(second, gradient, coefficients, new_second, direction)

@@ -83,6 +83,19 @@ def gain_adam(
 
 
 @compiled
+def gain_second(
+    second_D: Floats, gradient_D: Floats, coefficients: Floats, new_second_D: Floats, direction_D: Floats
+) -> None:
+    """See `arrays.gain_second`."""
+    beta2, rest2, unbias2, eps = coefficients[2], coefficients[3], coefficients[5], coefficients[6]
+    for place in range(len(gradient_D)):
+        gradient = gradient_D[place]
+        second = second_D[place] * beta2 + gradient * gradient * rest2
+        new_second_D[place] = second
+        direction_D[place] = gradient / (np.sqrt(second) * unbias2 + eps)
+
+
+@compiled
 def clear(array_D: Floats, indices_K: Places) -> None:
     """See `arrays.clear`."""
     for place in range(len(indices_K)):

@@ -56,7 +56,7 @@ def test_what_is_sent_and_kept_is_the_sum_of_adam_s_directions() -> None:
     np.testing.assert_allclose(sent_D + memory.residual_D, total_D, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("correction", [ADAM, MomentumCorrection(0.9)])
+@pytest.mark.parametrize("correction", [ADAM, AdamCorrection(), MomentumCorrection(0.9)])
 def test_a_device_does_what_the_host_does(correction: AdamCorrection | MomentumCorrection) -> None:
     parts = COMPRESSORS.get("random-k")(), QUANTISERS.get("none")()
     host = ErrorFeedback(SIZE, *parts, correction=correction)
@@ -96,6 +96,20 @@ def device_feedback(**settings: Any) -> DeviceErrorFeedback:
     return DeviceErrorFeedback(
         SIZE, COMPRESSORS.get("random-k")(), QUANTISERS.get("none")(), torch.device("cpu"), **settings
     )
+
+
+def test_a_first_moment_is_kept_by_who_has_one() -> None:
+    """And a state that has one too many, or too few, goes on with the other."""
+    kinds = {betas: feedback(correction=AdamCorrection(betas)) for betas in ((0.0, 0.99), (0.9, 0.99))}
+    for memory in kinds.values():
+        memory.compress(gradients(1)[0], 0.1, Key(0, 0, 0))
+    without, with_it = ({name: each.clone() for name, each in memory.state_dict().items()} for memory in kinds.values())
+    assert with_it.keys() - without.keys() == {"first_moment"}
+    assert torch.equal(with_it["second_moment"], without["second_moment"])
+    kinds[0.0, 0.99].load_state_dict(with_it)
+    kinds[0.9, 0.99].load_state_dict(without)
+    assert kinds[0.0, 0.99].state_dict().keys() == without.keys()
+    assert not kinds[0.9, 0.99].state_dict()["first_moment"].any()
 
 
 def test_moments_that_nobody_counted_are_none() -> None:

@@ -67,7 +67,7 @@ def adam(way: Kernels, size: int) -> bytes:
     """What a step of Adam's moments leaves behind."""
     first_D, second_D = bucket(size)
     results = np.empty((3, size), dtype=np.float32)
-    coefficients = AdamCorrection().coefficients(3)
+    coefficients = AdamCorrection((0.9, 0.999)).coefficients(3)
     new_first_D, new_second_D, direction_D = results
     way.gain_adam(first_D, second_D**2, first_D[::-1].copy(), coefficients, new_first_D, new_second_D, direction_D)
     return results.tobytes()
@@ -76,6 +76,18 @@ def adam(way: Kernels, size: int) -> bytes:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_way_gains_the_same_moments(size: int) -> None:
     assert {adam(way, size) for way in candidates()} == {adam(ARRAYS, size)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_without_a_first_moment_all_else_is_the_same(size: int) -> None:
+    gradient_D, second_D = bucket(size)
+    coefficients = AdamCorrection((0.0, 0.999)).coefficients(3)
+    _, expected_D, direction_D = expected = np.empty((3, size), dtype=np.float32)
+    ARRAYS.gain_adam(np.zeros(size, np.float32), second_D**2, gradient_D, coefficients, *expected)
+    for way in candidates():
+        found = np.empty((2, size), dtype=np.float32)
+        way.gain_second(second_D**2, gradient_D, coefficients, *found)
+        assert found.tobytes() == np.stack([expected_D, direction_D]).tobytes()
 
 
 @pytest.mark.parametrize("size", SIZES)

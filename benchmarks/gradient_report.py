@@ -22,6 +22,8 @@ METHODS = {
 """Name for `train_gradient` → name in the tables."""
 SPEED_UP_BARS = {"100mbit": 20.0, "500mbit": 8.0}
 FLOOR_BAR, ACCURACY_BAR, VARYING_BAR = 1.1, 0.5, 1.1
+TARGETS = {0.5: "½", 0.75: "¾"}
+"""Shares of DDP's steps whose loss the others are to reach."""
 COMPUTE = {"here": "computing on the core that exchanges", "beside": "computing beside it, as an accelerator does"}
 PLACE = ("rate", "task", "compute")
 Rows = list[dict[str, Any]]
@@ -38,9 +40,14 @@ def seconds_to(evals: Rows, target: float, step_seconds: float) -> float | None:
     return reached
 
 
-def target_of(evals: Rows) -> float:
-    """The held-out loss after three quarters of the steps."""
-    return float(next(row["loss"] for row in evals if row["step"] >= 0.75 * evals[-1]["step"]))
+def target_of(evals: Rows, share: float = 0.75) -> float:
+    """The held-out loss after a share of the steps."""
+    return float(next(row["loss"] for row in evals if row["step"] >= share * evals[-1]["step"]))
+
+
+def looks_of(course: dict[str, Any]) -> Rows:
+    """Looks at the same samples: all but the last, which is at more of them."""
+    return list(course["evals"][:-1])
 
 
 def rows_of(result: dict[str, Any]) -> Rows:
@@ -54,12 +61,13 @@ def rows_of(result: dict[str, Any]) -> Rows:
             return statistics.median(run[name] for run in here if run["method"] == method)
 
         ddp, floor = median("ddp", "step_seconds"), median("none", "step_seconds")
-        target, end = target_of(courses["ddp"]["evals"]), courses["ddp"]["evals"][-1]["accuracy"]
-        base = seconds_to(courses["ddp"]["evals"], target, ddp)
+        end = courses["ddp"]["evals"][-1]["accuracy"]
+        targets = {share: target_of(courses["ddp"]["evals"], share) for share in TARGETS}
+        base = {share: seconds_to(looks_of(courses["ddp"]), target, ddp) for share, target in targets.items()}
         for method, told in courses.items():
             seconds = median(method, "step_seconds")
             runs = [run for run in here if run["method"] == method]
-            to_loss = seconds_to(told["evals"], target, seconds) if method != "none" else None
+            to_loss = {share: seconds_to(looks_of(told), target, seconds) for share, target in targets.items()}
             points = [100 * (told["evals"][-1]["accuracy"] - end)]
             points += seeded(result, task) if method == "engine" else []
             same = [
@@ -72,7 +80,7 @@ def rows_of(result: dict[str, Any]) -> Rows:
                 "rate": rate, "task": task, "compute": compute, "method": method, "step_seconds": seconds,
                 "spread": [run["step_seconds"] for run in runs], "speed_up": ddp / seconds,
                 "over_floor": seconds / floor, "to_loss": to_loss,
-                "to_loss_speed_up": base / to_loss if base and to_loss else None,
+                "sooner": {share: _ratio(base[share], taken) for share, taken in to_loss.items()},
                 "points": statistics.mean(points) if method != "none" else None, "each_points": points,
                 "accuracy": told["evals"][-1]["accuracy"], "loss_difference": max(same, default=0.0),
                 "bytes": median(method, "step_bytes_sent") + median(method, "step_bytes_received"),
@@ -80,6 +88,10 @@ def rows_of(result: dict[str, Any]) -> Rows:
             row["meets"] = verdict(row) if method == "engine" else None
             found.append(row)
     return found
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over and under else None
 
 
 def seeded(result: dict[str, Any], task: str) -> list[float]:
@@ -103,6 +115,7 @@ def verdict(row: dict[str, Any]) -> bool:
 def table(result: dict[str, Any]) -> str:
     """Markdown: a part for each rate and task."""
     lines = []
+    heads = "".join(f"to loss {name} | DDP / it | " for name in TARGETS.values())
     previous = None
     for row in rows_of(result):
         place = tuple(row[name] for name in PLACE)
@@ -111,20 +124,22 @@ def table(result: dict[str, Any]) -> str:
             size = f"{setup['parameters'] / 1e6:.1f} M parameters, {setup['flops_per_step'] / 1e9:.1f} GFLOP a step"
             lines += [
                 "", f"## {row['task']}, {row['rate']}, {COMPUTE[row['compute']]}", "", f"{size} and rank.", "",
-                "| method | step | spread | DDP / it | it / floor | MB a step | to loss | DDP / it | right | points |",
-                "|---|---|---|---|---|---|---|---|---|---|",
+                "| method | step | spread | DDP / it | it / floor | MB a step | " + heads + "right | points |",
+                "|---|---|---|---|---|---|" + "---|---|" * len(TARGETS) + "---|---|",
             ]  # fmt: skip
         previous = place
         spread = f"{min(row['spread']):.3f}–{max(row['spread']):.3f}"
-        to_loss = f"{row['to_loss']:.0f} s" if row["to_loss"] else ""
-        sooner = f"{row['to_loss_speed_up']:.1f}" if row["to_loss_speed_up"] else ""
+        to_loss = ""
+        for share, taken in row["to_loss"].items():
+            has = taken and row["method"] != "none"
+            to_loss += f"{taken:.0f} s | {row['sooner'][share]:.1f} | " if has else "– | – | "
         points = f"{row['points']:+.2f}" if row["points"] is not None else ""
         if len(row["each_points"]) > 1:
             points += f" ({', '.join(f'{each:+.2f}' for each in row['each_points'])})"
         met = {None: "", True: " (bars met)", False: " (**bars missed**)"}[row["meets"]]
         lines.append(
             f"| {METHODS[row['method']]}{met} | {row['step_seconds']:.3f} s | {spread} | {row['speed_up']:.1f} | "
-            f"{row['over_floor']:.2f} | {row['bytes'] / 1e6:.2f} | {to_loss} | {sooner} | "
+            f"{row['over_floor']:.2f} | {row['bytes'] / 1e6:.2f} | {to_loss}"
             f"{100 * row['accuracy']:.2f} % | {points} |"
         )
     worst = max(row["loss_difference"] for row in rows_of(result))
@@ -146,7 +161,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     for row in rows:
         axis = axes[tasks.index(row["task"])][rates.index(row["rate"])]
-        evals = result["courses"][row["task"]][row["method"]]["evals"]
+        evals = looks_of(result["courses"][row["task"]][row["method"]])
         if row["method"] != "none":
             seconds = [each["step"] * row["step_seconds"] for each in evals]
             axis.plot(seconds, [each["loss"] for each in evals], label=METHODS[row["method"]])

@@ -316,7 +316,12 @@ def test_the_report_says_whether_the_bars_are_met() -> None:
         told = result(engine_seconds, accuracy)
         assert rows_of(told)[-1]["meets"] is is_met
         assert ("(bars met)" in table(told)) is is_met
-    assert "| 21.1 |" in table(result(0.19, 0.94))
+    assert "| 80 s | 1.0 | 120 s | 1.0 |" in table(result(0.2, 0.94))
+    assert "| 4 s | 20.0 | 6 s | 20.0 |" in table(result(0.2, 0.94))
+    late = [row | {"loss": row["loss"] + 0.1 * (row["step"] == 30)} for row in falling]
+    told = result(0.2, 0.94)
+    told["courses"]["gpt"]["engine"]["evals"] = late
+    assert "| 4 s | 20.0 | – | – |" in table(told), "0.43 after 30 steps, and the last look is at other samples"
     finals = [{"task": "gpt", "seed": 1, "method": "ddp", "accuracy": 0.9}]
     finals.append(finals[0] | {"method": "engine", "accuracy": 0.912})
     told = result(0.19, 0.934, finals)

@@ -206,7 +206,7 @@ class SparseState:
         weights_P, (lengths_P,) = trade.count(work, [job.number])
         average_D = np.zeros(size, dtype=np.float32)
         if sum(weights_P) > 0:
-            average_D = trade.bring(work, job.number, weights_P, lengths_P).dense()
+            average_D = trade.bring(work, job.number, weights_P, trade.send(work, job.number, lengths_P)).dense()
         if job.is_last:
             trade.vote(work, 0.0)
         if self._unscale != 1.0:

@@ -21,6 +21,7 @@ Legend: W world · N words.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ TIMEOUT_SECONDS = 60.0
 """How long a rank waits for the others in one collective. Longer than a line is usually down, or a rank pauses."""
 
 Octets = npt.NDArray[np.uint8]
+Arrival = Callable[[], list[Octets]]
+"""Waits for what a gather that has begun will bring: the payloads, by rank. To be called once."""
 _T = TypeVar("_T")
 
 
@@ -82,6 +85,9 @@ class Exchange:
         self.bytes_received = 0
         self.seconds = 0.0
         """Spent in collectives, waiting for slower ranks included."""
+        self._counted_until = 0.0
+        self._under_way: dict[int, dist.Work] = {}
+        self._numbers = itertools.count()
         self._lost: str | None = None
         self._group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
@@ -120,7 +126,7 @@ class Exchange:
         return all_WN
 
     def gather_bytes(self, payload: Octets, lengths_W: Sequence[int]) -> list[Octets]:
-        """Every rank's payload on every rank; all are padded to the longest on the way.
+        """Every rank's payload on every rank: `begin_gather` and its end in one.
 
         Args:
             payload: This rank's.
@@ -132,14 +138,39 @@ class Exchange:
         Raises:
             PeerLostError: A rank is gone or silent.
         """
+        return self.begin_gather(payload, lengths_W)()
+
+    def begin_gather(self, payload: Octets, lengths_W: Sequence[int]) -> Arrival:
+        """Sets out to bring every rank's payload to every rank; all are padded to the longest on the way.
+
+        Several may be begun before the first is waited for: the link never rests between them. They are waited for in
+        the order in which they were begun, and all of them before any other collective.
+
+        Args:
+            payload: This rank's.
+            lengths_W: Of all ranks' payloads, from an exchange of words before.
+
+        Returns:
+            What waits for them; it fails as this does.
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
         longest = max(lengths_W)
         if self.world_size == 1 or longest == 0:
-            return [payload] * self.world_size if self.world_size == 1 else [payload[:0]] * self.world_size
+            payloads = [payload] if self.world_size == 1 else [payload[:0]] * self.world_size
+            return lambda: payloads
         padded = np.zeros(longest, dtype=np.uint8)
         padded[: len(payload)] = payload
         all_W = np.empty((self.world_size, longest), dtype=np.uint8)
-        self._gather(torch.from_numpy(all_W.reshape(-1)), torch.from_numpy(padded))
-        return [row[:length] for row, length in zip(all_W, lengths_W, strict=True)]
+        begun = time.perf_counter()
+        wait = self._begin_gather(torch.from_numpy(all_W.reshape(-1)), torch.from_numpy(padded))
+
+        def arrive() -> list[Octets]:
+            self._run(wait, begun)
+            return [row[:length] for row, length in zip(all_W, lengths_W, strict=True)]
+
+        return arrive
 
     def gather_messages(self, message: Any) -> list[Any]:
         """Every rank's JSON message on every rank. For what is said once, not once a step.
@@ -217,31 +248,43 @@ class Exchange:
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _gather(self, everything: Tensor, mine: Tensor) -> None:
+        self._run(self._begin_gather(everything, mine))
+
+    def _begin_gather(self, everything: Tensor, mine: Tensor) -> Callable[[], object]:
+        """Begins a gather and gives its end, which does not hold the group (see `_run`)."""
         share = mine.nbytes * (self.world_size - 1)
         self._count(share, share)
-        self._run(lambda: dist.all_gather_into_tensor(everything, mine, group=self._group))
+        work = self._run(lambda: dist.all_gather_into_tensor(everything, mine, group=self._group, async_op=True))
+        assert work is not None  # this rank is in the group
+        number = next(self._numbers)
+        self._under_way[number] = work
+        return lambda: self._under_way.pop(number).wait()
 
     def _count(self, sent: int, received: int) -> None:
         self.bytes_sent += sent
         self.bytes_received += received
 
-    def _run(self, collective: Callable[[], _T]) -> _T:
+    def _run(self, collective: Callable[[], _T], begun: float | None = None) -> _T:
         """Runs a collective; whatever the backend says of a failure becomes `PeerLostError`, now and from now on.
 
-        Its own error is told and let go: its traceback would keep the group alive, and the end of a rank's connections
-        is what tells the others that it has given up.
+        What is spent in it counts from ``begun``, if it was begun before; time that others were under way, too, once.
+        The backend's own error is told and let go: its traceback would keep the group alive, and the end of a rank's
+        connections is what tells the others that it has given up.
         """
         if self._lost is not None:
             raise self._error()
-        started = time.perf_counter()
+        started = time.perf_counter() if begun is None else begun
         try:
             return collective()
         except (RuntimeError, ValueError) as error:
             first = error.__context__ or error  # PyTorch looks up a failing group, and does not know one of ours
             told = str(first).partition(". This is typically")[0].rpartition("] ")[2] or str(first)
             self._lost = f"{type(first).__name__}: {told}"
+            self._under_way.clear()
         finally:
-            self.seconds += time.perf_counter() - started
+            ended = time.perf_counter()
+            self.seconds += ended - max(started, self._counted_until)
+            self._counted_until = ended
         raise self._error()
 
     def _error(self) -> PeerLostError:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shade.errors import ConfigError
-from shade.gradient.exchange import Exchange, Octets
+from shade.gradient.exchange import Arrival, Exchange, Octets
 from shade.gradient.route import Route
 from shade.gradient.sparse import Sparse
 from shade.types import Indices
@@ -112,9 +112,9 @@ class NodeRoute(Route):
         all_LPN = self._local.gather_words(across_PN.reshape(-1)).reshape(self.local_size, -1, len(words_N))
         return np.ascontiguousarray(all_LPN.transpose(1, 0, 2)).reshape(self.world.world_size, len(words_N))
 
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> list[Octets]:
+    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
         """See `Route`."""
-        return self._across.gather_bytes(payload, lengths_P)
+        return self._across.begin_gather(payload, lengths_P)
 
     def spread(self, merged: Sparse, size: int) -> Sparse:
         """See `Route`."""

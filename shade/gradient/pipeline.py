@@ -226,8 +226,9 @@ class _Stages:
             if numbers is self._rounds[-1]:
                 work.agreed.set()
             if sum(weights_P) > 0:
-                for number, lengths_P in zip(numbers, lengths, strict=True):
-                    merged[number] = self._trade.bring(work, number, weights_P, lengths_P)
+                arrivals = [self._trade.send(work, *place) for place in zip(numbers, lengths, strict=True)]
+                for number, arrive in zip(numbers, arrivals, strict=True):
+                    merged[number] = self._trade.bring(work, number, weights_P, arrive)
         everything = [merged[number] for number in sorted(merged)]
         work.unvoted = None if work.damage else everything
         work.norm = self._trade.vote(work, norm_of(everything))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shade.gradient.exchange import Exchange, Octets
+from shade.gradient.exchange import Arrival, Exchange, Octets
 from shade.gradient.sparse import Sparse
 from shade.types import Indices
 
@@ -87,15 +87,15 @@ class Route(ABC):
         """
 
     @abstractmethod
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> list[Octets]:
-        """Exchanges this part's payloads with the peers.
+    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
+        """Sets out to exchange this part's payloads with the peers; see `Exchange.begin_gather`.
 
         Args:
             payload: This rank's.
             lengths_P: Of all of them.
 
         Returns:
-            The peers' payloads, in order.
+            What waits for the peers' payloads, in order.
         """
 
     @abstractmethod
@@ -161,9 +161,9 @@ class StraightRoute(Route):
         """See `Route`."""
         return self.world.gather_words(words_N)
 
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> list[Octets]:
+    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
         """See `Route`."""
-        return self.world.gather_bytes(payload, lengths_P)
+        return self.world.begin_gather(payload, lengths_P)
 
     def spread(self, merged: Sparse, size: int) -> Sparse:
         """See `Route`."""

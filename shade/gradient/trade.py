@@ -4,8 +4,8 @@
    whether it is finite, and how long its payloads are. All ranks see the same words, so what they conclude is the
    same: a NaN
    anywhere, a rank in another step or of another version ends the step on all of them, before a payload is sent.
-2. *Payloads*, one message a bucket, padded to the longest. Each is unpacked (checksum, lengths, step, bucket), and
-   all are merged in the order of the ranks.
+2. *Payloads*, one message a bucket, padded to the longest. All that are ready set out at once, so that the link is
+   busy while one that came is unpacked (checksum, lengths, step, bucket) and merged in the order of the ranks.
 3. *Vote.* A payload may be damaged on its way to one rank only. So all say whether theirs were whole, and apply what
    they have merged only if everybody's were. The price is one more round trip a step; without it replicas could part.
 
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shade.errors import GradientError, NonFiniteGradientError, PayloadError
-from shade.gradient.exchange import Octets
+from shade.gradient.exchange import Arrival, Octets
 from shade.gradient.merge import merge
 from shade.gradient.quantiser import QUANTISERS, Quantiser
 from shade.gradient.route import Route
@@ -120,19 +120,32 @@ class Trade:
         lengths = [[int(all_WN[ranks[place], _FIXED + each]) for ranks in peers] for each in range(len(numbers))]
         return weights_P, lengths
 
-    def bring(self, work: StepWork, number: int, weights_P: Sequence[float], lengths_P: Sequence[int]) -> Sparse:
-        """Phase 2, for one bucket: a payload that is not whole is noted in ``work.damage`` and the rest goes on.
+    def send(self, work: StepWork, number: int, lengths_P: Sequence[int]) -> Arrival:
+        """Phase 2, for one bucket: its payload sets out.
+
+        Args:
+            work: The step.
+            number: Of the bucket.
+            lengths_P: Of the peers' payloads.
+
+        Returns:
+            What `bring` waits for.
+        """
+        return self._route.trade(work.payloads[number], lengths_P)
+
+    def bring(self, work: StepWork, number: int, weights_P: Sequence[float], arrive: Arrival) -> Sparse:
+        """Phase 2, its end: a payload that is not whole is noted in ``work.damage`` and the rest goes on.
 
         Args:
             work: The step.
             number: Of the bucket.
             weights_P: Of the peers.
-            lengths_P: Of their payloads.
+            arrive: What `send` gave.
 
         Returns:
             The merged bucket; an empty one if there was trouble.
         """
-        payloads = self._route.trade(work.payloads[number], lengths_P)
+        payloads = arrive()
         started = time.perf_counter()
         size = self._part_size(number)
         try:

@@ -28,7 +28,7 @@ from shade.errors import CheckpointError, TornSnapshotError
 
 SIZES = (2_000_000, 500, 300_000, 7)
 PATIENCE = 20
-"""Times as many saves as are asked for, until the adversary must have met one: where a save is short they miss each other."""
+"""Times as many saves as are asked for, until the adversary must have met one: short saves and its rests miss."""
 KINDS = ("operation", "data", "numpy")
 
 

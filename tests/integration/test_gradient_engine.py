@@ -196,17 +196,22 @@ def story_of_damage(rank: int, world_size: int) -> list[Any]:
         with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL, staleness=staleness) as engine:
             train(engine, model, rank, range(3))
             engine.finish()
-            world, gather = engine._route.world, engine._route.world.gather_bytes
+            world, begin = engine._route.world, engine._route.world.begin_gather
             hit = []
 
-            def damaged(payload: Any, lengths: Any, gather: Any = gather, hit: Any = hit) -> Any:
-                payloads = gather(payload, lengths)
-                if rank == 0 and not hit:
-                    payloads[1][len(payloads[1]) // 2] ^= 4
-                    hit.append(True)
-                return payloads
+            def damaged(payload: Any, lengths: Any, begin: Any = begin, hit: Any = hit) -> Any:
+                arrive = begin(payload, lengths)
 
-            world.gather_bytes = damaged  # type: ignore[method-assign]
+                def arrive_damaged() -> Any:
+                    payloads = arrive()
+                    if rank == 0 and not hit:
+                        payloads[1][len(payloads[1]) // 2] ^= 4
+                        hit.append(True)
+                    return payloads
+
+                return arrive_damaged
+
+            world.begin_gather = damaged  # type: ignore[method-assign]
             before, raised = digest(model), ""
             expected = [kept.copy() for kept in residuals(engine)]
             loss = loss_of(model, rank, 3)

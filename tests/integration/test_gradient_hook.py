@@ -137,15 +137,20 @@ def story_of_hook_damage(rank: int, world_size: int) -> list[Any]:
     model = network()
     ddp, state = wrapped(model, density=0.05)
     optimizer, raised = torch.optim.SGD(model.parameters(), lr=0.1), []
-    world, gather = state._route.world, state._route.world.gather_bytes
+    world, begin = state._route.world, state._route.world.begin_gather
 
     def damaged(payload: Any, lengths: Any) -> Any:
-        payloads = gather(payload, lengths)
-        if (rank, state.step) == (1, 2):
-            payloads[0][60] ^= 1
-        return payloads
+        arrive = begin(payload, lengths)
 
-    world.gather_bytes = damaged  # type: ignore[method-assign]
+        def arrive_damaged() -> Any:
+            payloads = arrive()
+            if (rank, state.step) == (1, 2):
+                payloads[0][60] ^= 1
+            return payloads
+
+        return arrive_damaged
+
+    world.begin_gather = damaged  # type: ignore[method-assign]
     for step in range(5):
         try:
             loss_of(ddp, rank, step).backward()

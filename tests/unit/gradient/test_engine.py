@@ -76,6 +76,26 @@ def test_accumulated_backward_passes_are_one_step() -> None:
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_all_payloads_that_are_ready_set_out_before_the_first_is_waited_for(staleness: int) -> None:
+    model, seen = network(), []
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=staleness) as engine:
+        trade = engine._route.trade
+
+        def watched(payload: Any, lengths: Any) -> Any:
+            arrive = trade(payload, lengths)
+            seen.append("sent")
+            return lambda: [seen.append("waited for"), arrive()][1]
+
+        engine._route.trade = watched  # type: ignore[method-assign]
+        train(engine, model, range(1))
+        engine.finish()
+        num_buckets = len(engine._lanes)
+    assert num_buckets > 2
+    together = ["sent"] * num_buckets + ["waited for"] * num_buckets
+    assert seen == (together if staleness else ["sent", "waited for"] * num_buckets)
+
+
 def test_a_second_backward_pass_in_a_step_is_refused_by_name() -> None:
     model = network()
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -47,3 +49,20 @@ def test_a_failure_is_told_now_and_from_now_on() -> None:
 def test_a_timeout_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="timeout_seconds > 0"):
         Exchange(timeout_seconds=0)
+
+
+def test_time_under_way_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    exchange = Exchange()
+
+    def pass_time(seconds: float) -> None:
+        clock[0] += seconds
+
+    exchange._run(lambda: pass_time(1.0))
+    pass_time(10.0)
+    begun = clock[0]  # two at once; the second goes on for 2 s more, of which 1 s was spent with something else
+    exchange._run(lambda: pass_time(3.0), begun)
+    pass_time(1.0)
+    exchange._run(lambda: pass_time(1.0), begun)
+    assert exchange.seconds == pytest.approx(1 + 3 + 2)

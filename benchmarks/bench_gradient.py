@@ -339,7 +339,7 @@ def main() -> None:
     print(text)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (given.out / f"{name}.json").write_text(json.dumps(result) + "\n")
         (given.out / f"{name}.md").write_text(text)
         (plot_varying if given.varying else plot)(result, given.out / f"{name}.png")
         kept.done()

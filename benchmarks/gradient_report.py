@@ -168,7 +168,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axis.set(title=f"{row['task']}, {row['rate']}", xlabel="seconds", ylabel="held-out loss")
             axis.set(xscale="log", yscale="log")
     axes[0][0].legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
 
@@ -230,5 +230,5 @@ def plot_varying(result: dict[str, Any], path: Path) -> None:
         row[0].set(title=task, xlabel="seconds", ylabel="held-out loss", yscale="log")
         row[1].set(title=task, xlabel="seconds", ylabel="density", yscale="log")
     axes[0][0].legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)

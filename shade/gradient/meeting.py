@@ -17,6 +17,7 @@ The store trusts whoever can reach it, as torch.distributed's own does: keep it 
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import json
 import logging
@@ -36,6 +37,7 @@ from shade.errors import ConfigError, GradientError
 
 BEAT_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
+_GOOD_BYE_SECONDS = 2.0
 _T = TypeVar("_T")
 
 logger = logging.getLogger("shade.gradient")
@@ -83,7 +85,9 @@ class Meeting:
         self._num_lines, self._looked_at = 0, 0.0
         self.is_rung = False
         """Whether somebody waits at the key that `listen` was told."""
-        threading.Thread(target=self._attend, name="shade-gradient-meeting", daemon=True).start()
+        self._thread = threading.Thread(target=self._attend, name="shade-gradient-meeting", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that comes back from the store's client into no interpreter aborts
 
     def client(self, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
         """A connection of its own: for what waits for others in the store, as groups do when they form.
@@ -159,8 +163,10 @@ class Meeting:
         return words
 
     def close(self) -> None:
-        """Says good-bye and ends the thread, without waiting for either. Safe to call twice."""
+        """Says good-bye and ends the thread; where the line is cut, it waits 2 seconds for that. Safe to call twice."""
+        atexit.unregister(self.close)
         self._inbox.put(None)
+        self._thread.join(_GOOD_BYE_SECONDS)
 
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -190,6 +192,40 @@ def test_nobody_and_nowhere_are_said_in_time(members: Callable[..., Membership])
         nowhere.form({})
     nowhere.close()
     assert time.monotonic() - began < 5
+
+
+def test_the_thread_has_ended_when_its_member_is_closed(
+    members: Callable[..., Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that came back from the store's client while the interpreter ends would abort the process."""
+    ask = meeting.Meeting._try
+
+    def slowly(line: meeting.Meeting, store: Any, question: Any) -> Any:
+        time.sleep(0.3)
+        return ask(line, store, question)
+
+    monkeypatch.setattr(meeting.Meeting, "_try", slowly)
+    member = members(1)
+    member.close()
+    assert not member._meeting._thread.is_alive()
+
+
+def test_a_process_that_closes_nothing_says_good_bye_all_the_same(place: str) -> None:
+    program = f"""
+from shade.gradient.membership import Membership
+member = Membership({place!r}, 1)
+member.form({{}})
+print(member._meeting.id)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    (other,) = done.stdout.split()
+    member = Membership(place, 1, **QUICK)
+    member._meeting.listen("", [other])
+    deadline = time.monotonic() + 10
+    while member._meeting.silence(other) != float("inf") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    member.close()
+    assert member._meeting.silence(other) == float("inf")
 
 
 def test_runs_at_one_place_do_not_see_each_other(members: Callable[..., Membership]) -> None:

@@ -6,12 +6,15 @@ one with the most progress per second (`shade.control.curve`):
 
 * staleness 1, the exchange of a step runs beside the next compute: the step takes the longer of the two. Whatever the
   curve, that is where the exchange fills `HIDDEN_FRACTION` of the compute,
-  ``density = bandwidth * compute * 0.9 / bytes of density 1``.
+  ``density = bandwidth * compute * 0.9 / bytes of density 1``, unless compute grows so much with density that less is
+  quicker.
 * staleness 0, one after the other: the step takes the sum, and the curve decides.
 
 Bandwidth is bytes over wall time of the slowest hop. A rank that is early waits in the collective for one that is late;
 that is not the link's fault and is taken off. What does not shrink with density (small dense tensors, latency) is seen
-as less bandwidth; as it is measured again at each new density, a few decisions settle it.
+as less bandwidth; as it is measured again at each new density, a few decisions settle it. Compute may grow with
+density, if choosing and merging take from the processor that the model computes on; how much shows when
+density changes.
 
 Batches go by the samples that each rank computes in a second (`shade.control.split`); the global batch stays. What a
 step costs whatever its batch makes few samples look slow; each division is measured again, and they close in on equal
@@ -30,7 +33,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from shade.control.curve import Curve, power
-from shade.control.smoothing import Smoothed
+from shade.control.smoothing import Slope, Smoothed
 from shade.control.split import Limits, split
 from shade.errors import ConfigError
 from shade.types import Decision, StepReport
@@ -41,6 +44,8 @@ cost as much as a dense exchange, and a user on such a link needs no sparse one.
 HIDDEN_FRACTION: Final = 0.9
 """Of the compute that an exchange beside it may fill. The rest is for what jumps: at 1.0 every second step waits."""
 HYSTERESIS_FRACTION: Final = 0.10
+PAUSE: Final = 2.0
+"""Times the compute that is expected: a step as long as that had an evaluation in it, and says nothing of density."""
 LEAD_STEPS: Final = 2
 """From the newest step that anybody reported to the one that a decision takes effect at."""
 LEAST_REPORTS: Final = 3
@@ -93,8 +98,7 @@ class Controller:
         self._curve = curve or power()
         self._floor, self._ceiling = floor, max(CEILING, floor)
         ratio = self._ceiling / floor
-        densities = [floor * ratio ** (place / _CANDIDATES) for place in range(_CANDIDATES)] + [self._ceiling]
-        self._candidates = [(each, self._curve.at(each)) for each in densities]
+        self._densities = [floor * ratio ** (place / _CANDIDATES) for place in range(_CANDIDATES)] + [self._ceiling]
         self._limits = tuple(batch_limits) or tuple((-(-size // 4), sum(batch_sizes)) for size in batch_sizes)
         if self.batch_sizes:
             split(sum(self.batch_sizes), [1.0] * world_size, self._limits)
@@ -109,6 +113,8 @@ class Controller:
         self._bytes_per_density: float | None = None
         self._seconds_per_sample = [Smoothed() for _ in range(self._world_size)]
         self._compute_seconds = [Smoothed() for _ in range(self._world_size)]
+        """Both as they would be at a density of 0."""
+        self._seconds_per_density = Slope()
 
     # ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,15 +136,21 @@ class Controller:
         self._num_steps += 1
         if self._num_steps == 1:
             return
+        density = max(report.density for report in step_W)
+        slowest, known = max(report.compute_seconds for report in step_W), self._compute_seconds[0].value
+        if known is None or slowest < PAUSE * self._compute_at(density, self._expected_compute(())):
+            self._seconds_per_density.add(density, slowest)
+        growth = density * self._seconds_per_density.value
         for report, per_sample, compute in zip(step_W, self._seconds_per_sample, self._compute_seconds, strict=True):
-            compute.add(report.compute_seconds)
+            alone = max(0.0, report.compute_seconds - growth)
+            compute.add(alone)
             if report.num_samples:
-                per_sample.add(report.compute_seconds / report.num_samples)
+                per_sample.add(alone / report.num_samples)
         num_bytes = max(max(report.bytes_sent, report.bytes_received) for report in step_W)
         wall = _slowest_hop_seconds(step_W)
         if num_bytes and wall > 0:
             self._seconds_per_byte.add(wall / num_bytes)
-            self._bytes_per_density = num_bytes / max(report.density for report in step_W)
+            self._bytes_per_density = num_bytes / density
 
     @property
     def bandwidth(self) -> float | None:
@@ -197,12 +209,12 @@ class Controller:
         bound = {self._floor: ", the floor", self._ceiling: ", the ceiling"}.get(new, "")
         told = (
             f"density {self.density:.3%} → {new:.3%}{bound}: the slowest hop carries {1e-6 / slowness:.3g} MB/s, "
-            f"a step computes {compute:.3g} s and would exchange {new * bulk * slowness:.3g} s"
+            f"a step computes {self._compute_at(new, compute):.3g} s and would exchange {new * bulk * slowness:.3g} s"
         )
         return new, told
 
     def _expected_compute(self, sizes: tuple[int, ...]) -> float:
-        """Of the slowest rank with these batches."""
+        """Of the slowest rank with these batches, at a density of 0."""
         if sizes:
             known = zip(sizes, self._seconds_per_sample, strict=True)
             return max(size * (each.value or 0.0) for size, each in known)
@@ -210,15 +222,20 @@ class Controller:
 
     def _best(self, compute_seconds: float, exchange_seconds: float) -> float:
         """The density with most progress per second, of equals the greatest, if density 1 takes so long to exchange."""
-        hidden = min(max(HIDDEN_FRACTION * compute_seconds / exchange_seconds, self._floor), self._ceiling)
-        best, best_rate = self._floor, 0.0
-        for density, worth in (*self._candidates, (hidden, self._curve.at(hidden))):
-            exchange = density * exchange_seconds
-            beside = max(compute_seconds, exchange / HIDDEN_FRACTION)
-            rate = worth / (beside if self._staleness else compute_seconds + exchange)
-            if rate > best_rate or (rate == best_rate and density > best):
-                best, best_rate = density, rate
+        left = exchange_seconds - HIDDEN_FRACTION * self._seconds_per_density.value
+        hidden = HIDDEN_FRACTION * compute_seconds / left if left > 0 else self._ceiling
+        densities = [*self._densities, min(max(hidden, self._floor), self._ceiling)]
+        best: float = max((self._rate(each, compute_seconds, exchange_seconds), each) for each in densities)[1]
         return best
+
+    def _rate(self, density: float, compute_seconds: float, exchange_seconds: float) -> float:
+        """Progress per second at a density."""
+        compute, exchange = self._compute_at(density, compute_seconds), density * exchange_seconds
+        seconds = max(compute, exchange / HIDDEN_FRACTION) if self._staleness else compute + exchange
+        return self._curve.at(density) / seconds
+
+    def _compute_at(self, density: float, compute_seconds: float) -> float:
+        return compute_seconds + density * self._seconds_per_density.value
 
     # ── a life ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -252,6 +269,7 @@ class Controller:
             "seconds_per_byte": self._seconds_per_byte.state_dict(),
             "seconds_per_sample": [each.state_dict() for each in self._seconds_per_sample],
             "compute_seconds": [each.state_dict() for each in self._compute_seconds],
+            "seconds_per_density": self._seconds_per_density.state_dict(),
             "open": [asdict(report) for told in self._open.values() for report in told.values()],
         }
 
@@ -270,6 +288,7 @@ class Controller:
             each.load_state_dict(saved)
         for each, saved in zip(self._compute_seconds, state["compute_seconds"], strict=True):
             each.load_state_dict(saved)
+        self._seconds_per_density.load_state_dict(state["seconds_per_density"])
         self._open.clear()
         for saved in state["open"]:
             report = StepReport(**saved)

@@ -10,7 +10,7 @@ What is measured is the time to a given progress: the sum over steps of what eac
 good, and the shorter is better. A density that is fixed can be tried after the fact, all of them on the same link;
 the best of those is what a controller, which does not know the link before, is held against.
 
-Left out: the time to compress, bytes that do not depend on density, losses of single packets.
+Left out: the time to compress beside the model, bytes that do not depend on density, losses of single packets.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ class Cluster:
     bytes_per_density: float
     """Of one exchange with density 1, over the slowest hop."""
     staleness: int = 1
+    seconds_per_density: float = 0.0
+    """By which compute is longer at density 1: where choosing, coding and merging take from the model's processor."""
     noise_fraction: float = 0.0
     """Compute and bandwidth of each step are off by up to so much."""
 
@@ -157,7 +159,8 @@ def play(
         def off() -> float:
             return 1 + cluster.noise_fraction * draw.uniform(-1, 1)
 
-        compute_W = [size * each * off() for size, each in zip(sizes, cluster.seconds_per_sample, strict=True)]
+        more = density * cluster.seconds_per_density
+        compute_W = [(size * each + more) * off() for size, each in zip(sizes, cluster.seconds_per_sample, strict=True)]
         computed = begin + max(compute_W)
         start = max(computed, received)
         num_bytes = density * cluster.bytes_per_density

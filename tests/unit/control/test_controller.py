@@ -62,6 +62,18 @@ class TestDensity:
         controllers = [Controller(2, density=0.001, curve=power(each)) for each in (0.2, exponent)]
         assert feed(controllers[0], range(10))[0].density == feed(controllers[1], range(10))[0].density
 
+    @pytest.mark.parametrize("pause", [0.0, 60.0])
+    def test_a_pause_at_one_density_does_not_speak_against_it(self, pause: float) -> None:
+        controller = Controller(2, density=0.001)
+        for step in range(60):
+            density = 0.02 if step < 30 else 0.04
+            for rank in range(2):
+                compute = 0.2 + pause * (step == 40)
+                controller.observe(report(step, rank, density=density, bandwidth=20e6, compute=compute))
+        decision = controller.decide(60)
+        assert decision is not None
+        assert decision.density == pytest.approx(20e6 * 0.2 * HIDDEN_FRACTION / BULK, rel=1e-3)
+
     @pytest.mark.parametrize(("bandwidth", "limit", "told"), [(1e3, FLOOR, "floor"), (1e12, CEILING, "ceiling")])
     def test_it_stays_between_floor_and_ceiling(self, bandwidth: float, limit: float, told: str) -> None:
         (decision,) = feed(Controller(2, density=0.01), range(10), bandwidth=bandwidth)

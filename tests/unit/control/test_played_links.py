@@ -31,7 +31,7 @@ LINKS = {
 
 
 def cluster(staleness: int, noise: float = 0.05) -> Cluster:
-    return Cluster((0.01, 0.01), (20, 20), NUM_BYTES, staleness, noise)
+    return Cluster((0.01, 0.01), (20, 20), NUM_BYTES, staleness, noise_fraction=noise)
 
 
 def controlled(cluster: Cluster, link: Link, curve: Curve, goal: float, **options: object) -> Outcome:
@@ -50,6 +50,17 @@ def test_within_a_tenth_of_the_best_fixed_density_in_hindsight_and_ahead_of_all_
     found = controlled(cluster(staleness), LINKS[name], curve, goal).seconds
     assert found <= 1.10 * fixed[0]
     assert found < fixed[1]
+
+
+@pytest.mark.parametrize("name", ["falls", "rises", "wanders", "trace"])
+def test_also_where_compute_grows_with_density(name: str) -> None:
+    """One core computes the model and compresses: what the link would carry is more than the processor bears."""
+    shared = Cluster((0.01, 0.01), (20, 20), NUM_BYTES, 1, seconds_per_density=2.0, noise_fraction=0.05)
+    goal = 1000 * power().at(0.01)
+    fixed = sorted(play(shared, LINKS[name], power(), goal, density=each).seconds for each in GRID)
+    found = controlled(shared, LINKS[name], power(), goal)
+    assert found.seconds <= 1.05 * fixed[0]
+    assert found.seconds < fixed[1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -78,7 +89,7 @@ def test_a_change_of_the_link_takes_a_handful_of_decisions() -> None:
 
 
 def test_unequal_ranks_are_made_equal_once() -> None:
-    unequal = Cluster((0.01, 0.03), (20, 20), NUM_BYTES, 1, 0.1)
+    unequal = Cluster((0.01, 0.03), (20, 20), NUM_BYTES, 1, noise_fraction=0.1)
     control = Controller(2, density=0.01, batch_sizes=(20, 20))
     with_batches = play(unequal, LINKS["constant"], power(), 300.0, density=0.01, control=control)
     assert {each.batch_sizes for each in with_batches.decisions} == {(30, 10)}

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shade.control.smoothing import Smoothed
+from shade.control.smoothing import Slope, Smoothed
 
 
 def fed(*values: float) -> Smoothed:
@@ -54,3 +54,36 @@ def test_it_goes_on_where_it_was() -> None:
     for value in values[4:]:
         resumed.add(value)
     assert resumed.value == whole.value
+
+
+def sloped(*places: tuple[float, float]) -> Slope:
+    slope = Slope()
+    for x, y in places:
+        slope.add(x, y)
+    return slope
+
+
+def test_a_slope_is_found_in_noise() -> None:
+    draw = random.Random(0)
+    found = sloped(*((x, (0.2 + 0.9 * x) * (1 + 0.1 * draw.uniform(-1, 1))) for x in [0.03] * 20 + [0.1] * 20))
+    assert found.value == pytest.approx(0.9, rel=0.15)
+
+
+@pytest.mark.parametrize("places", [[], [(0.03, 1.0)], [(0.03, 1.0), (0.03, 2.0)] * 20, [(0.03, 2.0), (0.1, 1.0)] * 20])
+def test_what_does_not_vary_or_falls_has_no_slope(places: list[tuple[float, float]]) -> None:
+    assert sloped(*places).value == 0
+
+
+def test_a_slope_that_has_changed_is_learned_anew() -> None:
+    before, after = [(0.03, 1.03), (0.1, 1.1)] * 200, [(0.03, 1.15), (0.1, 1.5)] * 200
+    assert sloped(*before).value == pytest.approx(1.0, rel=0.1)
+    assert sloped(*before, *after).value == pytest.approx(5.0, rel=0.1)
+
+
+def test_a_slope_goes_on_where_it_was() -> None:
+    places = [(0.1 * number, 0.3 * number**1.5) for number in range(10)]
+    resumed = Slope()
+    resumed.load_state_dict(sloped(*places[:4]).state_dict())
+    for place in places[4:]:
+        resumed.add(*place)
+    assert resumed.value == sloped(*places).value > 0

@@ -13,8 +13,7 @@ one with the most progress per second (`shade.control.curve`):
 Bandwidth is bytes over wall time of the slowest hop. A rank that is early waits in the collective for one that is late;
 that is not the link's fault and is taken off. What does not shrink with density (small dense tensors, latency) is seen
 as less bandwidth; as it is measured again at each new density, a few decisions settle it. Compute may grow with
-density, if choosing and merging take from the processor that the model computes on; how much shows when
-density changes.
+density, if choosing and merging take from the processor that the model computes on; how much shows when it changes.
 
 Batches go by the samples that each rank computes in a second (`shade.control.split`); the global batch stays. What a
 step costs whatever its batch makes few samples look slow; each division is measured again, and they close in on equal
@@ -137,8 +136,9 @@ class Controller:
         if self._num_steps == 1:
             return
         density = max(report.density for report in step_W)
-        slowest, known = max(report.compute_seconds for report in step_W), self._compute_seconds[0].value
-        if known is None or slowest < PAUSE * self._compute_at(density, self._expected_compute(())):
+        slowest = max(report.compute_seconds for report in step_W)
+        expected = self._compute_at(density, max(each.value or 0.0 for each in self._compute_seconds))
+        if not expected or slowest < PAUSE * expected:
             self._seconds_per_density.add(density, slowest)
         growth = density * self._seconds_per_density.value
         for report, per_sample, compute in zip(step_W, self._seconds_per_sample, self._compute_seconds, strict=True):

@@ -203,10 +203,11 @@ class SparseState:
             work.payloads[job.number] = trade.pack(work, job.number, chosen)
         except Exception as error:  # noqa: BLE001 - told to all by the counts
             work.trouble.append(error)
-        weights_P, (lengths_P,) = trade.count(work, [job.number])
+        weights_P, lengths = trade.count(work, [job.number])
         average_D = np.zeros(size, dtype=np.float32)
         if sum(weights_P) > 0:
-            average_D = trade.bring(work, job.number, weights_P, trade.send(work, job.number, lengths_P)).dense()
+            (average,) = trade.bring(work, [job.number], weights_P, lengths)
+            average_D = average.dense()
         if job.is_last:
             trade.vote(work, 0.0)
         if self._unscale != 1.0:

@@ -199,8 +199,7 @@ class DiLoCo:
                 work.trouble.append(error)
         try:
             weights_P, lengths = self._trade.count(work, numbers)
-            arrivals = [self._trade.send(work, each, lengths[each]) for each in numbers]
-            merged = [self._trade.bring(work, each, weights_P, arrivals[each]) for each in numbers]
+            merged = self._trade.bring(work, numbers, weights_P, lengths)
             self._trade.vote(work, 0.0)
         except Exception as error:
             own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)

@@ -226,9 +226,7 @@ class _Stages:
             if numbers is self._rounds[-1]:
                 work.agreed.set()
             if sum(weights_P) > 0:
-                arrivals = [self._trade.send(work, *place) for place in zip(numbers, lengths, strict=True)]
-                for number, arrive in zip(numbers, arrivals, strict=True):
-                    merged[number] = self._trade.bring(work, number, weights_P, arrive)
+                merged.update(zip(numbers, self._trade.bring(work, numbers, weights_P, lengths), strict=True))
         everything = [merged[number] for number in sorted(merged)]
         work.unvoted = None if work.damage else everything
         work.norm = self._trade.vote(work, norm_of(everything))

@@ -2,8 +2,8 @@
 
 1. *Counts.* Every rank says in a few words which step it stands in, how many samples its gradient is the mean of,
    whether it is finite, and how long its payloads are. All ranks see the same words, so what they conclude is the
-   same: a NaN
-   anywhere, a rank in another step or of another version ends the step on all of them, before a payload is sent.
+   same: a NaN anywhere, a rank in another step or of another version ends the step on all of them, before a payload
+   is sent.
 2. *Payloads*, one message a bucket, padded to the longest. All that are ready set out at once, so that the link is
    busy while one that came is unpacked (checksum, lengths, step, bucket) and merged in the order of the ranks.
 3. *Vote.* A payload may be damaged on its way to one rank only. So all say whether theirs were whole, and apply what
@@ -120,41 +120,25 @@ class Trade:
         lengths = [[int(all_WN[ranks[place], _FIXED + each]) for ranks in peers] for each in range(len(numbers))]
         return weights_P, lengths
 
-    def send(self, work: StepWork, number: int, lengths_P: Sequence[int]) -> Arrival:
-        """Phase 2, for one bucket: its payload sets out.
+    def bring(
+        self, work: StepWork, numbers: Sequence[int], weights_P: Sequence[float], lengths: Sequence[Sequence[int]]
+    ) -> list[Sparse]:
+        """Phase 2, for the same buckets: all payloads set out, and each bucket is merged as it comes.
+
+        A payload that is not whole is noted in ``work.damage`` and the rest goes on.
 
         Args:
             work: The step.
-            number: Of the bucket.
-            lengths_P: Of the peers' payloads.
+            numbers: The buckets, as counted.
+            weights_P: Of the peers, from `count`.
+            lengths: For each bucket, of the peers' payloads, from `count`.
 
         Returns:
-            What `bring` waits for.
+            The merged buckets; an empty one where there was trouble.
         """
-        return self._route.trade(work.payloads[number], lengths_P)
-
-    def bring(self, work: StepWork, number: int, weights_P: Sequence[float], arrive: Arrival) -> Sparse:
-        """Phase 2, its end: a payload that is not whole is noted in ``work.damage`` and the rest goes on.
-
-        Args:
-            work: The step.
-            number: Of the bucket.
-            weights_P: Of the peers.
-            arrive: What `send` gave.
-
-        Returns:
-            The merged bucket; an empty one if there was trouble.
-        """
-        payloads = arrive()
-        started = time.perf_counter()
-        size = self._part_size(number)
-        try:
-            merged = merge([self._unpack(payload, work, number, size) for payload in payloads], weights_P)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the others hear of it in the vote
-            work.damage.append(error)
-            merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
-        work.costs.compress_seconds += time.perf_counter() - started
-        return self._route.spread(merged, self._sizes[number])
+        places = zip(numbers, lengths, strict=True)
+        arrivals = [self._route.trade(work.payloads[number], lengths_P) for number, lengths_P in places]
+        return [self._merge(work, *arrival, weights_P) for arrival in zip(numbers, arrivals, strict=True)]
 
     def vote(self, work: StepWork, norm: float) -> float:
         """Phase 3.
@@ -219,6 +203,19 @@ class Trade:
             effective_step=int(words_N[8]),
             reason="rank 0 proposed it",
         )
+
+    def _merge(self, work: StepWork, number: int, arrive: Arrival, weights_P: Sequence[float]) -> Sparse:
+        """One bucket, when its payloads have come."""
+        payloads = arrive()
+        started = time.perf_counter()
+        size = self._part_size(number)
+        try:
+            merged = merge([self._unpack(payload, work, number, size) for payload in payloads], weights_P)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the others hear of it in the vote
+            work.damage.append(error)
+            merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
+        work.costs.compress_seconds += time.perf_counter() - started
+        return self._route.spread(merged, self._sizes[number])
 
     def _unpack(self, payload: Octets, work: StepWork, number: int, size: int) -> Sparse:
         """One peer's choice, if it is of this very step and bucket."""

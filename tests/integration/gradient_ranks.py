@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from shade.gradient.exchange import Arrival, Exchange
+
 Story = Callable[[int, int], Any]
 
 
@@ -55,6 +57,23 @@ def digest(model: nn.Module) -> str:
     for parameter in model.parameters():
         total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
+
+
+def damage(world: Exchange, hurt: Callable[[list[Any]], None]) -> None:
+    """From now on payloads that come in at this rank are changed before anybody looks at them."""
+    begin = world.begin_gather
+
+    def begin_damaged(payload: Any, lengths: Any) -> Arrival:
+        arrive = begin(payload, lengths)
+
+        def arrive_damaged() -> list[Any]:
+            payloads = arrive()
+            hurt(payloads)
+            return payloads
+
+        return arrive_damaged
+
+    world.begin_gather = begin_damaged  # type: ignore[method-assign]
 
 
 def network(seed: int = 0) -> nn.Sequential:

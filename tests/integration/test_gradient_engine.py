@@ -15,7 +15,7 @@ from shade.errors import ConfigError, GradientError, NonFiniteGradientError, Pay
 from shade.gradient.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.types import Decision
-from tests.integration.gradient_ranks import batch, digest, distance, loss_of, network, play, told
+from tests.integration.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, told
 
 SMALL: dict[str, Any] = {"bucket_bytes": 4 * 4000, "timeout_seconds": 30.0, "density": 0.05}
 EXACT: dict[str, Any] = {**SMALL, "density": 1.0, "quantiser": "none"}
@@ -196,22 +196,14 @@ def story_of_damage(rank: int, world_size: int) -> list[Any]:
         with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL, staleness=staleness) as engine:
             train(engine, model, rank, range(3))
             engine.finish()
-            world, begin = engine._route.world, engine._route.world.begin_gather
             hit = []
 
-            def damaged(payload: Any, lengths: Any, begin: Any = begin, hit: Any = hit) -> Any:
-                arrive = begin(payload, lengths)
+            def hurt(payloads: list[Any], hit: list[bool] = hit) -> None:
+                if rank == 0 and not hit:
+                    payloads[1][len(payloads[1]) // 2] ^= 4
+                    hit.append(True)
 
-                def arrive_damaged() -> Any:
-                    payloads = arrive()
-                    if rank == 0 and not hit:
-                        payloads[1][len(payloads[1]) // 2] ^= 4
-                        hit.append(True)
-                    return payloads
-
-                return arrive_damaged
-
-            world.begin_gather = damaged  # type: ignore[method-assign]
+            damage(engine._route.world, hurt)
             before, raised = digest(model), ""
             expected = [kept.copy() for kept in residuals(engine)]
             loss = loss_of(model, rank, 3)

@@ -12,7 +12,7 @@ from torch import nn
 from shade.errors import NonFiniteGradientError, PayloadError, StateMismatchError
 from shade.gradient.comm_hook import SparseState, sparse_hook
 from shade.gradient.local_sgd import DiLoCo, LocalSGD
-from tests.integration.gradient_ranks import digest, distance, loss_of, network, play, told
+from tests.integration.gradient_ranks import damage, digest, distance, loss_of, network, play, told
 
 
 def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.parallel.DistributedDataParallel, SparseState]:
@@ -137,20 +137,12 @@ def story_of_hook_damage(rank: int, world_size: int) -> list[Any]:
     model = network()
     ddp, state = wrapped(model, density=0.05)
     optimizer, raised = torch.optim.SGD(model.parameters(), lr=0.1), []
-    world, begin = state._route.world, state._route.world.begin_gather
 
-    def damaged(payload: Any, lengths: Any) -> Any:
-        arrive = begin(payload, lengths)
+    def hurt(payloads: list[Any]) -> None:
+        if (rank, state.step) == (1, 2):
+            payloads[0][60] ^= 1
 
-        def arrive_damaged() -> Any:
-            payloads = arrive()
-            if (rank, state.step) == (1, 2):
-                payloads[0][60] ^= 1
-            return payloads
-
-        return arrive_damaged
-
-    world.begin_gather = damaged  # type: ignore[method-assign]
+    damage(state._route.world, hurt)
     for step in range(5):
         try:
             loss_of(ddp, rank, step).backward()

@@ -61,7 +61,7 @@ class StepReport:
     num_samples: int
     """In this rank's part of the batch."""
     compute_seconds: float
-    """Forward and backward on the training thread, without waiting for anybody."""
+    """On the training thread, without waiting for anybody: applying what is due, forward and backward."""
     compress_seconds: float
     """Choosing, coding, decoding and merging, on whatever thread."""
     exchange_seconds: float

@@ -138,7 +138,7 @@ class Controller:
         density = max(report.density for report in step_W)
         slowest = max(report.compute_seconds for report in step_W)
         expected = self._compute_at(density, max(each.value or 0.0 for each in self._compute_seconds))
-        if not expected or slowest < PAUSE * expected:
+        if slowest and (not expected or slowest < PAUSE * expected):
             self._seconds_per_density.add(density, slowest)
         growth = density * self._seconds_per_density.value
         for report, per_sample, compute in zip(step_W, self._seconds_per_sample, self._compute_seconds, strict=True):

@@ -10,6 +10,8 @@ What is measured is the time to a given progress: the sum over steps of what eac
 good, and the shorter is better. A density that is fixed can be tried after the fact, all of them on the same link;
 the best of those is what a controller, which does not know the link before, is held against.
 
+Reports are as late as in life: a step's own come when it has ended, those of other ranks one step later.
+
 Left out: the time to compress beside the model, bytes that do not depend on density, losses of single packets.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import bisect
 import math
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -148,7 +151,7 @@ def play(
     """
     draw = random.Random(seed)
     outcome = Outcome(0.0)
-    sizes, waiting = cluster.batch_sizes, list[Decision]()
+    sizes, waiting, told = cluster.batch_sizes, list[Decision](), deque[StepReport]()
     begin = received = before = 0.0  # of this step's compute; when the last exchange ended, and the one before
     progress, step = 0.0, 0
     while progress < goal:
@@ -173,10 +176,12 @@ def play(
                 wall = received - start + max(compute_W) - compute
                 moved = int(num_bytes)
                 waited = begin - computed
-                control.observe(
+                told.append(
                     StepReport(step, rank, size, compute, 0.0, wall, waited, moved, moved, density, gradient_norm=1.0)
                 )
-            made = control.decide(step + cluster.staleness)
+            while told and told[0].step < step - cluster.staleness:
+                control.observe(told.popleft())
+            made = control.decide(step + 1)
             if made is not None:
                 waiting.append(made)
                 outcome.decisions.append(made)

@@ -1,10 +1,10 @@
 """Makes numbers one can act on out of measurements that jump.
 
-`Smoothed` is one quantity: the median of the last five, then a moving average.
+`Smoothed` is one quantity: the median of the last three, then a moving average.
 
 The median keeps a single hiccup out altogether; the average takes the rest of the noise. It is slow while the medians
 stay near it, so that noise moves nothing, and quick once they do not. Bandwidth goes in upside down, as seconds per
-byte: then a link that breaks down is believed within three steps, and one that recovers within about six. That is the
+byte: then a link that breaks down is believed within two steps, and one that recovers within about four. That is the
 right way round, as a step on a link that is overestimated takes long, and one on a link that is underestimated only
 carries less. The price is that lag.
 
@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
-WINDOW: Final = 5
+WINDOW: Final = 3
 QUICK_WEIGHT, STEADY_WEIGHT = 0.8, 0.1
 """Of the newest median in the average: when it is off by more than `NOISE_FRACTION`, and when it is not."""
 NOISE_FRACTION: Final = 0.2
-"""A median of five that is further off than that is a change, not noise."""
+"""A median that is further off than that is a change, not noise."""
 
 FADING: Final = 0.99
 """What a measurement's weight in a slope shrinks by with each one after it: a hundred of them count."""
-DOUBT: Final = 0.1
-"""A slope is halved where what it is over varies by so much of its own mean, and is nothing where it stands still."""
+DOUBT: Final = 5 * 0.1**2
+"""A slope begins as if five measurements, each a tenth of x off the mean, had shown no growth."""
 
 
 class Smoothed:
@@ -65,10 +65,10 @@ class Smoothed:
 
 
 class Slope:
-    """How much y grows with x; never below 0, and 0 until x has varied."""
+    """How much y grows with x; never below 0, and 0 as long as it may be noise."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._weight = self._x = self._y = self._xx = self._xy = self._yy = 0.0
 
     def add(self, x: float, y: float) -> None:
         """Takes in a measurement.
@@ -78,24 +78,27 @@ class Slope:
             y: What belongs to it; finite.
         """
         self._weight, kept = FADING * self._weight + 1, FADING * self._weight
-        step_x, step_y = x - self._x, y - self._y
+        step_x, step_y, share = x - self._x, y - self._y, kept / self._weight
         self._x += step_x / self._weight
         self._y += step_y / self._weight
-        self._xx = FADING * self._xx + kept / self._weight * step_x * step_x
-        self._xy = FADING * self._xy + kept / self._weight * step_x * step_y
+        self._xx = FADING * self._xx + share * step_x * step_x
+        self._xy = FADING * self._xy + share * step_x * step_y
+        self._yy = FADING * self._yy + share * step_y * step_y
 
     @property
     def value(self) -> float:
-        """Of the line, drawn towards 0 where x has hardly varied."""
-        if not self._weight:
+        """Of the line, drawn towards 0 where x has hardly varied, less its standard error."""
+        spread = self._xx + DOUBT * self._x**2
+        if self._weight <= 2 or not spread:
             return 0.0
-        spread = self._xx / self._weight + (DOUBT * self._x) ** 2
-        return max(0.0, self._xy / self._weight / spread) if spread else 0.0
+        slope = self._xy / spread
+        unexplained = max(0.0, self._yy - slope * self._xy)
+        return max(0.0, slope - math.sqrt(unexplained / (self._weight - 2) / spread))
 
     def state_dict(self) -> dict[str, Any]:
         """What it goes on from."""
-        return {"sums": [self._weight, self._x, self._y, self._xx, self._xy]}
+        return {"sums": [self._weight, self._x, self._y, self._xx, self._xy, self._yy]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes it back."""
-        self._weight, self._x, self._y, self._xx, self._xy = map(float, state["sums"])
+        self._weight, self._x, self._y, self._xx, self._xy, self._yy = map(float, state["sums"])

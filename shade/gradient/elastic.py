@@ -192,7 +192,7 @@ class ElasticEngine(GradientEngine):
             return
         late, self._late = self._late, None
         if late is not None:
-            self._settle(late, 0.0)
+            self._settle(late)
         leaving = [rank for rank, notice in enumerate(settled.notices) if notice == LEAVES]
         if leaving:
             self._hand_over(leaving)

@@ -46,7 +46,6 @@ from torch import nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient.bucket import BUCKET_BYTES, plan_buckets
-from shade.gradient.compressor import check_density
 from shade.gradient.consistency import EVERY, Consistency
 from shade.gradient.correction import Correction
 from shade.gradient.density import WarmUp
@@ -57,7 +56,7 @@ from shade.gradient.lane import make_lanes
 from shade.gradient.meter import Meter
 from shade.gradient.optim.base import SparseOptimizer, corrections_of
 from shade.gradient.pipeline import Pipeline
-from shade.gradient.plan import Plan, plain_decision, read_decision
+from shade.gradient.plan import Plan, check_decision, plain_decision, read_decision
 from shade.gradient.replica import check_alike, share_weights, unite_buffers
 from shade.gradient.route import Route, StraightRoute
 from shade.gradient.scaling import ScaleKeeper
@@ -146,6 +145,7 @@ class GradientEngine:
         self._intake = Intake(self._lanes, optimizer.param_groups, self._scale)
         self._is_closed = False
         self._proposal: Decision | None = None
+        """For the step after the open one."""
         self._num_samples = 1
         self._late: StepWork | None = None
         """The step whose result is still to be applied."""
@@ -154,6 +154,7 @@ class GradientEngine:
         self._applied = (-1, 0.0)
         """The step that was applied last, and its norm."""
         self._stepped_at = time.perf_counter()
+        """When a step last began to be applied: what follows until the next is this rank's own work."""
         self._open = self._begin(0)
         self._hook: Any = model.register_load_state_dict_post_hook(lambda *_: self._refresh())  # type: ignore[no-untyped-call]
 
@@ -189,31 +190,33 @@ class GradientEngine:
             GradientError: A rank failed; see its log.
         """
         self._check_open()
-        compute_seconds = time.perf_counter() - self._stepped_at
         work = self._open
+        work.costs.compute_seconds = time.perf_counter() - self._stepped_at
+        self._stepped_at = time.perf_counter()
         self._intake.seal(work)
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
         self._optimizer._opt_called = True  # schedulers ask for a step, and the first late one applies nothing
         try:
             if due is not None:
-                self._settle(due, compute_seconds)
+                self._settle(due)
         finally:
             self._open = self._begin(work.step + 1)
-            self._stepped_at = time.perf_counter()
 
     def finish(self) -> None:
         """Brings everything up to date: the last gradient, weights that lag, buffers. Collective; fails as `step`."""
         self._check_between_steps()
         due, self._late = self._late, None
         if due is not None:
-            self._settle(due, 0.0)
+            self._settle(due)
         self._optimizer.flush()
         unite_buffers(self._route.world, self._model)
 
     # ── what a controller says and sees ─────────────────────────────────────────────────────────────────────────────
 
     def propose(self, decision: Decision) -> None:
-        """Rank 0 decides for all: rides in the next step's exchange, takes effect at one step on every rank.
+        """Rank 0 decides for all: rides in the coming step's exchange, takes effect at one step on every rank.
+
+        If that step's backward pass has begun, or the step fails, it rides in the next.
 
         Args:
             decision: Not before its ``effective_step``, and not before every rank can know of it.
@@ -221,14 +224,11 @@ class GradientEngine:
         Raises:
             ConfigError: On another rank, or one that cannot be.
         """
-        world = self._route.world
-        if world.rank:
-            raise ConfigError.of("a decision on rank 0", f"rank {world.rank}", "run the controller on rank 0 only")
-        check_density(decision.density)
-        if decision.batch_sizes and len(decision.batch_sizes) != world.world_size:
-            got = len(decision.batch_sizes)
-            raise ConfigError.of(f"{world.world_size} batch sizes, or none", got, "give one for each rank")
-        self._proposal = decision
+        check_decision(decision, self._route.world.rank, self._route.world.world_size)
+        if self._open.is_untouched:
+            self._open.proposal, self._proposal = decision, None
+        else:
+            self._proposal = decision
 
     @property
     def batch_size(self) -> int | None:
@@ -361,16 +361,17 @@ class GradientEngine:
         for lane in self._lanes:
             lane.bucket.refresh()
 
-    def _settle(self, work: StepWork, compute_seconds: float) -> None:
+    def _settle(self, work: StepWork) -> None:
         """Waits for a step's end and applies it, or says on all ranks why not."""
         started = time.perf_counter()
         work.done.wait()
-        self._settled = work
-        wait_seconds = time.perf_counter() - started
+        self._settled, self._stepped_at = work, time.perf_counter()
+        work.costs.wait_seconds = self._stepped_at - started
         is_overflow = isinstance(work.error, NonFiniteGradientError) and self._scale.skips
         outcome = "steps" if work.error is None else "skipped_steps" if is_overflow else "failed_steps"
-        self._meter.add(work, outcome, compute_seconds, wait_seconds)
+        self._meter.add(work, outcome)
         if work.error is not None and not is_overflow:
+            self._proposal = self._proposal or self._open.proposal or work.proposal  # the newest; told twice, no harm
             raise work.error
         self._scale.stepped(work.error is None)
         if work.decision is not None:

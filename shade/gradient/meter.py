@@ -19,7 +19,7 @@ COUNTS: dict[str, str] = {
     "gradient_bytes_received": "bytes this rank received over its link",
     "gradient_chosen": "elements this rank sent",
     "gradient_elements": "elements its gradients had; chosen / elements is the density that came to be",
-    "gradient_compute_seconds": "time between two steps: forward, backward, and whatever else the script does there",
+    "gradient_compute_seconds": "a step without waiting: applying, forward, backward, and what else the script does",
     "gradient_compress_seconds": "time for choosing, coding, decoding and merging, hidden behind the compute or not",
     "gradient_exchange_seconds": "time in collectives, waiting for slower ranks included, hidden or not",
     "gradient_wait_seconds": "time the training thread stood still for an exchange; near 0: the link is hidden",
@@ -53,24 +53,22 @@ class Meter:
         """
         self.totals[f"gradient_{name}"] += amount
 
-    def add(self, work: StepWork, outcome: str, compute_seconds: float, wait_seconds: float) -> None:
+    def add(self, work: StepWork, outcome: str) -> None:
         """Takes in a step that has ended.
 
         Args:
             work: The step.
             outcome: ``steps``, ``skipped_steps`` or ``failed_steps``.
-            compute_seconds: Between the step before and this one.
-            wait_seconds: For its exchange.
         """
         costs = work.costs
         self.latest = StepReport(
             step=work.step,
             rank=self.rank,
             num_samples=work.num_samples,
-            compute_seconds=compute_seconds,
+            compute_seconds=costs.compute_seconds,
             compress_seconds=costs.compress_seconds,
             exchange_seconds=costs.exchange_seconds,
-            wait_seconds=wait_seconds,
+            wait_seconds=costs.wait_seconds,
             bytes_sent=costs.bytes_sent,
             bytes_received=costs.bytes_received,
             density=costs.num_chosen / max(1, self._num_elements),
@@ -82,10 +80,10 @@ class Meter:
             "bytes_received": costs.bytes_received,
             "chosen": costs.num_chosen,
             "elements": self._num_elements,
-            "compute_seconds": compute_seconds,
+            "compute_seconds": costs.compute_seconds,
             "compress_seconds": costs.compress_seconds,
             "exchange_seconds": costs.exchange_seconds,
-            "wait_seconds": wait_seconds,
+            "wait_seconds": costs.wait_seconds,
         }
         for name, amount in amounts.items():
             self.count(name, amount)

@@ -1,6 +1,6 @@
 """What density each step has: the schedule it was started with, until a decision of rank 0 takes its place.
 
-A decision is proposed on rank 0, rides to all ranks in the counts of the next step, and takes effect at a step that
+A decision is proposed on rank 0, rides to all ranks in the counts of the coming step, and takes effect at a step that
 all of them can still reach: no earlier than the first step that no rank can have begun. So all of them change over
 together.
 """
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from shade.errors import ConfigError
+from shade.gradient.compressor import check_density
 from shade.gradient.density import WarmUp
 from shade.types import Decision
 
@@ -71,6 +73,25 @@ class Plan:
         self._decisions = [
             each if len(each.batch_sizes) == world_size else replace(each, batch_sizes=()) for each in decisions
         ]
+
+
+def check_decision(decision: Decision, rank: int, world_size: int) -> None:
+    """Whether a rank may decide this for all.
+
+    Args:
+        decision: Proposed.
+        rank: That proposes it.
+        world_size: Ranks that it is for.
+
+    Raises:
+        ConfigError: On another rank than 0, or one that cannot be.
+    """
+    if rank:
+        raise ConfigError.of("a decision on rank 0", f"rank {rank}", "run the controller on rank 0 only")
+    check_density(decision.density)
+    if decision.batch_sizes and len(decision.batch_sizes) != world_size:
+        got = len(decision.batch_sizes)
+        raise ConfigError.of(f"{world_size} batch sizes, or none", got, "give one for each rank")
 
 
 def plain_decision(decision: Decision) -> dict[str, Any]:

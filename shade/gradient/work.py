@@ -26,8 +26,10 @@ STAYS, CALLS, LEAVES = 0, 1, 2
 
 @dataclass
 class Costs:
-    """What the stages of one step took, on whatever thread."""
+    """What one step took, on whatever thread."""
 
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
     compress_seconds: float = 0.0
     exchange_seconds: float = 0.0
     bytes_sent: int = 0

@@ -29,7 +29,7 @@ def test_what_is_no_number_is_left_out() -> None:
     assert fed(1.0, float("nan"), float("inf"), 1.0).value == 1.0
 
 
-@pytest.mark.parametrize(("after", "steps"), [(20.0, 7), (0.05, 8)])
+@pytest.mark.parametrize(("after", "steps"), [(20.0, 3), (0.05, 6)])
 def test_a_change_is_believed(after: float, steps: int) -> None:
     smoothed = fed(*[1.0] * 20)
     for _ in range(steps):

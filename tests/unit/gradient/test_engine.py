@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -193,6 +194,26 @@ def test_samples_belong_to_the_batch_that_is_drawn() -> None:
         assert_same(parameters(model), before)
         with pytest.raises(ConfigError, match="num_samples ≥ 0"):
             engine.num_samples = -1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_decision_rides_at_once_and_again_if_its_step_fails(staleness: int) -> None:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=staleness) as engine:
+        train(engine, model, range(2))
+        engine.propose(Decision(0.5, (), 0, "rides in step 2"))
+        seen = []
+        for step in range(2, 12):
+            if step == 6:
+                engine.propose(Decision(0.25, (), 0, "rides in step 6, which fails"))
+            seen.append(engine.density)
+            (loss_of(model, step) * (float("nan") if step == 6 else 1.0)).backward()
+            with contextlib.suppress(NonFiniteGradientError):
+                engine.step()
+        assert engine.counts["gradient_failed_steps"] == 1
+        told_again = 6 + 1 + staleness
+        first, second = 2 + 1 + staleness, told_again + 1 + staleness
+        assert seen == [SPARSE["density"]] * (first - 2) + [0.5] * (second - first) + [0.25] * (12 - second)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -71,7 +71,7 @@ from typing import Any
 from measures import Kept, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gradient_report import METHODS, Rows, plot, plot_varying, table, table_varying, target_of
+from gradient_report import METHODS, TARGETS, Rows, plot, plot_varying, table, table_varying, target_of
 
 from shade.launch.run import ALLOCATOR
 
@@ -265,8 +265,9 @@ def measure_varying(given: argparse.Namespace, kept: Kept) -> dict[str, Any]:
         targets = {}
         for task in given.tasks:
             key = f"target: {task}, {looks_of(given)}"
-            targets[task] = target_of(kept(key, partial(course, bed, given, task, "--method", "ddp"))["evals"])
-            tell(f"target: {task}: {targets[task]:.4f}")
+            evals = kept(key, partial(course, bed, given, task, "--method", "ddp"))["evals"]
+            targets[task] = {share: target_of(evals, share) for share in TARGETS}
+            tell(f"targets: {task}: {', '.join(f'{loss:.4f}' for loss in targets[task].values())}")
         ways = {f"density {density:g}": ["--density", f"{density:g}"] for density in given.densities}
         ways["controller"] = ["--controller"]
         places = [(task, way) for task in given.tasks for way in ways]

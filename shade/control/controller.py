@@ -4,11 +4,10 @@ Density. A step on all ranks takes the slowest rank's compute and the exchange. 
 bytes that a density of 1 would be, over the bandwidth: all three measured. Of all densities from floor to ceiling, the
 one with the most progress per second (`shade.control.curve`):
 
-* staleness 1, the exchange of a step runs beside the next compute: the step takes the longer of the two. Whatever the
-  curve, that is where the exchange fills `HIDDEN_FRACTION` of the compute,
-  ``density = bandwidth * compute * 0.9 / bytes of density 1``, unless compute grows so much with density that less is
-  quicker.
-* staleness 0, one after the other: the step takes the sum, and the curve decides.
+* staleness 1, the exchange of a step runs beside the next compute: the step takes the longer of the two. Both jitter,
+  and who is late makes the step late, so two that are equally long take more than either: see `OVERLAP`. The curve's
+  steepness a decides how much of the compute the exchange fills, ``(a / (1 - a)) ** (1 / OVERLAP)``; 0.58 at a = 0.1.
+* staleness 0, one after the other: the step takes the sum, and the exchange gets a / (1 - a) of the compute.
 
 Bandwidth is bytes over wall time of the slowest hop. A rank that is early waits in the collective for one that is late;
 that is not the link's fault and is taken off. What does not shrink with density (small dense tensors, latency) is seen
@@ -29,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any, Final
 
 from shade.control.curve import Curve, power
@@ -40,15 +40,16 @@ from shade.types import Decision, StepReport
 FLOOR, CEILING = 0.0005, 0.10
 """Densities between which it chooses. Below, error feedback brings back most of a gradient too late; above, the indices
 cost as much as a dense exchange, and a user on such a link needs no sparse one."""
-HIDDEN_FRACTION: Final = 0.9
-"""Of the compute that an exchange beside it may fill. The rest is for what jumps: at 1.0 every second step waits."""
+OVERLAP: Final = 4.0
+"""Compute c beside exchange e takes (c^4 + e^4)^(1/4): where one is long as it, where they are equal 1.19 of either."""
 HYSTERESIS_FRACTION: Final = 0.10
 PAUSE: Final = 2.0
-"""Times the compute that is expected: a step as long as that had an evaluation in it, and says nothing of density."""
+"""Times the compute that is expected: a step of that length had an evaluation in it, and says nothing of density."""
 LEAD_STEPS: Final = 2
 """From the newest step that anybody reported to the one that a decision takes effect at."""
 LEAST_REPORTS: Final = 3
-"""Whole steps before the first decision: the first pays for compiling, allocating and connecting."""
+"""Whole steps before the first decision, and before compute says anything of density: the first ones compile, allocate
+and connect."""
 _MOST_OPEN: Final = 16
 """Steps of which some ranks have reported and some have not; older ones are given up: their reports were dropped."""
 _CANDIDATES: Final = 120
@@ -114,6 +115,8 @@ class Controller:
         self._compute_seconds = [Smoothed() for _ in range(self._world_size)]
         """Both as they would be at a density of 0."""
         self._seconds_per_density = Slope()
+        self._num_samples_W: list[int] = []
+        """Of the last step: with other batches compute lies higher or lower, whatever the density."""
 
     # ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,10 +139,8 @@ class Controller:
         if self._num_steps == 1:
             return
         density = max(report.density for report in step_W)
-        slowest = max(report.compute_seconds for report in step_W)
-        expected = self._compute_at(density, max(each.value or 0.0 for each in self._compute_seconds))
-        if slowest and (not expected or slowest < PAUSE * expected):
-            self._seconds_per_density.add(density, slowest)
+        if self._num_steps > LEAST_REPORTS:
+            self._learn_growth(step_W, density)
         growth = density * self._seconds_per_density.value
         for report, per_sample, compute in zip(step_W, self._seconds_per_sample, self._compute_seconds, strict=True):
             alone = max(0.0, report.compute_seconds - growth)
@@ -151,6 +152,16 @@ class Controller:
         if num_bytes and wall > 0:
             self._seconds_per_byte.add(wall / num_bytes)
             self._bytes_per_density = num_bytes / density
+
+    def _learn_growth(self, step_W: list[StepReport], density: float) -> None:
+        num_samples_W = [report.num_samples for report in step_W]
+        if num_samples_W != self._num_samples_W:
+            self._num_samples_W = num_samples_W
+            self._seconds_per_density.start_level()
+        compute = fmean(report.compute_seconds for report in step_W)
+        expected = self._compute_at(density, fmean(each.value or 0.0 for each in self._compute_seconds))
+        if 0 < compute < PAUSE * expected:
+            self._seconds_per_density.add(density, compute)
 
     @property
     def bandwidth(self) -> float | None:
@@ -221,18 +232,14 @@ class Controller:
         return max(each.value or 0.0 for each in self._compute_seconds)
 
     def _best(self, compute_seconds: float, exchange_seconds: float) -> float:
-        """The density with most progress per second, of equals the greatest, if density 1 takes so long to exchange."""
-        left = exchange_seconds - HIDDEN_FRACTION * self._seconds_per_density.value
-        hidden = HIDDEN_FRACTION * compute_seconds / left if left > 0 else self._ceiling
-        densities = [*self._densities, min(max(hidden, self._floor), self._ceiling)]
-        best: float = max((self._rate(each, compute_seconds, exchange_seconds), each) for each in densities)[1]
-        return best
+        """The density with most progress per second, if density 1 takes so long to exchange."""
+        return max((self._rate(each, compute_seconds, exchange_seconds), each) for each in self._densities)[1]
 
     def _rate(self, density: float, compute_seconds: float, exchange_seconds: float) -> float:
         """Progress per second at a density."""
         compute, exchange = self._compute_at(density, compute_seconds), density * exchange_seconds
-        seconds = max(compute, exchange / HIDDEN_FRACTION) if self._staleness else compute + exchange
-        return self._curve.at(density) / seconds
+        power = OVERLAP if self._staleness else 1.0
+        return self._curve.at(density) / float((compute**power + exchange**power) ** (1 / power))
 
     def _compute_at(self, density: float, compute_seconds: float) -> float:
         return compute_seconds + density * self._seconds_per_density.value
@@ -270,6 +277,7 @@ class Controller:
             "seconds_per_sample": [each.state_dict() for each in self._seconds_per_sample],
             "compute_seconds": [each.state_dict() for each in self._compute_seconds],
             "seconds_per_density": self._seconds_per_density.state_dict(),
+            "num_samples": list(self._num_samples_W),
             "open": [asdict(report) for told in self._open.values() for report in told.values()],
         }
 
@@ -289,6 +297,7 @@ class Controller:
         for each, saved in zip(self._compute_seconds, state["compute_seconds"], strict=True):
             each.load_state_dict(saved)
         self._seconds_per_density.load_state_dict(state["seconds_per_density"])
+        self._num_samples_W = list(map(int, state["num_samples"]))
         self._open.clear()
         for saved in state["open"]:
             report = StepReport(**saved)

@@ -69,6 +69,8 @@ class Slope:
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = self._yy = 0.0
+        self._level_weight = 0.0
+        """Of the measurements that x and y are means of."""
 
     def add(self, x: float, y: float) -> None:
         """Takes in a measurement.
@@ -77,13 +79,18 @@ class Slope:
             x: Finite.
             y: What belongs to it; finite.
         """
-        self._weight, kept = FADING * self._weight + 1, FADING * self._weight
-        step_x, step_y, share = x - self._x, y - self._y, kept / self._weight
-        self._x += step_x / self._weight
-        self._y += step_y / self._weight
+        kept = FADING * self._level_weight
+        self._weight, self._level_weight = FADING * self._weight + 1, kept + 1
+        step_x, step_y, share = x - self._x, y - self._y, kept / self._level_weight
+        self._x += step_x / self._level_weight
+        self._y += step_y / self._level_weight
         self._xx = FADING * self._xx + share * step_x * step_x
         self._xy = FADING * self._xy + share * step_x * step_y
         self._yy = FADING * self._yy + share * step_y * step_y
+
+    def start_level(self) -> None:
+        """From now on y lies higher or lower for another reason; how much it grows with x stays."""
+        self._level_weight = 0.0
 
     @property
     def value(self) -> float:
@@ -97,8 +104,9 @@ class Slope:
 
     def state_dict(self) -> dict[str, Any]:
         """What it goes on from."""
-        return {"sums": [self._weight, self._x, self._y, self._xx, self._xy, self._yy]}
+        return {"sums": [self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes it back."""
-        self._weight, self._x, self._y, self._xx, self._xy, self._yy = map(float, state["sums"])
+        sums = map(float, state["sums"])
+        self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy = sums

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from shade.control.controller import CEILING, FLOOR, HIDDEN_FRACTION, LEAD_STEPS, Controller
+from shade.control.controller import CEILING, FLOOR, LEAD_STEPS, Controller
 from shade.control.curve import power
 from shade.errors import ConfigError
 from shade.types import Decision, StepReport
 
 BULK = 80e6  # bytes of an exchange with density 1
+HIDDEN = (0.1 / 0.9) ** 0.25  # of the compute, what the exchange beside it is to take: 0.58, with the usual curve
+RIGHT = HIDDEN * 0.2 * 10e6 / BULK  # where it stays, on the link and with the compute below
 
 
 def report(
@@ -41,13 +43,12 @@ class TestDensity:
     """What the link and the compute say."""
 
     @pytest.mark.parametrize(("bandwidth", "compute"), [(10e6, 0.2), (2e6, 0.2), (5e6, 1.0)])
-    def test_with_staleness_1_the_exchange_fills_nine_tenths_of_the_compute(
+    def test_with_staleness_1_the_exchange_is_so_much_shorter_than_the_compute_that_it_seldom_jitters_beyond(
         self, bandwidth: float, compute: float
     ) -> None:
         controller = Controller(2, density=0.001)
         (decision,) = feed(controller, range(10), bandwidth=bandwidth, compute=compute)
-        assert decision.density == pytest.approx(bandwidth * compute * HIDDEN_FRACTION / BULK, rel=1e-3)
-        assert decision.density * BULK / bandwidth == pytest.approx(HIDDEN_FRACTION * compute, rel=1e-3)
+        assert decision.density * BULK / bandwidth == pytest.approx(HIDDEN * compute, rel=0.05)
         assert decision.batch_sizes == ()
 
     @pytest.mark.parametrize("exponent", [0.1, 0.2, 0.5])
@@ -57,10 +58,13 @@ class TestDensity:
         # The greatest d^a / (compute + k d) is where k d = a / (1 - a) compute.
         assert decision.density * BULK / 10e6 == pytest.approx(exponent / (1 - exponent) * 0.2, rel=0.05)
 
-    @pytest.mark.parametrize("exponent", [0.1, 0.5, 0.9])
-    def test_with_staleness_1_the_curve_does_not_matter(self, exponent: float) -> None:
-        controllers = [Controller(2, density=0.001, curve=power(each)) for each in (0.2, exponent)]
-        assert feed(controllers[0], range(10))[0].density == feed(controllers[1], range(10))[0].density
+    @pytest.mark.parametrize("exponent", [0.02, 0.1, 0.5, 0.9])
+    def test_with_staleness_1_the_curve_hardly_matters(self, exponent: float) -> None:
+        (decision,) = feed(Controller(2, density=0.001, curve=power(exponent)), range(10))
+        # The greatest d^a / (compute^4 + (k d)^4)^(1/4) is where (k d)^4 = a / (1 - a) compute^4.
+        filled = decision.density * BULK / 10e6 / 0.2
+        assert filled == pytest.approx((exponent / (1 - exponent)) ** 0.25, rel=0.05)
+        assert 0.35 < filled < 1.8
 
     @pytest.mark.parametrize("pause", [0.0, 60.0])
     def test_a_pause_at_one_density_does_not_speak_against_it(self, pause: float) -> None:
@@ -72,7 +76,7 @@ class TestDensity:
                 controller.observe(report(step, rank, density=density, bandwidth=20e6, compute=compute))
         decision = controller.decide(60)
         assert decision is not None
-        assert decision.density == pytest.approx(20e6 * 0.2 * HIDDEN_FRACTION / BULK, rel=1e-3)
+        assert decision.density == pytest.approx(20e6 * 0.2 * HIDDEN / BULK, rel=0.05)
 
     @pytest.mark.parametrize(("bandwidth", "limit", "told"), [(1e3, FLOOR, "floor"), (1e12, CEILING, "ceiling")])
     def test_it_stays_between_floor_and_ceiling(self, bandwidth: float, limit: float, told: str) -> None:
@@ -88,11 +92,12 @@ class TestDensity:
     def test_the_reason_has_units_and_the_figures_are_right(self) -> None:
         (decision,) = feed(Controller(2, density=0.01), range(10), bandwidth=10e6, compute=0.2)
         assert decision.reason == (
-            "density 1.000% → 2.250%: the slowest hop carries 10 MB/s, a step computes 0.2 s and would exchange 0.18 s"
+            "density 1.000% → 1.433%: the slowest hop carries 10 MB/s, a step computes 0.2 s and would exchange 0.115 s"
         )
 
     def test_a_change_of_less_than_a_tenth_is_none(self) -> None:
-        right = 10e6 * 0.2 * HIDDEN_FRACTION / BULK
+        (first,) = feed(Controller(2, density=0.001), range(10))
+        right = first.density
         assert feed(Controller(2, density=right * 1.09), range(50)) == []
         assert len(feed(Controller(2, density=right * 1.12), range(50))) == 1
 
@@ -144,13 +149,13 @@ class TestDensity:
             )
             made += controller.decide(step) is not None
         assert made <= 4
-        assert (fixed + controller.density * BULK) / 10e6 == pytest.approx(0.18, rel=0.1)
+        assert (fixed + controller.density * BULK) / 10e6 == pytest.approx(HIDDEN * 0.2, rel=0.1)
 
     def test_the_first_step_does_not_count(self) -> None:
-        controller = Controller(1, density=0.0225)
+        controller = Controller(1, density=RIGHT)
         controller.observe(replace(report(0), exchange_seconds=500.0, compute_seconds=60.0))
         for step in range(1, 4):
-            controller.observe(report(step, density=0.0225))
+            controller.observe(report(step, density=RIGHT))
             assert controller.decide(step) is None
 
     def test_one_rank_alone_exchanges_nothing(self) -> None:
@@ -164,11 +169,11 @@ class TestBatches:
     """All ranks end together."""
 
     def test_samples_go_where_they_are_computed_fastest(self) -> None:
-        controller = Controller(2, density=0.0225, batch_sizes=(32, 32))
+        controller = Controller(2, density=RIGHT, batch_sizes=(32, 32))
         sizes, made = (32, 32), []
         for step in range(30):
             for rank, each in enumerate((0.2 / 32, 0.6 / 32)):
-                controller.observe(report(step, rank, samples=sizes[rank], compute=each * sizes[rank], density=0.0225))
+                controller.observe(report(step, rank, samples=sizes[rank], compute=each * sizes[rank], density=RIGHT))
             decision = controller.decide(step)
             if decision is not None:
                 made.append(decision)
@@ -186,17 +191,17 @@ class TestBatches:
         decision = controller.decide(4)
         assert decision is not None
         assert decision.batch_sizes == (48, 16)
-        assert decision.density * BULK / 10e6 == pytest.approx(HIDDEN_FRACTION * 0.3, rel=1e-3)  # not of 0.6
+        assert decision.density * BULK / 10e6 == pytest.approx(HIDDEN * 0.3, rel=0.05)  # not of 0.6
 
     def test_a_gain_of_less_than_a_tenth_is_not_worth_it(self) -> None:
-        controller = Controller(2, density=0.0225, batch_sizes=(32, 32))
+        controller = Controller(2, density=RIGHT, batch_sizes=(32, 32))
         for step in range(20):
-            controller.observe(report(step, 0, compute=0.2, density=0.0225))
-            controller.observe(report(step, 1, compute=0.176, density=0.0225))
+            controller.observe(report(step, 0, compute=0.2, density=RIGHT))
+            controller.observe(report(step, 1, compute=0.176, density=RIGHT))
             assert controller.decide(step) is None
 
     def test_what_a_step_costs_whatever_its_batch_does_not_keep_it_from_equal_times(self) -> None:
-        controller, sizes, made = Controller(2, density=0.0225, batch_sizes=(32, 32)), (32, 32), 0
+        controller, sizes, made = Controller(2, density=RIGHT, batch_sizes=(32, 32)), (32, 32), 0
         for step in range(200):
             times = (0.1 + 0.002 * sizes[0], 0.1 + 0.006 * sizes[1])
             for rank, (size, seconds) in enumerate(zip(sizes, times, strict=True)):
@@ -209,7 +214,7 @@ class TestBatches:
         assert made <= 6
 
     def test_a_rank_keeps_a_quarter_of_its_batch_where_nobody_set_limits(self) -> None:
-        controller = Controller(2, density=0.0225, batch_sizes=(32, 30))
+        controller = Controller(2, density=RIGHT, batch_sizes=(32, 30))
         for step in range(5):
             controller.observe(report(step, 0, compute=0.1))
             controller.observe(report(step, 1, compute=9.0, samples=30))
@@ -218,7 +223,7 @@ class TestBatches:
         assert decision.batch_sizes == (54, 8)
 
     def test_limits_hold(self) -> None:
-        controller = Controller(2, density=0.0225, batch_sizes=(32, 32), batch_limits=((1, 40), (1, 64)))
+        controller = Controller(2, density=RIGHT, batch_sizes=(32, 32), batch_limits=((1, 40), (1, 64)))
         for step in range(5):
             controller.observe(report(step, 0, compute=0.1))
             controller.observe(report(step, 1, compute=0.9))

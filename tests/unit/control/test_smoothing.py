@@ -80,6 +80,18 @@ def test_a_slope_that_has_changed_is_learned_anew() -> None:
     assert sloped(*before, *after).value == pytest.approx(5.0, rel=0.1)
 
 
+def test_a_slope_does_not_take_another_level_for_growth() -> None:
+    slope, blind = Slope(), Slope()
+    for number in range(100):
+        if number == 50:
+            slope.start_level()
+        level, x = (0.2, 0.01) if number < 50 else (0.4, 0.02)
+        for each in (slope, blind):
+            each.add(x + 0.005 * (number % 2), level + 0.9 * (x + 0.005 * (number % 2)))
+    assert slope.value == pytest.approx(0.9, rel=0.3)
+    assert blind.value > 5
+
+
 def test_a_slope_goes_on_where_it_was() -> None:
     places = [(0.1 * number, 0.3 * number**1.5) for number in range(10)]
     resumed = Slope()

@@ -98,7 +98,8 @@ class Controller:
         self._curve = curve or power()
         self._floor, self._ceiling = floor, max(CEILING, floor)
         ratio = self._ceiling / floor
-        self._densities = [floor * ratio ** (place / _CANDIDATES) for place in range(_CANDIDATES)] + [self._ceiling]
+        steps = [place / _CANDIDATES for place in range(_CANDIDATES)]
+        self._densities: list[float] = [*(floor * ratio**step for step in steps), self._ceiling]
         self._limits = tuple(batch_limits) or tuple((-(-size // 4), sum(batch_sizes)) for size in batch_sizes)
         if self.batch_sizes:
             split(sum(self.batch_sizes), [1.0] * world_size, self._limits)

@@ -268,6 +268,8 @@ def measure_varying(given: argparse.Namespace, kept: Kept) -> dict[str, Any]:
             evals = kept(key, partial(course, bed, given, task, "--method", "ddp"))["evals"]
             targets[task] = {share: target_of(evals, share) for share in TARGETS}
             tell(f"targets: {task}: {', '.join(f'{loss:.4f}' for loss in targets[task].values())}")
+        compiling = argparse.Namespace(**vars(given) | {"steps": 4})  # which the first run of all would pay for
+        steered(bed, compiling, trace, given.tasks[0], "--controller")
         ways = {f"density {density:g}": ["--density", f"{density:g}"] for density in given.densities}
         ways["controller"] = ["--controller"]
         places = [(task, way) for task in given.tasks for way in ways]

@@ -224,14 +224,17 @@ def plot_varying(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     tasks = list(result["targets"])
+    ways = sorted({run["way"] for run in result["runs"]})
     figure, axes = pyplot.subplots(len(tasks), 2, figsize=(12, 4 * len(tasks)), squeeze=False, layout="constrained")
     for row, task in zip(axes, tasks, strict=True):
         drawn = set()
-        for run in result["runs"]:
+        for run in sorted(result["runs"], key=lambda run: str(run["way"])):
             if run["task"] != task or run["way"] in drawn:
                 continue
             drawn.add(run["way"])
-            style = {"linewidth": 2.5, "color": "black"} if run["way"] == "controller" else {"linewidth": 1}
+            style = {"linewidth": 1.0, "color": f"C{ways.index(run['way'])}"}
+            if run["way"] == "controller":
+                style = {"linewidth": 2.5, "color": "black"}
             evals, steps = run["evals"], run["steps"]
             row[0].plot([e["seconds"] for e in evals], [e["loss"] for e in evals], label=run["way"], **style)
             row[1].plot([s["seconds"] for s in steps], [s["density"] for s in steps], **style)

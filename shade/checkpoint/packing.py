@@ -254,51 +254,75 @@ class Packer:
             plain = digest_of(chunk)
             if base is not None and base.digests[number] == plain:
                 self._add(made, "dedup", bytes.fromhex(plain), plain)
-            elif before is None or not self._differ(made, chunk, before[start : start + len(chunk)], draft, number):
-                self._stand_alone(made, chunk, draft.item_bytes, plain)
+            elif before is None or not self._differ(
+                made, chunk, before[start : start + len(chunk)], draft, number, plain
+            ):
+                self._stand_alone(made, chunk, draft.item_bytes, number, plain)
         return made
 
     def _add(self, made: _Chunks, codec: str, stored: Bytes, plain: str) -> None:
         made.stored.append(stored)
-        made.entries.append(ChunkEntry(len(stored), digest_of(stored), codec, plain))
+        made.entries.append(ChunkEntry(len(stored), plain if codec == "none" else digest_of(stored), codec, plain))
 
-    def _differ(self, made: _Chunks, chunk: memoryview, before: memoryview, draft: Manifest, number: int) -> bool:
+    def _differ(
+        self, made: _Chunks, chunk: memoryview, before: memoryview, draft: Manifest, number: int, plain: str
+    ) -> bool:
         """Stores a chunk as its difference from the base's; whether that is small and true enough."""
-        codec, piece = self._delta, Piece.of(draft, number)
+        name = self._codec_name
 
         def encode(some: memoryview) -> Bytes | None:
-            return codec.encode(some, before[: len(some)], piece.clipped(len(some)), self._beyond)
+            found = self._difference(some, before[: len(some)], draft, number)
+            return None if found is None else found.stored
 
-        if self._costs is not None and not self._costs.pays(self._codec_name, chunk, encode):
+        if self._costs is not None and not self._costs.pays(name, number, chunk, encode):
             return False
-        limit = codec.limit if self._max_error is None else self._max_error
-        while True:
-            stored = encode(chunk)
-            if stored is None or len(stored) >= len(chunk):
-                return False
-            if codec.is_exact:
-                self._add(made, self._codec_name, stored, digest_of(chunk))
-                return True
-            back = codec.decode(stored, before, piece)
-            errors = {span.name: _Error.of(chunk, back, span) for span in piece.spans if span.may_be_rough}
-            beyond = {name for name, error in errors.items() if not error.relative <= limit}
-            if not beyond:
-                break
-            self._beyond |= beyond
-        for name, error in errors.items():
-            made.errors[name] = made.errors.get(name, _Error()) + error
-        np.copyto(np.frombuffer(chunk, np.uint8), np.frombuffer(back, np.uint8))
-        self._add(made, self._codec_name, stored, digest_of(back))
+        found = self._true_enough(chunk, before, draft, number)
+        if self._costs is not None:
+            self._costs.learn(name, number, chunk, None if found is None else found.stored)
+        if found is None:
+            return False
+        for tensor, error in found.errors.items():
+            made.errors[tensor] = made.errors.get(tensor, _Error()) + error
+        if found.back is not chunk:
+            np.copyto(np.frombuffer(chunk, np.uint8), np.frombuffer(found.back, np.uint8))
+            plain = digest_of(found.back)
+        self._add(made, name, found.stored, plain)
         return True
 
-    def _stand_alone(self, made: _Chunks, chunk: memoryview, item_bytes: int, plain: str) -> None:
+    def _true_enough(self, chunk: memoryview, before: memoryview, draft: Manifest, number: int) -> _Difference | None:
+        """The difference, tensors that it would leave too far off stored exactly; None where it is not smaller."""
+        limit = self._delta.limit if self._max_error is None else self._max_error
+        while True:
+            found = self._difference(chunk, before, draft, number)
+            if found is None or len(found.stored) >= len(chunk):
+                return None
+            beyond = {name for name, error in found.errors.items() if not error.relative <= limit}
+            if not beyond:
+                return found
+            self._beyond |= beyond
+
+    def _difference(self, chunk: memoryview, before: memoryview, draft: Manifest, number: int) -> _Difference | None:
+        """Of a chunk, or the first part of one, from the base's; None where there is none."""
+        codec, piece = self._delta, Piece.of(draft, number).clipped(len(chunk))
+        stored = codec.encode(chunk, before, piece, self._beyond)
+        if stored is None:
+            return None
+        if codec.is_exact:
+            return _Difference(stored, chunk, {})
+        back = codec.decode(stored, before, piece)
+        errors = {span.name: _Error.of(chunk, back, span) for span in piece.spans if span.may_be_rough}
+        return _Difference(stored, back, errors)
+
+    def _stand_alone(self, made: _Chunks, chunk: memoryview, item_bytes: int, number: int, plain: str) -> None:
         name = self._codec_name if isinstance(self._codec, Alone) else self._delta.alone
 
         def encode(some: memoryview) -> Bytes:
             return self._alone.encode(some, item_bytes)
 
-        if name != "none" and (self._costs is None or self._costs.pays(name, chunk, encode)):
+        if name != "none" and (self._costs is None or self._costs.pays(name, number, chunk, encode)):
             stored = encode(chunk)
+            if self._costs is not None:
+                self._costs.learn(name, number, chunk, stored)
             if len(stored) < len(chunk):
                 self._add(made, name, stored, plain)
                 return
@@ -307,6 +331,17 @@ class Packer:
 
 def _data_of(buffer: torch.Tensor, num_bytes: int) -> memoryview:
     return memoryview(buffer.numpy().data)[:num_bytes]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """A chunk, as its difference from the base's."""
+
+    stored: Bytes
+    back: Bytes
+    """What comes back of it; of an exact codec the chunk itself."""
+    errors: Mapping[str, _Error]
+    """By tensor; none of an exact codec's."""
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from shade.checkpoint.costs import CostModel, Line
+from shade.checkpoint.costs import PARTS, PATIENCE, CostModel, Line
 from shade.testing import ManualClock
 from shade.types import Bytes
 
@@ -69,33 +70,82 @@ def test_the_verdict_is_the_inequality(seed: int) -> None:
     with_it = encode[0] + encode[1] * len(data) + write[0] + write[1] * ratio * len(data)
     without = write[0] + write[1] * len(data)
     if abs(with_it - without) > 0.01 * without:
-        assert machine.model.pays("codec", data, machine.encode) is (with_it < without)
+        assert machine.model.pays("codec", 0, data, machine.encode) is (with_it < without)
 
 
 def test_what_is_measured_is_measured_once_a_codec() -> None:
     machine = Machine((1e-3, 1e-9), (1e-4, 1e-10), 0.5)
     data = memoryview(bytes(2**20))
     for _ in range(5):
-        machine.model.pays("codec", data, machine.encode)
+        machine.model.pays("codec", 0, data, machine.encode)
     num_probes, num_samples = len(machine.written), len(machine.encoded)
     assert len(set(machine.written)) == len(set(machine.encoded)) == 5
-    machine.model.pays("codec", data, machine.encode)
+    machine.model.pays("codec", 0, data, machine.encode)
     assert (len(machine.written), len(machine.encoded)) == (num_probes, num_samples)
-    machine.model.pays("other", data, machine.encode)
+    machine.model.pays("other", 0, data, machine.encode)
     assert len(machine.written) == num_probes
     assert len(machine.encoded) == 2 * num_samples
 
 
 def test_what_cannot_be_encoded_is_not_and_is_asked_again() -> None:
     machine = Machine((1e-3, 1e-9), (0.0, 0.0), 0.5)
-    assert not machine.model.pays("codec", memoryview(bytes(4096)), lambda data: None)
-    assert machine.model.pays("codec", memoryview(bytes(4096)), machine.encode)
+    assert not machine.model.pays("codec", 0, memoryview(bytes(4096)), lambda data: None)
+    assert machine.model.pays("codec", 0, memoryview(bytes(4096)), machine.encode)
+
+
+def test_each_piece_is_judged_by_what_it_shrinks_to() -> None:
+    """A codec that is quick enough for what it halves, and not for what it takes a tenth from."""
+    machine, data = Machine((1e-3, 1e-9), (0.0, 3e-10), 0.9), memoryview(bytes(2**20))
+    assert not machine.model.pays("codec", 0, data, machine.encode)
+    good = Machine((1e-3, 1e-9), (0.0, 3e-10), 0.5)
+    assert machine.model.pays("codec", 1, data, good.encode)
+    assert good.encoded == [2**20 // PARTS[0]], "a sixteenth tells"
+    assert not machine.model.pays("codec", 0, data, machine.encode)
+    machine.model.learn("codec", 1, data, bytes(len(data) * 9 // 10))
+    assert not machine.model.pays("codec", 1, data, good.encode), "the whole of it did not do as its beginning"
+
+
+def test_what_did_not_pay_is_left_alone_for_longer_and_longer() -> None:
+    machine, data = Machine((1e-3, 1e-9), (0.0, 3e-10), 0.9), memoryview(bytes(2**20))
+    machine.model.pays("codec", 0, data, machine.encode)
+    asked = []
+    for snapshot in range(100):
+        machine.encoded.clear()
+        assert not machine.model.pays("codec", 0, data, machine.encode)
+        asked += [snapshot] * len(machine.encoded)
+    gaps = [later - sooner for sooner, later in pairwise(asked)]
+    assert gaps[:3] == [3, 5, 9]
+    assert set(gaps[2:]) == {PATIENCE + 1}
+
+
+def test_what_was_not_kept_is_tried_again_and_patience_is_new_once_it_pays() -> None:
+    machine, data = Machine((1e-3, 1e-9), (0.0, 3e-10), 0.5), memoryview(bytes(2**20))
+
+    def snapshots_until_it_is_tried() -> int:
+        return next(number for number in range(100) if machine.model.pays("codec", 0, data, machine.encode))
+
+    assert snapshots_until_it_is_tried() == 0
+    for left_alone in (1, 2, 4, 8, 8):
+        machine.model.learn("codec", 0, data, None)
+        assert snapshots_until_it_is_tried() == left_alone
+    machine.model.learn("codec", 0, data, machine.encode(data))
+    assert snapshots_until_it_is_tried() == 0
+    machine.model.learn("codec", 0, data, None)
+    assert snapshots_until_it_is_tried() == 1
+
+
+def test_where_no_ratio_would_do_nothing_is_tried() -> None:
+    machine, data = Machine((1e-3, 1e-10), (0.0, 3e-10), 0.01), memoryview(bytes(2**20))
+    assert not machine.model.pays("codec", 0, data, machine.encode)
+    machine.encoded.clear()
+    assert not any(machine.model.pays("codec", number, data, machine.encode) for number in range(100))
+    assert not machine.encoded
 
 
 def test_samples_are_whole_items() -> None:
     machine = Machine((1e-3, 1e-9), (0.0, 0.0), 0.5)
-    machine.model.pays("codec", memoryview(bytes(1000)), machine.encode)
+    machine.model.pays("codec", 0, memoryview(bytes(1000)), machine.encode)
     assert all(length % 8 == 0 for length in machine.encoded)
     machine.encoded.clear()
-    machine.model.pays("other", memoryview(bytes(5)), machine.encode)
+    machine.model.pays("other", 0, memoryview(bytes(5)), machine.encode)
     assert set(machine.encoded) == {5}

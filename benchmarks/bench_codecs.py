@@ -18,10 +18,10 @@ Method
     ``if-faster`` take turns; wins if it is within 5 % of the faster of the two.
 
 Command
-    python benchmarks/bench_codecs.py                 (on an idle machine, about ten minutes; --saves 4 for a look)
+    python benchmarks/bench_codecs.py --out benchmarks/results     (on an idle machine, six minutes; --saves 4: a look)
 
 Reading
-    Figures: docs/decisions/0028-compression.md.
+    Figures: benchmarks/results/codecs.md, docs/decisions/0028-compression.md.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class SampleCache:
         self._policy: CachePolicy | None = None
         self.empty_slots: list[int] = []
         """Of this job's, as `find_residents` found them last."""
-        self.has_inherited = False
-        """Whether another job's entries were taken over that no count has met yet."""
+        self.needs_count = False
+        """Whether own slots may hold entries that no count has met: another job's, or those of nodes that were away."""
         self._per_process(-1)
 
     def _per_process(self, worker: int) -> None:
@@ -199,33 +199,38 @@ class SampleCache:
         """What the store really holds in this job's slots, and puts the shared counter right by it.
 
         Called by one rank, while none fetches: at start, on resume, after a disturbance. One scan of the keys a slot.
+        What was not answered in full `needs_count` again: a node that is back has what it had, and nobody notices.
 
         Returns:
             Sample indices, ascending; empty when the store does not answer or is being left alone.
         """
+        self.needs_count = True
         if not self._breaker.allows():
             return EMPTY
         try:
-            by_slot = {slot: self._found_in(slot) for slot in self.board.owned_slots}
+            told = {slot: self._found_in(slot) for slot in self.board.owned_slots}
+            by_slot = {slot: found for slot, (found, _) in told.items()}
             self.empty_slots = [slot for slot, found in by_slot.items() if not len(found)]
-            self.room.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
+            is_right = self.room.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
+            self.needs_count = not (is_right and all(is_whole for _, is_whole in told.values()))
         except StoreError as error:
             self._fetch.failed(error)
             return EMPTY
         self._breaker.store_took(0.0, 1)  # a scan's length says nothing of a batch's
         return np.unique(np.concatenate(list(by_slot.values())))
 
-    def _found_in(self, slot: int) -> Indices:
-        """The samples whose entries lie in a slot, ascending; of a cluster, on those nodes that answer."""
-        keys = self.slots.of(slot)
+    def _found_in(self, slot: int) -> tuple[Indices, bool]:
+        """The samples whose entries lie in a slot, ascending; of a cluster, on those nodes that answer; if all did."""
+        keys, is_whole = self.slots.of(slot), True
         found: list[int] = []
         try:
             found.extend(index for key in self.store.scan(keys.prefix) if (index := keys.index_of(key)) is not None)
         except StoreUnavailableError:  # comes last: what the other nodes hold has been told
             if not found:
                 raise
+            is_whole = False
         resident = np.array(sorted(found), dtype=np.int64)
-        return resident[resident < len(self.board.flag_N)]
+        return resident[resident < len(self.board.flag_N)], is_whole
 
     def inherit(self, slot: int) -> None:
         """Takes in what a job that has left kept in a slot that is this job's now. Called by one rank, at any time.
@@ -236,12 +241,12 @@ class SampleCache:
         Raises:
             StoreError: The store failed; what was not counted is found by `find_residents`.
         """
-        found = self._found_in(slot)
+        found, _ = self._found_in(slot)
         Tally(self.store, self.slots.of(slot), COUNTER).put(0)
         if len(found):
             Tally(self.store, self.slots.keys, COUNTER).add(int(self.size_bytes_N[found].sum()))
             self.board.held_N[found] = 1
-        self.has_inherited = True
+        self.needs_count = True
 
     def use_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
         """Says whose slots are whose from now on, see `shade.cache.jobs`; after another home nothing is held or owed.

@@ -119,16 +119,19 @@ class Room:
         """
         return self._tally.value()
 
-    def recount(self, used_bytes: int) -> None:
+    def recount(self, used_bytes: int) -> bool:
         """Sets the counter to what the entries really occupy; while nobody else admits or removes.
 
         Args:
             used_bytes: The truth.
 
+        Returns:
+            Whether the counter says so now, wherever it is kept.
+
         Raises:
             StoreError: The store failed. The counter is as it was, or right; so it is on a server that is full.
         """
-        self._tally.put(used_bytes)
+        return self._tally.put(used_bytes)
 
     def repair(self, payloads: Mapping[int, Any], others: Mapping[int, Any]) -> tuple[int, int]:
         """Puts damaged entries right. They have their room already, whatever their length is now.

@@ -76,13 +76,16 @@ class Tally:
         """
         return next((int(copy) for copy in self._store.get_many(self._copies()) if copy is not None), 0)
 
-    def put(self, num_bytes: int) -> None:
+    def put(self, num_bytes: int) -> bool:
         """Sets it, whatever it was; while nobody else adds. A server without memory for it keeps what it had.
 
         Args:
             num_bytes: The truth.
 
+        Returns:
+            Whether every copy took it; one that is back later, or has room again, says what it said before.
+
         Raises:
             StoreError: The store does not answer.
         """
-        self._store.set_many(dict.fromkeys(self._copies(), b"%d" % num_bytes))
+        return all(self._store.set_many(dict.fromkeys(self._copies(), b"%d" % num_bytes)))

@@ -49,6 +49,9 @@ FIRST_EPOCH, LAST_EPOCH = 2, 4
 that of the recovery; in those after it all is as before."""
 PACE_SECONDS: Final = 0.02
 """What a step takes at least while faults may strike: time for a cluster to notice."""
+CALM_SECONDS: Final = 0.5
+"""What the rest of the last troubled epoch takes at least: longer than the longest pause below, as it is in life. An
+epoch that begins within such a pause can only count what is there in the next one."""
 MODES: Final = ("uniform", "unbiased")
 _IN_PROPORTION: Final = (
     (breaker, "FIRST_PAUSE_SECONDS", 0.05),
@@ -213,6 +216,7 @@ def live(acts: Sequence[Act], replicas: int, mode: str, workers: int, seed: int)
                 time.sleep(PACE_SECONDS)
             if step == steps.stop:
                 chaos.settle()
+                time.sleep(CALM_SECONDS)
 
         left = _Leavings()
         try:

@@ -182,13 +182,13 @@ class Steering:
         disturbed = not self._is_settled or any((totals - self._seen)[name] for name in _DISTURBANCES)
         self._seen = totals
         company = self._plans_exactly and sharing is not None and sharing.has_company
-        disturbed, company, quota = self._agree(disturbed or cache.has_inherited, company)
+        disturbed, company, quota = self._agree(disturbed or cache.needs_count, company)
         assert cache.policy is not None
         was_shared = cache.board.is_shared
         cache.quota_bytes = quota
         is_stale = not company and cache.policy.capacity_bytes != cache.board.capacity_bytes
         if self._any(disturbed or company != was_shared or is_stale):
-            cache.has_inherited = False
+            cache.needs_count = False
             cache.board.is_shared = False
             cache.adopt(self._find_residents(), remove_refused=self._rank == 0)
             if company and sharing is not None:

@@ -350,6 +350,46 @@ def test_counting_residents_leaves_a_pausing_store_alone(
     assert store.num_calls["scan"] == 0
 
 
+def test_a_count_that_missed_a_node_is_wanted_again(
+    cache: SampleCache, store: FaultyStore, origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node comes back with what it had, beyond the plan and beyond the capacity, and no read notices."""
+    cache.fetch_many(list(range(10)), origin)
+    cache.find_residents()
+    assert not cache.needs_count
+
+    def some(prefix: str) -> Iterator[str]:
+        names = list(store.inner.scan(prefix))
+        yield from names[:4]
+        raise GONE
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "scan", some)
+        assert 0 < len(cache.find_residents()) < 10
+        assert cache.needs_count
+    assert cache.find_residents().tolist() == list(range(10))
+    assert not cache.needs_count
+
+
+def test_a_count_that_was_not_taken_down_everywhere_is_wanted_again(
+    cache: SampleCache, store: FaultyStore, origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.fetch_many([0], origin)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "set_many", lambda entries: [False] * len(entries))
+        assert cache.find_residents().tolist() == [0]
+        assert cache.needs_count
+    cache.find_residents()
+    assert not cache.needs_count
+
+
+def test_a_count_that_failed_is_wanted_again(cache: SampleCache, store: FaultyStore, origin: Origin) -> None:
+    cache.fetch_many([0], origin)
+    store.fail_from("scan", 0, GONE, num_calls=1)
+    assert cache.find_residents().tolist() == []
+    assert cache.needs_count
+
+
 # ── odds and ends ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -227,16 +227,15 @@ def plot_varying(result: dict[str, Any], path: Path) -> None:
     ways = sorted({run["way"] for run in result["runs"]})
     figure, axes = pyplot.subplots(len(tasks), 2, figsize=(12, 4 * len(tasks)), squeeze=False, layout="constrained")
     for row, task in zip(axes, tasks, strict=True):
-        drawn = set()
-        for run in sorted(result["runs"], key=lambda run: str(run["way"])):
-            if run["task"] != task or run["way"] in drawn:
+        for number, way in enumerate(ways):
+            run = next((run for run in result["runs"] if (run["task"], run["way"]) == (task, way)), None)
+            if run is None:
                 continue
-            drawn.add(run["way"])
-            style = {"linewidth": 1.0, "color": f"C{ways.index(run['way'])}"}
-            if run["way"] == "controller":
+            style = {"linewidth": 1.0, "color": f"C{number}"}
+            if way == "controller":
                 style = {"linewidth": 2.5, "color": "black"}
             evals, steps = run["evals"], run["steps"]
-            row[0].plot([e["seconds"] for e in evals], [e["loss"] for e in evals], label=run["way"], **style)
+            row[0].plot([e["seconds"] for e in evals], [e["loss"] for e in evals], label=way, **style)
             row[1].plot([s["seconds"] for s in steps], [s["density"] for s in steps], **style)
         row[0].set(title=task, xlabel="seconds", ylabel="held-out loss", yscale="log")
         row[1].set(title=task, xlabel="seconds", ylabel="density", yscale="log")

@@ -283,7 +283,7 @@ class Packer:
             return False
         for tensor, error in found.errors.items():
             made.errors[tensor] = made.errors.get(tensor, _Error()) + error
-        if found.back is not chunk:
+        if found.back is not None:
             np.copyto(np.frombuffer(chunk, np.uint8), np.frombuffer(found.back, np.uint8))
             plain = digest_of(found.back)
         self._add(made, name, found.stored, plain)
@@ -308,7 +308,7 @@ class Packer:
         if stored is None:
             return None
         if codec.is_exact:
-            return _Difference(stored, chunk, {})
+            return _Difference(stored, None, {})
         back = codec.decode(stored, before, piece)
         errors = {span.name: _Error.of(chunk, back, span) for span in piece.spans if span.may_be_rough}
         return _Difference(stored, back, errors)
@@ -338,8 +338,8 @@ class _Difference:
     """A chunk, as its difference from the base's."""
 
     stored: Bytes
-    back: Bytes
-    """What comes back of it; of an exact codec the chunk itself."""
+    back: Bytes | None
+    """What comes back of it; None of an exact codec: the chunk itself."""
     errors: Mapping[str, _Error]
     """By tensor; none of an exact codec's."""
 

@@ -30,15 +30,24 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+import bench_strategies
+import strategy_models
+from measures import commit, in_child
+from strategy_methods import METHODS
+from strategy_report import Report
+from strategy_run import Training
+
+from shade import Checkpointer
+from shade.checkpoint.autopilot.choose import judge
+from shade.checkpoint.autopilot.pilot import candidates
+from shade.checkpoint.autopilot.predict import Prediction
+
 FLOWN = "autopilot.jsonl"
 STEP_OF_GRID = 1.05
 
@@ -48,13 +57,8 @@ STEP_OF_GRID = 1.05
 
 def fly(kind: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains with the autopilot, or without any save."""
-    from strategy_methods import METHODS
-    from strategy_run import Training
-
-    from shade import Checkpointer
-
     idle = METHODS["none"]
-    training = Training(idle, given.models[0], given.size, given.data)
+    training = Training(idle, given.model, given.size, given.data)
     nothing = idle(training.model, training.optimizer, folder)
     with contextlib.ExitStack() as stack:
         checkpointer = None
@@ -76,17 +80,10 @@ def fly(kind: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"steps": steps, "saved": saved, "flown": flown, "report": report, "chosen": chosen}
 
 
-def run_child(kind: str, model: str, given: argparse.Namespace, place: Path) -> dict[str, Any]:
+def flight(kind: str, given: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:
     """The figures of one flight."""
-    folder = tempfile.mkdtemp(dir=place)
-    command = [sys.executable, __file__, "--fly", kind, "--model", model, "--size", given.size, "--folder", folder]
-    command += ["--steps", str(given.steps), "--budget", str(given.budget), "--mtbf", str(given.mtbf)]
-    command += ["--data", str(given.data)] if given.data else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{kind} on {model}: {done.stderr[-2000:]}")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        return in_child(fly, kind, argparse.Namespace(**vars(given), model=model), Path(folder))
 
 
 # ── judging ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,8 +91,6 @@ def run_child(kind: str, model: str, given: argparse.Namespace, place: Path) -> 
 
 def measured(line: Any) -> Any:
     """What the table knows of a method, as a prediction is written."""
-    from shade.checkpoint.autopilot.predict import Prediction
-
     stall = min(line.stall_p50, max(line.cost, 0.0))
     return Prediction(
         stall_seconds=stall,
@@ -112,8 +107,6 @@ def measured(line: Any) -> Any:
 
 def exhaustive(lines: list[Any], step: float, given: argparse.Namespace) -> Any:
     """The best of all candidates at all intervals within the budget."""
-    from shade.checkpoint.autopilot.choose import judge
-
     found = []
     for line in lines:
         prediction, every = measured(line), 1.0
@@ -130,8 +123,6 @@ def verdict(
     model: str, lines: list[Any], quiet: list[dict[str, Any]], flights: list[dict[str, Any]], given: Any
 ) -> Any:
     """One model's row."""
-    from shade.checkpoint.autopilot.choose import judge
-
     step = statistics.median(each for run in quiet for each in run["steps"])
     by_name = {line.method: line for line in lines}
     best = exhaustive(lines, step, given)
@@ -189,25 +180,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
     parser.add_argument("--out", type=Path, help="folder for rows and results")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
-    parser.add_argument("--fly", choices=("auto", "none"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     """Command line."""
     given = parse()
-    if given.fly:
-        print(json.dumps(fly(given.fly, given, given.folder)))
-        return
-    import bench_strategies
-    import strategy_models
-    from strategy_report import Report
-
-    from shade.checkpoint.autopilot.pilot import candidates
-
     given.models, given.store = given.models or list(strategy_models.MODELS), False
     for model in given.models:
-        strategy_models.check(model, given.size)
+        strategy_models.build(model, given.size, on_meta=True)  # imports what it needs, for all runs at once
     names = ["none", *candidates()]
     log = bench_strategies.Runs(None if given.out is None else given.out / bench_strategies.ROWS)
     flights = bench_strategies.Runs(None if given.out is None else given.out / FLOWN)
@@ -219,9 +200,7 @@ def main() -> None:
                 for kind in ("none", "auto"):
                     key = {"round": number, "model": model, "method": kind, **common}
                     if not flights.has(key):
-                        flights.add(
-                            key | {"commit": bench_strategies.commit()} | run_child(kind, model, given, Path(folder))
-                        )
+                        flights.add(key | {"commit": commit()} | flight(kind, given, model, Path(folder)))
                         print(f"round {number}: {model}: {kind} has flown", file=sys.stderr, flush=True)
     report = Report(log.of(bench_strategies.setting(given)), bench_strategies.setting(given))
     found = []

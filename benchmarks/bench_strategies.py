@@ -38,44 +38,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from measures import Log, commit, forget
+import strategy_models
+import strategy_report
+import strategy_run
+from measures import Log, commit, forget, in_child
+from strategy_methods import METHODS, NAMES
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+from shade.errors import UnknownNameError
+
 ROWS = "strategies.jsonl"
-
-
-def run_child(kind: str, name: str, given: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
-    """The figures of one process."""
-    command = [sys.executable, __file__, kind, name, "--model", model, "--size", given.size, "--folder", str(folder)]
-    command += ["--every", str(given.every), "--saves", str(given.saves)]
-    command += ["--data", str(given.data)] if given.data else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
 
 
 def measure(name: str, model: str, given: argparse.Namespace, place: Path) -> dict[str, Any]:
     """A training, and a restore of what it has saved; what went wrong is a figure, too."""
     folder = Path(tempfile.mkdtemp(dir=place))
+    one = argparse.Namespace(**vars(given), model=model)
     try:
-        figures = run_child("--train", name, given, model, folder)
+        figures = in_child(strategy_run.train, name, one, folder)
         if not name.startswith("none"):
             forget(folder)
-            figures |= run_child("--restore", name, given, model, folder)
+            figures |= in_child(strategy_run.restore, name, one, folder)
     except RuntimeError as error:
         figures = {"failed": str(error)}
     finally:
@@ -164,37 +155,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--store", action="store_true", help="ours through a Redis server's memory")
     parser.add_argument("--out", type=Path, help="folder for strategies.jsonl, .md, .json and .png")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
-    for kind in ("--train", "--restore"):
-        parser.add_argument(kind, help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def answer_child(given: argparse.Namespace) -> None:
-    """One process of a run."""
-    import strategy_run
-
-    (given.model,) = given.models
-    act = strategy_run.train if given.train else strategy_run.restore
-    print(json.dumps(act(given.train or given.restore, given, given.folder)))
 
 
 def main() -> None:
     """Command line."""
     given = parse()
-    if given.train or given.restore:
-        answer_child(given)
-        return
-    import strategy_models
-    import strategy_report
-    from strategy_methods import METHODS, NAMES
-
-    from shade.errors import UnknownNameError
-
     given.models = given.models or list(strategy_models.MODELS)
     names = [given.method] if given.method else given.methods or NAMES
     try:
         for model in given.models:
-            strategy_models.check(model, given.size)
+            strategy_models.build(model, given.size, on_meta=True)  # imports what it needs, for all runs at once
         for name in names:
             if name not in METHODS:
                 raise UnknownNameError(f"no method named {name!r}; known: {', '.join(METHODS)}")
@@ -203,8 +174,7 @@ def main() -> None:
     names = ["none", *(name for name in names if name != "none")]
     if given.method:
         given.rounds = 1
-    path = None if given.out is None else given.out / ROWS
-    log = Runs(path)
+    log = Runs(None if given.out is None else given.out / ROWS)
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
         if given.store:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,44 @@ def machine() -> str:
     """Python and processors."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":?")
     return f"Python {platform.python_version()}, {os.cpu_count()} cores of {model.partition(':')[2].strip()}"
+
+
+def in_child(act: Callable[..., dict[str, Any]], *words: Any) -> dict[str, Any]:
+    """What a function finds in a process of its own, which ends with it. It is forked: what this process has imported
+    costs a short run nothing. This process must not have computed with torch yet, whose threads no child inherits.
+
+    Args:
+        act: Gives figures.
+        words: Its arguments.
+
+    Returns:
+        The figures.
+
+    Raises:
+        RuntimeError: It raised or died; with the end of what it printed.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryFile() as printed:
+        child = context.Process(target=_answer, args=(sender, printed.fileno(), act, words))
+        child.start()
+        sender.close()
+        try:
+            figures: dict[str, Any] = receiver.recv()
+        except EOFError:
+            child.join()
+            printed.seek(0)
+            told = printed.read().decode(errors="replace").strip()[-2000:]
+            raise RuntimeError(f"exit code {child.exitcode}\n{told}".strip()) from None
+        child.join()
+    return figures
+
+
+def _answer(sender: Any, printed: int, act: Callable[..., dict[str, Any]], words: Sequence[Any]) -> None:
+    for descriptor in (1, 2):
+        os.dup2(printed, descriptor)
+    sys.stdout = sys.stderr = os.fdopen(printed, "w", buffering=1, closefd=False)
+    sender.send(act(*words))
 
 
 class Log:

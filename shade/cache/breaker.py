@@ -7,7 +7,8 @@ way is as good as dead, and one on a thin line in front of an even thinner origi
 
 Open, no batch asks. When the pause is over, a thread asks the store a small question, while training goes on without
 it; if the answer is bad or late, the pause doubles, up to a minute. After a good answer one batch is let through
-(half-open), and closes the breaker or opens it again.
+(half-open), and closes the breaker or opens it again. An epoch's plan waits for no pause and asks for itself
+(`answers`): begun within one, the whole epoch would be planned without what the cache holds.
 
 State lives on the shared board, so one worker's discovery spares the others theirs. The price of a dead cache is one
 timeout for whoever was asking at that moment, and nothing after that; the ledger counts it all, and the log says it
@@ -92,12 +93,24 @@ class Breaker:
         now = self._clock()
         if now < until:
             return False
-        self._board.open_until = now + self._board.backoff_seconds
-        self._probing = True
+        self._push_back(now)
         if until == _READY:
             return True
         self._thread = self._background(self._inquire)
         return False
+
+    def answers(self) -> bool:
+        """True when the store may be asked, or says now that it may: like `allows`, without regard to the pause, and
+        waiting for the answer. For what an epoch depends on: it costs a dead cache one timeout an epoch."""
+        self.close()
+        if self._board.open_until not in (0.0, _READY):
+            self._push_back(self._clock())
+            self._inquire()
+        return self._board.open_until in (0.0, _READY) and self.allows()
+
+    def _push_back(self, now: float) -> None:
+        self._board.open_until = now + self._board.backoff_seconds
+        self._probing = True
 
     def _inquire(self) -> None:
         """Asks the store, off the path of training."""

@@ -202,10 +202,10 @@ class SampleCache:
         What was not answered in full `needs_count` again: a node that is back has what it had, and nobody notices.
 
         Returns:
-            Sample indices, ascending; empty when the store does not answer or is being left alone.
+            Sample indices, ascending; empty when the store does not answer.
         """
         self.needs_count = True
-        if not self._breaker.allows():
+        if not self._breaker.answers():
             return EMPTY
         try:
             told = {slot: self._found_in(slot) for slot in self.board.owned_slots}

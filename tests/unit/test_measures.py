@@ -1,8 +1,11 @@
-"""A long measurement that was stopped goes on where it was, and one that was done starts anew."""
+"""A long measurement that was stopped goes on where it was, and one that was done starts anew; parts of it may have a
+process of their own."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,3 +51,23 @@ def test_without_a_file_nothing_is_kept_for_later() -> None:
     assert kept("a", figure(1.5)) == kept("a", never)
     kept.done()
     assert measures.Kept(None)("a", figure(2.5)) == {"seconds": 2.5}
+
+
+def test_what_a_child_finds_comes_back_and_what_it_died_of_is_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def find(word: str) -> dict[str, Any]:
+        sys.stdout.write("said aside\n")
+        if word == "raise":
+            raise ValueError("why it failed")
+        if word == "die":
+            os._exit(7)
+        return {"found": word, "process": os.getpid()}
+
+    found = measures.in_child(find, "this")
+    assert (found["found"], found["process"] == os.getpid()) == ("this", False)
+    with pytest.raises(RuntimeError, match="ValueError: why it failed"):
+        measures.in_child(find, "raise")
+    with pytest.raises(RuntimeError, match="exit code 7\nsaid aside"):
+        measures.in_child(find, "die")
+    assert capfd.readouterr() == ("", "")

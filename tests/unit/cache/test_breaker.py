@@ -137,6 +137,30 @@ def test_a_late_answer_is_a_bad_one(breaker: Breaker, clock: ManualClock, server
     assert server.num_asked == 1, "the pause has doubled"
 
 
+def test_what_waits_for_no_pause_asks_at_once_and_tries(breaker: Breaker, server: Server, board: Board) -> None:
+    breaker.store_failed(GONE)
+    assert breaker.answers()
+    assert server.num_asked == 1
+    assert breaker.is_open, "until that try went well"
+    breaker.store_took(0.0, 1)
+    assert not breaker.is_open
+    assert breaker.answers()
+    assert server.num_asked == 1, "closed, it asks nothing"
+
+
+def test_a_bad_answer_out_of_turn_doubles_the_pause(breaker: Breaker, clock: ManualClock, server: Server) -> None:
+    breaker.store_failed(GONE)
+    server.error = GONE
+    assert not breaker.answers()
+    server.error = None
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert not breaker.allows()
+    assert server.num_asked == 1
+    clock.advance(FIRST_PAUSE_SECONDS)
+    assert not breaker.allows()
+    assert (server.num_asked, breaker.allows()) == (2, True)
+
+
 def test_two_workers_failing_together_pause_once(board: Board, make: Callable[[], Breaker]) -> None:
     one, other = make(), make()
     one.store_failed(GONE)

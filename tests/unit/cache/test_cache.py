@@ -341,13 +341,24 @@ def test_planned_hits_that_are_not_even_asked_for_are_counted(
     assert (cache.ledger["store_errors"], cache.ledger["skipped"]) == (1, 5)
 
 
-def test_counting_residents_leaves_a_pausing_store_alone(
-    cache: SampleCache, store: FaultyStore, origin: Origin
-) -> None:
-    store.fail_from("get_many", 0, GONE, num_calls=1)
+def test_counting_residents_leaves_a_dead_store_alone(cache: SampleCache, store: FaultyStore, origin: Origin) -> None:
+    store.fail_from("get_many", 0, GONE)
     cache.fetch_many([0], origin)
     assert cache.find_residents().tolist() == []
-    assert store.num_calls["scan"] == 0
+    assert (store.num_calls["get_many"], store.num_calls["scan"]) == (2, 0)
+    assert cache.needs_count
+
+
+def test_an_epoch_that_begins_within_a_pause_counts_what_is_there(
+    cache: SampleCache, store: FaultyStore, origin: Origin
+) -> None:
+    """An empty count would cost the whole epoch its hits, though the store is back within a second."""
+    cache.fetch_many(list(range(10)), origin)
+    store.fail_from("get_many", store.num_calls["get_many"], GONE, num_calls=1)
+    cache.fetch_many([0], origin)
+    assert cache.find_residents().tolist() == list(range(10))
+    assert not cache.needs_count
+    assert cache.fetch_many([0], origin)[1] == [True], "it is in use again"
 
 
 def test_a_count_that_missed_a_node_is_wanted_again(

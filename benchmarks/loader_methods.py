@@ -108,6 +108,8 @@ class Method:
     """(images, empty folder) → the converted copy; None: reads the images as they are."""
     folder = "images"
     """Of the converted copy, under the mount."""
+    has_share = False
+    """Whether it can be told how much to keep; if not, all shares are the same to it."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -171,6 +173,7 @@ class Stateful(Torch):
 class Ours(Method):
     """ShadeDataset and ShadeSampler in torch's DataLoader."""
 
+    has_share = True
     mode = "uniform"
 
     def __init__(self, setting: Setting) -> None:
@@ -239,6 +242,7 @@ class OursThreadsUnbiased(OursThreads):
 class Mosaic(Method):
     """MosaicML Streaming: MDS shards, a local cache with a limit, shuffled within blocks that fit into it."""
 
+    has_share = True
     folder = "mds"
 
     @staticmethod
@@ -285,6 +289,7 @@ class Mosaic(Method):
 class Lit(Method):
     """LitData: optimised chunks, ``local:`` for network drives, a cache with a limit, its own StreamingDataLoader."""
 
+    has_share = True
     folder = "lit"
 
     @staticmethod
@@ -337,6 +342,7 @@ class _Viewed:
 class WebData(Method):
     """WebDataset: tar shards in random order, a shuffle buffer of a thousand samples, a local cache of shards."""
 
+    has_share = True
     folder = "wds"
 
     @staticmethod
@@ -451,6 +457,7 @@ class Spdl(Method):
 class Ffcv(Method):
     """FFCV: one file, compiled pipelines; its own cache where not all fits, the page cache where it does."""
 
+    has_share = True
     folder = "ffcv"
 
     @staticmethod

@@ -1,7 +1,8 @@
 """Turns the lines of `bench_loaders` into its table and its picture; nothing here measures anything.
 
 A case is one data set behind one storage with one share of cache. Figures of a method are medians over the second and
-later epochs of all its rounds, ratios are to torch's DataLoader with two workers in the same case.
+later epochs of all its rounds, ratios are to torch's DataLoader with two workers in the same case. Who cannot be told
+a share is measured with one of them, and stands in all tables.
 """
 
 from __future__ import annotations
@@ -24,11 +25,20 @@ def case_of(row: dict[str, Any]) -> tuple[str, str, float]:
     return row["data"], row["storage"], row["share"]
 
 
+def is_told_share(name: str) -> bool:
+    """Whether a method is measured with every share of cache: who can be told it, and the base."""
+    return name == BASE or METHODS[name][1].has_share
+
+
 def summary(rows: Rows) -> dict[tuple[str, str, float], dict[str, dict[str, Any]]]:
     """Case → method → its figures, or ``{"why": …}`` where there are none."""
     found: dict[tuple[str, str, float], dict[str, dict[str, Any]]] = {}
     for case in dict.fromkeys(map(case_of, rows)):
-        here = [row for row in rows if case_of(row) == case]
+        here = [
+            row
+            for row in rows
+            if case_of(row)[:2] == case[:2] and (row["share"] == case[2] or not is_told_share(row["method"]))
+        ]
         methods = found.setdefault(case, {})
         for name in METHODS:
             mine = [row for row in here if row["method"] == name]

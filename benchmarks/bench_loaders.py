@@ -17,8 +17,8 @@ Method
     the spread is their lowest to highest, ratios are to torch's DataLoader with two workers in the same case. CPU time
     is that of the process and everything it started (workers, a private Redis server), not the mount's. Opens and
     bytes are those the mount served in an epoch. A converted copy is opened by shard, so its opens say little; its
-    bytes do. `unbiased` draws 70 % of the samples an epoch, which shortens the epoch and not the samples/s. A loader that cannot be told
-    how much to keep is measured with the first share alone, and stands in all tables.
+    bytes do. `unbiased` draws 70 % of the samples an epoch, which shortens the epoch and not the samples/s. A loader
+    that cannot be told how much to keep is measured with the first share alone, and stands in all tables.
 
     Every epoch is a line in loaders.jsonl, appended as its run ends. Started again, the command goes on where it was
     stopped; a method whose package is missing, or that fails or hangs, is a row that says so: it is left out of later

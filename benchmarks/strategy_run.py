@@ -147,9 +147,9 @@ def restore(name: str, given: Any, folder: Path) -> dict[str, Any]:
     found = tensors_of(training)
     if expected.keys() != found.keys():
         raise RuntimeError(f"restored other tensors: {sorted(expected.keys() ^ found.keys())[:5]}")
-    errors = [_error(expected[key], found[key]) for key in expected]
-    is_equal = all(torch.equal(expected[key], found[key]) for key in expected)
-    return {"recovery": seconds, "equal": is_equal, "error": max(errors)}
+    differing = [key for key in expected if not torch.equal(expected[key], found[key])]
+    error = max((_error(expected[key], found[key]) for key in differing), default=0.0)
+    return {"recovery": seconds, "equal": not differing, "error": error}
 
 
 def tensors_of(training: Training) -> dict[str, torch.Tensor]:

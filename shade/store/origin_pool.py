@@ -104,7 +104,7 @@ class ReadPool:
                 self._running -= 1
                 self._bytes -= size
                 if self._waiting:
-                    self.pace.finished(now - begun, 0 if isinstance(result, OSError) else len(result), now)
+                    self.pace.finished(now - begun)
                     self._grow()
                     self._wake.notify(2)
                 else:

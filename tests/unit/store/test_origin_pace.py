@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.store.origin_pace import FIRST, Pace
+from shade.store.origin_pace import LEAST, Pace
 
 BYTES = 40_000
 
@@ -30,8 +30,52 @@ class Link:
                 extra = self.random.random() * self.noise * self.latency
                 heapq.heappush(self.under_way, (self.free + extra, self.now))
             self.now, begun = heapq.heappop(self.under_way)
-            pace.finished(self.now - begun, BYTES, self.now)
+            pace.finished(self.now - begun)
         return num_reads / (self.now - began)
+
+
+class Greedy(Pace):
+    """Everything at once, whatever comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.limit = 64
+
+    def finished(self, seconds: float) -> None:
+        pass
+
+
+def in_bursts(paces: list[Pace], latency: float, reads_per_second: float, pause: float, seconds: float = 30.0) -> float:
+    """Processes that share a link, each reading a batch and then busy for a while; reads a second of all together."""
+    burst, rng = 51, random.Random(1)
+    free, number, num_read = 0.0, 0, 0
+    left, under_way = [0] * len(paces), [0] * len(paces)
+    events: list[tuple[float, int, int, float | None]] = [
+        (rng.random() * pause, -1 - process, process, None) for process in range(len(paces))
+    ]
+    heapq.heapify(events)
+    while events[0][0] < seconds:
+        now, _, process, begun = heapq.heappop(events)
+        pace = paces[process]
+        if begun is None:
+            left[process] = burst
+        else:
+            num_read += 1
+            under_way[process] -= 1
+            if left[process]:
+                pace.finished(now - begun)
+            else:
+                pace.idle()
+            if not left[process] and not under_way[process]:
+                number += 1
+                heapq.heappush(events, (now + pause * (0.7 + 0.6 * rng.random()), number, process, None))
+        while left[process] and under_way[process] < pace.limit:
+            left[process] -= 1
+            under_way[process] += 1
+            number += 1
+            free = max(free, now) + 1 / reads_per_second
+            heapq.heappush(events, (free + latency * (1 + 0.2 * rng.random()), number, process, now))
+    return num_read / seconds
 
 
 def median_limit(link: Link, pace: Pace) -> int:
@@ -72,10 +116,20 @@ def test_it_goes_down_when_the_link_gets_narrower_and_up_again() -> None:
 
 def test_what_was_seen_while_nothing_waited_says_nothing() -> None:
     pace = Pace(64)
-    for number in range(1000):
-        pace.finished(0.01, BYTES, number * 10.0)
+    for _ in range(1000):
+        pace.finished(0.01)
         pace.idle()
-    assert pace.limit == FIRST
+    assert pace.limit == LEAST
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize(("latency", "rate"), [(0.02, 640.0), (0.005, 300.0)], ids=str)
+def test_nobody_is_starved_by_the_queue_of_another(latency: float, rate: float, num_processes: int) -> None:
+    """Who went back because others queue would wait as long as before, and be served less."""
+    paces = [Pace(64) for _ in range(num_processes)]
+    most = in_bursts([Greedy() for _ in range(num_processes)], latency, rate, 0.15)
+    assert in_bursts(paces, latency, rate, 0.15) > 0.9 * most
+    assert min(pace.limit for pace in paces) >= LEAST
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 64])

@@ -11,10 +11,10 @@ it; if the answer is bad or late, the pause doubles, up to a minute. After a goo
 (`answers`): begun within one, the whole epoch would be planned without what the cache holds.
 
 State lives on the shared board, so one worker's discovery spares the others theirs. The price of a dead cache is one
-timeout for whoever was asking at that moment, and nothing after that; the ledger counts it all, and the log says it
-once a rank: the first who wants to tell signs the board, waits until whoever signed at the same moment has done so too,
-and tells if the signature is still its own (Fischer's mutual exclusion; a process that the system suspends for longer
-than `SIGNING_SECONDS` between its look and its signature tells it twice).
+timeout for whoever was asking at that moment, and one an epoch after that; the ledger counts it all, and the log says
+it once a rank: the first who wants to tell signs the board, waits until whoever signed at the same moment has done so
+too, and tells if the signature is still its own (Fischer's mutual exclusion; a process that the system suspends for
+longer than `SIGNING_SECONDS` between its look and its signature tells it twice).
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ class Breaker:
         if self._board.open_until not in (0.0, _READY):
             self._push_back(self._clock())
             self._inquire()
-        return self._board.open_until in (0.0, _READY) and self.allows()
+        return self.allows()
 
     def _push_back(self, now: float) -> None:
         self._board.open_until = now + self._board.backoff_seconds
         self._probing = True
 
     def _inquire(self) -> None:
-        """Asks the store, off the path of training."""
+        """Asks the store, and opens again or lets the next batch through."""
         begun = self._clock()
         try:
             self._ask()

@@ -51,7 +51,7 @@ PACE_SECONDS: Final = 0.02
 """What a step takes at least while faults may strike: time for a cluster to notice."""
 CALM_SECONDS: Final = 0.5
 """What the rest of the last troubled epoch takes at least: longer than the longest pause below, as it is in life. An
-epoch that begins within such a pause can only count what is there in the next one."""
+epoch that begins while a node is left alone cannot count what that node has, and counts again in the next one."""
 MODES: Final = ("uniform", "unbiased")
 _IN_PROPORTION: Final = (
     (breaker, "FIRST_PAUSE_SECONDS", 0.05),

@@ -53,9 +53,7 @@ def test_without_a_file_nothing_is_kept_for_later() -> None:
     assert measures.Kept(None)("a", figure(2.5)) == {"seconds": 2.5}
 
 
-def test_what_a_child_finds_comes_back_and_what_it_died_of_is_told(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_child_finds_comes_back_and_what_it_died_of_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     def find(word: str) -> dict[str, Any]:
         sys.stdout.write("said aside\n")
         if word == "raise":

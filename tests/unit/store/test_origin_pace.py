@@ -9,8 +9,6 @@ import pytest
 
 from shade.store.origin_pace import LEAST, Pace
 
-BYTES = 40_000
-
 
 class Link:
     """Storage with a latency and a rate, in virtual time; always something left to read."""

@@ -7,9 +7,9 @@ Question
 
 Method
     A run trains one model and saves every K steps by one method, in a process of its own; a second process restores
-    what was saved last, from a cold disk, and compares it with a reference that was written beside. Every round runs
-    all methods and one training without any save, in a new random order, so that what else the machine does hits all
-    alike. The folder is emptied after each.
+    what was saved last, from a cold disk, and compares it with a reference that was kept in memory. Every round
+    runs all methods and one training without any save, in a new random order, so that what else the machine does hits
+    all alike. The folder is emptied after each.
 
     stall       what one snapshot makes the training thread wait: in the call, and before the optimizer's next step.
     slow-down   the steps from the first save to K steps behind the last, over as many steps without saves, same round.
@@ -40,7 +40,6 @@ import argparse
 import contextlib
 import os
 import random
-import shutil
 import sys
 import tempfile
 import time
@@ -56,23 +55,24 @@ from strategy_methods import METHODS, NAMES
 from shade.errors import UnknownNameError
 
 ROWS = "strategies.jsonl"
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where references are: on the disk they would hold up what is written and read there."""
 
 
 def measure(name: str, model: str, given: argparse.Namespace, place: Path) -> dict[str, Any]:
     """A training, and a restore of what it has saved; what went wrong is a figure, too."""
-    folder = Path(tempfile.mkdtemp(dir=place))
-    one = argparse.Namespace(**vars(given), model=model)
-    try:
-        figures = in_child(strategy_run.train, name, one, folder)
-        if not name.startswith("none"):
-            forget(folder)
-            figures |= in_child(strategy_run.restore, name, one, folder)
-    except RuntimeError as error:
-        figures = {"failed": str(error)}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for left in place.glob(f"{folder.name}.*"):
-            left.unlink()
+    with (
+        tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(dir=MEMORY) as memory,
+    ):
+        one = argparse.Namespace(**vars(given), model=model, reference=Path(memory) / "reference.pt")
+        try:
+            figures = in_child(strategy_run.train, name, one, Path(folder))
+            if not name.startswith("none"):
+                forget(Path(folder))
+                figures |= in_child(strategy_run.restore, name, one, Path(folder))
+        except RuntimeError as error:
+            figures = {"failed": str(error)}
     return figures
 
 

@@ -17,7 +17,6 @@ from strategy_models import batches, build, optimizer_of
 
 WARM_UP_STEPS = 6
 WARM_UP_SAVES = (1, 3)
-REFERENCE = "reference.pt"
 
 
 class Training:
@@ -68,8 +67,9 @@ def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
 
     Args:
         name: Of the method.
-        given: With ``model``, ``size``, ``every``, ``saves`` and ``data``.
-        folder: To save in; the reference goes beside it.
+        given: With ``model``, ``size``, ``every``, ``saves``, ``data``, and ``reference``: the file for what is to come
+            back.
+        folder: To save in.
 
     Returns:
         Figures of the measured part.
@@ -120,7 +120,7 @@ def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
         training.step(method, number + 1, save=True)
         method.may_change()
         method.finish()
-        torch.save(tensors_of(training), folder.with_suffix("." + REFERENCE))
+        torch.save(tensors_of(training), given.reference)
         if hasattr(method, "close"):
             method.close()
     return figures
@@ -143,7 +143,7 @@ def restore(name: str, given: Any, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     METHODS[name].restore(training.model, training.optimizer, folder)
     seconds = time.perf_counter() - begun
-    expected = torch.load(folder.with_suffix("." + REFERENCE), weights_only=True)
+    expected = torch.load(given.reference, mmap=True, weights_only=True)
     found = tensors_of(training)
     if expected.keys() != found.keys():
         raise RuntimeError(f"restored other tensors: {sorted(expected.keys() ^ found.keys())[:5]}")

@@ -227,7 +227,8 @@ def main() -> None:
                 log.add(row)
                 if "why" in row:
                     hopeless.add((data.name, storage, share, name))
-    write_report(rows, args.out, f"{args.rounds} rounds of {args.epochs} epochs, batches of 64.")
+    told = f"Up to {args.rounds} rounds of {args.epochs} epochs, the first told apart; batches of 64."
+    write_report(rows, args.out, told)
     print(loader_report.table(rows))
 
 

@@ -77,19 +77,19 @@ def table(rows: Rows) -> str:
             "",
             f"## {data}, {storage}, {cached}",
             "",
-            "| loader | samples/s | spread | ratio | epoch, s | first, s | CPU ms/sample | opens/N | bytes/data set |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| loader | samples/s | spread | epochs | ratio | epoch, s | first, s | CPU, ms | opens/N | bytes/all |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         base = methods.get(BASE, {}).get("samples_per_second")
         for name, each in methods.items():
             if "why" in each:
-                lines.append(f"| {METHODS[name][0]} | {each['why']} | | | | | | | |")
+                lines.append(f"| {METHODS[name][0]} | {each['why']} | | | | | | | | |")
                 continue
             rate = each["samples_per_second"]
             ratio = f"{rate / base:.2f}×" if base else ""
             lines.append(
                 f"| {METHODS[name][0]} | {rate:.0f} | {each['lowest']:.0f}–{each['highest']:.0f} | "
-                f"{ratio} | {each['epoch_seconds']:.1f} | {each['first_epoch_seconds']:.1f} | "
+                f"{each['epochs']} | {ratio} | {each['epoch_seconds']:.1f} | {each['first_epoch_seconds']:.1f} | "
                 f"{each['cpu_milliseconds_per_sample']:.2f} | {each['opens_per_sample']:.2f} | "
                 f"{each['bytes_share']:.2f} |"
             )

@@ -1,4 +1,5 @@
-"""What every checkpoint strategy promises: it restores every bit, is never torn or half written, and keeps its terms.
+"""What every checkpoint strategy promises: it restores every bit (or within the bound that it tells), is never torn or
+half written, and keeps its terms.
 
 (That it commits no torn snapshot under somebody who never stops writing: tests/faults/test_checkpoint_adversary.py.)
 """
@@ -28,7 +29,7 @@ from shade.checkpoint.manager import Checkpointer
 from shade.checkpoint.manifest import CHUNK_BYTES
 from shade.checkpoint.own_memory import own_folder
 from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import recover
+from shade.checkpoint.recover import Recovered, recover
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.strategies import STRATEGIES, Strategy, Terms
@@ -41,6 +42,7 @@ from shade.store.local_cluster import free_ports
 from tests.contracts.strategy_ranks import train_on_two_ranks
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
 PATIENCE_SECONDS = 30.0
 WIDTH = 1030
 """A layer of so many squared float32 is a little longer than a chunk."""
@@ -88,6 +90,20 @@ class Wide(Training):
         return {f"model/{name}": tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
 
 
+def assert_holds(found: Recovered | None, saved: dict[str, bytes], strategy: str, said: str = "") -> None:
+    """Every bit is there; of a strategy that is not exact, each number within the bound that comes with it."""
+    assert found is not None, said
+    assert strategy not in EXACT or not found.bounds, said
+    assert {name for name in found.tensors if "model/" in name} == saved.keys(), said
+    for name, expected in saved.items():
+        numbers = found.tensors[name].numpy()
+        if name in found.bounds:
+            difference = numbers.astype(np.float64) - np.frombuffer(expected, numbers.dtype).reshape(numbers.shape)
+            assert np.abs(difference).max() <= found.bounds[name].max_abs, f"{name}, {said}"
+        else:
+            assert numbers.tobytes() == expected, f"{name}, {said}"
+
+
 def crash(checkpointer: Checkpointer) -> None:
     """Leaves as a training does that raises."""
     checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -96,7 +112,7 @@ def crash(checkpointer: Checkpointer) -> None:
 # ── every bit comes back ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_strategy
+@pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
 def test_a_run_goes_on_as_if_it_had_never_ended(
     begin: Callable[..., Checkpointer], request: pytest.FixtureRequest, where: str, strategy: str
@@ -141,15 +157,11 @@ def test_a_state_of_many_chunks_is_saved_while_training_goes_on(
         assert [each.record.step for each in snapshots] == [5, 4, 3, 2, 1]
         for snapshot in snapshots:
             found = recover(checkpointer.tiers.reader, Alone(), step=snapshot.record.step)
-            assert found is not None
-            tensors = {name: tensor.numpy().tobytes() for name, tensor in found.tensors.items() if "model/" in name}
-            assert tensors == right[snapshot.record.step]
+            assert_holds(found, right[snapshot.record.step], strategy)
 
 
-@pytest.mark.parametrize(
-    "names", [["deepfreeze", "pccheck"], pytest.param(sorted(STRATEGIES), marks=pytest.mark.slow, id="all")]
-)
-def test_every_strategy_restores_on_two_ranks(tmp_path: Path, names: list[str]) -> None:
+@pytest.mark.parametrize("names", [["deepfreeze", "pccheck"], pytest.param(EXACT, marks=pytest.mark.slow, id="all")])
+def test_what_is_exact_restores_on_two_ranks(tmp_path: Path, names: list[str]) -> None:
     """All in one pair of processes: each rank's own state comes back to it, the shared state to both."""
     context = multiprocessing.get_context("forkserver")
     (port,) = free_ports(1)
@@ -264,8 +276,7 @@ def test_killed_at_every_write_the_snapshot_before_loads(
             said = f"{operation}, {moment}, {outcome}"
             assert found is not None, said
             assert landed <= found.record.step <= 2, said
-            tensors = {name: each.numpy().tobytes() for name, each in found.tensors.items() if "model/" in name}
-            assert tensors == saved[found.record.step - 1], said
+            assert_holds(found, saved[found.record.step - 1], strategy, said)
 
 
 # ── budgets and terms ───────────────────────────────────────────────────────────────────────────────────────────────

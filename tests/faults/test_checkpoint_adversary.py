@@ -30,6 +30,8 @@ SIZES = (2_000_000, 500, 300_000, 7)
 PATIENCE = 20
 """Times as many saves as are asked for, until the adversary must have met one: short saves and its rests miss."""
 KINDS = ("operation", "data", "numpy")
+EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
+"""What is near to a number looks torn; whoever stores that copies as one of these does."""
 
 
 def write(tensor: torch.Tensor, number: int, kind: str) -> None:
@@ -181,7 +183,7 @@ def resting() -> Iterator[Callable[[Adversary], Adversary]]:
 
 
 @pytest.mark.parametrize("num_saves", [25, pytest.param(700, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_torn_snapshot_is_ever_committed(
     kind: str, strategy: str, num_saves: int, resting: Callable[[Adversary], Adversary]

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Final
 from shade.checkpoint.autopilot.choose import Choice, judge, ranked
 from shade.checkpoint.autopilot.costs import Costs
 from shade.checkpoint.autopilot.predict import Prediction, predict
-from shade.checkpoint.codecs.base import CODECS
 from shade.checkpoint.schedule import Pace
 
 if TYPE_CHECKING:
@@ -174,6 +173,6 @@ def candidates() -> dict[str, Terms]:
     found: dict[type[object], tuple[str, Terms]] = {}
     for name in STRATEGIES:
         strategy = STRATEGIES.get(name)
-        if name != AUTO and CODECS.get(strategy.terms.codec).is_exact:
+        if name != AUTO and strategy.terms.is_exact:
             found.setdefault(strategy, (name, strategy.terms))
     return dict(found.values())

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from shade.checkpoint.codecs.base import builds
+from shade.checkpoint.codecs.base import CODECS, builds
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.schedule import Pace
 from shade.errors import ConfigError
@@ -53,6 +53,11 @@ class Terms:
     """Before `Checkpointer.save` returns."""
     step_waits_for: Moment = "copied"
     """Before an attached optimizer steps; never less than *copied*."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every bit comes back."""
+        return CODECS.get(self.codec).is_exact
 
     def agreed(
         self,

@@ -68,17 +68,19 @@ def later_reads(outcome: Outcome) -> float:
 
 
 @pytest.mark.parametrize(
-    ("mode", "keep", "bar"), [pytest.param("uniform", None, 0.6, marks=pytest.mark.slow), ("unbiased", 0.7, 0.45)]
+    ("mode", "keep", "epochs", "bar"),
+    [pytest.param("uniform", None, 12, 0.6, marks=pytest.mark.slow), ("unbiased", 0.7, 6, 0.45)],
 )
 def test_three_jobs_read_less_than_each_alone(
-    pictures: str, store: Store, tmp_path: Path, mode: str, keep: float | None, bar: float
+    pictures: str, store: Store, tmp_path: Path, mode: str, keep: float | None, epochs: int, bar: float
 ) -> None:
-    job = Job(pictures, store.url, epochs=6, batch_size=BATCH, mode=mode, keep=keep)
+    """Uniform orders come within 0.02 of the bar, and three epochs of a job vary by as much: so there are more."""
+    job = Job(pictures, store.url, epochs=epochs, batch_size=BATCH, mode=mode, keep=keep)
     outcomes = train_together([replace(job, seed=seed) for seed in range(3)], tmp_path)
     reads = [later_reads(outcome) for outcome in outcomes]
     assert max(reads) <= bar, reads
     assert min(outcome.totals["borrowed"] for outcome in outcomes) > 0
-    alone = train(replace(job, url=None, seed=1, epochs=6))
+    alone = train(replace(job, url=None, seed=1))
     assert outcomes[1].steps == alone.steps, "the order is a job's own, whoever else is there"
     assert outcomes[1].pixels == alone.pixels
 

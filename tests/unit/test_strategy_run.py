@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-GIVEN = Namespace(model="gpt2", size="tiny", every=2, saves=2, data=None)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Namespace:
+    return Namespace(model="gpt2", size="tiny", every=2, saves=2, data=None, reference=tmp_path / "reference.pt")
 
 
 @pytest.fixture(scope="module")
@@ -32,36 +36,35 @@ def runs(benchmarks: None) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["asymmetric", "copy", "torch.save"])
-def test_what_is_trained_and_saved_is_restored(runs: ModuleType, tmp_path: Path, name: str) -> None:
+def test_what_is_trained_and_saved_is_restored(runs: ModuleType, given: Namespace, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "saves"
     folder.mkdir()
-    trained = runs.train(name, GIVEN, folder)
+    trained = runs.train(name, given, folder)
     assert len(trained["stalls"]) == len(trained["durable"]) == 2
     assert len(trained["steps"]) == 4
     assert trained["state_bytes"] > 100_000
-    restored = runs.restore(name, GIVEN, folder)
+    restored = runs.restore(name, given, folder)
     assert restored["equal"]
     assert restored["error"] == 0.0
 
 
-def test_a_wrong_number_is_noticed(runs: ModuleType, tmp_path: Path) -> None:
+def test_a_wrong_number_is_noticed(runs: ModuleType, given: Namespace, tmp_path: Path) -> None:
     import torch
 
     folder = tmp_path / "saves"
     folder.mkdir()
-    runs.train("torch.save", GIVEN, folder)
-    reference = folder.with_suffix(".reference.pt")
-    expected = torch.load(reference, weights_only=True)
+    runs.train("torch.save", given, folder)
+    expected = torch.load(given.reference, weights_only=True)
     key = next(key for key in expected if key.endswith("wte.weight"))
     expected[key].view(-1)[7] += 1.0
-    torch.save(expected, reference)
-    restored = runs.restore("torch.save", GIVEN, folder)
+    torch.save(expected, given.reference)
+    restored = runs.restore("torch.save", given, folder)
     assert not restored["equal"]
     assert restored["error"] > 0.1
 
 
-def test_a_run_without_saves_has_no_stalls(runs: ModuleType, tmp_path: Path) -> None:
-    found = runs.train("none", GIVEN, tmp_path)
+def test_a_run_without_saves_has_no_stalls(runs: ModuleType, given: Namespace, tmp_path: Path) -> None:
+    found = runs.train("none", given, tmp_path)
     assert found["stalls"] == []
     assert found["wall"] == pytest.approx(sum(found["steps"]))
 

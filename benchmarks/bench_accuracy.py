@@ -169,8 +169,7 @@ def table(results: dict[str, dict[str, list[tuple[float, float, float]]]]) -> st
         for mode, runs in by_mode.items():
             accuracy, reads, hits = (np.array(column) for column in zip(*runs, strict=True))
             delta = 100 * (accuracy - np.array([run[0] for run in by_mode["uniform"]]))
-            error = delta.std(ddof=1) / len(delta) ** 0.5 if len(delta) > 1 else float("nan")
-            difference = "–" if mode == "uniform" else f"{delta.mean():+.2f} ± {error:.2f}"
+            difference = "–" if mode == "uniform" else f"{delta.mean():+.2f} ± {standard_error(delta):.2f}"
             row = (
                 labels,
                 mode,
@@ -181,6 +180,11 @@ def table(results: dict[str, dict[str, list[tuple[float, float, float]]]]) -> st
             )
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean; not a number where there is one value."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else math.nan
 
 
 def seconds_to(course: Sequence[Sequence[float]], target: float) -> float:
@@ -236,11 +240,11 @@ def timed_report(courses: dict[str, list[list[Epoch]]], out: Path) -> str:
     for name, runs in courses.items():
         reached = [_reached(runs, target, slowest) for target, slowest in zip(targets, base, strict=True)]
         later = [each for course in runs for each in course[WARM_UP:]]
-        ends = [100 * course[-1].accuracy for course in runs]
+        ends = 100 * np.array([course[-1].accuracy for course in runs])
         lines.append(
             f"| {name} | {' | '.join(reached)} | {statistics.median(each.seconds for each in later):.2f} | "
             f"{statistics.mean(each.reads for each in later):.2f} | "
-            f"{statistics.mean(ends):.2f} ± {statistics.stdev(ends) / len(ends) ** 0.5:.2f} |"
+            f"{ends.mean():.2f} ± {standard_error(ends):.2f} |"
         )
     seeds, epochs = len(courses[BASE]), len(courses[BASE][0])
     where = (

@@ -29,7 +29,7 @@ Command
     python benchmarks/bench_loaders.py --quick            every method once on few images: does it work?
     python benchmarks/bench_loaders.py --report           the table and the picture, from the lines there are
 
-Figures: benchmarks/results/loaders.md, loaders.json and loaders.png, written by this command.
+Figures: benchmarks/results/loaders.md and loaders.png, written by this command from loaders.jsonl.
 """
 
 from __future__ import annotations
@@ -171,13 +171,12 @@ def environment() -> dict[str, Any]:
 
 
 def write_report(rows: list[dict[str, Any]], out: Path, told: str) -> None:
-    """loaders.md, loaders.json and loaders.png."""
+    """loaders.md and loaders.png."""
     here = environment()
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
     where = f"{told} Measured at commit {commits}; {here['machine']}, Linux {here['kernel']}; {versions}."
     (out / "loaders.md").write_text(f"# Loaders\n\n{loader_report.table(rows)}\n\n{where}\n")
-    (out / "loaders.json").write_text(json.dumps({"environment": here, "rows": rows}, indent=0) + "\n")
     loader_report.plot(rows, out / "loaders.png")
 
 

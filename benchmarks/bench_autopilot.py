@@ -66,11 +66,11 @@ def fly(kind: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             every = f"{100 * given.budget:g}% mtbf {given.mtbf:g}s"
             checkpointer = stack.enter_context(Checkpointer(persist_to=str(folder), strategy="auto", every=every))
             checkpointer.attach(model=training.model, optimizer=training.optimizer)
-        training.step(nothing, 0, False)
+        training.step(nothing)
         saved, flown, steps = [], [], []
         for number in range(given.steps):
             begun = time.perf_counter()
-            training.step(nothing, number, False)
+            training.step(nothing)
             if checkpointer is not None and checkpointer.step():
                 saved.append(number)
                 flown.append(checkpointer._strategy.chosen)

@@ -6,13 +6,14 @@ Question
     it the same state, bit for bit?
 
 Method
-    A run trains one model and saves every K steps by one method, in a process of its own; a second process restores
-    what was saved last, from a cold disk, and compares it with a reference that was kept in memory. Every round
-    runs all methods and one training without any save, in a new random order, so that what else the machine does hits
-    all alike. The folder is emptied after each.
+    A run trains one model, K steps behind a save by one method and K steps without one in turn, in a process of its
+    own; a second process restores what was saved last, from a cold disk, and compares it with a reference that was
+    kept in memory. Every round runs all methods in a new random order, and one training that saves nothing: what its
+    pairs differ by is what the machine does. The folder is emptied after each.
 
     stall       what one snapshot makes the training thread wait: in the call, and before the optimizer's next step.
-    slow-down   the steps from the first save to K steps behind the last, over as many steps without saves, same round.
+    slow-down   K steps behind a save, and until it is durable if it is not yet, over K steps without, a second before
+                or after. (The next save would have to wait for as long.)
     cost        the same in seconds a snapshot: stalls, and what steps take longer because somebody copies beside them.
     memory      from the call until own memory holds the snapshot (with --store: the server's), committed.
     durable     from the call until it is on the disk, synced. What a library leaves in the page cache is synced for it.
@@ -40,6 +41,7 @@ import argparse
 import contextlib
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -128,11 +130,11 @@ def described(each: dict[str, Any], figures: dict[str, Any]) -> str:
     name = f"round {each['round']} {each['model']} {each['method']}"
     if "failed" in figures:
         return f"{name}: failed: {figures['failed'].splitlines()[-1]}"
+    cost = statistics.median(behind - without for behind, without in figures["pairs"])
     if not figures["stalls"]:
-        return f"{name}: {figures['wall']:.1f} s"
-    stall = sorted(figures["stalls"])[len(figures["stalls"]) // 2]
+        return f"{name}: {cost:+.3f} s"
     same = "bit" if figures["equal"] else f"{figures['error']:.1e}"
-    return f"{name}: {figures['wall']:.1f} s, stall {stall:.3f} s, equal {same}"
+    return f"{name}: cost {cost:.3f} s, stall {statistics.median(figures['stalls']):.3f} s, equal {same}"
 
 
 def told(seconds: float) -> str:
@@ -148,7 +150,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="*", help="of the table (all)")
     parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
     parser.add_argument("--size", default="base", help="tiny, base or large (base)")
-    parser.add_argument("--every", type=int, default=5, metavar="K", help="steps between two saves (5)")
+    parser.add_argument("--every", type=int, default=3, metavar="K", help="steps behind a save, and without one (3)")
     parser.add_argument("--saves", type=int, default=4, metavar="NUM", help="measured in each run (4)")
     parser.add_argument("--rounds", type=int, default=5, metavar="NUM", help="of the table (5)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")

@@ -133,7 +133,6 @@ class Strategy(checkpoint_methods.Shade):
 class Fsdp2(checkpoint_methods.Method):
     """A model sharded by FSDP2, saved by DCP's async_save through our writer and stager; restored resharded."""
 
-    baseline = "none-fsdp2"
     upload: Any = None
 
     @staticmethod

@@ -15,6 +15,8 @@ from measures import percentile
 
 OURS = "asymmetric"
 """The strategy that is asked about."""
+_MEDIAN_ERROR = 1.2533 / 1.349
+"""Of a median, by the quartiles' distance and the root of the number: as for normal errors."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class Line:
     stall_p50: float
     stall_p99: float
     slow_down: float
-    """Median over rounds of the training's length over that without saves, less 1."""
+    """Median over pairs of the steps' length behind a save over that without one, less 1."""
     cost: float
-    """Seconds a snapshot: median over rounds."""
+    """Seconds a snapshot: median over pairs."""
     spread: float
-    """Half of what the middle half of the rounds spans, of `cost`."""
+    """Standard error of `cost`, from what the middle half of the pairs spans."""
     memory: float | None
     durable: float | None
     written: float
@@ -53,47 +55,16 @@ class Report:
         self.setting = setting
         self.models = list(dict.fromkeys(row["model"] for row in rows))
         self.commits = sorted({row["commit"] for row in rows})
-        self.lines = {model: self._lines([row for row in rows if row["model"] == model]) for model in self.models}
-        self.state_bytes = {
-            row["model"]: row["state_bytes"] for row in rows if row["method"] == "none" and "state_bytes" in row
+        self.lines = {model: _lines([row for row in rows if row["model"] == model]) for model in self.models}
+        """By model, the least cost first; what failed last."""
+        self.controls = {
+            model: _line("none", [row for row in rows if row["model"] == model and row["method"] == "none"])
+            for model in self.models
         }
-
-    def _lines(self, rows: list[dict[str, Any]]) -> list[Line]:
-        quiet = {(row["method"], row["round"]): row for row in rows if "failed" not in row}
-        by_method: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
-            if not row["method"].startswith("none"):
-                by_method.setdefault(row["method"], []).append(row)
-        lines = [self._line(method, found, quiet) for method, found in sorted(by_method.items())]
-        return sorted(lines, key=lambda line: (bool(line.failed), line.cost))
-
-    def _line(self, method: str, rows: list[dict[str, Any]], quiet: dict[tuple[str, int], dict[str, Any]]) -> Line:
-        sound = [row for row in rows if "failed" not in row]
-        beside = {row["round"]: quiet.get((row["baseline"], row["round"])) for row in sound}
-        whole = [row for row in sound if beside[row["round"]] is not None]
-        if not whole:
-            reason = next((row["failed"] for row in rows if "failed" in row), "no run without saves in its rounds")
-            return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0, None, False, 0.0, reason)
-        stalls = [stall for row in whole for stall in row["stalls"]]
-        bases = {number: row["wall"] for number, row in beside.items() if row is not None}
-        extra = [row["wall"] - bases[row["round"]] for row in whole]
-        costs = [more / len(row["stalls"]) for more, row in zip(extra, whole, strict=True)]
-        ratios = [row["wall"] / bases[row["round"]] - 1 for row in whole]
-        return Line(
-            method,
-            len(whole),
-            statistics.median(stalls),
-            percentile(stalls, 0.99),
-            statistics.median(ratios),
-            statistics.median(costs),
-            (percentile(costs, 0.75) - percentile(costs, 0.25)) / 2,
-            middle(each for row in whole for each in row["committed"]),
-            middle(each for row in whole for each in row["durable"]),
-            statistics.median(row["written_bytes"] / row["state_bytes"] for row in whole),
-            middle(row["recovery"] for row in whole),
-            all(row["equal"] for row in whole),
-            max(row["error"] for row in whole),
-        )
+        """Trainings that save nothing: what their pairs differ by is noise."""
+        self.state_bytes = {
+            row["model"]: row["state_bytes"] for row in rows if "fsdp2" not in row["method"] and "state_bytes" in row
+        }
 
     def best(self, model: str) -> Line | None:
         """The method of least cost among those that restored bit for bit."""
@@ -109,7 +80,11 @@ class Report:
         parts = [self.about()]
         for model in self.models:
             size = self.state_bytes.get(model, 0) / 1e6
+            control = self.controls[model]
             parts.append(f"## {model}, {self.setting['size']}: {size:,.1f} MB of state\n\n{self._table(model)}")
+            if not control.failed:
+                noise = f"{1000 * control.cost:.0f} ± {1000 * control.spread:.0f} ms"
+                parts.append(f"Without any save the halves of a pair differ by {noise} ({control.num_runs} runs).")
         if OURS in {line.method for lines in self.lines.values() for line in lines}:
             wins = self.wins()
             told = ", ".join(wins) or "none"
@@ -182,6 +157,38 @@ class Report:
             panel.grid(axis="x", alpha=0.3)
         panels[0].legend(fontsize="small")
         figure.savefig(path, dpi=110)
+
+
+def _lines(rows: list[dict[str, Any]]) -> list[Line]:
+    """Of one model, every method that saves."""
+    methods = sorted({row["method"] for row in rows if not row["method"].startswith("none")})
+    lines = [_line(method, [row for row in rows if row["method"] == method]) for method in methods]
+    return sorted(lines, key=lambda line: (bool(line.failed), line.cost))
+
+
+def _line(method: str, rows: list[dict[str, Any]]) -> Line:
+    sound = [row for row in rows if "failed" not in row]
+    if not sound:
+        reason = next((row["failed"] for row in rows), "not run")
+        return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0, None, False, 0.0, reason)
+    pairs = [pair for row in sound for pair in row["pairs"]]
+    costs = [behind - without for behind, without in pairs]
+    stalls = [stall for row in sound for stall in row["stalls"]] or [0.0]
+    return Line(
+        method,
+        len(sound),
+        statistics.median(stalls),
+        percentile(stalls, 0.99),
+        statistics.median(behind / without - 1 for behind, without in pairs),
+        statistics.median(costs),
+        _MEDIAN_ERROR * (percentile(costs, 0.75) - percentile(costs, 0.25)) / len(costs) ** 0.5,
+        middle(each for row in sound for each in row["committed"]),
+        middle(each for row in sound for each in row["durable"]),
+        statistics.median(row["written_bytes"] / row["state_bytes"] for row in sound),
+        middle(row["recovery"] for row in sound if "recovery" in row),
+        all(row.get("equal", False) for row in sound),
+        max(row.get("error", 0.0) for row in sound),
+    )
 
 
 def middle(values: Any) -> float | None:

@@ -1,8 +1,9 @@
 """One run of `bench_strategies`, in a process of its own: a model is trained and saved, or restored and compared.
 
-A run has four parts. Warm-up: first steps, with two saves that are not measured (buffers are made, windows profiled).
-Measured: as many saves as asked for, `every` steps apart, each step timed. The way out: until the last is durable. And
-one more save, with a reference beside it that no method wrote, for the process that restores.
+A run has three parts. Warm-up: first steps, with two saves that are not measured (buffers are made, windows profiled).
+Measured: pairs of `every` steps behind a save and as many without one, now these first, now those: what else the
+machine does changes within seconds, and hits both alike. And one more save, with a reference beside it that no method
+wrote, for the process that restores.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from strategy_models import batches, build, optimizer_of
 
-WARM_UP_STEPS = 6
-WARM_UP_SAVES = (1, 3)
+WARM_UP_STEPS = 2
+"""In each of its three parts; the first two begin with a save."""
 
 
 class Training:
@@ -38,16 +39,14 @@ class Training:
         self.optimizer = optimizer_of(model, self.model)
         self._batches = batches(model, size, data, seed=seed)
 
-    def step(self, method: Any, number: int, save: bool) -> tuple[float, float]:
+    def step(self, method: Any) -> float:
         """One step.
 
         Args:
-            method: That saves.
-            number: Of the step.
-            save: Whether a save begins behind it.
+            method: That may have a copy to finish before the state changes.
 
         Returns:
-            Seconds waited for the save before, and seconds until a save begun now lets go.
+            Seconds waited for that.
         """
         self.model(**next(self._batches)).loss.backward()
         begun = time.perf_counter()
@@ -55,11 +54,7 @@ class Training:
         waited = time.perf_counter() - begun
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if not save:
-            return waited, 0.0
-        begun = time.perf_counter()
-        method.begin(number)
-        return waited, time.perf_counter() - begun
+        return waited
 
 
 def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
@@ -80,46 +75,48 @@ def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
     training = Training(kind, given.model, given.size, given.data)
     is_saved = not name.startswith("none")
     idle = METHODS["none"](training.model, training.optimizer, folder)
-    training.step(idle, 0, False)
+    training.step(idle)
     method = kind(training.model, training.optimizer, folder)
-    number = 0
-    for _ in range(WARM_UP_STEPS):
-        number += 1
-        training.step(method, number, save=number in WARM_UP_SAVES and is_saved)
-    method.finish()
-    for measured in (method.durable_seconds, getattr(method, "committed_seconds", [])):
-        measured.clear()
-    steps: list[float] = []
-    stalls: list[float] = []
-    written = _written_bytes()
-    for place in range(given.saves * given.every):
-        number += 1
+    number, stalls = 0, []
+
+    def steps(count: int, *, save: bool) -> float:
+        """So many steps, behind a save if there is one, and until that is durable: seconds."""
+        nonlocal number
         begun = time.perf_counter()
-        save = place % given.every == 0 and is_saved
-        waited, blocked = training.step(method, number, save)
-        steps.append(time.perf_counter() - begun)
-        if stalls:
-            stalls[-1] += waited
         if save:
-            stalls.append(blocked)
-    wall = sum(steps)
-    stalls = method.blocked(len(stalls)) if hasattr(method, "blocked") else stalls
-    method.finish()
+            method.begin(number)
+            stalls.append(time.perf_counter() - begun)
+        for _ in range(count):
+            waited = training.step(method)
+            number += 1
+            if save:
+                stalls[-1] += waited
+        if save:
+            method.may_change()
+            method.finish()
+        return time.perf_counter() - begun
+
+    for save in (True, True, False):
+        steps(WARM_UP_STEPS, save=save and is_saved)
+    for measured in (stalls, method.durable_seconds, getattr(method, "committed_seconds", [])):
+        measured.clear()
+    pairs: list[tuple[float, float]] = []
+    written = _written_bytes()
+    for place in range(given.saves):
+        seconds = {save: steps(given.every, save=save and is_saved) for save in (place % 2 == 0, place % 2 == 1)}
+        pairs.append((seconds[True], seconds[False]))
+    blocked = method.blocked(len(stalls)) if hasattr(method, "blocked") else list(stalls)
     figures = {
-        "wall": wall,
-        "steps": steps,
-        "stalls": stalls,
-        "baseline": getattr(kind, "baseline", "none"),
+        "pairs": pairs,
+        "stalls": blocked,
         "durable": list(method.durable_seconds),
         "committed": list(getattr(method, "committed_seconds", [])),
-        "written_bytes": (_written_bytes() - written) / max(1, len(stalls)),
+        "written_bytes": (_written_bytes() - written) / max(1, len(blocked)),
         "state_bytes": state_bytes(training),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if is_saved:
-        training.step(method, number + 1, save=True)
-        method.may_change()
-        method.finish()
+        steps(0, save=True)
         torch.save(tensors_of(training), given.reference)
         if hasattr(method, "close"):
             method.close()

@@ -124,6 +124,8 @@ class Saver:
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
             place, buffer = self._stage.begin(layout.num_bytes)
+            if self._reserving is None:
+                self._reserve(layout.num_bytes)
             streams = self._strategy.streams and self._terms.codec == "none"
             arrivals = Arrivals(layout.num_bytes) if streams else None
             copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, arrivals, self._comparison)
@@ -250,10 +252,16 @@ class Saver:
             return
         layout = self._layout(self._contents.capture(self._group.rank, self._group.world_size))
 
+        self._reserve(layout.num_bytes)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Has the copying compiled and the buffers made, and then what they cost made small; in threads."""
+
         def reserve() -> None:
             prepare()
             with contextlib.suppress(StorageFullError):  # the save that needs them will say so
-                self._stage.reserve(layout.num_bytes)
+                self._stage.reserve(num_bytes)
+            threading.Thread(target=self._stage.make_huge, name="shade-huge-pages", daemon=True).start()
 
         self._reserving = threading.Thread(target=reserve, name="shade-reserve", daemon=True)
         self._reserving.start()

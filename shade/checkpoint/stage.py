@@ -15,7 +15,6 @@ shard checks it against the record, as everywhere. Invariant: what a record in h
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -23,24 +22,17 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch
 
 from shade.checkpoint.codecs.base import standing_alone
+from shade.checkpoint.huge_pages import HUGE_BYTES, make_huge, make_resident, map_aligned
 from shade.checkpoint.manifest import Commit, Manifest
 from shade.checkpoint.own_memory import own_folder, own_records
 from shade.checkpoint.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
 from shade.types import Bytes
-
-_ROUND_BYTES: Final = 2 * 2**20
-"""A huge page: buffers are multiples of it."""
-_POPULATE_WRITE: Final = 23
-"""``MADV_POPULATE_WRITE``, Linux 5.14; Python has no name for it yet."""
-_madvise = ctypes.CDLL(None).madvise
-"""Without the interpreter's lock: touching 1 GiB takes a second, and training goes on meanwhile."""
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Buffer:
@@ -56,14 +48,14 @@ class _Buffer:
     """
 
     def __init__(self, path: Path, num_bytes: int, *, may_be_private: bool) -> None:
-        self.num_bytes = max(1, -(-num_bytes // _ROUND_BYTES)) * _ROUND_BYTES
+        self.num_bytes = max(1, -(-num_bytes // HUGE_BYTES)) * HUGE_BYTES
         self.why_private: str | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(descriptor).st_size < self.num_bytes:
                 os.posix_fallocate(descriptor, 0, self.num_bytes)  # now, and not as a SIGBUS in mid-copy
             os.ftruncate(descriptor, self.num_bytes)
-            self._map = mmap.mmap(descriptor, self.num_bytes)
+            self.tensor = map_aligned(descriptor, self.num_bytes)
         except OSError as error:
             os.unlink(path)
             free = shutil.disk_usage(path.parent).free
@@ -73,23 +65,27 @@ class _Buffer:
             )
             if not may_be_private:
                 raise StorageFullError(self.why_private) from error
-            self._map = mmap.mmap(-1, self.num_bytes)
+            self.tensor = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
         finally:
             os.close(descriptor)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        address = self.tensor.data_ptr()
-        _madvise(address, self.num_bytes, mmap.MADV_HUGEPAGE)
-        if _madvise(address, self.num_bytes, _POPULATE_WRITE) != 0:
-            self.tensor[:: mmap.PAGESIZE].add_(0)
+        make_resident(self.tensor)
+        self._is_closed = False
         self._pinned = torch.cuda.is_available() and self._register()
 
+    def make_huge(self) -> None:
+        """Makes its pages huge, unless they are pinned: then they are already, where that can be."""
+        if not self._pinned:
+            make_huge(self.tensor, lambda: not self._is_closed)
+
     def _register(self) -> bool:
-        """Pins the pages, so that a device copies into them by itself."""
+        """Pins the pages, so that a device copies into them by itself; huge ones, as they cannot become so later."""
+        make_huge(self.tensor)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.num_bytes, 0)) == 0
 
     def close(self) -> None:
         """Lets go; views that are still about keep the mapping."""
+        self._is_closed = True
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False
@@ -192,6 +188,11 @@ class Stage(Tier):
         """
         for number in range(len(self._buffers)):
             self._reserved(number, num_bytes)
+
+    def make_huge(self) -> None:
+        """Makes the pages of the buffers huge, in a thread that has time; they may be used meanwhile."""
+        for buffer in filter(None, list(self._buffers)):
+            buffer.make_huge()
 
     def _reserved(self, number: int, num_bytes: int) -> _Buffer:
         with self._lock:

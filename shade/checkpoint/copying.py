@@ -24,6 +24,7 @@ Contiguous CPU tensors are moved by `shade.checkpoint.streaming`, without holdin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from typing import Final
@@ -75,6 +76,7 @@ class Copying:
         self._entries, self._buffer = entries, buffer
         self._noted = {name: _note(name, tensor) for name, tensor in self._live.items()}
         self._left = dict.fromkeys(entries)
+        self._taking = threading.Lock()
         self._begun: dict[str, int] = {}
         """Bytes copied of tensors that are copied in part."""
         self._pauses: dict[str, list[int]] = {}
@@ -102,7 +104,7 @@ class Copying:
         self._copy(name, begun, self._num_bytes(name))
 
     def advance(self, num_bytes: int) -> int:
-        """Copies the next bytes in the order of the buffer, to the middle of a tensor if need be.
+        """Copies the next bytes in the order of the buffer, to the middle of a tensor if need be. By any thread.
 
         Args:
             num_bytes: How many; a tensor that is not contiguous is not divided.
@@ -110,20 +112,30 @@ class Copying:
         Returns:
             How many it were; 0 when nothing is left, or less than a line of the cache was asked for.
         """
-        copied = 0
-        while copied < num_bytes and self._left:
-            name = next(iter(self._left))
-            begun, length = self._begun.get(name, 0), self._num_bytes(name)
-            stop = begun + (num_bytes - copied) // _LINE_BYTES * _LINE_BYTES
-            if stop < length and self._source[name].is_contiguous():
-                if stop == begun:
-                    return copied
-                self._copy(name, begun, stop)
-                self._begun[name] = stop
-                return copied + stop - begun
-            self.copy(name)
-            copied += length - begun
-        return copied
+        taken = self._take(num_bytes)
+        for name, start, stop in taken:
+            self._copy(name, start, stop)
+        return sum(stop - start for _, start, stop in taken)
+
+    def _take(self, num_bytes: int) -> list[tuple[str, int, int]]:
+        """Parts of tensors that are the caller's to copy: name, first byte, one past the last."""
+        taken: list[tuple[str, int, int]] = []
+        with self._taking:
+            while num_bytes > 0 and self._left:
+                name = next(iter(self._left))
+                begun, length = self._begun.get(name, 0), self._num_bytes(name)
+                stop = begun + num_bytes // _LINE_BYTES * _LINE_BYTES
+                if stop >= length or not self._source[name].is_contiguous():
+                    stop = length
+                    self._begun.pop(name, None)
+                    del self._left[name]
+                elif stop > begun:
+                    self._begun[name] = stop
+                else:
+                    break
+                taken.append((name, begun, stop))
+                num_bytes -= stop - begun
+        return taken
 
     def _num_bytes(self, name: str) -> int:
         return self._entries[name].stop - self._entries[name].start

@@ -1,10 +1,13 @@
-"""Asymmetric: a thread copies a little in each window of the next pass, as much as the window has time for.
+"""Asymmetric: a little is copied in each window of the next pass, as much as the window has time for.
 
 As `overlap`, but evenly spread. `overlap` begins when the optimizer's step has ended and copies as fast as it can: so
 it takes all its bandwidth from the first layers of the forward pass, which are short. Here every window releases its
-partition (`partition`), small ones in the forward pass and large ones in the backward pass, and the thread copies no
-more than has been released. All is released a little before the pass ends, because the copy is checked when it is
+partition (`partition`), small ones in the forward pass and large ones in the backward pass, and no more is copied than
+has been released. All is released a little before the pass ends, because the copy is checked when it is
 done; what is left when the optimizer wants to step is copied at once.
+
+As many threads copy as the training computes with. An operation of several threads ends with its slowest, so what is
+taken from one is lost for all; taken from each alike, it is lost once.
 
 What has been copied is hashed and written while the rest follows, in batches of the length that ends soonest
 (`shade.checkpoint.batching`).
@@ -20,7 +23,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import torch
@@ -32,7 +35,11 @@ from shade.checkpoint.strategies.windows import Windows
 from shade.errors import TornSnapshotError
 
 _LEAST_BYTES: Final = 2**20
-"""Released at once: below, waking the thread would cost more than the copy."""
+"""Released at once: below, waking the threads would cost more than the copy."""
+_PIECE_BYTES: Final = 16 * 2**20
+"""A thread takes at a time, at most."""
+_MOST_THREADS: Final = 4
+"""More do not copy faster: it is memory that they wait for."""
 _TAIL_FRACTION: Final = 1 / 8
 """Of the pass, at its end, that is left to the check."""
 _PASSES: Final = 2
@@ -41,7 +48,7 @@ _PASSES: Final = 2
 
 @STRATEGIES.register("asymmetric")
 class Asymmetric(Strategy):
-    """One copying thread, paced by the training."""
+    """Copying threads, paced by the training."""
 
     terms = Terms(streams=True, batches=True)
 
@@ -49,13 +56,12 @@ class Asymmetric(Strategy):
         self._windows = Windows(self._at_mark)
         self._ends: list[int] = []
         self._turn = threading.Condition()
-        self._released = self._copied = 0
+        self._released = self._taken = 0
         self._all = False
         self._patience_seconds = 0.0
-        self._work: tuple[Copying, Future[None]] | None = None
+        self._num_threads = 1
+        self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
 
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """See `Strategy`."""
@@ -70,25 +76,24 @@ class Asymmetric(Strategy):
 
     def begin(self, copying: Copying) -> Future[None]:
         """See `Strategy`."""
-        running = self._running = Future[None]()
         try:
             copying.settle(name for name in copying.names if name not in copying.steady)
         except TornSnapshotError as error:
-            running.set_exception(error)
-            return running
+            failed = self._running = Future[None]()
+            failed.set_exception(error)
+            return failed
         forward, backward = self._windows.seconds()
         sizes = partition(copying.num_bytes_left, self._shares([*forward, *backward]))
         self._ends = list(itertools.accumulate(sizes))
         self._patience_seconds = _PASSES * sum((*forward, *backward))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="shade-copy", daemon=True)
-            self._thread.start()
-        with self._turn:
-            self._released, self._all = 0, not sizes
-            self._work = copying, running
-            self._turn.notify()
+        if self._pool is None:
+            self._num_threads = min(torch.get_num_threads(), _MOST_THREADS)
+            self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shade-copy")
+        self._released, self._taken, self._all = 0, 0, not sizes
+        copied = [self._pool.submit(self._copy, copying) for _ in range(self._num_threads)]
+        self._running = self._pool.submit(_finish, copying, copied)
         self._windows.is_watched = bool(sizes)
-        return running
+        return self._running
 
     def _shares(self, windows: Sequence[float]) -> list[float]:
         """What part of the state each window shall release: as much as it has time for, short of the tail.
@@ -107,61 +112,56 @@ class Asymmetric(Strategy):
         if end - self._released >= _LEAST_BYTES or number == len(self._ends) - 1:
             with self._turn:
                 self._released = end
-                self._turn.notify()
+                self._turn.notify_all()
 
     def wait(self) -> None:
         """See `Strategy`."""
         self._windows.is_watched = False
         running, self._running = self._running, None
-        with self._turn:
-            self._all = True
-            self._turn.notify()
+        self._release_all()
         if running is not None:
             running.result()
 
     def close(self) -> None:
         """See `Strategy`."""
         self._windows.close()
-        if self._thread is not None:
-            with self._turn:
-                self._closed = self._all = True
-                self._turn.notify()
-            self._thread.join()
-            self._thread = None
+        self._release_all()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
-    # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _release_all(self) -> None:
+        with self._turn:
+            self._all = True
+            self._turn.notify_all()
 
-    def _serve(self) -> None:
-        while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._work is not None or self._closed)
-                if self._work is None:
-                    return
-                (copying, done), self._work = self._work, None
-            try:
-                self._copy(copying)
-                copying.finish()
-                done.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the thread that waits
-                done.set_exception(error)
-            del copying, done
+    # ── the threads ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _copy(self, copying: Copying) -> None:
-        """Follows what is released; returns when all may be copied, or has been."""
-        self._copied = 0
-        while True:
+        """Takes its share of what is released, until all is copied or taken by others."""
+        moved = 1
+        while moved:
             with self._turn:
-                is_released = self._turn.wait_for(self._may_go_on, self._patience_seconds)
-                if self._all or not is_released:
-                    return
-                allowed = self._released - self._copied
-            moved = copying.advance(allowed)
-            if moved == 0:
-                return
-            self._copied += moved
+                if not self._turn.wait_for(self._may_go_on, self._patience_seconds):
+                    self._all = True
+                    self._turn.notify_all()
+                waiting = _PIECE_BYTES if self._all else (self._released - self._taken) // self._num_threads
+                share = min(_PIECE_BYTES, max(_LEAST_BYTES, waiting))
+                self._taken += share
+            moved = copying.advance(share)
+            with self._turn:
+                self._taken += moved - share  # more, where a tensor is not divided
 
     def _may_go_on(self) -> bool:
-        return self._all or self._released - self._copied >= _LEAST_BYTES
+        """Something has been released, or all has: then there is something left, or nothing to wait for."""
+        return self._all or self._released - self._taken >= _LEAST_BYTES or self._released == self._ends[-1]
+
+
+def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
+    """Checks what the threads have copied. Story: it is submitted last, so whoever runs it waits for nobody queued."""
+    for each in copied:
+        each.result()
+    copying.finish()
 
 
 def _without_tail(seconds: Sequence[float]) -> list[float]:

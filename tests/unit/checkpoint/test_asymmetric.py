@@ -58,11 +58,11 @@ def test_no_more_is_copied_than_has_been_released(training: Training) -> None:
     assert sum(forward) + sum(backward) == 16 * MIB
     assert max(forward) < max(backward)
     time.sleep(0.05)
-    assert training.strategy._copied == 0  # before the pass begins nothing is released
+    assert training.strategy._taken == 0  # before the pass begins nothing is released
     training.model(torch.ones(2, 1024))
     released = sum(forward)
-    assert eventually(lambda: training.strategy._copied > released - MIB)
-    assert training.strategy._copied <= released
+    assert eventually(lambda: training.strategy._taken > released - MIB)
+    assert training.strategy._taken <= released
     training.strategy.wait()
     assert copying.names == []
 
@@ -71,6 +71,9 @@ def test_a_whole_pass_releases_everything(training: Training) -> None:
     copying, buffer = training.begin()
     training.backward()
     assert eventually(lambda: not copying.names)
+    copied = training.strategy._running
+    assert copied is not None
+    assert eventually(copied.done)  # and checked, before the optimizer asks
     training.strategy.wait()
     expected = torch.cat([tensor.detach().flatten() for tensor in training.model.state_dict().values()])
     assert torch.equal(buffer.view(torch.float32), expected)

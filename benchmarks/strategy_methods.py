@@ -111,10 +111,6 @@ class Strategy(checkpoint_methods.Shade):
             time.sleep(POLL_SECONDS)
         self.committed_seconds.append(time.perf_counter() - begun)
 
-    def blocked(self, num_saves: int) -> list[float]:
-        """What the training has waited for each of the last saves, wherever it waited."""
-        return [ticket.blocked_seconds for ticket in self.tickets[-num_saves:]]
-
     def close(self) -> None:
         """Ends what was begun."""
         self.checkpointer.close()

@@ -105,13 +105,12 @@ def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
     for place in range(given.saves):
         seconds = {save: steps(given.every, save=save and is_saved) for save in (place % 2 == 0, place % 2 == 1)}
         pairs.append((seconds[True], seconds[False]))
-    blocked = method.blocked(len(stalls)) if hasattr(method, "blocked") else list(stalls)
     figures = {
         "pairs": pairs,
-        "stalls": blocked,
+        "stalls": list(stalls),
         "durable": list(method.durable_seconds),
         "committed": list(getattr(method, "committed_seconds", [])),
-        "written_bytes": (_written_bytes() - written) / max(1, len(blocked)),
+        "written_bytes": (_written_bytes() - written) / max(1, len(stalls)),
         "state_bytes": state_bytes(training),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

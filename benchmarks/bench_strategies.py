@@ -70,7 +70,7 @@ def measure(name: str, model: str, given: argparse.Namespace, place: Path) -> di
         one = argparse.Namespace(**vars(given), model=model, reference=Path(memory) / "reference.pt")
         try:
             figures = in_child(strategy_run.train, name, one, Path(folder))
-            if not name.startswith("none"):
+            if name != "none":
                 forget(Path(folder))
                 figures |= in_child(strategy_run.restore, name, one, Path(folder))
         except RuntimeError as error:

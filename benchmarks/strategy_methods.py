@@ -181,12 +181,6 @@ class Fsdp2(checkpoint_methods.Method):
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-class NothingFsdp2(Nothing):
-    """No checkpoint, of a model that is sharded all the same."""
-
-    prepare = staticmethod(Fsdp2.prepare)
-
-
 def run_in(folder: Path) -> str:
     """The run that was saved there."""
     return next(path.name for path in folder.iterdir() if path.is_dir() and path.name.startswith("bench-"))
@@ -208,11 +202,10 @@ METHODS: dict[str, type[Any]] = {
         name: type(name, (Strategy,), {"strategy": name, "__doc__": f"Strategy {name}."}) for name in sorted(STRATEGIES)
     },
     **OUTSIDE,
-    "none-fsdp2": NothingFsdp2,
     "fsdp2": Fsdp2,
 }
 NAMES = ["none", *OURS, *OUTSIDE]
-"""Rows of the table. `fsdp2` is asked for by name, with `none-fsdp2`, the same training without saves."""
+"""Rows of the table. `fsdp2` is asked for by name."""
 
 
 def with_store(method: type[Any]) -> type[Any]:

@@ -161,7 +161,7 @@ class Report:
 
 def _lines(rows: list[dict[str, Any]]) -> list[Line]:
     """Of one model, every method that saves."""
-    methods = sorted({row["method"] for row in rows if not row["method"].startswith("none")})
+    methods = sorted({row["method"] for row in rows if row["method"] != "none"})
     lines = [_line(method, [row for row in rows if row["method"] == method]) for method in methods]
     return sorted(lines, key=lambda line: (bool(line.failed), line.cost))
 

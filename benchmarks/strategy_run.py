@@ -73,7 +73,7 @@ def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
 
     kind = with_store(METHODS[name])
     training = Training(kind, given.model, given.size, given.data)
-    is_saved = not name.startswith("none")
+    is_saved = name != "none"
     idle = METHODS["none"](training.model, training.optimizer, folder)
     training.step(idle)
     method = kind(training.model, training.optimizer, folder)

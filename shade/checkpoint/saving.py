@@ -251,17 +251,15 @@ class Saver:
         if self._plan is not None:
             return
         layout = self._layout(self._contents.capture(self._group.rank, self._group.world_size))
-
         self._reserve(layout.num_bytes)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Has the copying compiled and the buffers made, and then what they cost made small; in threads."""
+        """Has the copying compiled and the buffers made, in a thread."""
 
         def reserve() -> None:
             prepare()
             with contextlib.suppress(StorageFullError):  # the save that needs them will say so
                 self._stage.reserve(num_bytes)
-            threading.Thread(target=self._stage.make_huge, name="shade-huge-pages", daemon=True).start()
 
         self._reserving = threading.Thread(target=reserve, name="shade-reserve", daemon=True)
         self._reserving.start()

@@ -69,13 +69,14 @@ class _Buffer:
         finally:
             os.close(descriptor)
         make_resident(self.tensor)
-        self._is_closed = False
         self._pinned = torch.cuda.is_available() and self._register()
+        if not self._pinned:  # else they are huge already, where that can be
+            threading.Thread(target=self._make_huge, name="shade-huge-pages", daemon=True).start()
 
-    def make_huge(self) -> None:
-        """Makes its pages huge, unless they are pinned: then they are already, where that can be."""
-        if not self._pinned:
-            make_huge(self.tensor, lambda: not self._is_closed)
+    def _make_huge(self) -> None:
+        """In a thread that has time: the buffer may be used meanwhile."""
+        memory = self.tensor
+        make_huge(memory, lambda: self.tensor is memory)
 
     def _register(self) -> bool:
         """Pins the pages, so that a device copies into them by itself; huge ones, as they cannot become so later."""
@@ -85,7 +86,6 @@ class _Buffer:
 
     def close(self) -> None:
         """Lets go; views that are still about keep the mapping."""
-        self._is_closed = True
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False
@@ -188,11 +188,6 @@ class Stage(Tier):
         """
         for number in range(len(self._buffers)):
             self._reserved(number, num_bytes)
-
-    def make_huge(self) -> None:
-        """Makes the pages of the buffers huge, in a thread that has time; they may be used meanwhile."""
-        for buffer in filter(None, list(self._buffers)):
-            buffer.make_huge()
 
     def _reserved(self, number: int, num_bytes: int) -> _Buffer:
         with self._lock:

@@ -67,7 +67,7 @@ def test_what_is_not_ours_restores_too(method: str) -> None:
 
 
 def test_a_sharded_model_runs_through_the_table(tmp_path: Path) -> None:
-    done = bench("--model", "roberta", "--methods", "none-fsdp2", "fsdp2", "--rounds", "1")
+    done = bench("--model", "roberta", "--methods", "fsdp2", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if "fsdp2" in line and "|" in line]
     assert row.rstrip().endswith("| bit |")

@@ -3,8 +3,8 @@
 As `overlap`, but evenly spread. `overlap` begins when the optimizer's step has ended and copies as fast as it can: so
 it takes all its bandwidth from the first layers of the forward pass, which are short. Here every window releases its
 partition (`partition`), small ones in the forward pass and large ones in the backward pass, and no more is copied than
-has been released. All is released a little before the pass ends, because the copy is checked when it is
-done; what is left when the optimizer wants to step is copied at once.
+has been released. All is released a little before the pass ends, because the copy is checked when it is done; what is
+left when the optimizer wants to step is copied at once.
 
 As many threads copy as the training computes with. An operation of several threads ends with its slowest, so what is
 taken from one is lost for all; taken from each alike, it is lost once.
@@ -22,17 +22,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 
 from shade.checkpoint.copying import Copying
-from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint.strategies.base import STRATEGIES, Terms
 from shade.checkpoint.strategies.partition import partition
+from shade.checkpoint.strategies.pooled import Pooled
 from shade.checkpoint.strategies.windows import Windows
-from shade.errors import TornSnapshotError
 
 _LEAST_BYTES: Final = 2**20
 """Released at once: below, waking the threads would cost more than the copy."""
@@ -47,21 +47,19 @@ _PASSES: Final = 2
 
 
 @STRATEGIES.register("asymmetric")
-class Asymmetric(Strategy):
+class Asymmetric(Pooled):
     """Copying threads, paced by the training."""
 
     terms = Terms(streams=True, batches=True)
 
     def __init__(self) -> None:
+        super().__init__()
         self._windows = Windows(self._at_mark)
         self._ends: list[int] = []
         self._turn = threading.Condition()
         self._released = self._taken = 0
         self._all = False
         self._patience_seconds = 0.0
-        self._num_threads = 1
-        self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
 
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """See `Strategy`."""
@@ -74,26 +72,20 @@ class Asymmetric(Strategy):
         sizes = [end - begin for begin, end in zip([0, *self._ends], self._ends, strict=False)]
         return sizes[: len(forward)], sizes[len(forward) :]
 
-    def begin(self, copying: Copying) -> Future[None]:
-        """See `Strategy`."""
-        try:
-            copying.settle(name for name in copying.names if name not in copying.steady)
-        except TornSnapshotError as error:
-            failed = self._running = Future[None]()
-            failed.set_exception(error)
-            return failed
+    def _num_threads(self) -> int:
+        """See `Pooled`."""
+        return min(torch.get_num_threads(), _MOST_THREADS)
+
+    def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
+        """See `Pooled`."""
         forward, backward = self._windows.seconds()
         sizes = partition(copying.num_bytes_left, self._shares([*forward, *backward]))
         self._ends = list(itertools.accumulate(sizes))
         self._patience_seconds = _PASSES * sum((*forward, *backward))
-        if self._pool is None:
-            self._num_threads = min(torch.get_num_threads(), _MOST_THREADS)
-            self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shade-copy")
         self._released, self._taken, self._all = 0, 0, not sizes
-        copied = [self._pool.submit(self._copy, copying) for _ in range(self._num_threads)]
-        self._running = self._pool.submit(_finish, copying, copied)
         self._windows.is_watched = bool(sizes)
-        return self._running
+        num_threads = self._num_threads()
+        return [partial(self._copy, copying, num_threads)] * num_threads
 
     def _shares(self, windows: Sequence[float]) -> list[float]:
         """What part of the state each window shall release: as much as it has time for, short of the tail.
@@ -117,18 +109,14 @@ class Asymmetric(Strategy):
     def wait(self) -> None:
         """See `Strategy`."""
         self._windows.is_watched = False
-        running, self._running = self._running, None
         self._release_all()
-        if running is not None:
-            running.result()
+        super().wait()
 
     def close(self) -> None:
         """See `Strategy`."""
         self._windows.close()
         self._release_all()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        super().close()
 
     def _release_all(self) -> None:
         with self._turn:
@@ -137,7 +125,7 @@ class Asymmetric(Strategy):
 
     # ── the threads ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _copy(self, copying: Copying) -> None:
+    def _copy(self, copying: Copying, num_threads: int) -> None:
         """Takes its share of what is released, until all is copied or taken by others."""
         moved = 1
         while moved:
@@ -145,7 +133,7 @@ class Asymmetric(Strategy):
                 if not self._turn.wait_for(self._may_go_on, self._patience_seconds):
                     self._all = True
                     self._turn.notify_all()
-                waiting = _PIECE_BYTES if self._all else (self._released - self._taken) // self._num_threads
+                waiting = _PIECE_BYTES if self._all else (self._released - self._taken) // num_threads
                 share = min(_PIECE_BYTES, max(_LEAST_BYTES, waiting))
                 self._taken += share
             moved = copying.advance(share)
@@ -155,13 +143,6 @@ class Asymmetric(Strategy):
     def _may_go_on(self) -> bool:
         """Something has been released, or all has: then there is something left, or nothing to wait for."""
         return self._all or self._released - self._taken >= _LEAST_BYTES or self._released == self._ends[-1]
-
-
-def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
-    """Checks what the threads have copied. Story: it is submitted last, so whoever runs it waits for nobody queued."""
-    for each in copied:
-        each.result()
-    copying.finish()
 
 
 def _without_tail(seconds: Sequence[float]) -> list[float]:

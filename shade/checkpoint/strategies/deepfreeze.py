@@ -16,52 +16,31 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from shade.checkpoint.copying import Copying
-from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
-from shade.errors import TornSnapshotError
+from shade.checkpoint.strategies.base import STRATEGIES, Terms
+from shade.checkpoint.strategies.pooled import Pooled
 
 NUM_THREADS: Final = min(4, os.cpu_count() or 1)
 _LAST_PART: Final = re.compile(r"[./][^./]*$")
 
 
 @STRATEGIES.register("deepfreeze")
-class DeepFreeze(Strategy):
-    """A pool of copying threads."""
+class DeepFreeze(Pooled):
+    """Layers, in the order of the shard."""
 
     terms = Terms(streams=True)
 
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
+    def _num_threads(self) -> int:
+        """See `Pooled`."""
+        return NUM_THREADS
 
-    def begin(self, copying: Copying) -> Future[None]:
-        """See `Strategy`."""
-        try:
-            copying.settle(name for name in copying.names if name not in copying.steady)
-        except TornSnapshotError as error:
-            failed = self._running = Future[None]()
-            failed.set_exception(error)
-            return failed
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="shade-copy")
-        copied = [self._pool.submit(_copy, copying, names) for names in layers(copying.names)]
-        self._running = self._pool.submit(_finish, copying, copied)
-        return self._running
-
-    def wait(self) -> None:
-        """See `Strategy`."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
-
-    def close(self) -> None:
-        """See `Strategy`."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+    def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
+        """See `Pooled`."""
+        return [partial(_copy, copying, names) for names in layers(copying.names)]
 
 
 def layers(names: list[str]) -> list[list[str]]:
@@ -79,10 +58,3 @@ def layers(names: list[str]) -> list[list[str]]:
 def _copy(copying: Copying, names: list[str]) -> None:
     for name in names:
         copying.copy(name)
-
-
-def _finish(copying: Copying, copied: list[Future[None]]) -> None:
-    """Checks what the others have copied. Story: it is submitted last, so whoever runs it waits for nobody queued."""
-    for each in copied:
-        each.result()
-    copying.finish()

@@ -80,7 +80,7 @@ class Saver:
         self._plan: Plan | None = None
         self._planned_for: dict[str, TensorSpec] = {}
         self._is_copying = False
-        self._reserving: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -124,8 +124,8 @@ class Saver:
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
             place, buffer = self._stage.begin(layout.num_bytes)
-            if self._reserving is None:
-                self._reserve(layout.num_bytes)
+            if self._preparing is None:
+                self._prepare(prepare)
             streams = self._strategy.streams and self._terms.codec == "none"
             arrivals = Arrivals(layout.num_bytes) if streams else None
             copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, arrivals, self._comparison)
@@ -247,22 +247,22 @@ class Saver:
         return self.latest.landed.result()
 
     def warm_up(self) -> None:
-        """Has the buffers made in a thread, the first time: the first save shall not wait for them."""
+        """Has the buffers made and the copying compiled, the first time: the first save shall not wait for them."""
         if self._plan is not None:
             return
         layout = self._layout(self._contents.capture(self._group.rank, self._group.world_size))
-        self._reserve(layout.num_bytes)
-
-    def _reserve(self, num_bytes: int) -> None:
-        """Has the copying compiled and the buffers made, in a thread."""
 
         def reserve() -> None:
-            prepare()
             with contextlib.suppress(StorageFullError):  # the save that needs them will say so
-                self._stage.reserve(num_bytes)
+                self._stage.reserve(layout.num_bytes)
+            prepare()
 
-        self._reserving = threading.Thread(target=reserve, name="shade-reserve", daemon=True)
-        self._reserving.start()
+        self._prepare(reserve)
+
+    def _prepare(self, work: Callable[[], None]) -> None:
+        """Begins what is done once, in a thread."""
+        self._preparing = threading.Thread(target=work, name="shade-prepare", daemon=True)
+        self._preparing.start()
 
     def _layout(self, captured: Captured) -> Plan:
         """Where each tensor goes; planned anew when tensors have come, gone or changed their form."""
@@ -274,8 +274,8 @@ class Saver:
 
     def close(self) -> None:
         """Returns when everything has landed or failed, and ends the threads. Safe to call twice."""
-        if self._reserving is not None:
-            self._reserving.join()
+        if self._preparing is not None:
+            self._preparing.join()
         self._strategy.close()
         self._courier.close()
 

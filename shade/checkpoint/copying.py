@@ -24,8 +24,9 @@ Contiguous CPU tensors are moved by `shade.checkpoint.streaming`, without holdin
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final
 
@@ -33,6 +34,7 @@ import torch
 
 from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.comparing import Comparison
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.layout import bytes_of, torch_dtype
 from shade.checkpoint.manifest import TensorEntry
 from shade.checkpoint.stillness import LONGEST_SECONDS, wait_for_others
@@ -41,10 +43,12 @@ from shade.errors import ConfigError, TornSnapshotError
 
 _SMALL_BYTES: Final = 2**18
 """What lies on the host beside a state on devices is copied at once if it is no more than this."""
-_LINE_BYTES: Final = 64
-"""Pieces of a tensor are whole lines of the cache, and so whole items."""
 _ROOM_FACTOR: Final = 1.5
 """A device has room for a clone of a state if so many times its bytes are free: the next step needs some, too."""
+
+
+_Part = tuple[str, int, int]
+"""Of a tensor: its name, the first byte, and one past the last."""
 
 
 class Copying:
@@ -110,22 +114,29 @@ class Copying:
             num_bytes: How many; a tensor that is not contiguous is not divided.
 
         Returns:
-            How many it were; 0 when nothing is left, or less than a line of the cache was asked for.
+            How many it were; 0 when nothing is left, or less than an item was asked for.
         """
         taken = self._take(num_bytes)
-        for name, start, stop in taken:
-            self._copy(name, start, stop)
+        if self._arrivals is None or not all(_is_plain(self._source[name]) for name, _, _ in taken):
+            for part in taken:
+                self._copy(*part)
+        else:
+            self._bring(taken, self._arrivals)
         return sum(stop - start for _, start, stop in taken)
 
-    def _take(self, num_bytes: int) -> list[tuple[str, int, int]]:
-        """Parts of tensors that are the caller's to copy: name, first byte, one past the last."""
-        taken: list[tuple[str, int, int]] = []
+    def _take(self, num_bytes: int) -> list[_Part]:
+        """Parts of tensors that are the caller's to copy; up to the end of a chunk, if one is within reach."""
+        taken: list[_Part] = []
         with self._taking:
-            while num_bytes > 0 and self._left:
+            end: int | None = None
+            while self._left:
                 name = next(iter(self._left))
-                begun, length = self._begun.get(name, 0), self._num_bytes(name)
-                stop = begun + num_bytes // _LINE_BYTES * _LINE_BYTES
-                if stop >= length or not self._source[name].is_contiguous():
+                begun, offset, length = self._begun.get(name, 0), self._entries[name].start, self._num_bytes(name)
+                if end is None:
+                    end = self._end(offset + begun, num_bytes)
+                width = self._source[name].element_size()
+                stop = begun + max(0, end - offset - begun) // width * width
+                if stop >= length or (stop > begun and not self._source[name].is_contiguous()):
                     stop = length
                     self._begun.pop(name, None)
                     del self._left[name]
@@ -134,8 +145,48 @@ class Copying:
                 else:
                     break
                 taken.append((name, begun, stop))
-                num_bytes -= stop - begun
         return taken
+
+    def _end(self, start: int, num_bytes: int) -> int:
+        """Where so many bytes from a place in the buffer end, or a little before: at the end of a chunk."""
+        end = start + num_bytes
+        aligned = 0 if self._arrivals is None else end // self._arrivals.chunk_bytes * self._arrivals.chunk_bytes
+        return aligned if aligned > start else end
+
+    def _bring(self, taken: Sequence[_Part], arrivals: Arrivals) -> None:
+        """Copies parts of tensors, chunk by chunk."""
+        offsets = {name: self._entries[name].start for name, _, _ in taken}
+        pieces = [
+            (first // arrivals.chunk_bytes, (name, first - offsets[name], last - offsets[name]))
+            for name, start, stop in taken
+            for first, last in arrivals.pieces(offsets[name] + start, offsets[name] + stop)
+        ]
+        for number, cut in itertools.groupby(pieces, key=lambda piece: piece[0]):
+            self._bring_to(number, [part for _, part in cut], arrivals)
+
+    def _bring_to(self, number: int, parts: Sequence[_Part], arrivals: Arrivals) -> None:
+        """Copies parts of one chunk. Where that completes it, it is hashed from where it came: that is in the cache.
+
+        Story: had a tensor changed between its copy and its hash, the digest would be of neither state, and whoever
+        reads the snapshot would find it damaged. So this hides nothing from anybody.
+        """
+        is_rest = arrivals.missing(number) == sum(stop - start for _, start, stop in parts)
+        for part in parts:
+            self._move(*part)
+        if is_rest:
+            arrivals.hashed(number, digest_of(*self._contents(number, parts, arrivals)))
+        for name, start, stop in parts:
+            arrivals.add(self._entries[name].start + start, self._entries[name].start + stop)
+
+    def _contents(self, number: int, parts: Sequence[_Part], arrivals: Arrivals) -> Iterator[memoryview]:
+        """All of a chunk: its parts from their tensors, and from the buffer what was copied before."""
+        chunk, first, reached = arrivals.chunks[number], number * arrivals.chunk_bytes, 0
+        for name, start, stop in parts:
+            begin = self._entries[name].start + start - first
+            yield chunk[reached:begin]
+            yield memoryview(bytes_of(self._source[name])[start:stop].numpy().data)
+            reached = begin + stop - start
+        yield chunk[reached:]
 
     def _num_bytes(self, name: str) -> int:
         return self._entries[name].stop - self._entries[name].start
@@ -163,7 +214,7 @@ class Copying:
         entry, tensor = self._entries[name], self._source[name]
         if start == stop:
             return
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
+        if _is_plain(tensor):
             copy_bytes(self._buffer.data_ptr() + entry.start + start, tensor.data_ptr() + start, stop - start)
             if stop < entry.stop - entry.start:
                 self._pauses.setdefault(name, []).append(stop)
@@ -264,7 +315,7 @@ class Copying:
                 raise self._torn(name)
         for name in names:
             tensor = self._source[name]
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and not self._agrees(name, tensor):
+            if _is_plain(tensor) and not self._agrees(name, tensor):
                 raise self._torn(name)
             del self._unchecked[name]
 
@@ -288,6 +339,11 @@ class Copying:
             f"expected {name!r} to stand still while it was copied, got a change; nothing was saved: call "
             "wait_copy_complete() before whatever writes to it (an attached optimizer does so by itself)"
         )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie here, one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _free_bytes(device: torch.device) -> int:

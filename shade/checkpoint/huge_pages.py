@@ -72,18 +72,25 @@ def make_resident(memory: torch.Tensor) -> None:
         memory[:: mmap.PAGESIZE].add_(0)
 
 
-def make_huge(memory: torch.Tensor, goes_on: Callable[[], bool] = lambda: True) -> None:
+def make_huge(memory: torch.Tensor, goes_on: Callable[[], bool] = lambda: True) -> bool:
     """Puts small pages together, while whoever uses the memory goes on doing so.
-
-    A page that is just being written to a disk, or was pinned for a device, stays as it is.
 
     Args:
         memory: Of `map_aligned`; its content stays.
         goes_on: Asked before each piece: whether it is still worth the trouble.
+
+    Returns:
+        True: there is nothing left to do. False: a page that is just being written to a disk stays as it is, so that
+        another try may find more.
     """
+    is_done = True
     for start in range(0, memory.nbytes, _PIECE_BYTES):
         length = min(_PIECE_BYTES, memory.nbytes - start)
         if not goes_on():
-            return
-        if _libc.madvise(memory.data_ptr() + start, length, _COLLAPSE) != 0 and ctypes.get_errno() == errno.EINVAL:
-            return  # no such word here, or no huge pages
+            return True
+        if _libc.madvise(memory.data_ptr() + start, length, _COLLAPSE) != 0:
+            why = ctypes.get_errno()
+            if why == errno.EINVAL:
+                return True  # no such word here, or no huge pages
+            is_done = is_done and why != errno.EAGAIN
+    return is_done

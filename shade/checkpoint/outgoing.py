@@ -1,4 +1,4 @@
-"""A shard that leaves while it is still being copied: each chunk is hashed and handed on as soon as it has arrived.
+"""A shard that leaves while it is still being copied: each chunk is handed on as soon as it has arrived and is hashed.
 
 What a tier is given is complete but for one thing: the manifest lists the digests of all chunks, and the last of them
 is known when the last chunk has gone. So the manifest is an `OpenManifest` meanwhile: it says how long each chunk is,
@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.batching import Batching
-from shade.checkpoint.digest import digest_of
 from shade.checkpoint.manifest import ChunkEntry, Manifest
 from shade.checkpoint.packing import Packed
 from shade.errors import CheckpointError
@@ -58,14 +57,13 @@ class Outgoing:
     Args:
         draft: The manifest, without chunks.
         data: The buffer, as long as the shard.
-        arrivals: Tells which of its chunks are there.
+        arrivals: Tells which of its chunks are there, and hashes them.
         copied: Resolved when all is copied and nothing is torn.
     """
 
     def __init__(self, draft: Manifest, data: memoryview, arrivals: Arrivals, copied: Future[None]) -> None:
         self._data, self._arrivals, self._copied = data, arrivals, copied
-        starts = range(0, len(data), draft.chunk_bytes)
-        self._plain = [data[start : start + draft.chunk_bytes] for start in starts]
+        self._plain = arrivals.chunks
         self._digests: list[str] = []
         entries = tuple(ChunkEntry(len(chunk), _NO_DIGEST) for chunk in self._plain)
         self.manifest = OpenManifest(**vars(replace(draft, chunks=entries)))
@@ -130,10 +128,11 @@ class Outgoing:
         """Returns when a chunk is there and hashed."""
         if number < len(self._digests):
             return
-        if not self._arrivals.wait(number):
+        digest = self._arrivals.wait(number)
+        if digest is None:
             error = self._copied.exception()
             raise CheckpointError(f"chunk {number} of step {self.manifest.step} was not copied: {error}") from error
-        self._digests.append(digest_of(self._plain[number]))
+        self._digests.append(digest)
 
     def _close(self) -> Manifest:
         return self.manifest.close(self._digests)

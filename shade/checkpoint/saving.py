@@ -127,12 +127,13 @@ class Saver:
             if self._preparing is None:
                 self._prepare(prepare)
             streams = self._strategy.streams and self._terms.codec == "none"
-            arrivals = Arrivals(layout.num_bytes) if streams else None
+            data = memoryview(buffer.numpy().data)[: layout.num_bytes]
+            arrivals = Arrivals(data) if streams else None
             copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, arrivals, self._comparison)
             copied = self._strategy.begin(copying)
             if copied.done() and copied.exception() is not None:
                 copied = self._again(step, copying)
-                arrivals = None if arrivals is None else Arrivals.of_all(layout.num_bytes)
+                arrivals = None if arrivals is None else Arrivals.of_all(data)
         except BaseException as error:
             # Story: the other ranks are about to wait for this one's word. So it goes there too, and the turn is taken.
             if buffer is None:

@@ -20,9 +20,10 @@ import mmap
 import os
 import shutil
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 
@@ -33,6 +34,9 @@ from shade.checkpoint.own_memory import own_folder, own_records
 from shade.checkpoint.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
 from shade.types import Bytes
+
+_PAUSES_SECONDS: Final = (1, 2, 4, 8, 16, 32)
+"""Between tries to make a buffer's pages huge: some are being written to a disk each time."""
 
 
 class _Buffer:
@@ -76,7 +80,10 @@ class _Buffer:
     def _make_huge(self) -> None:
         """In a thread that has time: the buffer may be used meanwhile."""
         memory = self.tensor
-        make_huge(memory, lambda: self.tensor is memory)
+        for pause_seconds in _PAUSES_SECONDS:
+            if make_huge(memory, lambda: self.tensor is memory):
+                break
+            time.sleep(pause_seconds)
 
     def _register(self) -> bool:
         """Pins the pages, so that a device copies into them by itself; huge ones, as they cannot become so later."""

@@ -6,16 +6,18 @@ partition (`partition`), small ones in the forward pass and large ones in the ba
 has been released. All is released a little before the pass ends, because the copy is checked when it is done; what is
 left when the optimizer wants to step is copied at once.
 
-As many threads copy as the training computes with. An operation of several threads ends with its slowest, so what is
-taken from one is lost for all; taken from each alike, it is lost once.
+That is for windows in which somebody has time: a device computes, or cores are left alone. Where the training computes
+on all of them, no window has any, and all partitions are empty: the training stands still, every thread copies, and
+hashes what it has in its cache. Beside the training the same work costs up to three times as much: an operation of
+several threads ends with its slowest, so what is taken from one core is lost on all.
 
-What has been copied is hashed and written while the rest follows, in batches of the length that ends soonest
+What has been copied is written while the rest follows, in batches of the length that ends soonest
 (`shade.checkpoint.batching`).
 
 AsymCheck (DAC 2026, §3), its snapshot and its flushing module. Where we differ: partitions are byte ranges of the shard
 as it will be stored, not slices of a second flat state, so nothing is joined afterwards; windows are measured all the
-time; what has not been measured yet (the first save of a run) is copied as `overlap` does. Invariant: as for all
-strategies, the buffer holds one moment, or the snapshot is refused.
+time, and so is what they leave; what has not been measured yet (the first save of a run) is copied as `overlap` does.
+Invariant: as for all strategies, the buffer holds one moment, or the snapshot is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Final
 
@@ -76,16 +79,27 @@ class Asymmetric(Pooled):
         """See `Pooled`."""
         return min(torch.get_num_threads(), _MOST_THREADS)
 
+    def begin(self, copying: Copying) -> Future[None]:
+        """See `Strategy`."""
+        copied = super().begin(copying)
+        if self._stands_still():
+            wait([copied])
+        return copied
+
     def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
         """See `Pooled`."""
-        forward, backward = self._windows.seconds()
-        sizes = partition(copying.num_bytes_left, self._shares([*forward, *backward]))
+        windows = [] if self._stands_still() else list(itertools.chain(*self._windows.seconds()))
+        sizes = partition(copying.num_bytes_left, self._shares(windows))
         self._ends = list(itertools.accumulate(sizes))
-        self._patience_seconds = _PASSES * sum((*forward, *backward))
+        self._patience_seconds = _PASSES * sum(windows)
         self._released, self._taken, self._all = 0, 0, not sizes
         self._windows.is_watched = bool(sizes)
         num_threads = self._num_threads()
         return [partial(self._copy, copying, num_threads)] * num_threads
+
+    def _stands_still(self) -> bool:
+        """Whether the training had better wait: it leaves nobody alone who could copy."""
+        return self._windows.cores_left() == 0
 
     def _shares(self, windows: Sequence[float]) -> list[float]:
         """What part of the state each window shall release: as much as it has time for, short of the tail.

@@ -2,7 +2,8 @@
 
 ``asymmetric-naive`` copies a little in every window, too, but the same in each; ``asymmetric-S`` as much as the window
 has time for (asymmetric snapshotting); ``asymmetric-S+O`` also writes what has been copied, in batches of the best
-length (optimal flushing). ``asymmetric`` is all of it that restores every bit. (Decision 0027.)
+length (optimal flushing). All copy beside the training, whatever it leaves them; `asymmetric` looks before. (Decisions
+0020, 0027.)
 """
 
 from __future__ import annotations
@@ -13,8 +14,16 @@ from shade.checkpoint.strategies.asymmetric import Asymmetric
 from shade.checkpoint.strategies.base import STRATEGIES, Terms
 
 
+class _Beside(Asymmetric):
+    """Never lets the training wait while it can do otherwise."""
+
+    def _stands_still(self) -> bool:
+        """See `Asymmetric`."""
+        return False
+
+
 @STRATEGIES.register("asymmetric-naive")
-class AsymmetricNaive(Asymmetric):
+class AsymmetricNaive(_Beside):
     """Equal partitions."""
 
     terms = Terms()
@@ -25,14 +34,14 @@ class AsymmetricNaive(Asymmetric):
 
 
 @STRATEGIES.register("asymmetric-S")
-class AsymmetricSnapshot(Asymmetric):
+class AsymmetricSnapshot(_Beside):
     """Partitions by time; nothing else."""
 
     terms = Terms()
 
 
 @STRATEGIES.register("asymmetric-S+O")
-class AsymmetricSnapshotFlush(Asymmetric):
+class AsymmetricSnapshotFlush(_Beside):
     """Partitions by time, written in batches."""
 
     terms = Terms(streams=True, batches=True)

@@ -24,6 +24,8 @@ from typing import Any, Final
 
 import torch
 
+from shade.checkpoint.strategies.cores import CoresLeft
+
 PROFILED_STEPS: Final = 10
 """As many as AsymCheck's warm-up has; medians of fewer are noise, of more are the past."""
 
@@ -46,6 +48,7 @@ class Windows:
         self._passes: deque[_Pass] = deque(maxlen=PROFILED_STEPS)
         self._is_spoilt = True
         self._is_on_device = False
+        self._cores = CoresLeft(PROFILED_STEPS)
 
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hangs hooks.
@@ -70,11 +73,13 @@ class Windows:
         self._marks.clear()
         self._first_backward = None
         self._is_spoilt = self.is_watched
+        self._cores.begin()
 
     def end(self) -> None:
         """It has ended; remembered, if nothing was copied in it."""
         if self._marks and not self._is_spoilt and not self.is_watched:
             self._passes.append(_Pass([*self._marks, self._mark()], self._first_backward))
+            self._cores.end()
         self._marks.clear()
         self._is_spoilt = True
 
@@ -91,6 +96,14 @@ class Windows:
         medians = [statistics.median(windows) for windows in zip(*alike, strict=True)]
         num_forward = last.form[1]
         return medians[:num_forward], medians[num_forward:]
+
+    def cores_left(self) -> int | None:
+        """Processor cores that nobody uses while the windows last.
+
+        Returns:
+            None: not known yet; or the training is on a device, which copies by itself.
+        """
+        return None if self._is_on_device else self._cores.number()
 
     def close(self) -> None:
         """Takes the hooks off. Safe to call twice."""

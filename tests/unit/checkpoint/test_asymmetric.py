@@ -11,6 +11,12 @@ import torch
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.layout import TensorSpec, plan
 from shade.checkpoint.strategies.asymmetric import Asymmetric
+from shade.checkpoint.strategies.asymmetric_variants import (
+    AsymmetricNaive,
+    AsymmetricSnapshot,
+    AsymmetricSnapshotFlush,
+)
+from shade.errors import TornSnapshotError
 
 MIB = 2**20
 
@@ -18,11 +24,11 @@ MIB = 2**20
 class Training:
     """Four layers of 4 MiB, and a step that can be halted anywhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Asymmetric) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
-        self.strategy = Asymmetric()
+        self.strategy = strategy
         self.strategy.attach([self.model], [self.optimizer])
         self.strategy._windows.seconds = lambda: ([1.0] * 4, [3.0] * 4)  # type: ignore[method-assign]
 
@@ -40,7 +46,7 @@ class Training:
 
 @pytest.fixture
 def training() -> Iterator[Training]:
-    made = Training()
+    made = Training(Asymmetric())
     yield made
     made.strategy.close()
 
@@ -92,3 +98,44 @@ def test_a_step_of_another_form_releases_what_it_can(training: Training) -> None
     training.backward()  # has more marks than the plan
     training.strategy.wait()
     assert copying.names == []
+
+
+def test_where_no_core_is_left_the_training_stands_still(training: Training) -> None:
+    training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]
+    copying, buffer = training.begin()
+    running = training.strategy._running
+    assert running is not None
+    assert running.done()  # before `begin` returned
+    assert copying.names == []
+    assert training.strategy.partitions == ([], [])
+    expected = torch.cat([tensor.detach().flatten() for tensor in training.model.state_dict().values()])
+    assert torch.equal(buffer.view(torch.float32), expected)
+    training.backward()  # nobody watches
+    training.strategy.wait()
+
+
+def test_a_change_is_found_where_the_training_stands_still(training: Training) -> None:
+    training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]
+    check = Copying.finish
+
+    def late(copying: Copying) -> None:
+        with torch.no_grad():
+            next(training.model[2].parameters()).add_(1)
+        check(copying)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Copying, "finish", late)
+        training.begin()
+    with pytest.raises(TornSnapshotError, match=r"2\.weight"):
+        training.strategy.wait()
+
+
+def test_the_parts_of_asymcheck_copy_beside_the_training_all_the_same() -> None:
+    for kind in (AsymmetricNaive, AsymmetricSnapshot, AsymmetricSnapshotFlush):
+        training = Training(kind())
+        training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]
+        copying, _ = training.begin()
+        assert sum(map(sum, training.strategy.partitions)) == 16 * MIB
+        assert copying.names != []
+        training.strategy.wait()
+        training.strategy.close()

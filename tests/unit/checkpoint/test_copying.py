@@ -1,4 +1,4 @@
-"""A copy that several threads share: each byte once, whoever takes it, and the check when all have come back."""
+"""A copy that several threads share: each byte once, whoever takes it, and the digests of what they have brought."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.copying import Copying
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.layout import TensorSpec, plan
 
 CHUNK = 2**16
@@ -24,11 +25,16 @@ def state() -> dict[str, torch.Tensor]:
 
 
 class Counted(Arrivals):
-    """Notes what has come."""
+    """Notes what has come, and what was hashed on the way."""
 
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes, CHUNK)
+    def __init__(self, data: memoryview) -> None:
+        super().__init__(data, CHUNK)
         self.came: list[tuple[int, int]] = []
+        self.told: dict[int, str] = {}
+
+    def hashed(self, number: int, digest: str) -> None:
+        self.told[number] = digest
+        super().hashed(number, digest)
 
     def add(self, start: int, stop: int, event: torch.cuda.Event | None = None) -> None:
         self.came.append((start, stop))
@@ -40,7 +46,7 @@ def test_threads_that_share_a_copy_take_each_byte_once(seed: int) -> None:
     live = state()
     layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    arrivals = Counted(layout.num_bytes)
+    arrivals = Counted(memoryview(buffer.numpy().data))
     copying = Copying(live, layout.entries, buffer, frozenset(live), arrivals)
     total = copying.num_bytes_left
 
@@ -61,3 +67,51 @@ def test_threads_that_share_a_copy_take_each_byte_once(seed: int) -> None:
     told = sorted((start, stop) for start, stop in arrivals.came if start < stop)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(told))
     assert sum(stop - start for start, stop in told) == total
+    digests = [digest_of(chunk) for chunk in arrivals.chunks]
+    assert [arrivals.wait(number) for number in range(len(digests))] == digests
+    assert arrivals.told.items() <= dict(enumerate(digests)).items()
+
+
+def begun() -> tuple[Copying, Counted]:
+    """A copy, all of which can be hashed on the way."""
+    live = {name: tensor.contiguous() for name, tensor in state().items()}
+    layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    arrivals = Counted(memoryview(buffer.numpy().data))
+    return Copying(live, layout.entries, buffer, frozenset(live), arrivals), arrivals
+
+
+@pytest.mark.parametrize("reach", [CHUNK, CHUNK + 64, 5 * CHUNK])
+def test_whoever_brings_a_whole_chunk_hashes_it(reach: int) -> None:
+    copying, arrivals = begun()
+    while copying.advance(reach):
+        pass
+    assert arrivals.told == {number: digest_of(chunk) for number, chunk in enumerate(arrivals.chunks)}
+
+
+def test_what_was_copied_before_is_hashed_along() -> None:
+    copying, arrivals = begun()
+    early = ["01", "05", "06", "11"]
+    copying.settle(early)
+    while copying.advance(CHUNK):
+        pass
+    digests = {number: digest_of(chunk) for number, chunk in enumerate(arrivals.chunks)}
+    assert [arrivals.wait(number) for number in digests] == list(digests.values())
+    assert arrivals.told.items() <= digests.items()
+    of_both = [copying._entries[name].start // CHUNK for name in early]
+    assert set(of_both) & set(arrivals.told), "a chunk with something early in it, and something late"
+
+
+def test_whoever_brings_the_last_of_a_chunk_hashes_all_of_it() -> None:
+    copying, arrivals = begun()
+    assert copying.advance(CHUNK // 2) == CHUNK // 2
+    assert arrivals.told == {}
+    assert copying.advance(CHUNK) == CHUNK // 2, "to the end of the chunk, so that the next is whole again"
+    assert arrivals.told == {0: digest_of(arrivals.chunks[0])}
+
+
+def test_what_is_copied_by_the_tensor_is_left_to_whoever_waits() -> None:
+    copying, arrivals = begun()
+    copying.finish()
+    assert arrivals.told == {}
+    assert arrivals.wait(0) == digest_of(arrivals.chunks[0])

@@ -75,7 +75,7 @@ def test_content_is_the_same_when_pages_have_become_huge(descriptor: int) -> Non
     content = torch.randint(0, 256, (LENGTH,), dtype=torch.uint8)
     content[HUGE_BYTES : HUGE_BYTES + 12] = memory[HUGE_BYTES : HUGE_BYTES + 12]
     memory.copy_(content)
-    make_huge(memory)
+    assert make_huge(memory)
     assert torch.equal(memory, content)
     assert os.pread(descriptor, 12, HUGE_BYTES) == b"there before"
     assert torch.equal(map_aligned(descriptor, LENGTH), content)

@@ -25,10 +25,11 @@ class Shard:
 
     def __init__(self, length: int = LENGTH) -> None:
         self.content = random.Random(0).randbytes(length)
-        self.arrivals, self.copied = Arrivals(length, CHUNK), Future[None]()
+        data = memoryview(bytearray(self.content))
+        self.arrivals, self.copied = Arrivals(data, CHUNK), Future[None]()
         tensors = {"x": TensorEntry("U8", (length,), 0, length)}
         draft = Manifest("run", 7, 0, 1, "none", length, tensors, (), None, CHUNK)
-        self.outgoing = Outgoing(draft, memoryview(bytearray(self.content)), self.arrivals, self.copied)
+        self.outgoing = Outgoing(draft, data, self.arrivals, self.copied)
 
     def arrive(self, *ranges: tuple[int, int]) -> None:
         for start, stop in ranges:
@@ -123,7 +124,7 @@ class Event:
 
 
 def test_copies_that_are_under_way_on_a_device_are_waited_for_one_by_one() -> None:
-    arrivals, happened = Arrivals(3000, CHUNK), list[str]()
+    arrivals, happened = Arrivals(memoryview(bytes(3000)), CHUNK), list[str]()
     arrivals.add(0, 500)
     arrivals.add(500, 1500, Event(happened, "first"))  # type: ignore[arg-type]
     arrivals.add(1500, 3000, Event(happened, "second"))  # type: ignore[arg-type]
@@ -134,15 +135,23 @@ def test_copies_that_are_under_way_on_a_device_are_waited_for_one_by_one() -> No
 
 
 def test_what_never_comes_is_told_apart_from_what_is_there() -> None:
-    arrivals = Arrivals(3000, CHUNK)
+    arrivals = Arrivals(memoryview(bytes(3000)), CHUNK)
     arrivals.add(1000, 2000)
     arrivals.end()
-    assert [arrivals.wait(number) for number in range(3)] == [False, True, False]
-    assert all(Arrivals.of_all(2500).wait(number) for number in range(1))
+    assert [arrivals.wait(number) for number in range(3)] == [None, digest_of(bytes(CHUNK)), None]
+    content = random.Random(0).randbytes(2500)
+    assert Arrivals.of_all(memoryview(content)).wait(0) == digest_of(content)
+
+
+def test_what_was_hashed_on_the_way_is_not_hashed_again() -> None:
+    arrivals = Arrivals(memoryview(bytes(3000)), CHUNK)
+    arrivals.hashed(1, "as told")
+    arrivals.add(0, 3000)
+    assert [arrivals.wait(number) for number in range(2)] == [digest_of(bytes(CHUNK)), "as told"]
 
 
 def test_pieces_end_where_chunks_do() -> None:
-    arrivals = Arrivals(LENGTH, CHUNK)
+    arrivals = Arrivals(memoryview(bytes(LENGTH)), CHUNK)
     assert list(arrivals.pieces(300, 2100)) == [(300, 1000), (1000, 2000), (2000, 2100)]
     assert list(arrivals.pieces(1000, 2000)) == [(1000, 2000)]
     assert list(arrivals.pieces(5, 5)) == []

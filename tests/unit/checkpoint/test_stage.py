@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shade.checkpoint import stage as stage_module
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Shard
 from shade.checkpoint.torture.ledger import Saved, saved
@@ -149,3 +152,24 @@ def test_ending_removes_what_nobody_will_come_back_for(tmp_path: Path) -> None:
     assert stage.held()
     stage.remove()
     assert not stage.folder.exists()
+
+
+def test_a_buffer_is_made_huge_once_nobody_is_writing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, is_huge = list[bool](), threading.Event()
+
+    def try_it(memory: torch.Tensor, goes_on: Callable[[], bool]) -> bool:
+        asked.append(goes_on())
+        if len(asked) == 3:
+            is_huge.set()
+        return len(asked) == 3
+
+    monkeypatch.setattr(stage_module, "make_huge", try_it)
+    monkeypatch.setattr(stage_module, "_PAUSES_SECONDS", (0.01,) * 20)
+    stage = Stage(RUN, 0, folder=tmp_path)
+    stage.begin(100)
+    assert is_huge.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "shade-huge-pages":
+            thread.join(10)
+    assert asked == [True] * 3
+    stage.close()

@@ -2,8 +2,8 @@
 
 A run has three parts. Warm-up: first steps, with two saves that are not measured (buffers are made, windows profiled).
 Measured: pairs of `every` steps behind a save and as many without one, now these first, now those: what else the
-machine does changes within seconds, and hits both alike. And one more save, with a reference beside it that no method
-wrote, for the process that restores.
+machine does changes within seconds, and hits both alike. Of a method whose saves take long there are fewer. And one
+more save, with a reference beside it that no method wrote, for the process that restores.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from strategy_models import batches, build, optimizer_of
 
 WARM_UP_STEPS = 2
 """In each of its three parts; the first two begin with a save."""
+ENOUGH_SECONDS = 30.0
+"""No further pair is begun after so long."""
+LEAST_PAIRS = 4
+"""But for these."""
 
 
 class Training:
@@ -101,8 +105,10 @@ def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
     for measured in (stalls, method.durable_seconds, getattr(method, "committed_seconds", [])):
         measured.clear()
     pairs: list[tuple[float, float]] = []
-    written = _written_bytes()
+    written, begun = _written_bytes(), time.perf_counter()
     for place in range(given.saves):
+        if place >= LEAST_PAIRS and time.perf_counter() - begun > ENOUGH_SECONDS:
+            break
         seconds = {save: steps(given.every, save=save and is_saved) for save in (place % 2 == 0, place % 2 == 1)}
         pairs.append((seconds[True], seconds[False]))
     figures = {

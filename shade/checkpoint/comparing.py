@@ -2,7 +2,8 @@
 
 PyTorch counts every in-place change of a tensor, but those through ``.data`` or a numpy view. Comparing all bytes would
 find these too, at the price of another copy; so a few places must do, chosen where a copy that is old in one part and
-new in the next can hide. A writer fills a tensor from front to back while somebody copies it:
+new in the next can hide (what is no longer than the distance between two of them is compared in full). A writer fills a
+tensor from front to back while somebody copies it:
 
 * The copy overtakes it and stays ahead: all is old from there on. One word every 32 KiB, and both ends, show that.
 * The copy overtakes it and pauses, to be overtaken in turn: what is old ends where the pause was, and so a word is
@@ -59,12 +60,13 @@ class Comparison:
             Whether they are the same.
         """
         live, copied, length = tensor.data_ptr(), buffer.data_ptr() + start, tensor.nbytes
-        if self.in_full:
-            return bool(_memcmp(live, copied, length) == 0)
-        words = length <= _STRIDE_BYTES or _same_words(tensor, buffer.numpy()[start : start + length])
-        places = _places(length) + _words_before([*pauses, *_ends_of_parts(tensor, torch.get_num_threads())])
-        same = words and all(_memcmp(live + offset, copied + offset, width) == 0 for offset, width in places)
-        self.in_full = not same
+        if self.in_full or length <= _STRIDE_BYTES:
+            same = bool(_memcmp(live, copied, length) == 0)
+        else:
+            words = _same_words(tensor, buffer.numpy()[start : start + length])
+            places = _places(length) + _words_before([*pauses, *_ends_of_parts(tensor, torch.get_num_threads())])
+            same = words and all(_memcmp(live + offset, copied + offset, width) == 0 for offset, width in places)
+        self.in_full |= not same
         return same
 
 

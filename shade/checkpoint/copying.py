@@ -38,7 +38,7 @@ from shade.checkpoint.digest import digest_of
 from shade.checkpoint.layout import bytes_of, torch_dtype
 from shade.checkpoint.manifest import TensorEntry
 from shade.checkpoint.stillness import LONGEST_SECONDS, wait_for_others
-from shade.checkpoint.streaming import copy_bytes
+from shade.checkpoint.streaming import LEAST_BYTES, copy_bytes
 from shade.errors import ConfigError, TornSnapshotError
 
 _SMALL_BYTES: Final = 2**18
@@ -179,9 +179,11 @@ class Copying:
             arrivals.add(self._entries[name].start + start, self._entries[name].start + stop)
 
     def _contents(self, number: int, parts: Sequence[_Part], arrivals: Arrivals) -> Iterator[memoryview]:
-        """All of a chunk: its parts from their tensors, and from the buffer what was copied before."""
+        """All of a chunk: from their tensors what is long, from the buffer what is short or was copied before."""
         chunk, first, reached = arrivals.chunks[number], number * arrivals.chunk_bytes, 0
         for name, start, stop in parts:
+            if stop - start < LEAST_BYTES:
+                continue
             begin = self._entries[name].start + start - first
             yield chunk[reached:begin]
             yield memoryview(bytes_of(self._source[name])[start:stop].numpy().data)

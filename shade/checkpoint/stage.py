@@ -20,7 +20,6 @@ import mmap
 import os
 import shutil
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
@@ -74,16 +73,16 @@ class _Buffer:
             os.close(descriptor)
         make_resident(self.tensor)
         self._pinned = torch.cuda.is_available() and self._register()
+        self._closed = threading.Event()
+        self._growing = threading.Thread(target=self._make_huge, name="shade-huge-pages", daemon=True)
         if not self._pinned:  # else they are huge already, where that can be
-            threading.Thread(target=self._make_huge, name="shade-huge-pages", daemon=True).start()
+            self._growing.start()
 
     def _make_huge(self) -> None:
         """In a thread that has time: the buffer may be used meanwhile."""
-        memory = self.tensor
         for pause_seconds in _PAUSES_SECONDS:
-            if make_huge(memory, lambda: self.tensor is memory):
-                break
-            time.sleep(pause_seconds)
+            if make_huge(self.tensor, lambda: not self._closed.is_set()) or self._closed.wait(pause_seconds):
+                return
 
     def _register(self) -> bool:
         """Pins the pages, so that a device copies into them by itself; huge ones, as they cannot become so later."""
@@ -93,6 +92,9 @@ class _Buffer:
 
     def close(self) -> None:
         """Lets go; views that are still about keep the mapping."""
+        self._closed.set()
+        if self._growing.is_alive():
+            self._growing.join()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False

@@ -23,8 +23,8 @@ from typing import Any, Final
 _LINE: Final = 64
 _BLOCK: Final = 4 * _LINE
 """Bytes a turn of the loop."""
-_LEAST: Final = 2**18
-"""Below, caches help and a call costs more than it saves."""
+LEAST_BYTES: Final = 2**18
+"""Below, caches help and a call costs more than it saves: what is shorter is in them when it has been copied."""
 _PROBE_BYTES: Final = 8 * 2**20
 _PROBE_ROUNDS: Final = 5
 
@@ -46,7 +46,7 @@ def copy_bytes(target: int, source: int, num_bytes: int) -> None:
         num_bytes: How many.
     """
     stream = _stream
-    if stream is None or num_bytes < _LEAST:
+    if stream is None or num_bytes < LEAST_BYTES:
         ctypes.memmove(target, source, num_bytes)
         return
     head = -target % _LINE

@@ -44,6 +44,9 @@ Octets = npt.NDArray[np.uint8]
 Arrival = Callable[[], list[Octets]]
 """Waits for what a gather that has begun will bring: the payloads, by rank. To be called once."""
 _T = TypeVar("_T")
+_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""PyTorch 2.14 gave both new names, and warns whoever calls them by the old ones, which are all that 2.8 has."""
 
 
 class Formed(NamedTuple):
@@ -233,7 +236,7 @@ class Exchange:
         part = torch.empty(tensor.numel() // self.world_size, dtype=tensor.dtype)
         share = part.nbytes * (self.world_size - 1)
         self._count(share, share)
-        self._run(lambda: dist.reduce_scatter_tensor(part, tensor, group=self._group))
+        self._run(lambda: _reduce_scatter_single(part, tensor, group=self._group))
         return part
 
     def close(self) -> None:
@@ -254,7 +257,7 @@ class Exchange:
         """Begins a gather and gives its end, which does not hold the group (see `_run`)."""
         share = mine.nbytes * (self.world_size - 1)
         self._count(share, share)
-        work = self._run(lambda: dist.all_gather_into_tensor(everything, mine, group=self._group, async_op=True))
+        work = self._run(lambda: _gather_single(everything, mine, group=self._group, async_op=True))
         assert work is not None  # this rank is in the group
         number = next(self._numbers)
         self._under_way[number] = work

@@ -6,10 +6,11 @@ Question
     it the same state, bit for bit?
 
 Method
-    A run trains one model, K steps behind a save by one method and K steps without one in turn, in a process of its
-    own; a second process restores what was saved last, from a cold disk, and compares it with a reference that was
-    kept in memory. Every round runs all methods in a new random order, and one training that saves nothing: what its
-    pairs differ by is what the machine does. The folder is emptied after each.
+    A process trains one model, and all methods take turns in it, in a new random order each round: K steps behind a
+    save and K steps without one in turn, after a save for warming up. One turn saves nothing: what its pairs differ by is
+    what the machine does. In the first round another process restores what was saved last, from a cold disk, and
+    compares it with a reference that was kept in memory. What the training frees stays with its process, as the
+    launcher has it for ranks: or else page faults are most of a step's noise (`measures`).
 
     stall       what one snapshot makes the training thread wait: in the call, and before the optimizer's next step.
     slow-down   K steps behind a save, and until it is durable if it is not yet, over K steps without, a second before
@@ -18,8 +19,9 @@ Method
     memory      from the call until own memory holds the snapshot (with --store: the server's), committed.
     durable     from the call until it is on the disk, synced. What a library leaves in the page cache is synced for it.
     written     what the kernel counts as written to storage, over the state's size; without a server's flusher.
-    recovery    in a new process, until the state is loaded.
-    equal       "bit", or the largest difference as a part of its tensor's largest number.
+    recovery    in a new process, until the state is loaded; once a model.
+    equal       "bit", where all digests are those of the reference, or the largest difference as a part of its
+                tensor's largest number.
 
 Command
     python benchmarks/bench_strategies.py --method asymmetric --model gpt2 --size base --every 5
@@ -39,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import statistics
@@ -51,7 +54,7 @@ from typing import Any
 import strategy_models
 import strategy_report
 import strategy_run
-from measures import Log, commit, forget, in_child
+from measures import Child, Log, commit, forget, in_child
 from strategy_methods import METHODS, NAMES
 
 from shade.errors import UnknownNameError
@@ -61,25 +64,27 @@ MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Where references are: on the disk they would hold up what is written and read there."""
 
 
-def measure(name: str, model: str, given: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """A training, and a restore of what it has saved; what went wrong is a figure, too."""
+def measure(each: dict[str, Any], given: argparse.Namespace, place: Path, training: Child) -> dict[str, Any]:
+    """A method's turn, and in the first round a restore of what it has saved; what went wrong is a figure, too."""
+    name, number = each["method"], each["round"]
     with (
         tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryDirectory(dir=MEMORY) as memory,
     ):
-        one = argparse.Namespace(**vars(given), model=model, reference=Path(memory) / "reference.pt")
+        reference = Path(memory) / "reference.pt" if number == 0 and name != "none" else None
         try:
-            figures = in_child(strategy_run.train, name, one, Path(folder))
-            if name != "none":
+            figures = training.call("take", name, Path(folder), reference, number)
+            if reference is not None:
                 forget(Path(folder))
-                figures |= in_child(strategy_run.restore, name, one, Path(folder))
+                one = argparse.Namespace(**vars(given), model=each["model"])
+                figures |= in_child(strategy_run.restore, name, one, Path(folder), reference)
         except RuntimeError as error:
             figures = {"failed": str(error)}
     return figures
 
 
 class Runs(Log):
-    """Rows by round, model and method."""
+    """Rows by round, model and method; one is a method's turn."""
 
     def has(self, key: dict[str, Any]) -> bool:
         """Whether there is such a row, and it did not fail."""
@@ -106,17 +111,25 @@ def work(given: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
 
 
 def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path) -> None:
-    """Runs what the log has not got."""
+    """Runs what the log has not got: a process a round and model, and one for each method that shards the model."""
     common = setting(given)
     left = [each for each in work(given, names) if not log.has(each | common)]
-    begun = time.monotonic()
-    for number, each in enumerate(left):
-        figures = measure(each["method"], each["model"], given, place)
-        log.add(each | common | {"commit": commit(), "at": time.time()} | figures)
-        seconds = (time.monotonic() - begun) / (number + 1) * (len(left) - number - 1)
-        print(
-            f"[{number + 1}/{len(left)}] {described(each, figures)}; {told(seconds)} left", file=sys.stderr, flush=True
-        )
+    begun, number = time.monotonic(), 0
+    for (_, model, sharded), group in itertools.groupby(left, _process):
+        one = argparse.Namespace(**vars(given), model=model)
+        with contextlib.closing(Child(strategy_run.Turns, one, METHODS[sharded or "none"])) as training:
+            for each in group:
+                number += 1
+                figures = measure(each, given, place, training)
+                log.add(each | common | {"commit": commit(), "at": time.time()} | figures)
+                left_seconds = (time.monotonic() - begun) / number * (len(left) - number)
+                told = f"[{number}/{len(left)}] {described(each, figures)}; {duration(left_seconds)} left"
+                print(told, file=sys.stderr, flush=True)
+
+
+def _process(each: dict[str, Any]) -> tuple[int, str, str]:
+    """What two turns must have in common to be taken in one process."""
+    return each["round"], each["model"], each["method"] if hasattr(METHODS[each["method"]], "prepare") else ""
 
 
 def setting(given: argparse.Namespace) -> dict[str, Any]:
@@ -133,11 +146,13 @@ def described(each: dict[str, Any], figures: dict[str, Any]) -> str:
     cost = statistics.median(behind - without for behind, without in figures["pairs"])
     if not figures["stalls"]:
         return f"{name}: {cost:+.3f} s"
-    same = "bit" if figures["equal"] else f"{figures['error']:.1e}"
-    return f"{name}: cost {cost:.3f} s, stall {statistics.median(figures['stalls']):.3f} s, equal {same}"
+    told = f"{name}: cost {cost:.3f} s, stall {statistics.median(figures['stalls']):.3f} s"
+    if "equal" not in figures:
+        return told
+    return f"{told}, equal {'bit' if figures['equal'] else figures.get('error', 'no')}"
 
 
-def told(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A duration for people."""
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
@@ -151,7 +166,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
     parser.add_argument("--size", default="base", help="tiny, base or large (base)")
     parser.add_argument("--every", type=int, default=2, metavar="K", help="steps behind a save, and without one (2)")
-    parser.add_argument("--saves", type=int, default=8, metavar="NUM", help="measured in each run, at most (8)")
+    parser.add_argument("--saves", type=int, default=2, metavar="NUM", help="measured in each turn, at most (2)")
     parser.add_argument("--rounds", type=int, default=5, metavar="NUM", help="of the table (5)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
     parser.add_argument("--store", action="store_true", help="ours through a Redis server's memory")

@@ -171,6 +171,7 @@ def _line(method: str, rows: list[dict[str, Any]]) -> Line:
     if not sound:
         reason = next((row["failed"] for row in rows), "not run")
         return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0, None, False, 0.0, reason)
+    restored = [row for row in sound if "equal" in row]
     pairs = [pair for row in sound for pair in row["pairs"]]
     costs = [behind - without for behind, without in pairs]
     stalls = [stall for row in sound for stall in row["stalls"]] or [0.0]
@@ -185,9 +186,9 @@ def _line(method: str, rows: list[dict[str, Any]]) -> Line:
         middle(each for row in sound for each in row["committed"]),
         middle(each for row in sound for each in row["durable"]),
         statistics.median(row["written_bytes"] / row["state_bytes"] for row in sound),
-        middle(row["recovery"] for row in sound if "recovery" in row),
-        all(row.get("equal", False) for row in sound),
-        max(row.get("error", 0.0) for row in sound),
+        middle(row["recovery"] for row in restored),
+        bool(restored) and all(row["equal"] for row in restored),
+        max((row.get("error", 0.0) for row in restored), default=0.0),
     )
 
 

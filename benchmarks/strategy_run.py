@@ -1,27 +1,30 @@
-"""One run of `bench_strategies`, in a process of its own: a model is trained and saved, or restored and compared.
+"""What `bench_strategies` asks of its processes: one trains a model and saves it by one method after another, others
+restore what was saved.
 
-A run has three parts. Warm-up: first steps, with two saves that are not measured (buffers are made, windows profiled).
-Measured: pairs of `every` steps behind a save and as many without one, now these first, now those: what else the
-machine does changes within seconds, and hits both alike. Of a method whose saves take long there are fewer. And one
-more save, with a reference beside it that no method wrote, for the process that restores.
+A method's turn has three parts. Warm-up: a step without a save (windows are profiled) and one behind a save that is
+not measured (buffers are made). Measured: pairs of `every` steps behind a save and as many without one, now these first,
+now those: what else the machine does changes within seconds, and hits both alike. Of a method whose saves take long
+there are fewer. And where it is to be restored one more save, with a reference beside it that no method wrote: digests of
+all tensors, or the tensors themselves where not every bit comes back.
 """
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from strategy_methods import METHODS, with_store
 from strategy_models import batches, build, optimizer_of
+from xxhash import xxh3_128_hexdigest
 
-WARM_UP_STEPS = 2
-"""In each of its three parts; the first two begin with a save."""
-ENOUGH_SECONDS = 30.0
+from shade.checkpoint.strategies import STRATEGIES
+
+FIRST_STEPS = 5
+"""Of a training, before its first turn."""
+ENOUGH_SECONDS = 6.0
 """No further pair is begun after so long."""
-LEAST_PAIRS = 4
-"""But for these."""
 
 
 class Training:
@@ -61,97 +64,148 @@ class Training:
         return waited
 
 
-def train(name: str, given: Any, folder: Path) -> dict[str, Any]:
-    """Trains and saves.
+class Turns:
+    """A training that methods take turns in.
 
     Args:
-        name: Of the method.
-        given: With ``model``, ``size``, ``every``, ``saves``, ``data``, and ``reference``: the file for what is to come
-            back.
-        folder: To save in.
-
-    Returns:
-        Figures of the measured part.
+        given: With ``model``, ``size``, ``every``, ``saves`` and ``data``.
+        kind: Of method; one that wants the model sharded shards it.
     """
-    from strategy_methods import METHODS, with_store
 
-    kind = with_store(METHODS[name])
-    training = Training(kind, given.model, given.size, given.data)
-    is_saved = name != "none"
-    idle = METHODS["none"](training.model, training.optimizer, folder)
-    training.step(idle)
-    method = kind(training.model, training.optimizer, folder)
-    number, stalls = 0, []
+    def __init__(self, given: Any, kind: Any) -> None:
+        self.given = given
+        self.training = Training(kind, given.model, given.size, given.data)
+        for _ in range(FIRST_STEPS):
+            self.training.step(METHODS["none"](self.training.model, self.training.optimizer, Path()))
 
-    def steps(count: int, *, save: bool) -> float:
-        """So many steps, behind a save if there is one, and until that is durable: seconds."""
-        nonlocal number
-        begun = time.perf_counter()
-        if save:
-            method.begin(number)
-            stalls.append(time.perf_counter() - begun)
+    def take(self, name: str, folder: Path, reference: Path | None, number: int = 0) -> dict[str, Any]:
+        """A method's turn.
+
+        Args:
+            name: Of the method.
+            folder: To save in.
+            reference: The file for what is to come back of one more save; None: there is none.
+            number: Of the turn: in even ones the first pair begins without a save, in odd ones with it.
+
+        Returns:
+            Figures of the measured part.
+        """
+        method = with_store(METHODS[name])(self.training.model, self.training.optimizer, folder)
+        try:
+            return self._measure(method, name != "none", reference, number)
+        finally:
+            if hasattr(method, "close"):
+                method.close()
+
+    def _measure(self, method: Any, is_saved: bool, reference: Path | None, number: int) -> dict[str, Any]:
+        turn = Turn(self.training, method, is_saved)
+        turn.steps(1, save=False)
+        turn.steps(1, save=True)
+        turn.forget()
+        pairs: list[tuple[float, float]] = []
+        written, begun = _written_bytes(), time.perf_counter()
+        for place in range(self.given.saves):
+            if place and time.perf_counter() - begun > ENOUGH_SECONDS:
+                break
+            halves = (True, False) if (place + number) % 2 else (False, True)
+            seconds = {save: turn.steps(self.given.every, save=save) for save in halves}
+            pairs.append((seconds[True], seconds[False]))
+        written = _written_bytes() - written
+        if is_saved and reference is not None:
+            turn.steps(0, save=True)
+            found = tensors_of(self.training)
+            torch.save(found if not is_exact(method) else {key: digest(each) for key, each in found.items()}, reference)
+        return {
+            "pairs": pairs,
+            "stalls": turn.stalls[: len(pairs)],
+            "durable": method.durable_seconds[: len(pairs)],
+            "committed": getattr(method, "committed_seconds", [])[: len(pairs)],
+            "written_bytes": written / len(pairs),
+            "state_bytes": state_bytes(self.training),
+        }
+
+
+class Turn:
+    """Steps of a training, behind saves by one method and without.
+
+    Args:
+        training: That goes on.
+        method: That saves.
+        is_saved: Whether there are saves; otherwise all is as if there were.
+    """
+
+    def __init__(self, training: Training, method: Any, is_saved: bool) -> None:
+        self._training, self._method, self._is_saved = training, method, is_saved
+        self._number = 0
+        self.stalls: list[float] = []
+        """Of each save: in the call, and before the optimizer's steps behind it."""
+
+    def steps(self, count: int, *, save: bool) -> float:
+        """So many steps, behind a save if there is one, and until that is durable.
+
+        Args:
+            count: Of steps.
+            save: Whether to.
+
+        Returns:
+            Seconds.
+        """
+        begun, is_saved = time.perf_counter(), save and self._is_saved
+        if is_saved:
+            self._method.begin(self._number)
+            self.stalls.append(time.perf_counter() - begun)
         for _ in range(count):
-            waited = training.step(method)
-            number += 1
-            if save:
-                stalls[-1] += waited
-        if save:
-            method.may_change()
-            method.finish()
+            waited = self._training.step(self._method)
+            self._number += 1
+            if is_saved:
+                self.stalls[-1] += waited
+        if is_saved:
+            self._method.may_change()
+            self._method.finish()
         return time.perf_counter() - begun
 
-    for save in (True, True, False):
-        steps(WARM_UP_STEPS, save=save and is_saved)
-    for measured in (stalls, method.durable_seconds, getattr(method, "committed_seconds", [])):
-        measured.clear()
-    pairs: list[tuple[float, float]] = []
-    written, begun = _written_bytes(), time.perf_counter()
-    for place in range(given.saves):
-        if place >= LEAST_PAIRS and time.perf_counter() - begun > ENOUGH_SECONDS:
-            break
-        seconds = {save: steps(given.every, save=save and is_saved) for save in (place % 2 == 0, place % 2 == 1)}
-        pairs.append((seconds[True], seconds[False]))
-    figures = {
-        "pairs": pairs,
-        "stalls": list(stalls),
-        "durable": list(method.durable_seconds),
-        "committed": list(getattr(method, "committed_seconds", [])),
-        "written_bytes": (_written_bytes() - written) / max(1, len(stalls)),
-        "state_bytes": state_bytes(training),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-    if is_saved:
-        steps(0, save=True)
-        torch.save(tensors_of(training), given.reference)
-        if hasattr(method, "close"):
-            method.close()
-    return figures
+    def forget(self) -> None:
+        """What was measured until now does not count."""
+        self.stalls.clear()
+        self._method.durable_seconds.clear()
+        getattr(self._method, "committed_seconds", []).clear()
 
 
-def restore(name: str, given: Any, folder: Path) -> dict[str, Any]:
-    """Restores what `train` saved last, in this other process, and compares it with the reference.
+def restore(name: str, given: Any, folder: Path, reference: Path) -> dict[str, Any]:
+    """Restores what a turn saved last, in this other process, and compares it with the reference.
 
     Args:
         name: Of the method.
-        given: As for `train`.
-        folder: The same.
+        given: As for `Turns`.
+        folder: The same as for its turn.
+        reference: The same.
 
     Returns:
-        Seconds, whether all is equal bit for bit, and the largest error, as a part of its tensor's largest number.
+        Seconds, whether all is equal bit for bit, and of what need not be the largest error, as a part of its tensor's
+        largest number.
     """
-    from strategy_methods import METHODS
-
     training = Training(METHODS[name], given.model, given.size, given.data, seed=1)
     begun = time.perf_counter()
     METHODS[name].restore(training.model, training.optimizer, folder)
     seconds = time.perf_counter() - begun
-    expected = torch.load(given.reference, mmap=True, weights_only=True)
+    expected = torch.load(reference, mmap=True, weights_only=True)
     found = tensors_of(training)
     if expected.keys() != found.keys():
         raise RuntimeError(f"restored other tensors: {sorted(expected.keys() ^ found.keys())[:5]}")
-    differing = [key for key in expected if not torch.equal(expected[key], found[key])]
-    error = max((_error(expected[key], found[key]) for key in differing), default=0.0)
-    return {"recovery": seconds, "equal": not differing, "error": error}
+    if is_exact(METHODS[name]):
+        return {"recovery": seconds, "equal": expected == {key: digest(each) for key, each in found.items()}}
+    error = max(_error(expected[key], found[key]) for key in expected)
+    return {"recovery": seconds, "equal": error == 0, "error": error}
+
+
+def is_exact(method: Any) -> bool:
+    """Whether it promises that every bit comes back."""
+    return not hasattr(method, "strategy") or STRATEGIES.get(method.strategy).terms.is_exact
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of what is in it."""
+    return xxh3_128_hexdigest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def tensors_of(training: Training) -> dict[str, torch.Tensor]:

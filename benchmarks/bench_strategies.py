@@ -48,6 +48,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ import strategy_models
 import strategy_report
 import strategy_run
 from measures import Child, Log, commit, forget, in_child
-from strategy_methods import METHODS, NAMES
+from strategy_methods import METHODS, NAMES, SPARE
 
 from shade.errors import UnknownNameError
 
@@ -117,7 +118,10 @@ def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path)
     begun, number = time.monotonic(), 0
     for (_, model, sharded), group in itertools.groupby(left, _process):
         one = argparse.Namespace(**vars(given), model=model)
-        with contextlib.closing(Child(strategy_run.Turns, one, METHODS[sharded or "none"])) as training:
+        with (
+            spare_buffers(),
+            contextlib.closing(Child(strategy_run.Turns, one, METHODS[sharded or "none"])) as training,
+        ):
             for each in group:
                 number += 1
                 figures = measure(each, given, place, training)
@@ -125,6 +129,15 @@ def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path)
                 left_seconds = (time.monotonic() - begun) / number * (len(left) - number)
                 told = f"[{number}/{len(left)}] {described(each, figures)}; {duration(left_seconds)} left"
                 print(told, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def spare_buffers() -> Iterator[None]:
+    """A place where buffers wait from one method's turn to the next; they go with it."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        os.environ[SPARE] = folder
+        yield
+        del os.environ[SPARE]
 
 
 def _process(each: dict[str, Any]) -> tuple[int, str, str]:

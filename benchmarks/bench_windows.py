@@ -83,9 +83,7 @@ class Training:
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))
         self.optimizer = torch.optim.SGD([layer.scale for layer in self.model], 1e-3)
-        self.checkpointer = Checkpointer(
-            run=f"windows-{secrets.token_hex(4)}", strategy="asymmetric", every="never"
-        )
+        self.checkpointer = Checkpointer(run=f"windows-{secrets.token_hex(4)}", strategy="asymmetric", every="never")
         self.checkpointer.attach(model=self.model, optimizer=self.optimizer)
         strategy = self.checkpointer._strategy
         assert isinstance(strategy, Asymmetric)

@@ -209,6 +209,11 @@ class TorchSnapshotAsync(TorchSnapshot):
     asynchronous = True
 
 
+def run_id() -> str:
+    """Of all that this process saves."""
+    return f"bench-{os.getpid()}"
+
+
 class Shade(Method):
     """Ours: from shared memory straight to storage."""
 
@@ -219,7 +224,7 @@ class Shade(Method):
         super().__init__(*args)
         self.store = os.environ.get("BENCH_STORE") if type(self).store else None
         self.checkpointer = Checkpointer(
-            self.store, persist_to=str(self.folder), run=f"bench-{os.getpid()}", strategy=self.strategy, every="never"
+            self.store, persist_to=str(self.folder), run=run_id(), strategy=self.strategy, every="never"
         )
         self.checkpointer.attach(model=self.model, optimizer=self.optimizer)
         self.tickets: list[Any] = []

@@ -2,7 +2,7 @@
 restore what was saved.
 
 A method's turn has three parts. Warm-up: a step without a save (windows are profiled) and one behind a save that is
-not measured (buffers are made). Measured: pairs of `every` steps behind a save and as many without one, now these first,
+not measured (a buffer is made), for each buffer. Measured: pairs of `every` steps behind a save and as many without one, now these first,
 now those: what else the machine does changes within seconds, and hits both alike. Of a method whose saves take long
 there are fewer. And where it is to be restored one more save, with a reference beside it that no method wrote: digests of
 all tensors, or the tensors themselves where not every bit comes back.
@@ -99,8 +99,9 @@ class Turns:
 
     def _measure(self, method: Any, is_saved: bool, reference: Path | None, number: int) -> dict[str, Any]:
         turn = Turn(self.training, method, is_saved)
-        turn.steps(1, save=False)
-        turn.steps(1, save=True)
+        for _ in range(getattr(method, "num_buffers", 1)):
+            turn.steps(1, save=False)
+            turn.steps(1, save=True)
         turn.forget()
         pairs: list[tuple[float, float]] = []
         written, begun = _written_bytes(), time.perf_counter()

@@ -5,21 +5,25 @@ Question
     than with the best strategy at the best interval? And does saving ever cost more than the budget?
 
 Method
-    Every candidate is measured as in bench_strategies (rows are shared with it: strategies.jsonl), so for each the cost
-    of a snapshot, its landing and its recovery are known. The *exhaustive best* is the least loss over all candidates
-    and a grid of intervals a twentieth apart, within the budget. Then the autopilot trains the same model in a process
-    of its own, knowing nothing, beside a training without saves of as many steps. What it has settled on, strategy and
-    interval, is judged by the same measured costs.
+    Every candidate is measured by bench_strategies (rows are shared with it: strategies.jsonl), so for each the cost of
+    a snapshot and its landing are known. A restore is the same code for all of them, so its time is one figure a model:
+    the median. The *exhaustive best* is the least loss over all candidates and a grid of intervals a twentieth apart,
+    within the budget. Then the autopilot trains the same model in a process of its own, knowing nothing. What it has
+    settled on, strategy and interval, is judged by the same measured costs.
+
+    Failures are taken to come every two minutes: so a flight of minutes has as many saves, and as many trials, as one
+    of hours has otherwise.
 
     lost        share of the time that does not end up as training, saves and failures together, by the exact formula
                 (shade.checkpoint.autopilot.interval); the mean time between failures is --mtbf.
     ratio       lost with the autopilot's choice, over lost with the exhaustive best. The bar: 1.10 on 5 of 6 models.
-    overhead    the autopilot's whole run, trials included, over the training without saves, less 1. The bar: --budget
-                and half a point.
+    overhead    the whole flight, trials included, over as many of its quiet steps, less 1. A step is quiet if no save
+                was under way in it; they lie between the others, so that the machine's drift hits both alike. The bar:
+                --budget and half a point.
 
 Command
-    python benchmarks/bench_autopilot.py --size base --rounds 3 --out benchmarks/results
-        hours; goes on where it was interrupted
+    python benchmarks/bench_autopilot.py --size base --rounds 1 --out benchmarks/results
+        after bench_strategies, whose rows it takes; half an hour; goes on where it was interrupted
     python benchmarks/bench_autopilot.py --size tiny --model gpt2
         for a look
 """
@@ -27,7 +31,7 @@ Command
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -41,7 +45,7 @@ import strategy_models
 from measures import commit, in_child
 from strategy_methods import METHODS
 from strategy_report import Report
-from strategy_run import Training
+from strategy_run import FIRST_STEPS, Training
 
 from shade import Checkpointer
 from shade.checkpoint.autopilot.choose import judge
@@ -50,46 +54,52 @@ from shade.checkpoint.autopilot.predict import Prediction
 
 FLOWN = "autopilot.jsonl"
 STEP_OF_GRID = 1.05
+MOST_OF_MTBF = 3.0
+"""No interval is longer than so many times the time between failures."""
 
 
 # ── one flight, in a process of its own ─────────────────────────────────────────────────────────────────────────────
 
 
-def fly(kind: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Trains with the autopilot, or without any save."""
-    idle = METHODS["none"]
-    training = Training(idle, given.model, given.size, given.data)
-    nothing = idle(training.model, training.optimizer, folder)
-    with contextlib.ExitStack() as stack:
-        checkpointer = None
-        if kind == "auto":
-            every = f"{100 * given.budget:g}% mtbf {given.mtbf:g}s"
-            checkpointer = stack.enter_context(Checkpointer(persist_to=str(folder), strategy="auto", every=every))
-            checkpointer.attach(model=training.model, optimizer=training.optimizer)
-        training.step(nothing)
-        saved, flown, steps = [], [], []
+def fly(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Trains with the autopilot."""
+    training = Training(METHODS["none"], given.model, given.size, given.data)
+    nothing = METHODS["none"](training.model, training.optimizer, folder)
+    every = f"{100 * given.budget:g}% mtbf {given.mtbf:g}s"
+    with Checkpointer(persist_to=str(folder), strategy="auto", every=every) as checkpointer:
+        checkpointer.attach(model=training.model, optimizer=training.optimizer)
+        for _ in range(FIRST_STEPS):
+            training.step(nothing)
+        saved, steps, quiet, flown = [], [], [], []
         for number in range(given.steps):
+            was_busy = _is_busy(checkpointer)
             begun = time.perf_counter()
             training.step(nothing)
-            if checkpointer is not None and checkpointer.step():
+            if checkpointer.step():
                 saved.append(number)
                 flown.append(checkpointer._strategy.chosen)
             steps.append(time.perf_counter() - begun)
-        report = "" if checkpointer is None else checkpointer._strategy.report
-        chosen = "" if checkpointer is None else checkpointer._strategy.chosen
-    return {"steps": steps, "saved": saved, "flown": flown, "report": report, "chosen": chosen}
+            if not was_busy and not (saved and saved[-1] == number):
+                quiet.append(number)
+        report, chosen = checkpointer._strategy.report, checkpointer._strategy.chosen
+    return {"steps": steps, "quiet": quiet, "saved": saved, "flown": flown, "report": report, "chosen": chosen}
 
 
-def flight(kind: str, given: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:
+def _is_busy(checkpointer: Checkpointer) -> bool:
+    ticket = checkpointer.latest
+    return ticket is not None and not ticket.landed.done()
+
+
+def flight(given: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:
     """The figures of one flight."""
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        return in_child(fly, kind, argparse.Namespace(**vars(given), model=model), Path(folder))
+        return in_child(fly, argparse.Namespace(**vars(given), model=model), Path(folder))
 
 
 # ── judging ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measured(line: Any) -> Any:
+def measured(line: Any, recovery: float) -> Any:
     """What the table knows of a method, as a prediction is written."""
     stall = min(line.stall_p50, max(line.cost, 0.0))
     return Prediction(
@@ -98,45 +108,45 @@ def measured(line: Any) -> Any:
         kept_seconds=line.memory or line.durable,
         committed_seconds=None,
         durable_seconds=line.durable,
-        recover_own_seconds=line.recovery,
+        recover_own_seconds=recovery,
         recover_cluster_seconds=None,
-        recover_storage_seconds=line.recovery,
+        recover_storage_seconds=recovery,
         stored_bytes=0,
     )
 
 
-def exhaustive(lines: list[Any], step: float, given: argparse.Namespace) -> Any:
+def exhaustive(known: dict[str, Prediction], step: float, given: argparse.Namespace) -> Any:
     """The best of all candidates at all intervals within the budget."""
     found = []
-    for line in lines:
-        prediction, every = measured(line), 1.0
-        while every < 1e6:
+    for name, prediction in known.items():
+        every = 1.0
+        while every * step < MOST_OF_MTBF * given.mtbf:
             steps = max(1, round(every))
-            choice = judge(line.method, prediction, steps, step, given.mtbf)
+            choice = judge(name, prediction, steps, step, given.mtbf)
             if choice.overhead <= given.budget and steps * step + prediction.cost_seconds >= prediction.landed_seconds:
                 found.append(choice)
             every = max(every * STEP_OF_GRID, every + 1)
     return max(found, key=lambda choice: choice.goodput)
 
 
-def verdict(
-    model: str, lines: list[Any], quiet: list[dict[str, Any]], flights: list[dict[str, Any]], given: Any
-) -> Any:
+def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: Any) -> Any:
     """One model's row."""
-    step = statistics.median(each for run in quiet for each in run["steps"])
-    by_name = {line.method: line for line in lines}
-    best = exhaustive(lines, step, given)
+    recovery = statistics.median(line.recovery for line in lines)
+    known = {line.method: measured(line, recovery) for line in lines}
+    step = statistics.median(run["steps"][number] for run in flights for number in run["quiet"])
+    best = exhaustive(known, step, given)
     rows = []
-    for run, beside in zip(flights, quiet, strict=True):
-        intervals = [later - earlier for earlier, later in zip(run["saved"], run["saved"][1:], strict=False)]
+    for run in flights:
+        intervals = [later - earlier for earlier, later in itertools.pairwise(run["saved"])]
         every = round(statistics.median(intervals[-5:]))
-        chosen = judge(run["chosen"], measured(by_name[run["chosen"]]), every, step, given.mtbf)
+        chosen = judge(run["chosen"], known[run["chosen"]], every, step, given.mtbf)
+        quiet = statistics.mean(run["steps"][number] for number in run["quiet"])
         rows.append(
             {
                 "chosen": run["chosen"],
                 "every": every,
                 "ratio": (1 - chosen.goodput) / (1 - best.goodput),
-                "overhead": sum(run["steps"]) / sum(beside["steps"]) - 1,
+                "overhead": sum(run["steps"]) / (quiet * len(run["steps"])) - 1,
                 "num_saves": len(run["saved"]),
             }
         )
@@ -171,12 +181,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Does the autopilot choose well; see the top of the file.")
     parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
     parser.add_argument("--size", default="base", help="tiny, base or large (base)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="NUM")
-    parser.add_argument("--steps", type=int, default=600, metavar="NUM", help="of a flight (600)")
+    parser.add_argument("--rounds", type=int, default=1, metavar="NUM", help="of flights (1)")
+    parser.add_argument("--steps", type=int, default=200, metavar="NUM", help="of a flight (200)")
     parser.add_argument("--budget", type=float, default=0.05, metavar="SHARE", help="that saving may add (0.05)")
-    parser.add_argument("--mtbf", type=float, default=1800.0, metavar="SECONDS", help="between failures (1800)")
-    parser.add_argument("--every", type=int, default=5, metavar="K", help="of the candidates' runs (5)")
-    parser.add_argument("--saves", type=int, default=4, metavar="NUM", help="of the candidates' runs (4)")
+    parser.add_argument("--mtbf", type=float, default=120.0, metavar="SECONDS", help="between failures (120)")
+    parser.add_argument("--every", type=int, default=2, metavar="K", help="of the candidates' turns (2)")
+    parser.add_argument("--saves", type=int, default=1, metavar="NUM", help="of the candidates' turns (1)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
     parser.add_argument("--out", type=Path, help="folder for rows and results")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
@@ -195,22 +205,17 @@ def main() -> None:
     common = {"size": given.size, "steps": given.steps, "budget": given.budget, "mtbf": given.mtbf}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         bench_strategies.run_all(given, names, log, Path(folder))
-        for number in range(given.rounds):
-            for model in given.models:
-                for kind in ("none", "auto"):
-                    key = {"round": number, "model": model, "method": kind, **common}
-                    if not flights.has(key):
-                        flights.add(key | {"commit": commit()} | flight(kind, given, model, Path(folder)))
-                        print(f"round {number}: {model}: {kind} has flown", file=sys.stderr, flush=True)
+        for number, model in itertools.product(range(given.rounds), given.models):
+            key = {"round": number, "model": model, "method": "auto", **common}
+            if not flights.has(key):
+                flights.add(key | {"commit": commit()} | flight(given, model, Path(folder)))
+                print(f"round {number}: {model}: flown", file=sys.stderr, flush=True)
     report = Report(log.of(bench_strategies.setting(given)), bench_strategies.setting(given))
     found = []
     for model in given.models:
         lines = [line for line in report.lines[model] if line.method in names and not line.failed]
-        rows = {
-            kind: [row for row in flights.of(common) if (row["model"], row["method"]) == (model, kind)]
-            for kind in ("none", "auto")
-        }
-        found.append(verdict(model, lines, rows["none"], rows["auto"], given))
+        rows = [row for row in flights.of(common) if row["model"] == model]
+        found.append(verdict(model, lines, rows, given))
     text = f"{report.about()}\n\n{table(found, given)}"
     print(text)
     if given.out is not None:

@@ -7,15 +7,16 @@ Question
 
 Method
     A process trains one model, and all methods take turns in it, in a new random order each round: K steps behind a
-    save and K steps without one in turn, after a save for warming up. One turn saves nothing: what its pairs differ by is
-    what the machine does. In the first round another process restores what was saved last, from a cold disk, and
+    save and K steps without one in turn, after a save for warming up. One turn saves nothing: what its pairs differ
+    by is what the machine does. In the first round another process restores what was saved last, from a cold disk, and
     compares it with a reference that was kept in memory. What the training frees stays with its process, as the
     launcher has it for ranks: or else page faults are most of a step's noise (`measures`).
 
     stall       what one snapshot makes the training thread wait: in the call, and before the optimizer's next step.
-    slow-down   K steps behind a save, and until it is durable if it is not yet, over K steps without, a second before
-                or after. (The next save would have to wait for as long.)
+    slow-down   K steps behind a save, and until it is durable if it is not yet, over K steps without: the median of
+                the seven turns around. (The next save would have to wait for as long.)
     cost        the same in seconds a snapshot: stalls, and what steps take longer because somebody copies beside them.
+                ± is the standard error of the median over all rounds.
     memory      from the call until own memory holds the snapshot (with --store: the server's), committed.
     durable     from the call until it is on the disk, synced. What a library leaves in the page cache is synced for it.
     written     what the kernel counts as written to storage, over the state's size; without a server's flusher.
@@ -102,11 +103,12 @@ class Runs(Log):
 
 
 def work(given: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
-    """Every (round, model, method), in random order within a round and model."""
+    """Every (round, model, method), in random order within a round and model; what shards the model comes last."""
     found = []
     for number in range(given.rounds):
         for model in given.models:
             order = random.Random(f"{number} {model}").sample(names, len(names))
+            order.sort(key=lambda name: hasattr(METHODS[name], "prepare"))
             found += [{"round": number, "model": model, "method": name} for name in order]
     return found
 
@@ -179,7 +181,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
     parser.add_argument("--size", default="base", help="tiny, base or large (base)")
     parser.add_argument("--every", type=int, default=2, metavar="K", help="steps behind a save, and without one (2)")
-    parser.add_argument("--saves", type=int, default=2, metavar="NUM", help="measured in each turn, at most (2)")
+    parser.add_argument("--saves", type=int, default=1, metavar="NUM", help="measured in each turn, at most (1)")
     parser.add_argument("--rounds", type=int, default=5, metavar="NUM", help="of the table (5)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
     parser.add_argument("--store", action="store_true", help="ours through a Redis server's memory")

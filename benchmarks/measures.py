@@ -71,7 +71,7 @@ class Child:
     def __init__(self, make: Callable[..., Any], *words: Any) -> None:
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
-        self._printed = tempfile.TemporaryFile()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
         self._process = context.Process(
             target=_answer_calls, args=(theirs, self._ours, self._printed.fileno(), make, words)
         )
@@ -89,7 +89,7 @@ class Child:
             The figures.
 
         Raises:
-            RuntimeError: It raised, and the child is as it was then; or the child died, with the end of what it printed.
+            RuntimeError: It raised, and the child goes on; or the child died, with the end of what it printed.
         """
         try:
             self._ours.send((name, words))

@@ -103,8 +103,8 @@ def _make_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
 class Strategy(checkpoint_methods.Shade):
     """One of ours; `committed_seconds` is until own memory holds it, or the store where there is one.
 
-    Its buffers are left in the folder BENCH_SPARE for whoever comes next, under other names: to make new ones, and their pages
-    huge, takes as long as all that is measured.
+    Its buffers are left in the folder BENCH_SPARE for whoever comes next, under other names: to make new ones, and
+    their pages huge, takes as long as all that is measured.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -1,11 +1,11 @@
 """What `bench_strategies` asks of its processes: one trains a model and saves it by one method after another, others
 restore what was saved.
 
-A method's turn has three parts. Warm-up: a step without a save (windows are profiled) and one behind a save that is
-not measured (a buffer is made), for each buffer. Measured: pairs of `every` steps behind a save and as many without one, now these first,
-now those: what else the machine does changes within seconds, and hits both alike. Of a method whose saves take long
-there are fewer. And where it is to be restored one more save, with a reference beside it that no method wrote: digests of
-all tensors, or the tensors themselves where not every bit comes back.
+A method's turn has three parts. Warm-up, for each of its buffers: a step without a save (windows are profiled), and one
+behind a save that is not measured (the buffer is made). Measured: pairs of `every` steps behind a save and as many
+without one, now these first, now those: what else the machine does changes within seconds, and hits both alike. Of a
+method whose saves take long there are fewer. And where it is to be restored one more save, with a reference beside it
+that no method wrote: digests of all tensors, or the tensors themselves where not every bit comes back.
 """
 
 from __future__ import annotations

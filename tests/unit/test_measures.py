@@ -3,6 +3,7 @@ process of their own."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -69,3 +70,24 @@ def test_what_a_child_finds_comes_back_and_what_it_died_of_is_told(capfd: pytest
     with pytest.raises(RuntimeError, match="exit code 7\nsaid aside"):
         measures.in_child(find, "die")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_child_goes_on_after_what_it_raised_and_holds_what_it_made() -> None:
+    class Counter:
+        def __init__(self, start: int) -> None:
+            self.number = start
+
+        def add(self, number: int) -> dict[str, Any]:
+            if number < 0:
+                raise ValueError("only more")
+            self.number += number
+            return {"number": self.number, "process": os.getpid()}
+
+    with contextlib.closing(measures.Child(Counter, 5)) as child:
+        first = child.call("add", 2)
+        with pytest.raises(RuntimeError, match="ValueError: only more"):
+            child.call("add", -1)
+        assert child.call("add", 1) == {"number": 8, "process": first["process"]}
+    assert first["process"] != os.getpid()
+    with pytest.raises(ProcessLookupError):
+        os.kill(first["process"], 0)

@@ -17,9 +17,10 @@ Method
     lost        share of the time that does not end up as training, saves and failures together, by the exact formula
                 (shade.checkpoint.autopilot.interval); the mean time between failures is --mtbf.
     ratio       lost with the autopilot's choice, over lost with the exhaustive best. The bar: 1.10 on 5 of 6 models.
-    overhead    the whole flight, trials included, over as many of its quiet steps, less 1. A step is quiet if no save
-                was under way in it; they lie between the others, so that the machine's drift hits both alike. The bar:
-                --budget and half a point.
+    overhead    the flight from its second save on, trials included, over as many of its quiet steps, less 1. A step is
+                quiet if no save was under way in it; they lie between the others, so that the machine's drift hits both
+                alike. The bar: --budget and half a point.
+    once        seconds that the flight until then took longer than quiet steps: buffers are made, the probe runs.
 
 Command
     python benchmarks/bench_autopilot.py --size base --rounds 1 --out benchmarks/results
@@ -70,7 +71,7 @@ def fly(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         checkpointer.attach(model=training.model, optimizer=training.optimizer)
         for _ in range(FIRST_STEPS):
             training.step(nothing)
-        saved, steps, quiet, flown = [], [], [], []
+        saved, seconds, quiet, flown = [], [], [], []
         for number in range(given.steps):
             was_busy = _is_busy(checkpointer)
             begun = time.perf_counter()
@@ -78,11 +79,11 @@ def fly(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if checkpointer.step():
                 saved.append(number)
                 flown.append(checkpointer._strategy.chosen)
-            steps.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - begun)
             if not was_busy and not (saved and saved[-1] == number):
                 quiet.append(number)
         report, chosen = checkpointer._strategy.report, checkpointer._strategy.chosen
-    return {"steps": steps, "quiet": quiet, "saved": saved, "flown": flown, "report": report, "chosen": chosen}
+    return {"seconds": seconds, "quiet": quiet, "saved": saved, "flown": flown, "report": report, "chosen": chosen}
 
 
 def _is_busy(checkpointer: Checkpointer) -> bool:
@@ -133,20 +134,23 @@ def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: 
     """One model's row."""
     recovery = statistics.median(line.recovery for line in lines)
     known = {line.method: measured(line, recovery) for line in lines}
-    step = statistics.median(run["steps"][number] for run in flights for number in run["quiet"])
+    step = statistics.median(run["seconds"][number] for run in flights for number in run["quiet"])
     best = exhaustive(known, step, given)
     rows = []
     for run in flights:
         intervals = [later - earlier for earlier, later in itertools.pairwise(run["saved"])]
         every = round(statistics.median(intervals[-5:]))
         chosen = judge(run["chosen"], known[run["chosen"]], every, step, given.mtbf)
-        quiet = statistics.mean(run["steps"][number] for number in run["quiet"])
+        quiet = statistics.mean(run["seconds"][number] for number in run["quiet"])
+        begin = run["saved"][1]
+        before, after = run["seconds"][:begin], run["seconds"][begin:]
         rows.append(
             {
                 "chosen": run["chosen"],
                 "every": every,
                 "ratio": (1 - chosen.goodput) / (1 - best.goodput),
-                "overhead": sum(run["steps"]) / (quiet * len(run["steps"])) - 1,
+                "overhead": sum(after) / (quiet * len(after)) - 1,
+                "once": sum(before) - quiet * len(before),
                 "num_saves": len(run["saved"]),
             }
         )
@@ -158,8 +162,8 @@ def table(found: list[Any], given: argparse.Namespace) -> str:
     lines = [
         f"budget {100 * given.budget:g} %, a failure in {given.mtbf:g} s, {given.steps} steps a flight",
         "",
-        "| model | step | exhaustive best | autopilot | lost / best's | overhead | saves |",
-        "|---|---|---|---|---|---|---|",
+        "| model | step | exhaustive best | autopilot | lost / best's | overhead | once | saves |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for each in found:
         runs = each["runs"]
@@ -168,6 +172,7 @@ def table(found: list[Any], given: argparse.Namespace) -> str:
             f"| {each['model']} | {each['step']:.3f} s | {each['best']} every {each['best_every']} | {names} | "
             f"{statistics.median(run['ratio'] for run in runs):.3f} | "
             f"{100 * statistics.median(run['overhead'] for run in runs):+.2f} % | "
+            f"{statistics.median(run['once'] for run in runs):.1f} s | "
             f"{statistics.median(run['num_saves'] for run in runs):.0f} |"
         )
     near = sum(statistics.median(run["ratio"] for run in each["runs"]) <= 1.10 for each in found)

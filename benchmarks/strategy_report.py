@@ -35,8 +35,6 @@ class Line:
     """Seconds a snapshot: median over saves."""
     spread: float
     """Standard error of `cost`, from what the middle half of the saves spans."""
-    per_byte: tuple[float, ...]
-    """What each save has cost, in seconds a GB of state."""
     memory: float | None
     durable: float | None
     written: float
@@ -93,7 +91,7 @@ class Report:
                     f"Where nothing is saved, steps differ from those around by {noise} ({control.num_runs} runs)."
                 )
         if len(self.models) > 1:
-            parts.append(f"## All models: cost a snapshot, of each GB of state\n\n{self._overall()}")
+            parts.append(f"## All models: a snapshot of each, added up\n\n{self._overall()}")
         if OURS in {line.method for lines in self.lines.values() for line in lines}:
             wins = self.wins()
             told = ", ".join(wins) or "none"
@@ -103,18 +101,16 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def _overall(self) -> str:
-        """All models together: a row a method that restored bit for bit everywhere."""
-        rows = ["| method | models | cost | first on |", "|---|---|---|---|"]
+        """A row a method that restored bit for bit on all models."""
         found = []
         for method in dict.fromkeys(line.method for model in self.models for line in self.lines[model]):
             lines = [line for model in self.models for line in self.lines[model] if line.method == method]
-            if all(line.is_equal and not line.failed for line in lines):
-                costs = [each for line in lines for each in line.per_byte]
+            if len(lines) == len(self.models) and all(line.is_equal and not line.failed for line in lines):
+                error = sum(line.spread**2 for line in lines) ** 0.5
                 first = [model for model in self.models if (best := self.best(model)) and best.method == method]
-                found.append((statistics.median(costs), spread(costs), method, len(lines), ", ".join(first)))
-        for cost, error, method, number, first in sorted(found):
-            rows.append(f"| {method} | {number} | {1000 * cost:.0f} ± {1000 * error:.0f} ms/GB | {first} |")
-        return "\n".join(rows)
+                found.append((sum(line.cost for line in lines), error, method, ", ".join(first)))
+        rows = [f"| {method} | {cost:.2f} ± {error:.2f} s | {first} |" for cost, error, method, first in sorted(found)]
+        return "\n".join(["| method | cost | first on |", "|---|---|---|", *rows])
 
     def about(self) -> str:
         """Where the figures are from."""
@@ -193,20 +189,19 @@ def _line(method: str, rows: list[dict[str, Any]]) -> Line:
     sound = [row for row in rows if "failed" not in row]
     if not sound:
         reason = next((row["failed"] for row in rows), "not run")
-        return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, (), None, None, 0.0, None, False, 0.0, reason)
+        return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0, None, False, 0.0, reason)
     restored = [row for row in sound if "equal" in row]
-    saves = [(behind, row["quiet"], row["state_bytes"]) for row in sound for behind, _ in row["pairs"]]
-    costs = [behind - quiet for behind, quiet, _ in saves]
+    saves = [(behind, row["quiet"]) for row in sound for behind, _ in row["pairs"]]
+    costs = [behind - quiet for behind, quiet in saves]
     stalls = [stall for row in sound for stall in row["stalls"]] or [0.0]
     return Line(
         method,
         len(sound),
         statistics.median(stalls),
         percentile(stalls, 0.99),
-        statistics.median(behind / quiet - 1 for behind, quiet, _ in saves),
+        statistics.median(behind / quiet - 1 for behind, quiet in saves),
         statistics.median(costs),
         spread(costs),
-        tuple((behind - quiet) / num_bytes * 1e9 for behind, quiet, num_bytes in saves),
         middle(each for row in sound for each in row["committed"]),
         middle(each for row in sound for each in row["durable"]),
         statistics.median(row["written_bytes"] / row["state_bytes"] for row in sound),

@@ -17,6 +17,8 @@ OURS = "asymmetric"
 """The strategy that is asked about."""
 AROUND = 7
 """Turns whose steps without saves a turn is compared with: its own, and those just before and after it."""
+SHOWN = 3.0
+"""Times the middle cost, and no more, is what a panel of the picture shows."""
 _MEDIAN_ERROR = 1.2533 / 1.349
 """Of a median, by the quartiles' distance and the root of the number: as for normal errors."""
 
@@ -155,7 +157,8 @@ class Report:
         self.plot(out / "strategies.png")
 
     def plot(self, path: Path) -> None:
-        """A panel a model: what a snapshot costs, stalls and slow-down, by method."""
+        """A panel a model: what a snapshot costs, stalls and slow-down, by method. What is far dearer than the middle
+        is cut off, with its figure beside it."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -171,7 +174,13 @@ class Report:
             rest = [max(0.0, 1000 * (line.cost - line.stall_p50)) for line in lines]
             panel.barh(names, stalls, color="#c44", label="stall")
             panel.barh(names, rest, left=stalls, color="#48a", label="slower steps")
-            panel.set(title=model, xlabel="cost a snapshot, ms")
+            costs = [1000 * line.cost for line in lines]
+            panel.errorbar(costs, names, xerr=[1000 * line.spread for line in lines], fmt="none", color="#222", lw=0.8)
+            limit = SHOWN * statistics.median(costs)
+            for name, cost in zip(names, costs, strict=True):
+                if cost > limit:
+                    panel.text(limit, name, f"{cost / 1000:.1f} s → ", ha="right", va="center", color="w", size=7)
+            panel.set(title=model, xlabel="cost a snapshot, ms", xlim=(0, limit))
             panel.tick_params(labelsize=7)
             panel.grid(axis="x", alpha=0.3)
         panels[0].legend(fontsize="small")

@@ -3,7 +3,7 @@
 Story of a run. The first save goes the usual way; behind it the machine's rates are measured, and every candidate is
 predicted. The next saves go to whichever candidate promises to keep most of the time, and what they cost is measured
 where it counts, in the training. A measurement replaces the prediction; what has not been tried is predicted anew, by
-the factor that the tried ones were off. So a candidate that only looked good is found out by its first saves, one that
+what the tried ones were off by. So a candidate that only looked good is found out by its first saves, one that
 might still be better gets its turn, and after `TRIALS` saves of each that comes near the best the choice stands. It is
 looked at again with every save: when the training or the machine changes, so does the choice.
 
@@ -121,15 +121,10 @@ class Pilot:
         return len(self._measured[strategy].costs) if strategy in self._measured else 0
 
     def _estimate(self, name: str) -> Prediction:
-        """Measured, where it was tried; else predicted, by the factor that others were off."""
+        """Measured, where it was tried; else predicted, by as much as others were off."""
         prediction, measured = self.predicted[name], self._measured.get(name)
         if measured is None:
-            factor = self._factor()
-            return replace(
-                prediction,
-                stall_seconds=factor * prediction.stall_seconds,
-                drag_seconds=factor * prediction.drag_seconds,
-            )
+            return self._corrected(prediction)
         stall, cost = statistics.mean(measured.stalls), statistics.mean(measured.costs)
         landing = statistics.mean(measured.landings)
         found = replace(prediction, stall_seconds=stall, drag_seconds=max(0.0, cost - stall))
@@ -139,14 +134,24 @@ class Pilot:
             return replace(found, durable_seconds=landing)
         return replace(found, kept_seconds=landing)
 
-    def _factor(self) -> float:
-        """How far off predictions were, in the middle."""
-        ratios = [
-            statistics.mean(measured.costs) / self.predicted[name].cost_seconds
-            for name, measured in self._measured.items()
-            if name in self.predicted and self.predicted[name].cost_seconds > 0
-        ]
-        return statistics.median(ratios) if ratios else 1.0
+    def _corrected(self, prediction: Prediction) -> Prediction:
+        """By the factor that those which were tried were off, in the middle.
+
+        Where that says nothing, because all that is known of is predicted to be free, it costs no less than others have
+        in the middle. (So it is where the save that rates are learned from happened to cost nothing: no factor makes
+        zero more, and whoever had not been tried would seem free for ever.)
+        """
+        costs = {
+            name: statistics.mean(measured.costs) for name, measured in self._measured.items() if name in self.predicted
+        }
+        before = {name: self.predicted[name].cost_seconds for name in costs}
+        ratios = [cost / before[name] for name, cost in costs.items() if before[name] > 0]
+        if ratios and prediction.cost_seconds > 0:
+            factor = statistics.median(ratios)
+            stall, drag = factor * prediction.stall_seconds, factor * prediction.drag_seconds
+            return replace(prediction, stall_seconds=stall, drag_seconds=drag)
+        least = statistics.median(costs.values()) if costs else 0.0
+        return replace(prediction, drag_seconds=max(prediction.drag_seconds, least - prediction.stall_seconds))
 
     def report(self) -> str:
         """Predicted against measured: a line for each candidate, the best first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,23 @@ def test_the_best_is_found_whatever_was_predicted() -> None:
         flown = fly(made, true_costs, 30)
         assert set(flown[-15:]) == {best}
         assert max(flown.count(name) for name in TERMS if name != best) <= 2 * TRIALS
+
+
+def test_whoever_was_predicted_to_be_free_is_not_believed_once_another_was_dear() -> None:
+    """The save that rates are learned from has happened to cost nothing, so all that do not wait seem free."""
+    made = pilot()
+    made.learn(replace(COSTS, copy_drag=0.0, work_drag=0.0))
+    assert made.cost_seconds("streamed") == made.cost_seconds("overlap") == 0.0
+    made.saw("overlap", pace(0.3))
+    assert made.cost_seconds("streamed") == pytest.approx(0.3)
+    assert made.cost_seconds("copy") == pytest.approx(0.3)
+    made.saw("copy", pace(0.5))  # predicted not to be free, so there is a factor; it is none of the free ones'
+    assert made.cost_seconds("streamed") == pytest.approx(0.4)
+    for best in TERMS:
+        made = pilot()
+        made.learn(replace(COSTS, copy_drag=0.0, work_drag=0.0))
+        flown = fly(made, dict.fromkeys(TERMS, 0.4) | {best: 0.2}, 30)
+        assert set(flown[-15:]) == {best}
 
 
 def test_with_noise_it_loses_little() -> None:

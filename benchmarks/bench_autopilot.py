@@ -73,22 +73,18 @@ def fly(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             training.step(nothing)
         saved, seconds, quiet, flown = [], [], [], []
         for number in range(given.steps):
-            was_busy = _is_busy(checkpointer)
+            was_busy = checkpointer._saver.is_busy
             begun = time.perf_counter()
             training.step(nothing)
-            if checkpointer.step():
+            is_saved = checkpointer.step()
+            if is_saved:
                 saved.append(number)
                 flown.append(checkpointer._strategy.chosen)
             seconds.append(time.perf_counter() - begun)
-            if not was_busy and not (saved and saved[-1] == number):
+            if not was_busy and not is_saved:
                 quiet.append(number)
         report, chosen = checkpointer._strategy.report, checkpointer._strategy.chosen
     return {"seconds": seconds, "quiet": quiet, "saved": saved, "flown": flown, "report": report, "chosen": chosen}
-
-
-def _is_busy(checkpointer: Checkpointer) -> bool:
-    ticket = checkpointer.latest
-    return ticket is not None and not ticket.landed.done()
 
 
 def flight(given: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:

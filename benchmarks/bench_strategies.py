@@ -9,8 +9,8 @@ Method
     A process trains one model, and all methods take turns in it, in a new random order each round: K steps behind a
     save and K steps without one in turn, after a save for warming up. One turn saves nothing: what its pairs differ
     by is what the machine does. In the first round another process restores what was saved last, from a cold disk, and
-    compares it with a reference that was kept in memory. What the training frees stays with its process, as the
-    launcher has it for ranks: or else page faults are most of a step's noise (`measures`).
+    compares it with a reference that was kept in memory. What the training frees stays with its process, or
+    else page faults are most of a step's noise (`measures`).
 
     stall       what one snapshot makes the training thread wait: in the call, and before the optimizer's next step.
     slow-down   K steps behind a save, and until it is durable if it is not yet, over K steps without: the median of
@@ -28,8 +28,8 @@ Command
     python benchmarks/bench_strategies.py --method asymmetric --model gpt2 --size base --every 5
         one run, one row
     python benchmarks/bench_strategies.py --size base --rounds 5 --out benchmarks/results
-        the table: all methods, all models, hours. Rows are added to OUT/strategies.jsonl as they come; the same command
-        goes on where it was interrupted, and draws the table from what is there. --size tiny for a look.
+        the table: all methods, all models, two hours or three. Rows are added to OUT/strategies.jsonl as they come; the
+        same command goes on where it was interrupted, and draws the table from what is there. --size tiny for a look.
     python benchmarks/bench_strategies.py --model gpt2 --data /data/wikitext-2-raw --size base
         on real text (WikiText for gpt2, bloom, roberta; SQuAD v1.1 for bert; an ImageFolder for vit and resnet)
 
@@ -57,7 +57,7 @@ import strategy_models
 import strategy_report
 import strategy_run
 from measures import Child, Log, commit, forget, in_child
-from strategy_methods import METHODS, NAMES, SPARE
+from strategy_methods import METHODS, NAMES, SPARE, process_of
 
 from shade.errors import UnknownNameError
 
@@ -78,8 +78,7 @@ def measure(each: dict[str, Any], given: argparse.Namespace, place: Path, traini
             figures = training.call("take", name, Path(folder), reference, number)
             if reference is not None:
                 forget(Path(folder))
-                one = argparse.Namespace(**vars(given), model=each["model"])
-                figures |= in_child(strategy_run.restore, name, one, Path(folder), reference)
+                figures |= in_child(strategy_run.restore, name, given, Path(folder), reference)
         except RuntimeError as error:
             figures = {"failed": str(error)}
     return figures
@@ -108,8 +107,8 @@ def work(given: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     for number in range(given.rounds):
         for model in given.models:
             order = random.Random(f"{number} {model}").sample(names, len(names))
-            order.sort(key=lambda name: hasattr(METHODS[name], "prepare"))
-            found += [{"round": number, "model": model, "method": name} for name in order]
+            turns = [{"round": number, "model": model, "method": name} for name in order]
+            found += sorted(turns, key=process_of)
     return found
 
 
@@ -118,7 +117,7 @@ def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path)
     common = setting(given)
     left = [each for each in work(given, names) if not log.has(each | common)]
     begun, number = time.monotonic(), 0
-    for (_, model, sharded), group in itertools.groupby(left, _process):
+    for (_, model, sharded), group in itertools.groupby(left, process_of):
         one = argparse.Namespace(**vars(given), model=model)
         with (
             spare_buffers(),
@@ -126,7 +125,7 @@ def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path)
         ):
             for each in group:
                 number += 1
-                figures = measure(each, given, place, training)
+                figures = measure(each, one, place, training)
                 log.add(each | common | {"commit": commit(), "at": time.time()} | figures)
                 left_seconds = (time.monotonic() - begun) / number * (len(left) - number)
                 told = f"[{number}/{len(left)}] {described(each, figures)}; {duration(left_seconds)} left"
@@ -138,13 +137,10 @@ def spare_buffers() -> Iterator[None]:
     """A place where buffers wait from one method's turn to the next; they go with it."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         os.environ[SPARE] = folder
-        yield
-        del os.environ[SPARE]
-
-
-def _process(each: dict[str, Any]) -> tuple[int, str, str]:
-    """What two turns must have in common to be taken in one process."""
-    return each["round"], each["model"], each["method"] if hasattr(METHODS[each["method"]], "prepare") else ""
+        try:
+            yield
+        finally:
+            del os.environ[SPARE]
 
 
 def setting(given: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +160,7 @@ def described(each: dict[str, Any], figures: dict[str, Any]) -> str:
     told = f"{name}: cost {cost:.3f} s, stall {statistics.median(figures['stalls']):.3f} s"
     if "equal" not in figures:
         return told
-    return f"{told}, equal {'bit' if figures['equal'] else figures.get('error', 'no')}"
+    return f"{told}, equal {strategy_report.sameness(figures['equal'], figures.get('error', 0.0))}"
 
 
 def duration(seconds: float) -> str:

@@ -237,6 +237,12 @@ NAMES = ["none", *OURS, *OUTSIDE]
 """Rows of the table. `fsdp2` is asked for by name."""
 
 
+def process_of(row: dict[str, Any]) -> tuple[int, str, str]:
+    """What two turns have in common that are taken in one process; who shards the model has one of his own, and a
+    name in the last place."""
+    return row["round"], row["model"], row["method"] if hasattr(METHODS.get(row["method"]), "prepare") else ""
+
+
 def with_store(method: type[Any]) -> type[Any]:
     """The same through a server's memory, whose address is in BENCH_STORE; what is not ours is left as it is."""
     if issubclass(method, Strategy) and "BENCH_STORE" in os.environ:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from measures import percentile
+from strategy_methods import process_of
 
 OURS = "asymmetric"
 """The strategy that is asked about."""
@@ -143,7 +144,7 @@ class Report:
                 f"| {name} | {line.num_runs} | {1000 * line.stall_p50:.1f} ms | {1000 * line.stall_p99:.1f} ms | "
                 f"{100 * line.slow_down:+.1f} % | {1000 * line.cost:.0f} ± {1000 * line.spread:.0f} ms | "
                 f"{seconds(line.memory)} | {seconds(line.durable)} | {line.written:.2f} × | {seconds(line.recovery)} | "
-                f"{'bit' if line.is_equal else f'{line.error:.1e}'} |"
+                f"{'' if line.recovery is None else sameness(line.is_equal, line.error)} |"
             )
         return "\n".join(rows)
 
@@ -229,21 +230,21 @@ def _with_quiet(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         if "failed" not in row:
-            beside = [each for each in rows if "failed" not in each and _process(each) == _process(row)]
+            beside = [each for each in rows if "failed" not in each and process_of(each) == process_of(row)]
             around = sorted(beside, key=lambda each: abs(each.get("at", 0.0) - row.get("at", 0.0)))[:AROUND]
             row = row | {"quiet": statistics.median(half for each in around for _, half in each["pairs"])}
         found.append(row)
     return found
 
 
-def _process(row: dict[str, Any]) -> tuple[Any, ...]:
-    """That it was measured in; who shards the model has one of his own."""
-    return row["round"], row["model"], row["method"] if row["method"] == "fsdp2" else ""
-
-
 def spread(values: list[float]) -> float:
     """Standard error of a median, from what the middle half of the values spans."""
     return _MEDIAN_ERROR * (percentile(values, 0.75) - percentile(values, 0.25)) / len(values) ** 0.5
+
+
+def sameness(is_equal: bool, error: float) -> str:
+    """For a cell: of what came back."""
+    return "bit" if is_equal else f"{error:.1e}" if error else "no"
 
 
 def middle(values: Any) -> float | None:

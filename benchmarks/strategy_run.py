@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from strategy_methods import METHODS, with_store
 from strategy_models import batches, build, optimizer_of
-from xxhash import xxh3_128_hexdigest
 
+from shade.checkpoint.digest import digest_of
 from shade.checkpoint.strategies import STRATEGIES
 
 FIRST_STEPS = 5
@@ -75,8 +75,9 @@ class Turns:
     def __init__(self, given: Any, kind: Any) -> None:
         self.given = given
         self.training = Training(kind, given.model, given.size, given.data)
+        nothing = METHODS["none"](self.training.model, self.training.optimizer, Path())
         for _ in range(FIRST_STEPS):
-            self.training.step(METHODS["none"](self.training.model, self.training.optimizer, Path()))
+            self.training.step(nothing)
 
     def take(self, name: str, folder: Path, reference: Path | None, number: int = 0) -> dict[str, Any]:
         """A method's turn.
@@ -206,7 +207,7 @@ def is_exact(method: Any) -> bool:
 
 def digest(tensor: torch.Tensor) -> str:
     """Of what is in it."""
-    return xxh3_128_hexdigest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest_of(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def tensors_of(training: Training) -> dict[str, torch.Tensor]:

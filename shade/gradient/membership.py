@@ -1,10 +1,10 @@
 """Who trains together: one generation after the other, each agreed on by those who are in it, at a third place.
 
-A generation is a list of processes, in the order of their ranks, written once and never changed. To form the next one
-(a rank was lost, one wants in, one leaves) every process takes a *seat*, with what others have to know of it; whoever
-first sees that nobody is missing writes the list. Nobody is missing when each member of the generation before has
-taken a seat, or has been silent for `dead_seconds`, or has been waited for for `patience_seconds`. The list is written
-by compare-and-set: however many write it, all read the same.
+A generation is a list of processes, in the order of their ranks, written once and never changed; with it go the last
+words of those who are gone. To form the next one (a rank was lost, one wants in, one leaves) every process takes a
+*seat*, with what others have to know of it; whoever first sees that nobody is missing writes the list. Nobody is
+missing when each member of the generation before has taken a seat, or has been silent for `dead_seconds`, or has been
+waited for for `patience_seconds`. The list is written by compare-and-set: however many write it, all read the same.
 
 Story of a rank that is slow. 1. Rank 2 stands still. 2. The others form generation 5 without it. 3. It wakes, finds its
 group broken, and asks for a seat in generation 5: the list is written, and it is not on it. So it takes a seat in
@@ -212,8 +212,8 @@ class Membership:
         since = time.monotonic()
         while True:
             is_late = time.monotonic() - since > self._patience_seconds
-            members = self._ask(lambda store, late=is_late: self._look(store, number, members_before, late), deadline)
-            if members is not None:
+            found = self._ask(lambda store, late=is_late: self._look(store, number, members_before, late), deadline)
+            if found is not None:
                 break
             if time.monotonic() > deadline:
                 raise GradientError(
@@ -221,15 +221,18 @@ class Membership:
                     f"there to let this one in, got nobody within {self._give_up_seconds:.0f} s; start the others"
                 )
             time.sleep(_LOOK_SECONDS)
+        members = tuple(Member(each["id"], each["before"], each["standing"]) for each in found["members"])
         ids = [member.id for member in members]
         if self._meeting.id not in ids:
             return None
-        followed = [each for each in members_before if each not in ids and each != self._meeting.id]
-        gone = tuple(self._meeting.last_words(each) for each in followed)
-        return Generation(number, tuple(members), ids.index(self._meeting.id), gone)
+        return Generation(number, members, ids.index(self._meeting.id), tuple(found["gone"]))
 
-    def _look(self, store: Any, number: int, members_before: list[str], is_late: bool) -> list[Member] | None:
-        """The list; written by this process if nobody is missing. On the meeting's thread."""
+    def _look(self, store: Any, number: int, members_before: list[str], is_late: bool) -> dict[str, Any] | None:
+        """The list; written by this process if nobody is missing. On the meeting's thread.
+
+        The last words of those who are gone stand in it, as the writer has heard them: another may not yet have heard
+        that somebody said good-bye.
+        """
         written = f"{number}/members"
         if not store.check([written]):
             seated = _seated(store, number)
@@ -239,9 +242,11 @@ class Membership:
             if not is_complete and not (old and is_late):
                 return None
             new = [each for each in seated if each not in members_before]
-            store.compare_set(written, "", json.dumps([seated[each] for each in (*old, *new)]))
-        members = json.loads(store.get(written))
-        return [Member(each["id"], each["before"], each["standing"]) for each in members]
+            gone = [self._meeting.last_words(each) for each in members_before if each not in seated]
+            generation = {"members": [seated[each] for each in (*old, *new)], "gone": gone}
+            store.compare_set(written, "", json.dumps(generation))
+        found: dict[str, Any] = json.loads(store.get(written))
+        return found
 
     def _is_dead(self, other: str) -> bool:
         return self._meeting.silence(other) > self._dead_seconds
@@ -258,7 +263,7 @@ def _take_seat(store: Any, number: int, words: str) -> list[str]:
     """Sits down; the ids of the generation before, by rank."""
     members: list[str] = []
     if number:
-        members = [each["id"] for each in json.loads(store.get(f"{number - 1}/members"))]
+        members = [each["id"] for each in json.loads(store.get(f"{number - 1}/members"))["members"]]
     seat = store.add(f"{number}/seats", 1) - 1
     store.set(f"{number}/seat/{seat}", words)
     return members

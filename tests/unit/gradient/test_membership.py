@@ -145,6 +145,19 @@ def test_who_leaves_in_good_order_is_not_lost(members: Callable[..., Membership]
     assert gather(two[0], "a", 7) == [7]
 
 
+def test_whoever_has_not_heard_the_good_bye_counts_it_as_the_others_do(members: Callable[..., Membership]) -> None:
+    three = [members() for _ in range(3)]
+    for each in three:
+        each.say(kept=1.0)
+    formed(three)
+    time.sleep(0.5)
+    assert three[1]._meeting.last_words(three[2]._meeting.id)["kept"] == 1.0
+    fall_silent(three[1])  # it does not look at the others' lines any more, either
+    time.sleep(0.2)
+    three[2].close()
+    assert [each.gone for each in formed(three[:2])] == [({},), ({},)]
+
+
 def test_one_that_comes_later_rings_and_is_let_in(members: Callable[..., Membership]) -> None:
     two = [members(2) for _ in range(2)]
     formed(two)

@@ -8,8 +8,9 @@ left when the optimizer wants to step is copied at once.
 
 That is for windows in which somebody has time: a device computes, or cores are left alone. Where the training computes
 on all of them, no window has any, and all partitions are empty: the training stands still, every thread copies, and
-hashes what it has in its cache. Beside the training the same work costs up to three times as much: an operation of
-several threads ends with its slowest, so what is taken from one core is lost on all.
+hashes what it has in its cache; the check that follows is little, and nobody stands still for it. Beside the training
+the same work costs up to three times as much: an operation of several threads ends with its slowest, so what is taken
+from one core is lost on all.
 
 What has been copied is written while the rest follows, in batches of the length that ends soonest
 (`shade.checkpoint.batching`).
@@ -81,10 +82,10 @@ class Asymmetric(Pooled):
 
     def begin(self, copying: Copying) -> Future[None]:
         """See `Strategy`."""
-        copied = super().begin(copying)
+        snapshot = super().begin(copying)
         if self._stands_still():
-            wait([copied])
-        return copied
+            wait(self._copied)  # nobody has to stand still for the check
+        return snapshot
 
     def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
         """See `Pooled`."""

@@ -17,6 +17,8 @@ class Pooled(Strategy):
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
+        self._copied: list[Future[None]] = []
+        """Of the save begun last, its parts: all that stands between them and the snapshot is the check."""
 
     @abstractmethod
     def _num_threads(self) -> int:
@@ -43,8 +45,8 @@ class Pooled(Strategy):
             return failed
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_threads(), thread_name_prefix="shade-copy")
-        copied = [self._pool.submit(part) for part in self._parts(copying)]
-        self._running = self._pool.submit(_finish, copying, copied)
+        self._copied = [self._pool.submit(part) for part in self._parts(copying)]
+        self._running = self._pool.submit(_finish, copying, self._copied)
         return self._running
 
     def wait(self) -> None:

@@ -103,9 +103,7 @@ def test_a_step_of_another_form_releases_what_it_can(training: Training) -> None
 def test_where_no_core_is_left_the_training_stands_still(training: Training) -> None:
     training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]
     copying, buffer = training.begin()
-    running = training.strategy._running
-    assert running is not None
-    assert running.done()  # before `begin` returned
+    assert all(part.done() for part in training.strategy._copied)  # before `begin` returned
     assert copying.names == []
     assert training.strategy.partitions == ([], [])
     expected = torch.cat([tensor.detach().flatten() for tensor in training.model.state_dict().values()])
@@ -126,8 +124,8 @@ def test_a_change_is_found_where_the_training_stands_still(training: Training) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Copying, "finish", late)
         training.begin()
-    with pytest.raises(TornSnapshotError, match=r"2\.weight"):
-        training.strategy.wait()
+        with pytest.raises(TornSnapshotError, match=r"2\.weight"):
+            training.strategy.wait()
 
 
 def test_the_parts_of_asymcheck_copy_beside_the_training_all_the_same() -> None:

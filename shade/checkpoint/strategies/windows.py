@@ -73,7 +73,6 @@ class Windows:
         self._marks.clear()
         self._first_backward = None
         self._is_spoilt = self.is_watched
-        self._cores.begin()
 
     def end(self) -> None:
         """It has ended; remembered, if nothing was copied in it."""
@@ -134,6 +133,8 @@ class Windows:
         self._arrive()
 
     def _arrive(self) -> None:
+        if not self._marks:
+            self._cores.begin()  # whatever the training waited for before is not in a window
         self._marks.append(self._mark())
         if self.is_watched:
             self._is_spoilt = True

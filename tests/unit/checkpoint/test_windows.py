@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shade.checkpoint.strategies import cores
 from shade.checkpoint.strategies.windows import PROFILED_STEPS, Windows
 
 
@@ -136,3 +137,21 @@ def test_closing_takes_every_hook_off(training: Training) -> None:
     training.windows.is_watched = True
     training.step()
     assert training.told == []
+
+
+def test_cores_that_rest_before_the_pass_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle, now = 0.0, 0.0
+    monkeypatch.setattr(cores, "_now", lambda: (idle, now))
+
+    class Busy(Slow):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            nonlocal now
+            now += 1
+            return images * self.weight
+
+    training = Training(Busy(0), Busy(0))
+    for _ in range(3):
+        training.step()
+        idle, now = idle + 8, now + 4  # for data, or a save that is waited for
+    assert training.windows.cores_left() == 0
+    training.windows.close()

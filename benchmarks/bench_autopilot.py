@@ -8,8 +8,9 @@ Method
     Every candidate is measured by bench_strategies (rows are shared with it: strategies.jsonl), so for each the cost of
     a snapshot and its landing are known. A restore is the same code for all of them, so its time is one figure a model:
     the median. The *exhaustive best* is the least loss over all candidates and a grid of intervals a twentieth apart,
-    within the budget. Then the autopilot trains the same model in a process of its own, knowing nothing. What it has
-    settled on, strategy and interval, is judged by the same measured costs.
+    within the budget. Then the autopilot trains the same model in a process of its own, knowing nothing. What it holds
+    for best at the end, strategy and interval, is judged by the same measured costs; and so is, beside it, what it
+    really flew in the second half, save by save, trials included.
 
     Failures are taken to come every two minutes: so a flight of minutes has as many saves, and as many trials, as one
     of hours has otherwise.
@@ -17,6 +18,7 @@ Method
     lost        share of the time that does not end up as training, saves and failures together, by the exact formula
                 (shade.checkpoint.autopilot.interval); the mean time between failures is --mtbf.
     ratio       lost with the autopilot's choice, over lost with the exhaustive best. The bar: 1.10 on 5 of 6 models.
+    flown       the same of the saves of the second half, in the mean.
     overhead    the flight from its second save on, trials included, over as many of its quiet steps, less 1. A step is
                 quiet if no save was under way in it; they lie between the others, so that the machine's drift hits both
                 alike. The bar: --budget and half a point.
@@ -83,8 +85,9 @@ def fly(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begun)
             if not was_busy and not is_saved:
                 quiet.append(number)
-        report, chosen = checkpointer._strategy.report, checkpointer._strategy.chosen
-    return {"seconds": seconds, "quiet": quiet, "saved": saved, "flown": flown, "report": report, "chosen": chosen}
+        report, best = checkpointer._strategy.report, checkpointer._strategy.choices[0]
+    found = {"report": report, "chosen": best.strategy, "every": best.every_steps}
+    return found | {"seconds": seconds, "quiet": quiet, "saved": saved, "flown": flown}
 
 
 def flight(given: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:
@@ -134,17 +137,19 @@ def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: 
     best = exhaustive(known, step, given)
     rows = []
     for run in flights:
-        intervals = [later - earlier for earlier, later in itertools.pairwise(run["saved"])]
-        every = round(statistics.median(intervals[-5:]))
-        chosen = judge(run["chosen"], known[run["chosen"]], every, step, given.mtbf)
+        chosen = judge(run["chosen"], known[run["chosen"]], run["every"], step, given.mtbf)
+        legs = list(zip(run["flown"], itertools.pairwise(run["saved"]), strict=False))
+        second = legs[len(legs) // 2 :]
+        flown = [judge(name, known[name], end - start, step, given.mtbf) for name, (start, end) in second]
         quiet = statistics.mean(run["seconds"][number] for number in run["quiet"])
         begin = run["saved"][1]
         before, after = run["seconds"][:begin], run["seconds"][begin:]
         rows.append(
             {
                 "chosen": run["chosen"],
-                "every": every,
+                "every": run["every"],
                 "ratio": (1 - chosen.goodput) / (1 - best.goodput),
+                "flown": statistics.mean((1 - each.goodput) / (1 - best.goodput) for each in flown),
                 "overhead": sum(after) / (quiet * len(after)) - 1,
                 "once": sum(before) - quiet * len(before),
                 "num_saves": len(run["saved"]),
@@ -158,8 +163,8 @@ def table(found: list[Any], given: argparse.Namespace) -> str:
     lines = [
         f"budget {100 * given.budget:g} %, a failure in {given.mtbf:g} s, {given.steps} steps a flight",
         "",
-        "| model | step | exhaustive best | autopilot | lost / best's | overhead | once | saves |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | step | exhaustive best | autopilot | lost / best's | as flown | overhead | once | saves |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for each in found:
         runs = each["runs"]
@@ -167,6 +172,7 @@ def table(found: list[Any], given: argparse.Namespace) -> str:
         lines.append(
             f"| {each['model']} | {each['step']:.3f} s | {each['best']} every {each['best_every']} | {names} | "
             f"{statistics.median(run['ratio'] for run in runs):.3f} | "
+            f"{statistics.median(run['flown'] for run in runs):.3f} | "
             f"{100 * statistics.median(run['overhead'] for run in runs):+.2f} % | "
             f"{statistics.median(run['once'] for run in runs):.1f} s | "
             f"{statistics.median(run['num_saves'] for run in runs):.0f} |"

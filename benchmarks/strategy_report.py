@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -20,6 +21,8 @@ AROUND = 7
 """Turns whose steps without saves a turn is compared with: its own, and those just before and after it."""
 SHOWN = 3.0
 """Times the middle cost, and no more, is what a panel of the picture shows."""
+SURE = 2.0
+"""Standard errors of a difference, beyond which it is none of chance."""
 _MEDIAN_ERROR = 1.2533 / 1.349
 """Of a median, by the quartiles' distance and the root of the number: as for normal errors."""
 
@@ -99,9 +102,30 @@ class Report:
             wins = self.wins()
             told = ", ".join(wins) or "none"
             parts.append(
-                f"`{OURS}` costs least of all that restored bit for bit on {len(wins)} of {len(self.models)}: {told}."
+                f"`{OURS}` costs least of all that restored bit for bit on {len(wins)} of {len(self.models)}: {told}. "
+                f"{self._certain()}"
             )
         return "\n\n".join(parts) + "\n"
+
+    def _certain(self) -> str:
+        """What of the order of the rivals and ours is no chance."""
+        cheaper, dearer, num_pairs = [], 0, 0
+        for model, lines in self.lines.items():
+            exact = [line for line in lines if not line.failed and line.is_equal]
+            ours = next((line for line in exact if line.method == OURS), None)
+            for line in exact:
+                if ours is None or line is ours:
+                    continue
+                difference, error = line.cost - ours.cost, math.hypot(line.spread, ours.spread)
+                num_pairs += 1
+                dearer += difference > SURE * error
+                if difference < -SURE * error:
+                    cheaper.append(f"{line.method} on {model}")
+        told = ", ".join(cheaper) or "none"
+        return (
+            f"Of {num_pairs} comparisons with a rival on a model, {len(cheaper)} find the rival cheaper by more than "
+            f"twice the difference's standard error ({told}), and {dearer} find it dearer by as much."
+        )
 
     def _overall(self) -> str:
         """A row a method that restored bit for bit on all models."""

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +32,8 @@ _SPEC: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|steps?|s|m|h|%)\s*")
 _PROFILED: Final = re.compile(r"\s*profiled(?:\s+([0-9]+(?:\.[0-9]+)?)\s*%)?\s*")
 _BEST: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*mtbf\s*([0-9]+(?:\.[0-9]+)?)\s*([smh])\s*")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_QUIET_STEPS: Final = 20
+"""The last, whose middle is how long a step takes: a run's first, which take longer, do not count for long."""
 MTBF_SECONDS: Final = 86400.0
 """A failure a day, where nobody says how often: spot machines fail more often, one's own less."""
 
@@ -41,7 +45,8 @@ class Pace:
     step_seconds: float = 0.0
     """A step in which no save was under way."""
     cost_seconds: float = 0.0
-    """What one save has added to the steps it fell into: waiting and interference together."""
+    """What one save has added to the steps it fell into: waiting and interference together. Below 0 where these steps
+    happened to be short ones: without those the mean of several saves would be too high."""
     save_seconds: float = 0.0
     """From the moment a save was begun until it was committed; 0 before there was one."""
     blocked_seconds: float = 0.0
@@ -179,6 +184,7 @@ class PaceMeter:
     def __init__(self) -> None:
         self._last: float | None = None
         self._was_busy = False
+        self._quiet: deque[float] = deque(maxlen=_QUIET_STEPS)
         self._quiet_seconds = 0.0
         self._extra_seconds = 0.0
         self._cost_seconds = 0.0
@@ -195,7 +201,8 @@ class PaceMeter:
             if busy or self._was_busy:
                 self._extra_seconds += took - self._quiet_seconds
             else:
-                self._quiet_seconds = took if not self._quiet_seconds else 0.9 * self._quiet_seconds + 0.1 * took
+                self._quiet.append(took)
+                self._quiet_seconds = statistics.median(self._quiet)
         if self._was_busy and not busy:
             self._settle()
         self._last, self._was_busy = now, busy
@@ -211,7 +218,7 @@ class PaceMeter:
         self._was_busy = True
 
     def _settle(self) -> None:
-        self._cost_seconds, self._extra_seconds = max(0.0, self._extra_seconds), 0.0
+        self._cost_seconds, self._extra_seconds = self._extra_seconds, 0.0
 
     def pace(self, save_seconds: float = 0.0, blocked_seconds: float = 0.0) -> Pace:
         """As measured so far.

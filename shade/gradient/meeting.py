@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
@@ -38,6 +38,8 @@ from shade.errors import ConfigError, GradientError
 BEAT_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 _GOOD_BYE_SECONDS = 2.0
+_SPEAK: Final = "speak"
+"""In the inbox: the next line shall not wait for its second."""
 _T = TypeVar("_T")
 
 logger = logging.getLogger("shade.gradient")
@@ -75,10 +77,12 @@ class Meeting:
         if not host or not port.isdecimal():
             raise ConfigError.of("the meeting place as host:port", address, "10.0.0.1:29600, say")
         self._host, self._port, self._run = host, int(port), run
-        self._inbox: queue.SimpleQueue[tuple[Callable[[Any], Any], concurrent.futures.Future[Any]] | None] = (
+        self._inbox: queue.SimpleQueue[tuple[Callable[[Any], Any], concurrent.futures.Future[Any]] | str | None] = (
             queue.SimpleQueue()
         )
         self._words: dict[str, Any] = {}
+        self._is_heard = True
+        """Whether the thread has seen the order to speak them: one at a time, however long the line is cut."""
         self._bell = ""
         self._heard: dict[str, tuple[bytes, float]] = {}
         """By rank: its last line, and since when."""
@@ -129,12 +133,18 @@ class Meeting:
             ) from None
 
     def say(self, **words: Any) -> None:
-        """What others shall know of this rank if it is never heard again; goes out with the next line.
+        """What others shall know of this rank if it is never heard again; goes out at once.
+
+        Story: a rank was killed half a second after its first words, which were to go out with the next line. So what
+        it had kept back was lost, and nobody could say how much.
 
         Args:
             **words: JSON-plain.
         """
         self._words = words
+        if self._is_heard:
+            self._is_heard = False
+            self._inbox.put(_SPEAK)
 
     def listen(self, bell: str, ids: Iterable[str]) -> None:
         """Follows other ranks' lines from now on.
@@ -171,7 +181,8 @@ class Meeting:
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attend(self) -> None:
-        """Answers, and speaks once a second; a question is asked again until it is answered or nobody waits for it."""
+        """Answers, and speaks once a second, or when there is something to say; a question is asked again until it is
+        answered or nobody waits for it."""
         store: Any = None
         spoken_at = float("-inf")
         while True:
@@ -188,6 +199,9 @@ class Meeting:
                 if store is not None:
                     self._try(store, lambda store: store.set(self._line(self.id), "{}"))
                 return
+            if isinstance(asked, str):
+                self._is_heard, spoken_at = True, float("-inf")
+                continue
             question, answer = asked
             store = store or self._connect()
             found = None if store is None else self._try(store, question)

@@ -162,6 +162,10 @@ def test_the_report_ranks_by_what_a_snapshot_costs(benchmarks: None, tmp_path: P
     assert "Where nothing is saved, steps differ from those around by 0 ± 8 ms (3 runs)." in text
     assert "failed: RuntimeError: a / b" in text
     assert "costs least of all that restored bit for bit on 1 of 1: gpt2" in text
+    assert (
+        "Of 1 comparisons with a rival on a model, 0 find the rival cheaper by more than twice the difference's" in text
+    )
+    assert "standard error (none), and 1 find it dearer by as much" in text
     report.write(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"strategies.md", "strategies.json", "strategies.png"}
 
@@ -235,12 +239,15 @@ def test_the_autopilot_is_judged_by_the_best_there_is(benchmarks: None) -> None:
         steps = [0.5 * (1 if number % every else 1 + overhead * every) for number in range(10 * every)]
         steps[0] = 3.5
         quiet = [number for number in range(10 * every) if number % every]
-        flight = {"seconds": steps, "quiet": quiet, "saved": saved, "chosen": chosen}
+        flight = {"seconds": steps, "quiet": quiet, "saved": saved, "chosen": chosen, "every": every}
+        flight["flown"] = ["copy"] * 5 + [chosen] * 5
         found: dict[str, Any] = bench_autopilot.verdict("gpt2", lines, [flight], given)
         return found
 
     right, wrong = judged("asymmetric", every, 0.02), judged("copy", every, 0.06)
     assert right["runs"][0]["ratio"] == pytest.approx(1.0)
+    assert right["runs"][0]["flown"] > 1.05, "one of the last five was still by another"
+    assert judged("copy", every, 0.02)["runs"][0]["flown"] == pytest.approx(wrong["runs"][0]["ratio"])
     assert right["runs"][0]["overhead"] == pytest.approx(0.02)
     assert right["runs"][0]["once"] == pytest.approx(3.0)
     assert wrong["runs"][0]["ratio"] > 1.5

@@ -162,16 +162,16 @@ def store_rates(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreRates:
 
 
 def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace) -> Costs:
-    """Costs, from the rates of memory and from what one save behind the training has come to.
+    """Costs, from the rates of memory and from what saves behind the training have come to.
 
-    What the save took beyond its copy and its hashes is sending: to wherever it lands. What it cost beyond its stall is
+    What a save took beyond its copy and its hashes is sending: to wherever it lands. What it cost beyond its stall is
     drag, of all that went on behind the training alike.
 
     Args:
         num_bytes: Of the state.
         rates: Of memory.
         pass_seconds: Forward and backward.
-        pace: Measured with the save.
+        pace: Measured with such saves. The drag of a single one is mostly chance: give the mean of some.
 
     Returns:
         The costs.

@@ -7,6 +7,9 @@ what the tried ones were off by. So a candidate that only looked good is found o
 might still be better gets its turn, and after `TRIALS` saves of each that comes near the best the choice stands. It is
 looked at again with every save: when the training or the machine changes, so does the choice.
 
+A choice holds two saves later. So what has been asked for counts as tried before it is measured; else each trial would
+go on for as long again as the answers take.
+
 Candidates are the registered strategies that restore bit for bit: whoever wants less says so. Arithmetic only; on rank
 0, whose choice travels to the others with the pace of its saves. Price: a few saves by strategies that turn out dearer;
 they count against the budget, as the interval follows from what the last save has cost.
@@ -15,7 +18,7 @@ they count against the budget, as the interval follows from what the last save h
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
@@ -50,8 +53,15 @@ class _Measured:
     def add(self, pace: Pace) -> None:
         """One save."""
         self.stalls.append(pace.blocked_seconds)
-        self.costs.append(max(pace.cost_seconds, pace.blocked_seconds))
+        self.costs.append(pace.cost_seconds)
         self.landings.append(pace.save_seconds)
+
+    @property
+    def mean(self) -> Pace:
+        """Of those that count; none costs less than what was waited for."""
+        blocked = statistics.mean(self.stalls)
+        cost = max(blocked, statistics.mean(self.costs))
+        return Pace(cost_seconds=cost, save_seconds=statistics.mean(self.landings), blocked_seconds=blocked)
 
 
 class Pilot:
@@ -71,6 +81,8 @@ class Pilot:
         self.predicted: dict[str, Prediction] = {}
         """From rates alone; empty until they are measured."""
         self._measured: dict[str, _Measured] = {}
+        self._wishes: Counter[str] = Counter()
+        """Saves that each was chosen for."""
         self._step_seconds = 0.0
 
     def learn(self, costs: Costs) -> None:
@@ -95,6 +107,12 @@ class Pilot:
             self._step_seconds = pace.step_seconds
             self._measured.setdefault(strategy, _Measured()).add(pace)
 
+    def seen(self, strategy: str) -> Pace:
+        """What the saves of a strategy have come to, several together; all 0 before there were `TRIALS` of them."""
+        if self._num_measured(strategy) < TRIALS:
+            return Pace()
+        return replace(self._measured[strategy].mean, step_seconds=self._step_seconds)
+
     def decide(self) -> str:
         """Which strategy the next save is left to; remembered as `chosen`. Who is being tried is tried to the end."""
         choices = self.choices()
@@ -104,6 +122,7 @@ class Pilot:
             untried = [each.strategy for each in near if self._num_trials(each.strategy) < TRIALS]
             if self.chosen not in untried:
                 self.chosen = (untried or [best.strategy])[0]
+        self._wishes[self.chosen] += 1
         return self.chosen
 
     def choices(self) -> list[Choice]:
@@ -117,17 +136,21 @@ class Pilot:
         """What a save by a strategy is expected to cost, several measured together; None before anything is known."""
         return self._estimate(strategy).cost_seconds if strategy in self.predicted else None
 
-    def _num_trials(self, strategy: str) -> int:
+    def _num_measured(self, strategy: str) -> int:
         return len(self._measured[strategy].costs) if strategy in self._measured else 0
+
+    def _num_trials(self, strategy: str) -> int:
+        """Measured, or still to come; the first of those in a row is not measured."""
+        return max(self._num_measured(strategy), self._wishes[strategy] - 1)
 
     def _estimate(self, name: str) -> Prediction:
         """Measured, where it was tried; else predicted, by as much as others were off."""
         prediction, measured = self.predicted[name], self._measured.get(name)
         if measured is None:
             return self._corrected(prediction)
-        stall, cost = statistics.mean(measured.stalls), statistics.mean(measured.costs)
-        landing = statistics.mean(measured.landings)
-        found = replace(prediction, stall_seconds=stall, drag_seconds=max(0.0, cost - stall))
+        mean = measured.mean
+        stall, landing = mean.blocked_seconds, mean.save_seconds
+        found = replace(prediction, stall_seconds=stall, drag_seconds=mean.cost_seconds - stall)
         if prediction.committed_seconds is not None:
             return replace(found, committed_seconds=landing)
         if prediction.durable_seconds is not None:
@@ -142,7 +165,7 @@ class Pilot:
         zero more, and whoever had not been tried would seem free for ever.)
         """
         costs = {
-            name: statistics.mean(measured.costs) for name, measured in self._measured.items() if name in self.predicted
+            name: measured.mean.cost_seconds for name, measured in self._measured.items() if name in self.predicted
         }
         before = {name: self.predicted[name].cost_seconds for name in costs}
         ratios = [cost / before[name] for name, cost in costs.items() if before[name] > 0]
@@ -162,9 +185,9 @@ class Pilot:
             told = f"{'>' if name == self.chosen else ' '} {name:<14} every {choice.every_steps} steps; predicted: "
             told += f"stall {before.stall_seconds:.3f} s, cost {before.cost_seconds:.3f} s, "
             told += f"safe in {before.landed_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
-            if self._num_trials(name):
+            if self._num_measured(name):
                 now = choice.prediction
-                told += f"; measured {self._num_trials(name)} times: stall {now.stall_seconds:.3f} s, "
+                told += f"; measured {self._num_measured(name)} times: stall {now.stall_seconds:.3f} s, "
                 told += f"cost {now.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
                 told += f"overhead {100 * choice.overhead:.2f} %"
             lines.append(told)
@@ -172,12 +195,12 @@ class Pilot:
 
 
 def candidates() -> dict[str, Terms]:
-    """The registered strategies that restore bit for bit, by name; of a class with two names the first."""
+    """The registered strategies that restore bit for bit, no ablations, by name; where two name a class the first."""
     from shade.checkpoint.strategies.base import STRATEGIES
 
     found: dict[type[object], tuple[str, Terms]] = {}
     for name in STRATEGIES:
         strategy = STRATEGIES.get(name)
-        if name != AUTO and strategy.terms.is_exact:
+        if name != AUTO and strategy.terms.is_exact and not strategy.is_ablation:
             found.setdefault(strategy, (name, strategy.terms))
     return dict(found.values())

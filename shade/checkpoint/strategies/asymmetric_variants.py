@@ -17,6 +17,8 @@ from shade.checkpoint.strategies.base import STRATEGIES, Terms
 class _Beside(Asymmetric):
     """Never lets the training wait while it can do otherwise."""
 
+    is_ablation = True
+
     def _stands_still(self) -> bool:
         """See `Asymmetric`."""
         return False

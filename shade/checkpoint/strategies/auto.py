@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from shade.checkpoint.autopilot.choose import Choice
 from shade.checkpoint.autopilot.measure import MemoryRates, costs_of, memory_rates
 from shade.checkpoint.autopilot.pilot import Pilot, candidates
 from shade.checkpoint.copying import Copying
@@ -85,6 +86,11 @@ class Auto(Strategy):
         return "" if self._pilot is None else self._pilot.report()
 
     @property
+    def choices(self) -> list[Choice]:
+        """All candidates as they are judged now, the best first; empty before anything is known."""
+        return [] if self._pilot is None else self._pilot.choices()
+
+    @property
     def chosen(self) -> str:
         """Who takes the next save."""
         return self._name
@@ -122,7 +128,7 @@ class Auto(Strategy):
         leads = self._pilot if _rank() == 0 else None
         if leads is not None and self._in_a_row >= 2:  # the first has no windows yet, and perhaps the probe beside it
             leads.saw(self._name, mine)
-            self._learn(leads, mine)
+            self._learn(leads)
         if agreed.strategy and agreed.strategy != self._name:
             self._name, self._in_a_row = agreed.strategy, 0
         if leads is None:
@@ -134,9 +140,10 @@ class Auto(Strategy):
         cost = leads.cost_seconds(wished)
         return dataclasses.replace(mine, strategy=wished, cost_seconds=mine.cost_seconds if cost is None else cost)
 
-    def _learn(self, leads: Pilot, pace: Pace) -> None:
-        """Predicts, once: from the rates, and from what a save has come to."""
-        if leads.predicted or self._rates is None or pace.step_seconds <= 0 or pace.save_seconds <= 0:
+    def _learn(self, leads: Pilot) -> None:
+        """Predicts, once: from the rates, and from what the first saves have come to."""
+        pace = leads.seen(FIRST)
+        if leads.predicted or self._rates is None or pace.save_seconds <= 0:
             return
         passing = min(statistics.median(self._passes or [pace.step_seconds]), pace.step_seconds)
         costs = costs_of(self._num_bytes, self._rates, passing, pace)

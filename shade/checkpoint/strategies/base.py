@@ -124,6 +124,8 @@ class Strategy(ABC):
 
     terms: ClassVar[Terms] = Terms()
     """What it proposes."""
+    is_ablation: ClassVar[bool] = False
+    """Whether it is another one less a part, to measure what that part brings: nobody's choice for a training."""
 
     def open(self, terms: Terms) -> None:  # noqa: B027 - most strategies ask no more than their class proposes
         """Learns what holds, before anything else.

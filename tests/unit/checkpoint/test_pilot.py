@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -82,6 +83,32 @@ def test_whoever_was_predicted_to_be_free_is_not_believed_once_another_was_dear(
         assert set(flown[-15:]) == {best}
 
 
+def test_a_trial_does_not_go_on_while_its_answers_are_under_way() -> None:
+    """A choice holds two saves later, and the first save of each in a row is not measured."""
+    made, under_way, flown = pilot(), ["overlap", "overlap"], []
+    made.learn(COSTS)
+    for _ in range(24):
+        flown.append(under_way.pop(0))
+        if len(flown) > 1 and flown[-2] == flown[-1]:
+            made.saw(flown[-1], pace(0.3))
+        under_way.append(made.decide())
+    turns = [len(list(turn)) for _, turn in itertools.groupby(flown)]
+    assert turns[1:-1] == [TRIALS + 1] * (len(turns) - 2)
+    assert len(turns) >= len(TERMS)
+
+
+def test_what_the_first_saves_cost_is_learned_from_several_the_cheap_and_the_dear() -> None:
+    made = pilot()
+    for cost in (-0.1, 0.5, 0.5):
+        assert made.seen("overlap") == Pace()
+        made.saw("overlap", pace(cost))
+    assert made.seen("overlap").cost_seconds == pytest.approx(0.3)
+    made.saw("copy", pace(-0.4, blocked=0.1))
+    for _ in range(TRIALS):
+        made.saw("copy", pace(-0.4, blocked=0.1))
+    assert made.seen("copy").cost_seconds == pytest.approx(0.1), "nobody costs less than was waited for"
+
+
 def test_with_noise_it_loses_little() -> None:
     for seed in range(20):
         made = pilot()
@@ -139,6 +166,7 @@ def test_candidates_are_the_registered_ones_that_are_exact() -> None:
     found = candidates()
     assert {"copy", "overlap", "asymmetric"} <= set(found)
     assert AUTO not in found
+    assert not {"asymmetric-naive", "asymmetric-S", "asymmetric-S+O"} & set(found), "who would train with an ablation?"
     assert set(found) < set(STRATEGIES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -118,6 +119,19 @@ def test_a_silent_member_is_not_waited_for_and_its_last_words_are_known(members:
         assert now.members[now.rank].rank_before == before.rank
         assert [words["kept"] for words in now.gone] == [2.0]
     assert ids(second[0]) == [each for each in ids(first[0]) if each != lost._meeting.id]  # ranks keep their order
+
+
+def test_words_go_out_at_once(members: Callable[..., Membership], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be killed within a second of its first words."""
+    monkeypatch.setattr(meeting, "BEAT_SECONDS", 600.0)
+    one = members(1)
+    line = f"line/{one._meeting.id}"
+    for kept in (1.5, 2.5):
+        one.say(kept=kept)
+        deadline = time.monotonic() + 30
+        while one._meeting.ask(lambda store: json.loads(store.get(line)), 5).get("kept") != kept:
+            assert time.monotonic() < deadline, "it waits for its next line"
+            time.sleep(0.05)
 
 
 def test_one_that_lives_is_waited_for_but_not_for_ever(members: Callable[..., Membership]) -> None:

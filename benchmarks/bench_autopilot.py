@@ -135,12 +135,15 @@ def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: 
     known = {line.method: measured(line, recovery) for line in lines}
     step = statistics.median(run["seconds"][number] for run in flights for number in run["quiet"])
     best = exhaustive(known, step, given)
+
+    def ratio(name: str, every: int) -> float:
+        """Lost with a strategy at an interval, over lost with the best."""
+        return float((1 - judge(name, known[name], every, step, given.mtbf).goodput) / (1 - best.goodput))
+
     rows = []
     for run in flights:
-        chosen = judge(run["chosen"], known[run["chosen"]], run["every"], step, given.mtbf)
-        legs = list(zip(run["flown"], itertools.pairwise(run["saved"]), strict=False))
-        second = legs[len(legs) // 2 :]
-        flown = [judge(name, known[name], end - start, step, given.mtbf) for name, (start, end) in second]
+        intervals = [later - earlier for earlier, later in itertools.pairwise(run["saved"])]
+        flown = list(map(ratio, run["flown"], intervals))  # after the last save there is no interval
         quiet = statistics.mean(run["seconds"][number] for number in run["quiet"])
         begin = run["saved"][1]
         before, after = run["seconds"][:begin], run["seconds"][begin:]
@@ -148,8 +151,8 @@ def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: 
             {
                 "chosen": run["chosen"],
                 "every": run["every"],
-                "ratio": (1 - chosen.goodput) / (1 - best.goodput),
-                "flown": statistics.mean((1 - each.goodput) / (1 - best.goodput) for each in flown),
+                "ratio": ratio(run["chosen"], run["every"]),
+                "flown": statistics.mean(flown[len(flown) // 2 :]),
                 "overhead": sum(after) / (quiet * len(after)) - 1,
                 "once": sum(before) - quiet * len(before),
                 "num_saves": len(run["saved"]),

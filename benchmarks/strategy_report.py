@@ -75,9 +75,13 @@ class Report:
             row["model"]: row["state_bytes"] for row in rows if "fsdp2" not in row["method"] and "state_bytes" in row
         }
 
+    def exact(self, model: str) -> list[Line]:
+        """The methods that restored bit for bit, the least cost first."""
+        return [line for line in self.lines[model] if not line.failed and line.is_equal]
+
     def best(self, model: str) -> Line | None:
         """The method of least cost among those that restored bit for bit."""
-        return next((line for line in self.lines[model] if not line.failed and line.is_equal), None)
+        return next(iter(self.exact(model)), None)
 
     def wins(self) -> list[str]:
         """Models on which ours costs least."""
@@ -110,17 +114,15 @@ class Report:
     def _certain(self) -> str:
         """What of the order of the rivals and ours is no chance."""
         cheaper, dearer, num_pairs = [], 0, 0
-        for model, lines in self.lines.items():
-            exact = [line for line in lines if not line.failed and line.is_equal]
-            ours = next((line for line in exact if line.method == OURS), None)
-            for line in exact:
-                if ours is None or line is ours:
-                    continue
-                difference, error = line.cost - ours.cost, math.hypot(line.spread, ours.spread)
-                num_pairs += 1
-                dearer += difference > SURE * error
-                if difference < -SURE * error:
-                    cheaper.append(f"{line.method} on {model}")
+        for model in self.models:
+            exact = self.exact(model)
+            pairs = [(ours, rival) for ours in exact for rival in exact if ours.method == OURS != rival.method]
+            for ours, rival in pairs:
+                difference, doubt = rival.cost - ours.cost, SURE * math.hypot(rival.spread, ours.spread)
+                dearer += difference > doubt
+                if difference < -doubt:
+                    cheaper.append(f"{rival.method} on {model}")
+            num_pairs += len(pairs)
         told = ", ".join(cheaper) or "none"
         return (
             f"Of {num_pairs} comparisons with a rival on a model, {len(cheaper)} find the rival cheaper by more than "

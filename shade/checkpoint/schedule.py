@@ -185,9 +185,13 @@ class PaceMeter:
         self._last: float | None = None
         self._was_busy = False
         self._quiet: deque[float] = deque(maxlen=_QUIET_STEPS)
-        self._quiet_seconds = 0.0
         self._extra_seconds = 0.0
         self._cost_seconds = 0.0
+
+    @property
+    def _quiet_seconds(self) -> float:
+        """Of a step without a save; 0 before there was one."""
+        return statistics.median(self._quiet) if self._quiet else 0.0
 
     def step(self, now: float, busy: bool) -> None:
         """A step has ended.
@@ -202,7 +206,6 @@ class PaceMeter:
                 self._extra_seconds += took - self._quiet_seconds
             else:
                 self._quiet.append(took)
-                self._quiet_seconds = statistics.median(self._quiet)
         if self._was_busy and not busy:
             self._settle()
         self._last, self._was_busy = now, busy

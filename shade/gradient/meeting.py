@@ -81,8 +81,8 @@ class Meeting:
             queue.SimpleQueue()
         )
         self._words: dict[str, Any] = {}
-        self._is_heard = True
-        """Whether the thread has seen the order to speak them: one at a time, however long the line is cut."""
+        self._is_ordered = False
+        """Whether the order to speak them lies in the inbox: one at a time, however long the line is cut."""
         self._bell = ""
         self._heard: dict[str, tuple[bytes, float]] = {}
         """By rank: its last line, and since when."""
@@ -142,8 +142,8 @@ class Meeting:
             **words: JSON-plain.
         """
         self._words = words
-        if self._is_heard:
-            self._is_heard = False
+        if not self._is_ordered:
+            self._is_ordered = True
             self._inbox.put(_SPEAK)
 
     def listen(self, bell: str, ids: Iterable[str]) -> None:
@@ -200,7 +200,7 @@ class Meeting:
                     self._try(store, lambda store: store.set(self._line(self.id), "{}"))
                 return
             if isinstance(asked, str):
-                self._is_heard, spoken_at = True, float("-inf")
+                self._is_ordered, spoken_at = False, float("-inf")
                 continue
             question, answer = asked
             store = store or self._connect()

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shade.checkpoint.autopilot.choose import Choice, judge, ranked
@@ -42,28 +42,6 @@ _KEPT: Final = 5
 """Measurements of each that count: the last."""
 
 
-@dataclass
-class _Measured:
-    """What the saves of one strategy have come to."""
-
-    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    costs: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    landings: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-
-    def add(self, pace: Pace) -> None:
-        """One save."""
-        self.stalls.append(pace.blocked_seconds)
-        self.costs.append(pace.cost_seconds)
-        self.landings.append(pace.save_seconds)
-
-    @property
-    def mean(self) -> Pace:
-        """Of those that count; none costs less than what was waited for."""
-        blocked = statistics.mean(self.stalls)
-        cost = max(blocked, statistics.mean(self.costs))
-        return Pace(cost_seconds=cost, save_seconds=statistics.mean(self.landings), blocked_seconds=blocked)
-
-
 class Pilot:
     """Chooses among strategies.
 
@@ -80,7 +58,8 @@ class Pilot:
         """Of the next save."""
         self.predicted: dict[str, Prediction] = {}
         """From rates alone; empty until they are measured."""
-        self._measured: dict[str, _Measured] = {}
+        self._measured: dict[str, deque[Pace]] = {}
+        """What the last saves of each that was tried have come to."""
         self._wishes: Counter[str] = Counter()
         """Saves that each was chosen for."""
         self._step_seconds = 0.0
@@ -105,13 +84,11 @@ class Pilot:
         """
         if pace.step_seconds > 0 and pace.save_seconds > 0:
             self._step_seconds = pace.step_seconds
-            self._measured.setdefault(strategy, _Measured()).add(pace)
+            self._measured.setdefault(strategy, deque(maxlen=_KEPT)).append(pace)
 
     def seen(self, strategy: str) -> Pace:
         """What the saves of a strategy have come to, several together; all 0 before there were `TRIALS` of them."""
-        if self._num_measured(strategy) < TRIALS:
-            return Pace()
-        return replace(self._measured[strategy].mean, step_seconds=self._step_seconds)
+        return _mean(self._measured[strategy]) if self._num_measured(strategy) >= TRIALS else Pace()
 
     def decide(self) -> str:
         """Which strategy the next save is left to; remembered as `chosen`. Who is being tried is tried to the end."""
@@ -137,7 +114,7 @@ class Pilot:
         return self._estimate(strategy).cost_seconds if strategy in self.predicted else None
 
     def _num_measured(self, strategy: str) -> int:
-        return len(self._measured[strategy].costs) if strategy in self._measured else 0
+        return len(self._measured.get(strategy, ()))
 
     def _num_trials(self, strategy: str) -> int:
         """Measured, or still to come; the first of those in a row is not measured."""
@@ -148,7 +125,7 @@ class Pilot:
         prediction, measured = self.predicted[name], self._measured.get(name)
         if measured is None:
             return self._corrected(prediction)
-        mean = measured.mean
+        mean = _mean(measured)
         stall, landing = mean.blocked_seconds, mean.save_seconds
         found = replace(prediction, stall_seconds=stall, drag_seconds=mean.cost_seconds - stall)
         if prediction.committed_seconds is not None:
@@ -165,7 +142,7 @@ class Pilot:
         zero more, and whoever had not been tried would seem free for ever.)
         """
         costs = {
-            name: measured.mean.cost_seconds for name, measured in self._measured.items() if name in self.predicted
+            name: _mean(measured).cost_seconds for name, measured in self._measured.items() if name in self.predicted
         }
         before = {name: self.predicted[name].cost_seconds for name in costs}
         ratios = [cost / before[name] for name, cost in costs.items() if before[name] > 0]
@@ -192,6 +169,17 @@ class Pilot:
                 told += f"overhead {100 * choice.overhead:.2f} %"
             lines.append(told)
         return "\n".join(lines)
+
+
+def _mean(paces: Collection[Pace]) -> Pace:
+    """Of some saves of one strategy; none costs less than what was waited for."""
+    blocked = statistics.mean(pace.blocked_seconds for pace in paces)
+    return Pace(
+        step_seconds=statistics.mean(pace.step_seconds for pace in paces),
+        cost_seconds=max(blocked, statistics.mean(pace.cost_seconds for pace in paces)),
+        save_seconds=statistics.mean(pace.save_seconds for pace in paces),
+        blocked_seconds=blocked,
+    )
 
 
 def candidates() -> dict[str, Terms]:

@@ -14,7 +14,7 @@ from typing import Final
 
 from shade.checkpoint.manifest import Commit
 from shade.checkpoint.slots import Names, Slot, Table, commit_name, dirty_name, extent_name, hold_name, manifest_name
-from shade.errors import CorruptCheckpointError, StoreFullError
+from shade.errors import CorruptCheckpointError
 from shade.store.base import Store
 from shade.store.keys import placement_tags
 from shade.types import Bytes
@@ -100,9 +100,9 @@ class SlotBook:
             StoreUnavailableError: A server is away.
             StoreFullError: A server has no memory left.
         """
-        if not all(self._store.set_many(items)):
-            self._store.ping()
-            raise StoreFullError(f"a server of {self._store.url} has no memory left; raise its maxmemory")
+        for refusal in self._store.refusals(items):
+            if refusal is not None:
+                raise refusal
 
     def time_write(self, num_bytes: int) -> float:
         """Writes a value, and removes it again.

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shade.errors import StoreAuthError, StoreClosedError, StoreError
+from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreFullError
 from shade.registry import Registry
 from shade.types import Bytes
 
@@ -83,7 +83,21 @@ class Store(ABC):
 
     @abstractmethod
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """Writes, replacing what was there. False where the server refused for want of memory."""
+        """Writes, replacing what was there. False where the server refused for want of memory, or is away and others
+        are there; `refusals` tells the one from the other."""
+
+    def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
+        """`set_many`, for who must know why: what kept each value from being written.
+
+        Args:
+            items: Values by key.
+
+        Returns:
+            In the order of ``items``: None where it was written, `StoreFullError` where its server has no memory left,
+            `StoreUnavailableError` where its server is away.
+        """
+        full = StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
+        return [None if written else full for written in self.set_many(items)]
 
     @abstractmethod
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:

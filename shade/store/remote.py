@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreUnavailableError
+from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreFullError, StoreUnavailableError
 from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.node import Node, exchange
 from shade.store.sizing import stored_bytes
@@ -123,34 +123,44 @@ class RemoteStore(Store):
 
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         """See `Store`."""
-        return self._write(items, only_if_absent=False)
+        return [refusal is None for refusal in self.refusals(items)]
+
+    def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
+        """See `Store`."""
+        away = StoreUnavailableError(f"a server of {self.url} does not answer or does not serve this slot")
+        full = StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
+
+        def refusal(outcome: Outcome) -> StoreError | None:
+            if _is_full(outcome):
+                return full
+            if isinstance(outcome, StoreUnavailableError):
+                return outcome
+            return away if self._answer(outcome) is None else None
+
+        return [refusal(outcome) for outcome in self._write(items, ())]
 
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         """See `Store`."""
-        return self._write(items, only_if_absent=True)
+        outcomes = self._write(items, (b"NX",))
+        return [not _is_full(outcome) and self._answer(outcome) is not None for outcome in outcomes]
 
-    def _write(self, items: Mapping[str, Bytes], *, only_if_absent: bool) -> list[bool]:
+    def _write(self, items: Mapping[str, Bytes], condition: Command) -> list[Outcome]:
+        """One outcome an item, in rounds of bounded size; ``condition`` ends each SET."""
         self._check_open()
-        written: list[bool] = []
+        outcomes: list[Outcome] = []
         keys: list[str] = []
         commands: list[Command] = []
         round_bytes = 0
-
-        def flush() -> None:
-            for outcome in self._round(keys, commands):
-                full = isinstance(outcome, ServerError) and outcome.code == "OOM"
-                written.append(not full and self._answer(outcome) is not None)
-
         for key, value in items.items():
             keys.append(key)
-            commands.append((b"SET", key, value, b"NX") if only_if_absent else (b"SET", key, value))
+            commands.append((b"SET", key, value, *condition))
             round_bytes += memoryview(value).nbytes
             if round_bytes >= ROUND_BYTES or len(keys) >= _ROUND_COMMANDS:
-                flush()
+                outcomes.extend(self._round(keys, commands))
                 keys, commands, round_bytes = [], [], 0
         if keys:
-            flush()
-        return written
+            outcomes.extend(self._round(keys, commands))
+        return outcomes
 
     def delete_many(self, keys: Sequence[str]) -> list[int]:
         """See `Store`. Length and removal are two commands side by side: a length that another client changes in
@@ -186,7 +196,6 @@ class RemoteStore(Store):
                 raise error
             outcomes.append(error)
         return outcomes
-        return outcome
 
     def scan(self, prefix: str) -> Iterator[str]:
         """See `Store`."""
@@ -261,6 +270,10 @@ class RemoteStore(Store):
         if isinstance(outcome, ServerError):
             return outcome.as_exception(self.url)
         return StoreError(f"expected a Redis server at {self.url}, got the reply {outcome!r}; check the address")
+
+
+def _is_full(outcome: Outcome) -> bool:
+    return isinstance(outcome, ServerError) and outcome.code == "OOM"
 
 
 def _node_stats(node: Node, replies: Sequence[Reply]) -> NodeStats:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from shade.errors import StoreAuthError, StoreUnavailableError
+from shade.errors import StoreAuthError, StoreFullError, StoreUnavailableError
 from shade.store import ClusterStore, SampleKeys, open_store
 from shade.store.chaos import RelayedCluster
 from shade.store.link import socket_path
@@ -129,6 +129,17 @@ def test_counters_that_cannot_be_counted_are_told_apart(cluster: RelayedCluster,
     one, two, three = store.increment_many(names, 2)
     assert (one, three) == (7, 7)
     assert isinstance(two, StoreUnavailableError)
+
+
+def test_a_refusal_says_whether_the_node_is_full_or_away(cluster: RelayedCluster, store: ClusterStore) -> None:
+    cluster.door(1, "refuse")
+    cluster.servers[0].ask("CONFIG", "SET", "maxmemory", 1)
+    try:
+        refusals = store.refusals(dict.fromkeys(NAMES, b"new"))
+        told = {(owner_of(name), type(refusal)) for name, refusal in zip(NAMES, refusals, strict=True)}
+        assert told == {(0, StoreFullError), (1, StoreUnavailableError), (2, type(None))}
+    finally:
+        cluster.servers[0].ask("CONFIG", "SET", "maxmemory", 0)
 
 
 def test_a_full_node_refuses_its_own_keys_only(cluster: RelayedCluster, store: ClusterStore) -> None:

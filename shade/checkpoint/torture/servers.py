@@ -151,6 +151,14 @@ class ServersView(Store):
 
         return self._write("set_many", items, put)
 
+    def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
+        """See `Store`."""
+        silent = StoreUnavailableError(f"expected every server of {self.url}, got one that is silent; start it")
+        return [
+            silent if refusal and self.servers.owner(key) in self._away else refusal
+            for key, refusal in zip(items, super().refusals(items), strict=True)
+        ]
+
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         """See `Store`."""
 

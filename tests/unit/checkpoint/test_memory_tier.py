@@ -55,6 +55,13 @@ class Servers(Store):
             for key, value in items.items()
         ]
 
+    def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
+        away = StoreUnavailableError(f"servers {self.down} are away")
+        return [
+            away if refusal and self._owner(key) in self.down else refusal
+            for key, refusal in zip(items, super().refusals(items), strict=True)
+        ]
+
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         return [
             bool(self._each(key, lambda node, one={key: value}: node.add_many(one)[0], False))  # type: ignore[misc]

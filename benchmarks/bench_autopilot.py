@@ -45,7 +45,7 @@ from typing import Any
 
 import bench_strategies
 import strategy_models
-from measures import commit, in_child
+from measures import commit, in_child, processors
 from strategy_methods import METHODS
 from strategy_report import Report
 from strategy_run import FIRST_STEPS, Training
@@ -218,7 +218,8 @@ def main() -> None:
         for number, model in itertools.product(range(given.rounds), given.models):
             key = {"round": number, "model": model, "method": "auto", **common}
             if not flights.has(key):
-                flights.add(key | {"commit": commit()} | flight(given, model, Path(folder)))
+                made = {"commit": commit(), "processors": processors()}
+                flights.add(key | made | flight(given, model, Path(folder)))
                 print(f"round {number}: {model}: flown", file=sys.stderr, flush=True)
     report = Report(log.of(bench_strategies.setting(given)), bench_strategies.setting(given))
     found = []

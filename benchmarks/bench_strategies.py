@@ -56,7 +56,7 @@ from typing import Any
 import strategy_models
 import strategy_report
 import strategy_run
-from measures import Child, Log, commit, forget, in_child
+from measures import Child, Log, commit, forget, in_child, processors
 from strategy_methods import METHODS, NAMES, SPARE, process_of
 
 from shade.errors import UnknownNameError
@@ -126,7 +126,8 @@ def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path)
             for each in group:
                 number += 1
                 figures = measure(each, one, place, training)
-                log.add(each | common | {"commit": commit(), "at": time.time()} | figures)
+                made = {"commit": commit(), "processors": processors(), "at": time.time()}
+                log.add(each | common | made | figures)
                 left_seconds = (time.monotonic() - begun) / number * (len(left) - number)
                 told = f"[{number}/{len(left)}] {described(each, figures)}; {duration(left_seconds)} left"
                 print(told, file=sys.stderr, flush=True)

@@ -52,10 +52,18 @@ def commit() -> str:
     return told.stdout.strip() or "unknown"
 
 
+def processors() -> str:
+    """How many and which: family and model, too, as a cloud gives machines twice as fast the same name."""
+    path = Path("/proc/cpuinfo")
+    lines = [line.partition(":") for line in path.read_text().splitlines()] if path.exists() else []
+    told = {name.strip(): text.strip() for name, _, text in lines}
+    family = f" (family {told['cpu family']}, model {told['model']})" if "cpu family" in told else ""
+    return f"{os.cpu_count()} cores of {told.get('model name', '?')}{family}"
+
+
 def machine() -> str:
     """Python and processors."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":?")
-    return f"Python {platform.python_version()}, {os.cpu_count()} cores of {model.partition(':')[2].strip()}"
+    return f"Python {platform.python_version()}, {processors()}"
 
 
 class Child:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import statistics
 from collections.abc import Callable
@@ -64,6 +63,7 @@ class Report:
         self.setting = setting
         self.models = list(dict.fromkeys(row["model"] for row in rows))
         self.commits = sorted({row["commit"] for row in rows})
+        self.processors = sorted({row["processors"] for row in rows})
         self.lines = {model: _lines([row for row in rows if row["model"] == model]) for model in self.models}
         """By model, the least cost first; what failed last."""
         self.controls = {
@@ -145,12 +145,10 @@ class Report:
         """Where the figures are from."""
         import torch
 
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-        processor = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
         setting = ", ".join(f"{name} {value}" for name, value in self.setting.items() if value)
         return (
             f"commit {', '.join(self.commits)}; {setting}; torch {torch.__version__}, Python "
-            f"{platform.python_version()}, {os.cpu_count()} cores of {processor}"
+            f"{platform.python_version()}, {', '.join(self.processors)}"
         )
 
     def _table(self, model: str) -> str:

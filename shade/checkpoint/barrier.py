@@ -8,7 +8,6 @@ still, as the courier has told of it; nor is one that its flusher does not bring
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Final
@@ -63,9 +62,8 @@ class Barrier:
     def _wait(self, until: Callable[[Ticket], None]) -> None:
         ticket = self._saver.latest
         if ticket is not None:
-            begun = time.monotonic()
-            until(ticket)
-            ticket.blocked_seconds += time.monotonic() - begun
+            with ticket.blocking():
+                until(ticket)
 
     def _until_durable(self, ticket: Ticket) -> None:
         _until_committed(ticket)

@@ -92,6 +92,11 @@ class Copying:
             stream.wait_stream(torch.cuda.current_stream(device))
 
     @property
+    def is_of_devices(self) -> bool:
+        """Whether some of it lies on a device."""
+        return bool(self._streams)
+
+    @property
     def names(self) -> list[str]:
         """Tensors not copied yet, in the order of the buffer."""
         return list(self._left)

@@ -21,6 +21,7 @@ goes on, because the alternative is to lose what has not been saved as well.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -34,6 +35,7 @@ import torch
 
 from shade.checkpoint.arrivals import Arrivals
 from shade.checkpoint.batching import Batching
+from shade.checkpoint.effort import effort_seconds
 from shade.checkpoint.group import Group
 from shade.checkpoint.manifest import Manifest, TensorEntry
 from shade.checkpoint.outgoing import Outgoing
@@ -72,10 +74,29 @@ class Ticket:
     """As of the save before, the same on every rank; known once this one has landed."""
     blocked_seconds: float = 0.0
     """What the training thread has waited for it."""
+    released_effort_seconds: float = 0.0
+    """Of all saves' threads, when the training went on, and what they have worked since while it waited again."""
+    landed_effort_seconds: float = 0.0
+    """Of all saves' threads, when it had landed."""
     landed_seconds: float = 0.0
     """From the moment it was taken until it was committed."""
     kept: bool = False
     """Whether own memory holds it."""
+
+    @property
+    def worked_seconds(self) -> float:
+        """Processor time that saves took beside the training, from when it went on until this one had landed."""
+        return max(0.0, self.landed_effort_seconds - self.released_effort_seconds)
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Within it, the training thread waits for this save."""
+        begun, effort = time.monotonic(), effort_seconds()
+        try:
+            yield
+        finally:
+            self.blocked_seconds += time.monotonic() - begun
+            self.released_effort_seconds += effort_seconds() - effort
 
 
 @dataclass(frozen=True)
@@ -174,6 +195,7 @@ class Courier:
                 ticket.landed.set_exception(failure)
             else:
                 ticket.landed_seconds = time.monotonic() - ticket.begun
+                ticket.landed_effort_seconds = effort_seconds()
                 ticket.landed.set_result(landing)
                 try:
                     with self._one_at_a_time:

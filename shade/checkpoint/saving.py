@@ -28,6 +28,7 @@ from shade.checkpoint.comparing import Comparison
 from shade.checkpoint.contents import Captured, Contents
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
+from shade.checkpoint.effort import effort_seconds
 from shade.checkpoint.group import Group
 from shade.checkpoint.layout import Plan, TensorSpec, plan
 from shade.checkpoint.protocol import Notes
@@ -152,6 +153,7 @@ class Saver:
         del captured, copying
         self._courier.send(parcel)
         ticket.blocked_seconds += time.monotonic() - begun
+        ticket.released_effort_seconds = effort_seconds()
         return ticket
 
     def stand_by(self, step: int, landing: Landing) -> Ticket:
@@ -189,12 +191,10 @@ class Saver:
         is_copying, self._is_copying = self._is_copying, False
         if not is_copying:
             return
-        ticket, begun = self.latest, time.monotonic()
+        ticket = self.latest
         assert ticket is not None, "whoever copies has a ticket"
-        try:
+        with ticket.blocking():
             self._strategy.wait()
-        finally:
-            ticket.blocked_seconds += time.monotonic() - begun
 
     def before_step(self) -> None:
         """As `wait_copy_complete`, but a torn copy is no reason to end a training: the courier says that it failed."""
@@ -203,10 +203,9 @@ class Saver:
 
     def _measured(self, meter: PaceMeter) -> Pace:
         meter.begun()
+        last = self.settled
         return (
-            meter.pace()
-            if self.settled is None
-            else meter.pace(self.settled.landed_seconds, self.settled.blocked_seconds)
+            meter.pace() if last is None else meter.pace(last.landed_seconds, last.blocked_seconds, last.worked_seconds)
         )
 
     @property

@@ -51,6 +51,8 @@ class Pace:
     """From the moment a save was begun until it was committed; 0 before there was one."""
     blocked_seconds: float = 0.0
     """What of that the training thread has waited."""
+    worked_seconds: float = 0.0
+    """Processor time that saving threads took for it while the training went on."""
     strategy: str = ""
     """Whom the next saves shall be left to, where the strategy chooses among others."""
 
@@ -223,14 +225,15 @@ class PaceMeter:
     def _settle(self) -> None:
         self._cost_seconds, self._extra_seconds = self._extra_seconds, 0.0
 
-    def pace(self, save_seconds: float = 0.0, blocked_seconds: float = 0.0) -> Pace:
+    def pace(self, save_seconds: float = 0.0, blocked_seconds: float = 0.0, worked_seconds: float = 0.0) -> Pace:
         """As measured so far.
 
         Args:
             save_seconds: Of the last save that landed.
             blocked_seconds: Of the same.
+            worked_seconds: Of the same.
 
         Returns:
             The pace.
         """
-        return Pace(self._quiet_seconds, self._cost_seconds, save_seconds, blocked_seconds)
+        return Pace(self._quiet_seconds, self._cost_seconds, save_seconds, blocked_seconds, worked_seconds)

@@ -27,6 +27,8 @@ import threading
 import time
 from typing import Final
 
+from shade.checkpoint.effort import processor_ns
+
 REST_SECONDS: Final = 0.0005
 """Enough processor time to write 32 KiB at the pace of the slowest of operations."""
 LONGEST_SECONDS: Final = 5.0
@@ -104,14 +106,14 @@ class _Seen:
         """Sees threads run, for a moment."""
         begun_ns = looked_ns = time.monotonic_ns()
         _touch_processors()
-        clocks_ns = {thread: _processor_ns(thread) for thread in threads}
+        clocks_ns = {thread: processor_ns(thread) for thread in threads}
         while looked_ns - begun_ns < _BURST_SECONDS * 1e9 and self._look(threads):
             _libc.usleep(_GLANCE_MICROSECONDS)
             before_ns, looked_ns = looked_ns, time.monotonic_ns()
             _touch_processors()
             counts = time.monotonic_ns() - before_ns < _CLOSE_SECONDS * 1e9
             for thread, clock_ns in clocks_ns.items():
-                clocks_ns[thread] = _processor_ns(thread)
+                clocks_ns[thread] = processor_ns(thread)
                 if counts:
                     self._run_ns[thread] = self._run_ns.get(thread, 0) + clocks_ns[thread] - clock_ns
 
@@ -131,14 +133,6 @@ def _told(thread: int, what: str) -> bytes:
     length = _libc.read(descriptor, content, _STAT_BYTES)
     _libc.close(descriptor)
     return content.raw[: max(length, 0)]
-
-
-def _processor_ns(thread: int) -> int:
-    """Processor time of a thread, by its own clock, as pthread_getcpuclockid(3) numbers it; 0 of one that has ended."""
-    try:
-        return time.clock_gettime_ns(~thread << 3 | 6)
-    except OSError:
-        return 0
 
 
 def _touch_processors() -> None:

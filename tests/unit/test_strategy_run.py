@@ -133,7 +133,7 @@ def test_a_turn_without_saves_has_no_stalls(runs: ModuleType, given: Namespace, 
 
 def row(number: int, method: str, **figures: Any) -> dict[str, Any]:
     """As it stands in strategies.jsonl."""
-    common = {"round": number, "model": "gpt2", "method": method, "commit": "abc"}
+    common = {"round": number, "model": "gpt2", "method": method, "commit": "abc", "processors": "2 of X"}
     figures = {"stalls": [0.01, 0.02], "durable": [1.0], "committed": [0.5], "written_bytes": 100.0} | figures
     return common | {"state_bytes": 100, "recovery": 0.3, "equal": True, "error": 0.0} | figures
 

@@ -165,7 +165,8 @@ def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace
     """Costs, from the rates of memory and from what saves behind the training have come to.
 
     What a save took beyond its copy and its hashes is sending: to wherever it lands. What it cost beyond its stall is
-    drag, of all that went on behind the training alike.
+    drag: of the work that was done behind the training, where that is known, else of all that went on there alike. (To
+    wait for a disk is no work, so sending drags less than copying.)
 
     Args:
         num_bytes: Of the state.
@@ -176,9 +177,13 @@ def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace
     Returns:
         The costs.
     """
-    worked = num_bytes / rates.copy + num_bytes / rates.hashing
-    sending = max(num_bytes / rates.burst / 10, pace.save_seconds - worked)
-    drag = max(0.0, pace.cost_seconds - pace.blocked_seconds) / (worked + sending)
+    copying, hashing = num_bytes / rates.copy, num_bytes / rates.hashing
+    sending = max(num_bytes / rates.burst / 10, pace.save_seconds - copying - hashing)
+    lost = max(0.0, pace.cost_seconds - pace.blocked_seconds)
+    copy_drag = work_drag = lost / (copying + hashing + sending)
+    if pace.worked_seconds > copying:
+        copy_drag = lost / pace.worked_seconds
+        work_drag = copy_drag * (pace.worked_seconds - copying) / (hashing + sending)
     return Costs(
         state_bytes=num_bytes,
         step_seconds=pace.step_seconds,
@@ -186,8 +191,8 @@ def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace
         copy_rate=rates.copy,
         burst_rate=rates.burst,
         hash_rate=rates.hashing,
-        copy_drag=drag,
-        work_drag=drag,
+        copy_drag=copy_drag,
+        work_drag=work_drag,
         write_rate=num_bytes / sending,
     )
 

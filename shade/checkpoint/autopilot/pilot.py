@@ -7,6 +7,11 @@ what the tried ones were off by. So a candidate that only looked good is found o
 might still be better gets its turn, and after `TRIALS` saves of each that comes near the best the choice stands. It is
 looked at again with every save: when the training or the machine changes, so does the choice.
 
+What a save costs is measured in two ways. The steps behind it are longer: that is the truth, but steps differ by as
+much without a save. And a save waits, and its threads work: both are known exactly, save by save, and what a second of
+their work costs the training is the same whoever has them do it, so all saves of all candidates together tell it. The
+two are weighed by what each is off by: at first the parts decide, in the long run the steps.
+
 A choice holds two saves later. So what has been asked for counts as tried before it is measured; else each trial would
 go on for as long again as the answers take.
 
@@ -36,9 +41,15 @@ AUTO: Final = "auto"
 """The strategy that asks; no candidate of its own."""
 TRIALS: Final = 3
 """Saves of a candidate before its cost is believed: a single one is off by whatever else the machine did."""
+DRAG: Final = 1.0
+"""What a second of work costs before anything is known: a core that computes does nothing else meanwhile."""
+DRAG_ERROR: Final = 0.5
+"""What that may be off by, where cores are left over or wait for each other: one standard deviation."""
+PARTS_ERROR: Final = 0.1
+"""What a cost that is put together from its parts may be off by, as a share of it: one standard deviation."""
 NEAR: Final = 1.25
 """Candidates that cost up to so many times the best are tried as often as it: their order could be chance."""
-_KEPT: Final = 5
+_KEPT: Final = 10
 """Measurements of each that count: the last."""
 
 
@@ -64,14 +75,15 @@ class Pilot:
         """Saves that each was chosen for."""
         self._step_seconds = 0.0
 
-    def learn(self, costs: Costs) -> None:
+    def learn(self, costs: Costs, without: Collection[str] = ()) -> None:
         """Takes what was measured of the machine.
 
         Args:
             costs: Candidates whose codec is not in it are dropped.
+            without: Candidates that are dropped, too.
         """
         known = {"none", *costs.codecs}
-        able = {name: terms for name, terms in self._candidates.items() if terms.codec in known}
+        able = {name: each for name, each in self._candidates.items() if each.codec in known and name not in without}
         self.predicted = {name: predict(costs, terms) for name, terms in able.items()}
         self._step_seconds = self._step_seconds or costs.step_seconds
 
@@ -127,12 +139,46 @@ class Pilot:
             return self._corrected(prediction)
         mean = _mean(measured)
         stall, landing = mean.blocked_seconds, mean.save_seconds
-        found = replace(prediction, stall_seconds=stall, drag_seconds=mean.cost_seconds - stall)
+        found = replace(prediction, stall_seconds=stall, drag_seconds=self._weighed(mean, len(measured)) - stall)
         if prediction.committed_seconds is not None:
             return replace(found, committed_seconds=landing)
         if prediction.durable_seconds is not None:
             return replace(found, durable_seconds=landing)
         return replace(found, kept_seconds=landing)
+
+    def _weighed(self, mean: Pace, number: int) -> float:
+        """What saves cost, by their parts and by the steps behind them.
+
+        Args:
+            mean: Of saves of one strategy.
+            number: Of them.
+
+        Returns:
+            Seconds a save.
+        """
+        if mean.worked_seconds <= 0:  # nobody has worked, or the system does not tell
+            return mean.cost_seconds
+        parts = mean.blocked_seconds + self._drag() * mean.worked_seconds
+        parts_error, steps_error = (PARTS_ERROR * parts) ** 2, self._noise() / number
+        weight = parts_error / (parts_error + steps_error) if steps_error > 0 else 1.0
+        return max(mean.blocked_seconds, parts + weight * (mean.cost_seconds - parts))
+
+    def _drag(self) -> float:
+        """Seconds that the training loses for each that saves work behind it: by least squares, of all that was
+        measured and of what is known beforehand."""
+        noise = self._noise()
+        prior = noise / DRAG_ERROR**2
+        lost, worked = prior * DRAG, prior
+        for pace in (pace for measured in self._measured.values() for pace in measured):
+            lost += pace.worked_seconds * (pace.cost_seconds - pace.blocked_seconds)
+            worked += pace.worked_seconds**2
+        return max(0.0, lost / worked)
+
+    def _noise(self) -> float:
+        """Variance of what a single save is measured to cost, about the mean of its strategy; 0: not known yet."""
+        several = [[pace.cost_seconds for pace in each] for each in self._measured.values() if len(each) > 1]
+        degrees = sum(len(each) - 1 for each in several)
+        return sum(statistics.variance(each) * (len(each) - 1) for each in several) / degrees if degrees else 0.0
 
     def _corrected(self, prediction: Prediction) -> Prediction:
         """By the factor that those which were tried were off, in the middle.
@@ -142,7 +188,9 @@ class Pilot:
         zero more, and whoever had not been tried would seem free for ever.)
         """
         costs = {
-            name: _mean(measured).cost_seconds for name, measured in self._measured.items() if name in self.predicted
+            name: self._weighed(_mean(measured), len(measured))
+            for name, measured in self._measured.items()
+            if name in self.predicted
         }
         before = {name: self.predicted[name].cost_seconds for name in costs}
         ratios = [cost / before[name] for name, cost in costs.items() if before[name] > 0]
@@ -163,22 +211,24 @@ class Pilot:
             told += f"stall {before.stall_seconds:.3f} s, cost {before.cost_seconds:.3f} s, "
             told += f"safe in {before.landed_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
             if self._num_measured(name):
-                now = choice.prediction
+                mean, now = _mean(self._measured[name]), choice.prediction
                 told += f"; measured {self._num_measured(name)} times: stall {now.stall_seconds:.3f} s, "
-                told += f"cost {now.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
+                told += f"cost {mean.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
+                told += f"work {mean.worked_seconds:.3f} s; held to cost {now.cost_seconds:.3f} s, "
                 told += f"overhead {100 * choice.overhead:.2f} %"
             lines.append(told)
         return "\n".join(lines)
 
 
 def _mean(paces: Collection[Pace]) -> Pace:
-    """Of some saves of one strategy; none costs less than what was waited for."""
-    blocked = statistics.mean(pace.blocked_seconds for pace in paces)
+    """Of some saves of one strategy, of its parts the middle one; none costs less than what was waited for."""
+    blocked = statistics.median(pace.blocked_seconds for pace in paces)
     return Pace(
         step_seconds=statistics.mean(pace.step_seconds for pace in paces),
         cost_seconds=max(blocked, statistics.mean(pace.cost_seconds for pace in paces)),
         save_seconds=statistics.mean(pace.save_seconds for pace in paces),
         blocked_seconds=blocked,
+        worked_seconds=statistics.median(pace.worked_seconds for pace in paces),
     )
 
 

@@ -126,6 +126,8 @@ class Strategy(ABC):
     """What it proposes."""
     is_ablation: ClassVar[bool] = False
     """Whether it is another one less a part, to measure what that part brings: nobody's choice for a training."""
+    is_for_devices: ClassVar[bool] = False
+    """Whether what sets it apart from its parent is done on a device, so that a state on the host is saved alike."""
 
     def open(self, terms: Terms) -> None:  # noqa: B027 - most strategies ask no more than their class proposes
         """Learns what holds, before anything else.

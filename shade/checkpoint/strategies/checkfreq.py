@@ -20,6 +20,7 @@ class CheckFreq(Overlap):
     """Copies on the device, where it has room, and from there in a thread."""
 
     terms = Terms(every="profiled 5%")
+    is_for_devices = True
 
     def _secure(self, copying: Copying) -> bool:
         """See `Overlap`."""

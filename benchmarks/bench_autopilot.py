@@ -12,7 +12,7 @@ Method
     for best at the end, strategy and interval, is judged by the same measured costs; and so is, beside it, what it
     really flew in the second half, save by save, trials included.
 
-    Failures are taken to come every two minutes: so a flight of minutes has as many saves, and as many trials, as one
+    Failures are taken to come every minute: so a flight of minutes has as many saves, and as many trials, as one
     of hours has otherwise.
 
     lost        share of the time that does not end up as training, saves and failures together, by the exact formula
@@ -192,9 +192,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
     parser.add_argument("--size", default="base", help="tiny, base or large (base)")
     parser.add_argument("--rounds", type=int, default=1, metavar="NUM", help="of flights (1)")
-    parser.add_argument("--steps", type=int, default=200, metavar="NUM", help="of a flight (200)")
+    parser.add_argument("--steps", type=int, default=300, metavar="NUM", help="of a flight (300)")
     parser.add_argument("--budget", type=float, default=0.05, metavar="SHARE", help="that saving may add (0.05)")
-    parser.add_argument("--mtbf", type=float, default=120.0, metavar="SECONDS", help="between failures (120)")
+    parser.add_argument("--mtbf", type=float, default=60.0, metavar="SECONDS", help="between failures (60)")
     parser.add_argument("--every", type=int, default=2, metavar="K", help="of the candidates' turns (2)")
     parser.add_argument("--saves", type=int, default=2, metavar="NUM", help="of the candidates' turns (2)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")

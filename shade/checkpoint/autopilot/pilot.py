@@ -49,6 +49,8 @@ PARTS_ERROR: Final = 0.1
 """What a cost that is put together from its parts may be off by, as a share of it: one standard deviation."""
 NEAR: Final = 1.25
 """Candidates that cost up to so many times the best are tried as often as it: their order could be chance."""
+UNTRIED: Final = 2.0
+"""The same of candidates that no save has been measured of: predictions are off by so much."""
 _KEPT: Final = 10
 """Measurements of each that count: the last."""
 
@@ -107,8 +109,13 @@ class Pilot:
         choices = self.choices()
         if choices:
             best = choices[0]
-            near = [each for each in choices if each.prediction.cost_seconds <= NEAR * best.prediction.cost_seconds]
-            untried = [each.strategy for each in near if self._num_trials(each.strategy) < TRIALS]
+            least = best.prediction.cost_seconds
+            untried = [
+                each.strategy
+                for each in choices
+                if self._num_trials(each.strategy) < TRIALS
+                and each.prediction.cost_seconds <= least * (NEAR if self._num_measured(each.strategy) else UNTRIED)
+            ]
             if self.chosen not in untried:
                 self.chosen = (untried or [best.strategy])[0]
         self._wishes[self.chosen] += 1

@@ -109,6 +109,21 @@ def test_what_the_first_saves_cost_is_learned_from_several_the_cheap_and_the_dea
     assert made.seen("copy").cost_seconds == pytest.approx(0.1), "nobody costs less than was waited for"
 
 
+def test_a_prediction_is_no_reason_not_to_be_tried() -> None:
+    """The saves that rates are learned from were dear, so all like them are predicted to be: half as much again as the
+    one that was found to be cheaper."""
+    made = pilot()
+    made.learn(replace(COSTS, copy_drag=0.6, work_drag=0.6))
+    for _ in range(TRIALS):
+        made.saw("overlap", pace(0.9))
+        made.saw("copy", pace(0.6, blocked=0.12))
+    untried = made.cost_seconds("streamed") or 0.0
+    assert untried > 1.25 * 0.6
+    flown = fly(made, {"overlap": 0.9, "copy": 0.6, "streamed": 0.3}, 20)
+    assert flown.count("overlap") <= 1, "what was measured needs no trial"
+    assert set(flown[-10:]) == {"streamed"}
+
+
 def test_with_noise_it_loses_little() -> None:
     for seed in range(20):
         made = pilot()

@@ -196,7 +196,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=0.05, metavar="SHARE", help="that saving may add (0.05)")
     parser.add_argument("--mtbf", type=float, default=60.0, metavar="SECONDS", help="between failures (60)")
     parser.add_argument("--every", type=int, default=2, metavar="K", help="of the candidates' turns (2)")
-    parser.add_argument("--saves", type=int, default=2, metavar="NUM", help="of the candidates' turns (2)")
+    parser.add_argument("--saves", type=int, default=3, metavar="NUM", help="of the candidates' turns (3)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
     parser.add_argument("--out", type=Path, help="folder for rows and results")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")

@@ -146,7 +146,7 @@ def spare_buffers() -> Iterator[None]:
 
 def setting(given: argparse.Namespace) -> dict[str, Any]:
     """What two rows must have in common to stand in one table."""
-    names = ("size", "every", "saves", "store")
+    names = ("size", "every", "store")
     return {name: getattr(given, name) for name in names} | {"data": str(given.data) if given.data else None}
 
 
@@ -178,7 +178,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
     parser.add_argument("--size", default="base", help="tiny, base or large (base)")
     parser.add_argument("--every", type=int, default=2, metavar="K", help="steps behind a save, and without one (2)")
-    parser.add_argument("--saves", type=int, default=2, metavar="NUM", help="measured in each turn, at most (2)")
+    parser.add_argument("--saves", type=int, default=3, metavar="NUM", help="measured in each turn, at most (3)")
     parser.add_argument("--rounds", type=int, default=5, metavar="NUM", help="of the table (5)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
     parser.add_argument("--store", action="store_true", help="ours through a Redis server's memory")

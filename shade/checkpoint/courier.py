@@ -75,9 +75,9 @@ class Ticket:
     blocked_seconds: float = 0.0
     """What the training thread has waited for it."""
     released_effort_seconds: float = 0.0
-    """Of all saves' threads, when the training went on, and what they have worked since while it waited again."""
+    """Processor time of all saves' threads when the training went on; and more, while it waited again."""
     landed_effort_seconds: float = 0.0
-    """Of all saves' threads, when it had landed."""
+    """Processor time of all saves' threads when it had landed."""
     landed_seconds: float = 0.0
     """From the moment it was taken until it was committed."""
     kept: bool = False

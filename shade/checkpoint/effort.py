@@ -8,6 +8,7 @@ system has no such clocks, everything here is 0.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Final
@@ -25,6 +26,8 @@ def processor_ns(thread: int) -> int:
     Returns:
         Nanoseconds; 0 of one that has ended.
     """
+    if sys.platform != "linux":
+        return 0
     try:
         return time.clock_gettime_ns(~thread << 3 | 6)
     except OSError:

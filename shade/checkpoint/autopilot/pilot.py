@@ -22,6 +22,7 @@ they count against the budget, as the interval follows from what the last save h
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
@@ -146,27 +147,20 @@ class Pilot:
             return self._corrected(prediction)
         mean = _mean(measured)
         stall, landing = mean.blocked_seconds, mean.save_seconds
-        found = replace(prediction, stall_seconds=stall, drag_seconds=self._weighed(mean, len(measured)) - stall)
+        found = replace(prediction, stall_seconds=stall, drag_seconds=self._weighed(measured) - stall)
         if prediction.committed_seconds is not None:
             return replace(found, committed_seconds=landing)
         if prediction.durable_seconds is not None:
             return replace(found, durable_seconds=landing)
         return replace(found, kept_seconds=landing)
 
-    def _weighed(self, mean: Pace, number: int) -> float:
-        """What saves cost, by their parts and by the steps behind them.
-
-        Args:
-            mean: Of saves of one strategy.
-            number: Of them.
-
-        Returns:
-            Seconds a save.
-        """
+    def _weighed(self, measured: Collection[Pace]) -> float:
+        """What a save of one strategy costs, by the parts of those that were measured and by the steps behind them."""
+        mean = _mean(measured)
         if mean.worked_seconds <= 0:  # nobody has worked, or the system does not tell
             return mean.cost_seconds
         parts = mean.blocked_seconds + self._drag() * mean.worked_seconds
-        parts_error, steps_error = (PARTS_ERROR * parts) ** 2, self._noise() / number
+        parts_error, steps_error = (PARTS_ERROR * parts) ** 2, self._noise() / len(measured)
         weight = parts_error / (parts_error + steps_error) if steps_error > 0 else 1.0
         return max(mean.blocked_seconds, parts + weight * (mean.cost_seconds - parts))
 
@@ -176,7 +170,7 @@ class Pilot:
         noise = self._noise()
         prior = noise / DRAG_ERROR**2
         lost, worked = prior * DRAG, prior
-        for pace in (pace for measured in self._measured.values() for pace in measured):
+        for pace in itertools.chain.from_iterable(self._measured.values()):
             lost += pace.worked_seconds * (pace.cost_seconds - pace.blocked_seconds)
             worked += pace.worked_seconds**2
         return max(0.0, lost / worked)
@@ -194,11 +188,7 @@ class Pilot:
         in the middle. (So it is where the save that rates are learned from happened to cost nothing: no factor makes
         zero more, and whoever had not been tried would seem free for ever.)
         """
-        costs = {
-            name: self._weighed(_mean(measured), len(measured))
-            for name, measured in self._measured.items()
-            if name in self.predicted
-        }
+        costs = {name: self._weighed(measured) for name, measured in self._measured.items() if name in self.predicted}
         before = {name: self.predicted[name].cost_seconds for name in costs}
         ratios = [cost / before[name] for name, cost in costs.items() if before[name] > 0]
         if ratios and prediction.cost_seconds > 0:

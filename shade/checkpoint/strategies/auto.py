@@ -37,8 +37,6 @@ from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 
 FIRST: Final = "overlap"
 """Takes saves until something has been measured."""
-_PROBING: Final = 2
-"""The save that memory is probed with, at its beginning: behind the first, the copying is compiled."""
 _PASSES: Final = 20
 """Of the last, whose median length is that of a pass."""
 
@@ -66,7 +64,6 @@ class Auto(Strategy):
         self._pass_begun: float | None = None
         self._hooks: list[Any] = []
         self._rates: MemoryRates | None = None
-        self._num_begun = 0
         self._is_of_devices = False
 
     def open(self, terms: Terms) -> None:
@@ -163,8 +160,8 @@ class Auto(Strategy):
     def begin(self, copying: Copying) -> Future[None]:
         """See `Strategy`."""
         self._num_bytes, self._is_of_devices = copying.num_bytes_left, copying.is_of_devices
-        self._num_begun += 1
-        if self._num_begun == _PROBING and _rank() == 0:
+        is_first = self._copying_by is None  # behind it the copying is compiled; the second probes
+        if self._rates is None and not is_first and _rank() == 0:
             self._rates, self._in_a_row = memory_rates(), 0
         self._in_a_row += 1
         self._copying_by = self._strategy(self._name)

@@ -8,8 +8,8 @@ A rank writes its page every two seconds between two steps, about 1 ms of the tr
 that old. The server is that of the gradient telemetry (`shade.control.server`): its memory is bounded, and it does not
 listen to other machines. They ask through the machine's own Prometheus, or a tunnel.
 
-`prometheus_client` renders the pages (`shade.telemetry.prometheus_text`). Its multiprocess mode is not used: it adds the
-counters of all processes up, and these pages show each rank (decision 0035).
+`prometheus_client` renders the pages (`shade.telemetry.prometheus_text`), without its multiprocess mode: that adds up
+the counters of all processes, and these pages show each rank (decision 0035).
 """
 
 from __future__ import annotations

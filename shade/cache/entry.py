@@ -26,7 +26,7 @@ FORM_ENCODED = 0
 FORM_ITEM = 1
 """The payload was made by an item codec: `shade.data._dataset.item_codec` or the user's ``encode``."""
 FORM_PICTURE = 2
-"""The payload is a decoded picture, see `shade.data._dataset.cached_format`."""
+"""The payload is a decoded picture, see `shade.data._decode.cached_format`."""
 
 _HEADER = struct.Struct("<2sBBIQ")
 _MAGIC, _VERSION = b"SH", 1

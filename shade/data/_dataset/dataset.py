@@ -31,9 +31,9 @@ from shade.cache.cache import SampleCache
 from shade.cache.entry import FORM_ENCODED
 from shade.cache.residency_map import STAY
 from shade.config import ACCESS_LOG
-from shade.data._dataset.cached_format import FormatForecast, check_form
 from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
 from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
+from shade.data._decode.cached_format import FormatForecast, check_form
 from shade.data._transforms.fused import FusedBatch, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import BadSampleError, ConfigError

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from PIL import Image
 
 from shade.cache.entry import FORM_PICTURE
-from shade.data._dataset.cached_format import (
+from shade.data._dataset.source import CountOrigin, FileSource
+from shade.data._decode.cached_format import (
     FORMS,
     PROBES,
     FormatCosts,
@@ -28,7 +29,6 @@ from shade.data._dataset.cached_format import (
     picture_of,
     shrunk,
 )
-from shade.data._dataset.source import CountOrigin, FileSource
 from shade.data._decode.jpeg import decode_rgb, jpeg_decoder, size_of
 from shade.data._decode.pixels import Box
 from shade.errors import DataError

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.data._dataset.cached_format import picture_of
+from shade.data._decode.cached_format import picture_of
 from shade.data._decode.jpeg import REDUCTIONS, jpeg_decoder, size_of
 from shade.data._decode.pixels import Box, Pixels
 from shade.data._transforms.recognise import TransformView, Window, recognise

@@ -43,11 +43,11 @@ import numpy.typing as npt
 
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
 from shade.gradient._comm.message import MessageHeader, pack, unpack
+from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import Topology
 from shade.gradient._comm.transport import Arrival, Octets
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
-from shade.gradient._engine.step import GradientStep
 from shade.gradient.kernels.compiling import choose
 from shade.types import Decision, Floats, Indices
 

@@ -48,6 +48,7 @@ from torch import nn
 
 from shade.errors import ConfigError, PeerLostError
 from shade.gradient._comm import message, sparse_all_reduce
+from shade.gradient._comm.step import CALLS, LEAVES, STAYS, GradientStep
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.compressor import Sparse
@@ -55,7 +56,6 @@ from shade.gradient._elastic.membership import Generation, Membership
 from shade.gradient._elastic.reconcile import MembershipChange, kept_norm, lacking_of, plain_groups, source_of
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient._engine.replica import check_alike, share_replica, share_rest, share_weights
-from shade.gradient._engine.step import CALLS, LEAVES, STAYS, GradientStep
 from shade.gradient.kernels.choice import prepare
 from shade.gradient.optim import base
 from shade.gradient.optim.base import SparseOptimizer

@@ -129,7 +129,7 @@ class Rendezvous:
             answer.cancel()
             raise GradientError(
                 f"expected the meeting place at {self.address} to answer within {seconds:.0f} s, got silence; "
-                "start it (python -m shade.gradient._elastic.rendezvous PORT), or look at the line to it"
+                "start it (python -m shade.gradient.rendezvous PORT), or look at the line to it"
             ) from None
 
     def say(self, **words: Any) -> None:
@@ -251,12 +251,8 @@ class Rendezvous:
 def main() -> None:
     """Keeps a meeting place until it is ended."""
     if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
-        sys.exit("usage: python -m shade.gradient._elastic.rendezvous PORT")
+        sys.exit("usage: python -m shade.gradient.rendezvous PORT")
     store = serve(int(sys.argv[1]))
     sys.stdout.write(f"ranks meet at port {store.port} of this machine; end it with Ctrl-C\n")
     sys.stdout.flush()
     threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()

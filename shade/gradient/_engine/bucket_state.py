@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from shade.errors import NonFiniteGradientError, StateMismatchError
+from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import Topology
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import COMPRESSORS, Sparse
@@ -28,7 +29,6 @@ from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback, 
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import plain_decision, read_decision
-from shade.gradient._engine.step import GradientStep
 
 WHOLE = "none"
 """How the values of buckets that are always sent whole are coded: not at all."""

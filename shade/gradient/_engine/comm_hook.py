@@ -47,6 +47,7 @@ from torch import Tensor, nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
+from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse
@@ -55,7 +56,6 @@ from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.gradient_hooks import ScaleKeeper
-from shade.gradient._engine.step import GradientStep
 
 _JOIN_SECONDS = 5.0
 

@@ -46,6 +46,7 @@ from torch import nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import PROTOCOL
+from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology, NodeTopology, Topology
 from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
@@ -57,7 +58,6 @@ from shade.gradient._engine.gradient_hooks import GradientHooks, ScaleKeeper
 from shade.gradient._engine.meter import Meter
 from shade.gradient._engine.pipeline import GradientPipeline
 from shade.gradient._engine.replica import EVERY, Consistency, check_alike, share_weights, unite_buffers
-from shade.gradient._engine.step import GradientStep
 from shade.gradient.optim.base import SparseOptimizer, corrections_of
 from shade.types import Decision, StepReport
 

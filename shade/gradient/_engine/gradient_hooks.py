@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from shade.errors import ConfigError
+from shade.gradient._comm.step import GradientStep
 from shade.gradient._engine.bucket_state import BucketState
-from shade.gradient._engine.step import GradientStep
 
 
 class GradientHooks:

@@ -38,13 +38,13 @@ from torch import Tensor, nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
+from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
 from shade.gradient._engine.replica import check_alike, share_weights, unite_buffers
-from shade.gradient._engine.step import GradientStep
 
 
 class DiLoCo:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shade.gradient._comm.step import GradientStep
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._engine.step import GradientStep
 from shade.types import StepReport
 
 COUNTS: dict[str, str] = {

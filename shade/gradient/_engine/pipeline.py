@@ -36,12 +36,12 @@ import torch
 
 from shade.errors import NonFiniteGradientError, PeerLostError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
+from shade.gradient._comm.step import GradientStep, Undelivered
 from shade.gradient._comm.topology import Topology
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
 from shade.gradient._engine.bucket_state import BucketState
 from shade.gradient._engine.meter import norm_of
-from shade.gradient._engine.step import GradientStep, Undelivered
 from shade.gradient.kernels.choice import prepare
 
 _JOIN_SECONDS = 5.0

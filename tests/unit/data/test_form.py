@@ -15,7 +15,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
-from shade.data._dataset.cached_format import FormatCosts, forecast, pack_picture, packed_bytes, picture_of, shrunk
+from shade.data._decode.cached_format import FormatCosts, forecast, pack_picture, packed_bytes, picture_of, shrunk
 from shade.errors import BadSampleError, ConfigError
 from tests.integration.plane import CountingOrigin, to_tensor
 

@@ -1,24 +1,55 @@
 """One step's gradient on its way through the pipeline: what each stage leaves for the next, and how it ended.
 
-Made by the engine before the backward pass, filled by its hooks bucket by bucket, sealed by `GradientEngine.step`. Two
-threads take it from there (`_engine.pipeline`); whoever waits, waits on its events.
+The engine makes it before the backward pass, its hooks fill it bucket by bucket, and `GradientEngine.step` seals it.
+Two threads (`_engine.pipeline`) carry it through the states of `StepState`; every waiting thread waits for a state. A
+bucket has two events of its own, since buckets overlap: ``ready`` (all its gradients are here) and ``packed`` (picked
+and encoded).
 
-Life of a bucket's part: ``ready`` (all its gradients are here) → ``packed`` (chosen and coded) → in ``merged``. Life
-of the whole: ``agreed`` (all ranks' gradients are finite; the residuals are settled) → ``done`` (merged, or failed).
+Invariant: the state only advances, along the arrows of `StepState`; any other change raises.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from shade.errors import GradientError
 from shade.gradient._comm.transport import Octets
 from shade.gradient._compress.compressor import Sparse
 from shade.types import Decision
+
+
+class StepState(enum.IntEnum):
+    """The state of a step: ``FILLING → PACKED → AGREED → MERGED``; before its end also ``→ FAILED | ABANDONED``."""
+
+    FILLING = 0
+    """Gradients arrive; buckets are picked and encoded one by one."""
+    PACKED = 1
+    """All buckets are encoded: no residual is touched for this step any more."""
+    AGREED = 2
+    """All ranks' gradients are finite and in the same step: the residuals are settled."""
+    MERGED = 3
+    """``merged`` holds the result, the same on all ranks."""
+    FAILED = 4
+    """``error`` says why; no rank applies it."""
+    ABANDONED = 5
+    """The engine dropped it before it was complete."""
+
+
+_NEXT: Final = {
+    StepState.FILLING: {StepState.PACKED, StepState.FAILED, StepState.ABANDONED},
+    StepState.PACKED: {StepState.AGREED, StepState.FAILED, StepState.ABANDONED},
+    StepState.AGREED: {StepState.MERGED, StepState.FAILED, StepState.ABANDONED},
+    StepState.MERGED: set[StepState](),
+    StepState.FAILED: set[StepState](),
+    StepState.ABANDONED: set[StepState](),
+}
 
 STAYS, CALLS, LEAVES = 0, 1, 2
 """Notices: nothing new; somebody wants in; this rank goes after this step."""
@@ -74,10 +105,7 @@ class GradientStep:
         """The same, coded."""
         self.copied: list[torch.cuda.Event | None] = [None] * len(sizes)
         """Of gradients on a device: when they are all computed."""
-        self.compressed = threading.Event()
-        """No residual is touched for this step any more."""
-        self.agreed = threading.Event()
-        self.done = threading.Event()
+        self._state, self._changed = StepState.FILLING, threading.Condition()
         self.merged: list[Sparse] = []
         """One for each bucket, the same on all ranks; empty if it failed, or nobody had samples."""
         self.unvoted: list[Sparse] | None = None
@@ -91,8 +119,6 @@ class GradientStep:
         self.notices: tuple[int, ...] = ()
         """What all ranks have said."""
         self.error: Exception | None = None
-        self.is_abandoned = False
-        """Nobody will ever fill it."""
         self.trouble: list[Exception] = []
         """What the first stage met: a gradient that is not finite, or a defect."""
         self.damage: list[Exception] = []
@@ -125,16 +151,49 @@ class GradientStep:
                 self.copied[bucket] = torch.cuda.current_stream(on_device.device).record_event()
             self.ready[bucket].set()
 
+    @property
+    def state(self) -> StepState:
+        """How far it has come."""
+        return self._state
+
+    def advance(self, state: StepState) -> None:
+        """Moves on to a state and wakes the threads that wait for it; an abandoned step stays abandoned.
+
+        Args:
+            state: One that may follow the present one.
+
+        Raises:
+            GradientError: It may not follow; this is a defect of the pipeline.
+        """
+        with self._changed:
+            if self._state is StepState.ABANDONED:
+                return
+            if state not in _NEXT[self._state]:
+                raise GradientError(f"step {self.step} cannot go from {self._state.name} to {state.name}")
+            self._state = state
+            self._changed.notify_all()
+
+    def wait(self, state: StepState) -> None:
+        """Waits until the step has come to a state, or has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state >= state)
+
     def abandon(self) -> None:
-        """Ends it before it has begun; both threads drop it."""
-        self.is_abandoned = True
+        """Drops the step, unless it has ended; both threads pass it by."""
+        with self._changed:
+            if self._state < StepState.MERGED:
+                self._state = StepState.ABANDONED
+                self._changed.notify_all()
         for event in (*self.ready, *self.packed):
             event.set()
 
-    def fail(self, error: Exception) -> None:
-        """Says what went wrong; the first word counts."""
-        self.error = self.error or error
-        self.merged = []
+    def end(self, error: Exception | None) -> None:
+        """Ends the step: with its result or, without one, with an error."""
+        if error is None:
+            self.advance(StepState.MERGED)
+        else:
+            self.error, self.merged = error, []
+            self.advance(StepState.FAILED)
 
 
 @dataclass

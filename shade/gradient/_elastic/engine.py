@@ -48,7 +48,7 @@ from torch import nn
 
 from shade.errors import ConfigError, PeerLostError
 from shade.gradient._comm import message, sparse_all_reduce
-from shade.gradient._comm.step import CALLS, LEAVES, STAYS, GradientStep
+from shade.gradient._comm.step import CALLS, LEAVES, STAYS, GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.compressor import Sparse
@@ -225,7 +225,7 @@ class ElasticEngine(GradientEngine):
         began, world_size = time.monotonic(), self.world_size
         late, self._late = self._late, None
         if late is not None:
-            late.done.wait()  # the group is lost, so it has failed: what it had chosen comes back
+            late.wait(StepState.MERGED)  # the group is lost, so it has failed: what it had chosen comes back
         while True:
             self._unwire()
             self._pipeline.reclaim()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from shade.errors import NonFiniteGradientError, StateMismatchError
-from shade.gradient._comm.step import GradientStep
+from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._comm.topology import Topology
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import COMPRESSORS, Sparse
@@ -174,8 +174,7 @@ def _unpack_late(state: Mapping[str, Any] | None, lanes: Sequence[BucketState]) 
         return None
     work = GradientStep(int(state["step"]), [1] * len(lanes), 1.0, int(state["num_samples"]))
     work.norm = float(state["norm"])
-    if state["overflow"] is not None:
-        work.fail(NonFiniteGradientError(state["overflow"]))
+    failure = None if state["overflow"] is None else NonFiniteGradientError(state["overflow"])
     if state["decision"] is not None:
         work.decision = read_decision(state["decision"])
     for lane, indices, values in zip(lanes, state["indices"], state["values"], strict=False):
@@ -185,6 +184,8 @@ def _unpack_late(state: Mapping[str, Any] | None, lanes: Sequence[BucketState]) 
             raise StateMismatchError.of(f"a late result of {lane.bucket.size} elements", got, _CURE)
         values_K = np.ascontiguousarray(np.asarray(values, dtype=np.float32))
         work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, lane.bucket.size))
-    work.agreed.set()
-    work.done.set()
+    if failure is None:
+        work.advance(StepState.PACKED)
+        work.advance(StepState.AGREED)
+    work.end(failure)
     return work

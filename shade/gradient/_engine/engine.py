@@ -46,7 +46,7 @@ from torch import nn
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import PROTOCOL
-from shade.gradient._comm.step import GradientStep
+from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology, NodeTopology, Topology
 from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
@@ -256,7 +256,7 @@ class GradientEngine:
         """This rank's residuals, what is still to be applied, the plan; between two steps. Weights are the model's."""
         self._check_between_steps()
         if self._late is not None:
-            self._late.done.wait()
+            self._late.wait(StepState.MERGED)
         self._pipeline.reclaim()
         proposal = self._proposal or self._open.proposal
         return {
@@ -359,7 +359,7 @@ class GradientEngine:
     def _settle(self, work: GradientStep) -> None:
         """Waits for a step's end and applies it, or says on all ranks why not."""
         started = time.perf_counter()
-        work.done.wait()
+        work.wait(StepState.MERGED)
         self._settled, self._stepped_at = work, time.perf_counter()
         work.costs.wait_seconds = self._stepped_at - started
         is_overflow = isinstance(work.error, NonFiniteGradientError) and self._scale.skips

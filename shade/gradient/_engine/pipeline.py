@@ -5,7 +5,7 @@
     backward (training thread)   hooks hand over gradients; no copy, no wait
     compress (thread 1)          device → host, widen, sum over the node, choose, code; or choose there, and what is
                                  chosen → host
-    exchange (thread 2)          counts, payloads, merge, vote                       → `GradientStep.done`
+    exchange (thread 2)          counts, payloads, merge, vote                       → `StepState.MERGED`
     apply    (training thread)   sparse step, host → device, at one fixed point
 
 Every stage takes the buckets in one order that is fixed beforehand, whatever order the backward pass fills them in,
@@ -36,7 +36,7 @@ import torch
 
 from shade.errors import NonFiniteGradientError, PeerLostError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
-from shade.gradient._comm.step import GradientStep, Undelivered
+from shade.gradient._comm.step import GradientStep, StepState, Undelivered
 from shade.gradient._comm.topology import Topology
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
@@ -120,22 +120,22 @@ class _Stages:
         while (work := self.inbox.get()) is not None:
             self._packed.put(work)
             if work.before is not None:
-                work.before.agreed.wait()  # until then its residuals may have to be undone
+                work.before.wait(StepState.AGREED)  # until then its residuals may have to be undone
                 work.before = None
             try:
                 self._compress(work)
             except Exception as error:  # noqa: BLE001 - every rank is told by the next counts
                 work.trouble.append(error)
+            work.advance(StepState.PACKED)
             for event in work.packed:
                 event.set()
-            work.compressed.set()
         self._packed.put(None)
 
     def _compress(self, work: GradientStep) -> None:
         share, weight = 1.0, 0.0
         for place, number in enumerate(self._compress_order):
             work.ready[number].wait()
-            if work.is_abandoned:
+            if work.state is StepState.ABANDONED:
                 return
             if place == 0:
                 self.reclaim()
@@ -201,29 +201,32 @@ class _Stages:
         while (work := self._packed.get()) is not None:
             link = self._route.link
             before = (link.seconds, link.bytes_sent, link.bytes_received)
+            failure: Exception | None = None
             try:
                 self._exchange(work)
             except Exception as error:  # noqa: BLE001 - raised by the training thread
-                self._give_up(work, error)
+                self._restore_residuals(work, error)
+                failure = error
             work.costs.exchange_seconds = link.seconds - before[0]
             work.costs.bytes_sent = link.bytes_sent - before[1]
             work.costs.bytes_received = link.bytes_received - before[2]
             work.payloads = {}
             if work.unvoted is None:
                 work.chosen = {}
-            work.agreed.set()
-            work.done.set()
+            work.end(failure)
 
     def _exchange(self, work: GradientStep) -> None:
         merged: dict[int, Sparse] = {}
         for numbers in self._rounds:
             for number in numbers:
                 work.packed[number].wait()
-            if work.is_abandoned:
+            if numbers is self._rounds[-1]:
+                work.wait(StepState.PACKED)
+            if work.state is StepState.ABANDONED:
                 return
             weights_P, lengths = self._trade.count(work, numbers)
             if numbers is self._rounds[-1]:
-                work.agreed.set()
+                work.advance(StepState.AGREED)
             if sum(weights_P) > 0:
                 merged.update(zip(numbers, self._trade.bring(work, numbers, weights_P, lengths), strict=True))
         everything = [merged[number] for number in sorted(merged)]
@@ -231,12 +234,12 @@ class _Stages:
         work.norm = self._trade.vote(work, norm_of(everything))
         work.merged, work.unvoted = everything, None
 
-    def _give_up(self, work: GradientStep, error: Exception) -> None:
-        """Ends a failed step: its residuals are as before it, or hold again what was chosen."""
+    def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
+        """Of a failed step: undoes its residuals, or keeps what was picked to be added to them again."""
         own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
-        if own is not None and not work.agreed.is_set():
+        if own is not None and work.state < StepState.AGREED:
             error.__cause__ = own
-        work.compressed.wait()
+        work.wait(StepState.PACKED)  # thread 1 may still be picking
         if not isinstance(error, PeerLostError):
             work.unvoted = None
         if isinstance(error, NonFiniteGradientError):
@@ -244,4 +247,3 @@ class _Stages:
                 self._lanes[number].feedback.undo()
         else:
             self.undelivered.put(work)
-        work.fail(error)

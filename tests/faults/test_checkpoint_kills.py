@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.store.local_cluster import free_ports
 from shade.store.server import LocalServer
 from tests.faults.killed_training import Job, train

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import STREAM, make_images, run
 
-from shade.checkpoint.certify import TRAIL_FILE, read_trail
+from shade.checkpoint._interchange.certify import TRAIL_FILE, read_trail
 from shade.cli import main
 
 

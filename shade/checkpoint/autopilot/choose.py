@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from shade.checkpoint._pacing.schedule import MTBF_SECONDS
 from shade.checkpoint.autopilot.interval import best_cycle, goodput
 from shade.checkpoint.autopilot.predict import Prediction
-from shade.checkpoint.schedule import MTBF_SECONDS
 from shade.errors import ConfigError
 
 MOST_STEPS: Final = 10**9

@@ -29,10 +29,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint.autopilot.choose import Choice, judge, ranked
 from shade.checkpoint.autopilot.costs import Costs
 from shade.checkpoint.autopilot.predict import Prediction, predict
-from shade.checkpoint.schedule import Pace
 
 if TYPE_CHECKING:
     from shade.checkpoint.strategies.base import Terms

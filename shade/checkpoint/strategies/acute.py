@@ -5,7 +5,7 @@ one sends it, one on the remote node flushes it from a circular buffer with a di
 `overlap`, the second the courier, the third the flusher, a process on the memory node; two slots are the fewest that
 keep a whole snapshot there. Where we differ: waiting for the copy waits (the published barrier reads a flag that nobody
 clears), bits are cleared after the write to the disk and not before, every rank sends its share of bytes that were
-never serialised, and there is a way back. `shade.checkpoint.acute` has the original's interface.
+never serialised, and there is a way back. `_integrations.acute` has the original's interface.
 """
 
 from __future__ import annotations

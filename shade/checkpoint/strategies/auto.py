@@ -28,11 +28,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._pacing.schedule import Pace, budget_of
 from shade.checkpoint.autopilot.choose import Choice
 from shade.checkpoint.autopilot.measure import MemoryRates, costs_of, memory_rates
 from shade.checkpoint.autopilot.pilot import Pilot, candidates
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.schedule import Pace, budget_of
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 
 FIRST: Final = "overlap"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from shade.checkpoint.copying import Copying
+from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 from shade.errors import TornSnapshotError
 

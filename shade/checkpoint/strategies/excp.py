@@ -1,6 +1,6 @@
 """ExCP: of each snapshot what has changed, pruned together with its moments and clustered to sixteen values. Not exact.
 
-Li et al., ICML 2024. All that sets it apart is in its codec (`shade.checkpoint.codecs.excp`); its paper says nothing of
+Li et al., ICML 2024. All that sets it apart is in its codec (`_codecs.excp`); its paper says nothing of
 when bytes are copied, and compresses while training waits. Where we differ: a thread copies and compresses (`overlap`),
 what was lost is measured and told with every snapshot, and a keyframe that is exact comes again and again
 (``keyframe_every``), so that errors and chains of snapshots end.

@@ -13,7 +13,7 @@ import queue
 import threading
 from concurrent.futures import Future
 
-from shade.checkpoint.copying import Copying
+from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy
 from shade.errors import TornSnapshotError
 

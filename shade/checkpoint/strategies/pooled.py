@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from shade.checkpoint.copying import Copying
+from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint.strategies.base import Strategy
 from shade.errors import TornSnapshotError
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shade.checkpoint.manifest import Commit, Manifest
-from shade.checkpoint.tier import Shard, Tier
+from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.checkpoint.torture.ledger import Ledger
 from shade.checkpoint.torture.world import Act, World
 from shade.types import Bytes

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint.autopilot.costs import Costs
 from shade.checkpoint.autopilot.measure import MemoryRates, costs_of
 from shade.checkpoint.autopilot.pilot import AUTO, TRIALS, Pilot, candidates
-from shade.checkpoint.schedule import Pace
 from shade.checkpoint.strategies import STRATEGIES
 from shade.checkpoint.strategies.base import Terms
 

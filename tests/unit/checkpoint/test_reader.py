@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from shade.checkpoint.manifest import Manifest
-from shade.checkpoint.reader import BATCH, Reader, Snapshot
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._restore.reader import BATCH, Reader, Snapshot
+from shade.checkpoint._tiers.tier import Shard
 from shade.checkpoint.torture.ledger import Saved, saved
 from shade.errors import CorruptCheckpointError, StorageError, StoreUnavailableError
 from shade.types import Bytes

@@ -46,9 +46,9 @@ from pathlib import Path
 import numpy as np
 from measures import commit
 
+from shade.cli.simulation import format_table, plot_curves
 from shade.policy import EpochWindow
 from shade.policy.plan import Plan
-from shade.policy.rendering import format_table, plot_curves
 from shade.policy.simulator import MissRatioCurves, miss_ratio_curves
 from shade.policy.trace import Trace
 from shade.sampling import MODES, SamplingMode, Scores

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from shade.cli.tables import table
 from shade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shade.policy.simulator import MissRatioCurves
 
 _EXAMPLES: Final = """\
 examples:
@@ -45,7 +49,6 @@ def add(verbs: Any) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    from shade.policy.rendering import format_table, plot_curves
     from shade.policy.simulator import miss_ratio_curves
     from shade.policy.trace import Trace
     from shade.store.url import parse_bytes
@@ -65,9 +68,10 @@ def _answer(given: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             raise ConfigError.of("a --plot that can be written", f"{given.plot}: {error}", "name a .png") from None
     skipped = f", the first {skip_epochs} left out" if skip_epochs else ""
+    curves_table = format_table(curves, markdown=not sys.stdout.isatty())
     sys.stdout.write(
         f"{trace.num_epochs} epochs{skipped}; {trace.num_samples:,} samples of {trace.data_set_bytes:,} bytes in all; "
-        f"{trace.global_batch} a step; f = capacity / data set\n\n{format_table(curves)}\n"
+        f"{trace.global_batch} a step; f = capacity / data set\n\n{curves_table}\n"
     )
     more = parse_bytes(given.add_cache) if given.add_cache is not None else None
     if where.is_dir() and (where / "metrics.jsonl").exists():
@@ -79,6 +83,62 @@ def _answer(given: argparse.Namespace) -> int:
             "a run directory, which has times, for --add-cache and --add-workers", str(where), "name it"
         )
     return 0
+
+
+def format_table(curves: MissRatioCurves, *, markdown: bool = True) -> str:
+    """Returns one line a policy: for each capacity the hit ratio in percent, and origin reads per sample and epoch.
+
+    The hit ratio says how good the policy was, origin reads are what the run pays for. Only the second compares
+    different sampling modes.
+
+    Args:
+        curves: From `miss_ratio_curves`.
+        markdown: False: a table fitted to the terminal.
+
+    Returns:
+        Lines without a final newline; Markdown also reads well as plain text.
+    """
+    skip = curves.skip_epochs
+    rows = [["policy", *(f"f={fraction:g}: hits %, reads/N" for fraction in curves.fractions)]]
+    for name, results in curves.results.items():
+        cells = (f"{100 * r.hit_ratio(skip):.1f}, {r.origin_reads_per_sample(skip):.3f}" for r in results)
+        rows.append([name, *cells])
+    return table(rows, "<" * len(rows[0]), markdown=markdown).strip("\n")
+
+
+def plot_curves(curves_by_title: dict[str, MissRatioCurves], path: str | Path) -> None:
+    """Draws origin reads per sample over capacity, one panel a trace, one line a policy.
+
+    Args:
+        curves_by_title: Panel title → curves.
+        path: Where to write; the suffix says the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError.of(
+            "matplotlib, to draw a plot", None, "pip install shade[report], or use the table"
+        ) from None
+    figure = Figure(figsize=(4.6 * len(curves_by_title), 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(curves_by_title), squeeze=False, sharey=True)[0]
+    for panel, (title, curves) in zip(panels, curves_by_title.items(), strict=True):
+        for rank, (name, results) in enumerate(curves.results.items()):
+            reads = [result.origin_reads_per_sample(curves.skip_epochs) for result in results]
+            width = 1 + 3 * (1 - rank / len(curves.results))  # equal curves stay visible
+            panel.plot(
+                curves.fractions, reads, marker="osv^D<>P"[rank % 8], markersize=2 + 1.5 * width, lw=width, label=name
+            )
+        panel.set(title=title, xlabel="capacity / data set")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("origin reads per sample and epoch")
+    panels[0].set_ylim(bottom=0)
+    panels[-1].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
 
 
 def _fraction(text: str, data_set_bytes: int) -> float:

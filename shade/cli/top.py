@@ -1,7 +1,7 @@
-"""``shade top``: a live look at a training: what each rank does, the last decision, what an end would cost.
+"""``shade top`` shows a training live: what each rank does, the last decision, what the end of a process would cost.
 
-On a terminal it is drawn again and again until ``q`` or Ctrl-C, on a screen of its own that leaves no trace; into a
-pipe or a file goes one look. It only asks: nothing about the training changes, and it may be started and left any time.
+On a terminal `rich` redraws the look on the alternate screen until ``q`` or Ctrl-C; a pipe or a file gets one look. The
+command only reads: it changes nothing about the training, and may be started and ended at any time.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import argparse
 import contextlib
 import os
 import select
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shade.cli import top_view
+from shade.cli.tables import printable
 from shade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _EXAMPLES: Final = """\
 examples:
@@ -35,12 +38,10 @@ silent              since the rank was last heard of
 
 q or Ctrl-C ends it. Beyond this machine the server wants the token in SHADE_TELEMETRY_TOKEN.
 """
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-_HOME, _END_OF_LINE, _REST = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def add(verbs: Any) -> None:
-    """Adds ``top`` to the command."""
+    """Adds the verb ``top`` to the command's parser."""
     parser = verbs.add_parser(
         "top",
         help="a live look at a training",
@@ -56,19 +57,22 @@ def add(verbs: Any) -> None:
 def _answer(given: argparse.Namespace) -> int:
     if not 0.05 <= given.interval <= 3600:
         raise ConfigError.of("an --interval from 0.05 to 3600 seconds", given.interval, "leave it at 1")
-    if given.once or not sys.stdout.isatty():
+    if given.once or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         sys.stdout.write("".join(f"{line}\n" for line in _look(given.where)))
         return 0
-    with _screen(), contextlib.suppress(KeyboardInterrupt):
-        while True:
-            _draw(_look_or_why_not(given.where))
-            if _is_asked_to_end(given.interval):
-                break
+    from rich.console import Console
+    from rich.live import Live
+
+    with _single_keys(), contextlib.suppress(KeyboardInterrupt):
+        console = Console(highlight=False)
+        with Live(_screenful(given.where), console=console, screen=True, auto_refresh=False) as screen:
+            while not _is_asked_to_end(given.interval):
+                screen.update(_screenful(given.where), refresh=True)
     return 0
 
 
 def _look(where: Sequence[str]) -> list[str]:
-    """One look at everything.
+    """Returns one look at everything, as lines.
 
     Args:
         where: URLs and folders.
@@ -77,7 +81,7 @@ def _look(where: Sequence[str]) -> list[str]:
         Lines.
 
     Raises:
-        ConfigError: Something is not there.
+        ConfigError: A server does not answer, or there is no such folder.
     """
     from shade.control.client import fetch_state
 
@@ -93,46 +97,39 @@ def _look(where: Sequence[str]) -> list[str]:
     return lines
 
 
-def _look_or_why_not(where: Sequence[str]) -> list[str]:
-    """For a screen: what is away may come back."""
+def _screenful(where: Sequence[str]) -> Text:
+    """Returns one look for a screen; what does not answer now may answer later, so the screen says so and stays."""
+    from rich.text import Text
+
     lines = [f"shade top  {time.strftime('%H:%M:%S')}  q ends it", ""]
     for each in where:
         try:
             lines += [*_look([each]), ""]
         except ConfigError as error:
-            lines += [each, top_view.printable(f"no answer: {error}"), ""]
-    return lines
-
-
-def _draw(lines: Sequence[str]) -> None:
-    width, height = shutil.get_terminal_size()
-    shown = [f"{line[:width]}{_END_OF_LINE}" for line in lines[:height]]
-    sys.stdout.write(_HOME + "\n".join(shown) + _REST)
-    sys.stdout.flush()
+            lines += [each, printable(f"no answer: {error}"), ""]
+    return Text.from_ansi("\n".join(lines))
 
 
 @contextlib.contextmanager
-def _screen() -> Iterator[None]:
-    """The terminal's other screen, keys as they are typed; all is put back, however this ends."""
+def _single_keys() -> Iterator[None]:
+    """Lets the terminal pass on each key when it is typed; restores its settings at the end."""
     import termios
     import tty
 
-    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
-    before = termios.tcgetattr(keys) if keys is not None else None
-    sys.stdout.write(_ENTER)
+    if not sys.stdin.isatty():
+        yield
+        return
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
     try:
-        if keys is not None:
-            tty.setcbreak(keys)
+        tty.setcbreak(keys)
         yield
     finally:
-        if keys is not None and before is not None:
-            termios.tcsetattr(keys, termios.TCSADRAIN, before)
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
 def _is_asked_to_end(seconds: float) -> bool:
-    """Waits so long, or until ``q`` is typed."""
+    """Waits, and returns whether ``q`` was typed meanwhile."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False

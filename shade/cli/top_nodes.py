@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from shade.cli.checkpoint_verb import size, table
+from shade.cli.tables import printable, size, table
 from shade.errors import ShadeError
 
 
@@ -32,7 +32,7 @@ def lines(url: str) -> Iterator[str]:
         with open_store(str(named)) as store:
             nodes = store.stats().nodes
     except (ShadeError, OSError) as error:
-        yield f"cache nodes: no answer ({' '.join(str(error).split())})"
+        yield printable(f"cache nodes: no answer ({' '.join(str(error).split())})")
         return
     rows = [("cache node", "role", "memory", "of", "full", "entries")]
     for node in nodes:

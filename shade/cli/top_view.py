@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade.cli import top_nodes
-from shade.cli.checkpoint_verb import size, table
+from shade.cli.tables import printable, size, table
 
 _TAIL_BYTES: Final = 1 << 20
 _COLUMNS: Final = (
     "rank", "step", "samples/s", "density", "compute", "exchange", "waits", "sent", "received", "silent", "compress"
 )  # fmt: skip
-"""What matters least stands last: a narrow terminal cuts it off."""
+"""The least important stand last: a narrow terminal drops them."""
 _ENDS: Final = {"process": "if killed now", "machine": "with this machine", "cluster": "with all machines"}
 """As `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate.row` names them."""
 
@@ -103,7 +103,7 @@ def of_run(folder: Path) -> list[str]:
     elif told and isinstance(told[-1].get("if_ended_now"), dict):
         lines.append(f"when it last wrote: {gauge(told[-1]['if_ended_now'])}")
     if isinstance(url, str):
-        lines += map(printable, top_nodes.lines(url))
+        lines += top_nodes.lines(url)
     return lines or ["no figures yet"]
 
 
@@ -130,11 +130,6 @@ def gauge(row: Mapping[str, Any]) -> str:
             f"{words}: {lost}, " + ("nothing to recover from" if tier is None else f"{back} from {printable(tier)}")
         )
     return "; ".join(told)
-
-
-def printable(text: object) -> str:
-    """Without anything that a terminal obeys."""
-    return "".join(each if each.isprintable() else "?" for each in str(text))
 
 
 def _spent(now: Mapping[str, Any]) -> list[str]:

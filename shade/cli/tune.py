@@ -84,7 +84,7 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _tell(study: Study, done: list[Evaluation], folder: Path) -> int:
-    from shade.cli.checkpoint_verb import table
+    from shade.cli.tables import table
     from shade.control.drawing import best_batch, draw
 
     rows = [("number", "batch", "density", "quality", "seconds", "")]

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from shade.cli.tables import table
 from shade.errors import ConfigError, DataError
 from shade.policy.forecast import STAGES, Epoch, Forecast, forecast
 from shade.policy.simulator import simulate
@@ -30,7 +31,7 @@ _SETTINGS: Final = {"unbiased": ("keep",), "pads": ("replication_factor",)}
 
 
 def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int | None) -> Iterator[str]:
-    """What to tell of a run.
+    """Yields what more cache, or more workers, would change.
 
     Args:
         directory: The run directory.
@@ -51,31 +52,30 @@ def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int
     steady, skip = prolong(trace, run.plan)
     policy = policy_of(run.plan)
     now = workers_of(run.plan)
-    told: list[tuple[str, int, int]] = [("as it is", capacity, now)]
+    cases: list[tuple[str, int, int]] = [("as it is", capacity, now)]
     if add_cache is None and add_workers is None:
         whole = trace.data_set_bytes
-        told += [(f"twice the cache ({human_bytes(2 * capacity)})", 2 * capacity, now)] if 2 * capacity < whole else []
-        told += [
+        cases += [(f"twice the cache ({human_bytes(2 * capacity)})", 2 * capacity, now)] if 2 * capacity < whole else []
+        cases += [
             (f"all of it cached ({human_bytes(whole)})", whole, now),
             (f"{max(2, 2 * now)} workers", capacity, max(2, 2 * now)),
         ]
     else:
         more, hands = capacity + (add_cache or 0), now + (add_workers or 0)
-        told += [(f"{human_bytes(add_cache)} more cache ({human_bytes(more)})", more, now)] if add_cache else []
-        told += [(f"{add_workers} more workers ({hands})", capacity, hands)] if add_workers else []
-        told += [("both", more, hands)] if add_cache and add_workers else []
-    width = max(len(name) for name, _, _ in told)
-    yield ""
-    yield f"{'a later epoch':<{width}}  {'hits':>6} {'reads':>9} {'seconds':>8} {'samples/s':>9}  what it waits for"
+        cases += [(f"{human_bytes(add_cache)} more cache ({human_bytes(more)})", more, now)] if add_cache else []
+        cases += [(f"{add_workers} more workers ({hands})", capacity, hands)] if add_workers else []
+        cases += [("both", more, hands)] if add_cache and add_workers else []
+    rows = [("a later epoch", "hits", "reads", "seconds", "samples/s", "what it waits for")]
     first: Forecast | None = None
-    for name, num_bytes, num_workers in told:
+    for name, num_bytes, num_workers in cases:
         after = predict(steady, skip, policy, num_bytes, measured, num_workers)
         change = "" if first is None else f"  ({_change(after.seconds, first.seconds)})"
         first = first or after
-        yield (
-            f"{name:<{width}}  {1 - after.origin_reads / after.num_samples:>6.1%} {after.origin_reads:>9,.0f} "
-            f"{after.seconds:>8,.2f} {after.samples_per_second:>9,.0f}  {after.bottleneck}{change}"
-        )
+        hits = f"{1 - after.origin_reads / after.num_samples:.1%}"
+        speed = (f"{after.origin_reads:,.0f}", f"{after.seconds:,.2f}", f"{after.samples_per_second:,.0f}")
+        rows.append((name, hits, *speed, f"{after.bottleneck}{change}"))
+    yield ""
+    yield from table(rows, "<>>>><").splitlines()
 
 
 def predict(

@@ -122,7 +122,7 @@ def miss_ratio_curves(
         skip_epochs: How many epochs at the start are warm-up.
 
     Returns:
-        The curves, for `shade.policy.rendering`.
+        The curves.
 
     Raises:
         ConfigError: Nothing would be left after the warm-up; or as `simulate`.

@@ -103,7 +103,7 @@ class Histogram:
 
 
 def jsonable(value: Any) -> Any:
-    """Returns plain JSON: unwraps numpy scalars and arrays, turns nan and infinities into None, the unknown into text."""
+    """Returns plain JSON: unwraps numpy scalars and arrays, turns nan and infinities into None, others into text."""
     if isinstance(value, Mapping):
         return {str(k): jsonable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set)):

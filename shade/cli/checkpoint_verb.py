@@ -1,4 +1,4 @@
-"""Shared by the verbs of ``shade checkpoint``: opens the places to look, chooses a snapshot, writes a moment as text."""
+"""Shared by the verbs of ``shade checkpoint``: opens the places to look, chooses a snapshot, writes moments as text."""
 
 from __future__ import annotations
 

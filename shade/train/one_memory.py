@@ -1,26 +1,26 @@
-"""One memory for samples and snapshots: on servers that hold both, samples yield to snapshots, never the reverse.
+"""Divides servers' memory between samples and snapshots: samples yield to snapshots, never the reverse.
 
-A snapshot is what a run goes on from; a sample in the cache saves one read. So before a save, all ranks together, after
-the same step, make the cache's capacity smaller by what is missing; the policy says who is of least use; the entries
-are gone before the first byte of the snapshot is sent, and nothing comes in their place. Only rank 0 looks at the
-servers, the others take its word, so the ranks' plans stay equal.
+A run resumes from a snapshot; a sample in the cache saves one read. So before a save all ranks together, after the same
+step, reduce the cache's capacity by the missing bytes. The policy names the entries of least use; they are gone before
+the first byte of the snapshot is sent, and nothing takes their place. Only rank 0 looks at the servers and shares what
+it found, so the ranks' plans stay equal.
 
-The capacity is looked at again when an epoch begins, the one moment at which a plan is made anyway:
+The capacity is set again when an epoch begins, because a plan is made then anyway:
 
-* A save falls due in the epoch: samples get what is left when that save is in memory, from the start, so the plan of
-  the epoch is made for the memory that it will have. Slots keep their bytes from save to save: a run that saves often
-  reaches a balance after its first saves, and deletes nothing any more.
+* A save falls due in the epoch: samples get the memory that is left when that save is in memory, so that the plan of
+  the epoch fits from the start. Slots keep their bytes from save to save: a run that saves often reaches a balance
+  after its first saves, and then deletes nothing.
 * None does: slots whose snapshots are in storage, and are not the newest, are emptied, and samples get everything.
 
-(docs/decisions/0014-one-memory.md.) A cluster that is full of other things makes a save go to storage; the courier says
-so. Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
+(docs/decisions/0014-one-memory.md.) If a cluster is full of other data, a save goes to storage; the async writer logs
+it. Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
 same, or have no limit. Invariant: samples and the snapshot to come fit together when its first byte is sent, or there
 are no samples left.
 
-Story: what a rank may cache is also its job's share among others (`shade.cache.sharing`), which a thread of each rank
-learns when it does. Two ranks once looked at that here, between two beats; one saw a reason to divide and the other did
-not, and each waited for the other in another collective. So only `allowed_bytes` decides: it changes in `resize` alone,
-on all ranks alike.
+Story: the capacity of a rank also depends on its job's share among other jobs (`shade.cache.sharing`). A thread of each
+rank learns it at its own time. Two ranks once read that here, between two updates; one saw a reason to divide and the
+other did not, and each waited for the other in another collective. So only `allowed_bytes` decides: `resize` alone
+changes it, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shade.errors import StoreError
 
 _ROUNDS: Final = 5
 LANDING_SECONDS: Final = 5.0
-"""How long an epoch's beginning waits for the snapshot that is on its way, to learn which slots it leaves behind."""
+"""How long the beginning of an epoch waits for the save in flight, to learn which slots it leaves behind."""
 
 logger = logging.getLogger("shade.train")
 
@@ -48,8 +48,8 @@ class OneMemory:
     """Divides the servers' memory. Collective, as are its methods.
 
     Args:
-        cache: Of samples.
-        tier: Of snapshots.
+        cache: The cache of samples.
+        tier: The memory tier of snapshots.
         flushed: Whether a flusher takes snapshots to storage.
     """
 
@@ -60,7 +60,7 @@ class OneMemory:
         self._divided = bool(self._group.share(self._is_one() if self._group.rank == 0 else None))
 
     def _is_one(self) -> bool:
-        """Whether what is written as a snapshot's is found where samples are, in servers that have a limit."""
+        """Returns whether samples and snapshots share servers that have a memory limit: writes a key and reads it."""
         key = f"shade:checkpoint:{self._tier.run}:{secrets.token_hex(8)}"
         try:
             if self._tier.spare_bytes(()) is None:
@@ -74,7 +74,7 @@ class OneMemory:
         return found
 
     def make_room(self, num_bytes: int) -> None:
-        """Has samples yield to a snapshot. On every rank after the same step, before it is begun.
+        """Makes samples yield to a snapshot. On every rank after the same step, before the save begins.
 
         Args:
             num_bytes: Length of this rank's shard.
@@ -84,11 +84,11 @@ class OneMemory:
             self._divide(self._shard_bytes, at_most=self._cache.allowed_bytes)
 
     def begin_epoch(self, *, due: bool, latest: SaveHandle | None) -> None:
-        """Divides anew. On every rank before the epoch is planned.
+        """Divides the memory for an epoch. On every rank before the epoch is planned.
 
         Args:
             due: Whether a save falls due in it.
-            latest: The save begun last.
+            latest: The newest save.
         """
         is_whole = self._cache.allowed_bytes == self._cache.capacity_bytes
         if not self._divided or (is_whole and not (due and self._shard_bytes)):
@@ -100,7 +100,7 @@ class OneMemory:
         self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
 
     def _empty_slots(self) -> None:
-        """Empties slots of what is in storage, but for the newest and what others build on; none is written now."""
+        """Empties slots whose snapshot is in storage, but for the newest and bases of others. No save is in flight."""
         with contextlib.suppress(StoreError):
             held = self._tier.held()
             newest = max((record.sequence for record in held.values()), default=0)
@@ -113,7 +113,7 @@ class OneMemory:
     def _divide(self, shard_bytes: list[int], at_most: int) -> None:
         """Sets the cache's capacity, on all ranks alike.
 
-        What an entry takes is known to some per cent only, so it is looked again what its going has given back.
+        The size of an entry is known to some per cent only, so the servers are asked again after entries were removed.
         """
         before, num_left = self._cache.allowed_bytes, 0
         for _ in range(_ROUNDS):
@@ -130,9 +130,9 @@ class OneMemory:
             )
 
     def _allowed(self, shard_bytes: list[int], at_most: int) -> int:
-        """What samples may occupy while such a snapshot comes in; unchanged where the servers do not say.
+        """Returns the bytes that samples may occupy while a snapshot comes in; unchanged if the servers do not say.
 
-        What the plan has let go of and workers have not removed yet still takes room, so it counts twice.
+        Entries that the plan has dropped and workers have not removed yet still take room, so they count twice.
         """
         try:
             spare = self._tier.spare_bytes(shard_bytes)
@@ -147,5 +147,5 @@ class OneMemory:
         return max(0, counted + spare - leaving)
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Closes the process group."""
         self._group.close()

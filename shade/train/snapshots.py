@@ -1,8 +1,8 @@
-"""Snapshots: a run's Checkpointer as its session uses it, and what the metrics say of it.
+"""Runs the Checkpointer of a training session, and counts its saves for the metrics.
 
-Where nothing was named, snapshots go into the run directory. On several machines that directory is each one's own, so
-there rank 0 alone saves what all ranks hold alike, and gives it to the others when the run is resumed: no file system
-in common is needed, as for everything else that the session writes.
+Without flags, snapshots go into the run directory. Each of several machines has its own, so there rank 0 alone saves
+what all ranks hold alike, and sends it to the others when the run resumes. No shared file system is needed, as for
+everything else that the session writes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shade.types import Stateful
 
 
 class Snapshots:
-    """What keeps a run. Collective, as are all its methods.
+    """Saves and restores a run. Collective, as are all its methods.
 
     Args:
-        config: The resolved run; machine 0's run id counts.
-        things: What shall survive, by name.
-        cache: What may share the store with snapshots, or None.
+        config: The resolved run; the run id of machine 0 counts.
+        things: The objects to save, by name.
+        cache: The cache that may share the store with snapshots, or None.
 
     Raises:
         ConfigError: The places for snapshots cannot be used.
@@ -40,7 +40,7 @@ class Snapshots:
         self._is_elastic = config.min_nodes is not None
         run, resumes = group.share([config.run, config.resume or self._is_elastic])
         self.resumes: bool = resumes
-        """Whether the run goes on from a snapshot; what machine 0 says, which sees them."""
+        """Whether the run resumes from a snapshot. Machine 0 decides, because it sees them."""
         group.close()
         self._checkpointer = Checkpointer(
             config.checkpoint_url,
@@ -64,14 +64,14 @@ class Snapshots:
         self._durable_step = 0
 
     def restore(self) -> int:
-        """Brings everything back from the newest snapshot that is whole.
+        """Restores everything from the newest snapshot that is whole.
 
         Returns:
-            Steps done in the whole run; 0 where nothing is there yet, if ranks come and go.
+            Steps done in the whole run; 0 if there is no snapshot yet and ranks come and go.
 
         Raises:
-            ConfigError: There is none.
-            CheckpointError: There is none that can be used; the message says why.
+            ConfigError: There is no snapshot.
+            CheckpointError: No snapshot can be used; the message says why.
         """
         restored = self._checkpointer.restore_latest()
         if not restored and not self._is_elastic:
@@ -86,43 +86,43 @@ class Snapshots:
         """Divides the memory for an epoch, before it is planned.
 
         Args:
-            total_steps: In the whole run so far.
-            num_steps: That the epoch has at most.
+            total_steps: Steps of the whole run so far.
+            num_steps: Most steps of the epoch.
         """
         if self._one_memory is not None:
             due = self._checkpointer.is_due(total_steps + num_steps - 1)
             self._one_memory.begin_epoch(due=due, latest=self._checkpointer.latest)
 
     def step(self, total_steps: int) -> None:
-        """A step has been taken, everything attached is between two steps: saves if a save is due.
+        """Saves if a save is due; call it between two steps.
 
         Args:
-            total_steps: In the whole run, this one included.
+            total_steps: Steps of the whole run, this one included.
         """
         self._checkpointer.step_count = total_steps - 1
         if self._checkpointer.step():
             self._follow(self._checkpointer.latest)
 
     def save(self, total_steps: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Saves now; returns when the training may go on.
+        """Saves now; returns when the training may continue.
 
         Args:
-            total_steps: In the whole run.
-            metrics: To choose the best by.
+            total_steps: Steps of the whole run.
+            metrics: Numbers to choose the best snapshot by.
         """
         self._checkpointer.step_count = total_steps
         self._follow(self._checkpointer.save(metrics))
 
     def wait_committed(self) -> None:
-        """Returns when the save begun last is where it outlives this process.
+        """Returns when the newest save lies where it outlives this process.
 
         Raises:
-            CheckpointError: It is nowhere.
+            CheckpointError: No tier has it.
         """
         self._checkpointer.wait_committed()
 
     def settle(self) -> None:
-        """Returns when the save begun last has landed or failed."""
+        """Returns when the newest save has landed or failed."""
         if self._checkpointer.latest is not None:
             self._checkpointer.wait_copy_complete()
             wait([self._checkpointer.latest.landed])
@@ -137,11 +137,11 @@ class Snapshots:
             self._committed = (ticket.step, ticket.landed.result())
 
     def gauge(self) -> dict[str, Any]:
-        """What an end would cost now: `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate`, as a row."""
+        """Returns what the end of a process would cost now, as `RecoveryEstimate.row` does."""
         return self._checkpointer.gauge().row()
 
     def figures(self) -> dict[str, Any]:
-        """What became of saves since this was last asked; numbers of steps as of now.
+        """Returns the outcome of the saves since the last call, and the present steps.
 
         Returns:
             ``saves``, ``failed`` (nowhere at all), ``blocked_seconds`` (the training waited for them),
@@ -169,15 +169,15 @@ class Snapshots:
         return self._durable_step
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends it as ``with`` does: after an error own memory stays, for a restart on this machine.
+        """Closes the Checkpointer. After an error shared memory stays, for a restart on this machine.
 
         Args:
-            kind: Of the error, or None.
-            error: That ends the run, or None.
-            trace: Its.
+            kind: Class of the error, or None.
+            error: The error that ends the run, or None.
+            trace: Traceback of the error, or None.
 
         Raises:
-            CheckpointError: There was no error, but the last save is nowhere.
+            CheckpointError: There was no error, but no tier has the last save.
         """
         try:
             self._checkpointer.__exit__(kind, error, trace)

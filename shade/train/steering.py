@@ -1,7 +1,7 @@
-"""The controller at work: rank 0 hears what every rank's steps cost, and the engine carries out what it decides.
+"""Runs the controller: rank 0 receives what every rank's steps cost, and the engine carries out its decisions.
 
-Rank 0 listens and tells the others where. Beyond this machine it asks for a token, the environment's or else one made
-up for the run; to look at such a run with `shade top`, set one.
+Rank 0 listens and sends its address to the other ranks. Beyond this machine it requires a token: that of the
+environment, else one made up for the run. To look at such a run with `shade top`, set one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger("shade.train")
 
 
 class Steering:
-    """One rank's part in it. Collective to make.
+    """Reports one rank's steps, and on rank 0 decides. Collective to make.
 
     Args:
-        engine: Whose steps are reported; on rank 0, which is told what to do.
-        make: Makes the controller of so many ranks; called on rank 0.
+        engine: Its steps are reported; on rank 0 it also gets the decisions.
+        make: Makes the controller for a number of ranks; called on rank 0.
         host: Name or address of rank 0's machine, as the other ranks reach it.
     """
 
@@ -41,16 +41,16 @@ class Steering:
             self._server, self._controller = TelemetryServer(host, token=token), make(group.world_size)
             hint = "" if given == token else f", with a {TOKEN_VARIABLE} of your own"
             logger.info("telemetry at %s (shade top %s%s)", self._server.url, self._server.url, hint)
-            told: Any = [self._server.url, token]
+            shared: Any = [self._server.url, token]
         else:
-            told = None
-        url, token = group.share(told)
+            shared = None
+        url, token = group.share(shared)
         group.close()
         if self._server is None:
             self._client = TelemetryClient(url, token=token)
 
     def steer(self) -> None:
-        """After a step: reports it; on rank 0, takes in what came and decides."""
+        """Reports the step that ended; on rank 0, takes in the reports of all ranks and decides."""
         report = self._engine.report()
         if report is None:
             return
@@ -68,16 +68,16 @@ class Steering:
             logger.info("from step %d: %s", decision.effective_step, decision.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's; empty beside rank 0."""
+        """Returns the controller's state; empty on other ranks than 0."""
         return {} if self._controller is None else self._controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it back where there is a controller."""
+        """Restores the controller's state, where there is a controller."""
         if self._controller is not None and state:
             self._controller.load_state_dict(state)
 
     def close(self) -> None:
-        """Ends the line. Safe to call twice."""
+        """Closes client and server. Safe to call twice."""
         for end in (self._client, self._server):
             if end is not None:
                 end.close()

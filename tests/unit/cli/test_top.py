@@ -175,8 +175,8 @@ class Terminal:
         assert true(self.seen), self.seen[-2000:]
 
     def end(self) -> int:
+        self.read_until(lambda seen: seen.endswith("\x1b[?25h\x1b[?1049l"))  # first: a full terminal blocks its writer
         code = self.process.wait(60)
-        self.read_until(lambda seen: seen.endswith("\x1b[?25h\x1b[?1049l"))
         after = termios.tcgetattr(self._theirs)
         assert after == self.before
         return code

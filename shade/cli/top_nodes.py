@@ -20,7 +20,7 @@ def lines(url: str) -> Iterator[str]:
         url: Of the store, any password in it masked.
 
     Yields:
-        Address, role, memory, keys; or that nobody answers.
+        Address, role, memory, keys; or that no node answers.
     """
     from shade.store import open_store
     from shade.store.url import StoreURL

@@ -97,18 +97,18 @@ def of_run(folder: Path) -> list[str]:
         lines.append(
             f"epoch {(_value(last, 'epoch') or 0) + 1:.0f} is done: hits {ratio}, loss {_number(last, 'loss', '.4g')}"
         )
-    told = [row["checkpoint"] for row in rows if row.get("rank") == 0 and isinstance(row.get("checkpoint"), dict)]
+    saves = [row["checkpoint"] for row in rows if row.get("rank") == 0 and isinstance(row.get("checkpoint"), dict)]
     if isinstance(live, dict):
         lines.append(gauge(live))
-    elif told and isinstance(told[-1].get("if_ended_now"), dict):
-        lines.append(f"when it last wrote: {gauge(told[-1]['if_ended_now'])}")
+    elif saves and isinstance(saves[-1].get("if_ended_now"), dict):
+        lines.append(f"when it last wrote: {gauge(saves[-1]['if_ended_now'])}")
     if isinstance(url, str):
         lines += top_nodes.lines(url)
     return lines or ["no figures yet"]
 
 
 def gauge(row: Mapping[str, Any]) -> str:
-    """What an end would cost, in a sentence; ends that cost the same are told once.
+    """What an end would cost, in a sentence; ends that cost the same stand once.
 
     Args:
         row: As `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate.row`.
@@ -116,34 +116,34 @@ def gauge(row: Mapping[str, Any]) -> str:
     Returns:
         ``if killed now: lose 3 steps / 1.2 s, recover in 0.40 s from own memory``.
     """
-    told: list[str] = []
+    parts: list[str] = []
     tier: object = None
     for end, words in _ENDS.items():
-        if told and row.get(f"checkpoint_{end}_tier") == tier:
+        if parts and row.get(f"checkpoint_{end}_tier") == tier:
             continue
         tier = row.get(f"checkpoint_{end}_tier")
         steps = _number(row, f"checkpoint_{end}_lost_steps", ".0f")
         lost = f"lose {steps} step{'s' * (steps != '1')} / {_number(row, f'checkpoint_{end}_lost_seconds', '.1f')} s"
         took = _value(row, f"checkpoint_{end}_recover_seconds")
         back = "recover" if took is None else f"recover in {took:.2f} s"
-        told.append(
+        parts.append(
             f"{words}: {lost}, " + ("nothing to recover from" if tier is None else f"{back} from {printable(tier)}")
         )
-    return "; ".join(told)
+    return "; ".join(parts)
 
 
 def _spent(now: Mapping[str, Any]) -> list[str]:
     """What the present epoch has read, and on what its time went, the largest share first."""
     reads, stalls = _value(now, "origin_reads"), now.get("stall_seconds")
     rank = f", rank 0 of {ranks:.0f}" if (ranks := _value(now, "num_ranks") or 1) > 1 else ""
-    told = [] if reads is None else [f"read {reads:,.0f} from the origin in this epoch{rank}"]
+    parts = [] if reads is None else [f"read {reads:,.0f} from the origin in this epoch{rank}"]
     if isinstance(stalls, dict):
         spent = {"step": _value(now, "step_seconds") or 0.0, **{str(c): _value(stalls, c) or 0.0 for c in stalls}}
         total = sum(spent.values())
         if total > 0:
             shares = sorted(spent.items(), key=lambda each: -each[1])
-            told.append("time: " + " · ".join(f"{printable(c)} {s / total:.0%}" for c, s in shares))
-    return ["; ".join(told)] if told else []
+            parts.append("time: " + " · ".join(f"{printable(c)} {s / total:.0%}" for c, s in shares))
+    return ["; ".join(parts)] if parts else []
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

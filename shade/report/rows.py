@@ -118,10 +118,10 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         raise DataError.of(
             "metrics.jsonl in a run directory", str(directory), f"{error.strerror}: name a run"
         ) from None
-    rows, told, num_torn = [], [], 0
+    rows, saves, num_torn = [], [], 0
     for line in lines:
         row = _parse(line)
-        told += [row] if row is not None and isinstance(row.get("checkpoint"), dict) else []
+        saves += [row] if row is not None and isinstance(row.get("checkpoint"), dict) else []
         if row is not None and row.get("kind", "epoch") == "epoch" and isinstance(row.get("epoch"), int):
             rows.append(row)
         elif row is None and line.strip():
@@ -139,7 +139,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     summaries = [_summarize(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)]
     num_samples = _last([plan, *rows], "num_samples")
     samples = int(num_samples) if num_samples else None
-    return Run(directory, plan, summaries, num_torn, _snapshots(told), samples, _gradient(rows))
+    return Run(directory, plan, summaries, num_torn, _snapshots(saves), samples, _gradient(rows))
 
 
 def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -162,9 +162,9 @@ def _gradient(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Returns sums over the run, each of the rank that has most of it."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        told = row.get("gradient")
-        if isinstance(told, dict) and told.get("gradient_steps"):
-            by_rank.setdefault(int(row.get("rank") or 0), []).append(told)
+        sums = row.get("gradient")
+        if isinstance(sums, dict) and sums.get("gradient_steps"):
+            by_rank.setdefault(int(row.get("rank") or 0), []).append(sums)
     names = ("gradient_steps", "gradient_chosen", "gradient_elements", "gradient_bytes_sent", "gradient_wait_seconds")
     known = {name: _largest(_sum(each, name) for each in by_rank.values()) for name in names}
     return {name: value for name, value in known.items() if value is not None}

@@ -115,8 +115,7 @@ class RunRecord:
         """Writes the small file that the launcher's progress bar and `shade top` show.
 
         Args:
-            gauge: Returns what the end of a process would cost now: a row of
-            `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate`.
+            gauge: Returns what the end of a process would cost now, as `RecoveryEstimate.row` does.
         """
         if self._exposition.is_due:
             self._expose()

@@ -1,18 +1,17 @@
-"""Plays a training over a link that changes, step by step, without doing any of it: to see what a controller is worth.
+"""Simulates a training over a changing link, step by step, to compare a controller with fixed densities.
 
-A step is a compute, as long as the slowest rank's, and an exchange of density times so many bytes. With staleness 0 the
-next step begins when the exchange has ended, so a step takes the sum. With staleness 1 it begins at once and only the
-step after it waits, so it takes the longer of the two. The `Link` is bytes per second over wall time, so that a step
-that meets a cut is as long as the cut, as in life, and a slow run sees less of a good hour than a quick one.
+A step is a compute, as long as the slowest rank's, and an exchange of density times a number of bytes. With staleness 0
+the next step begins when the exchange has ended, so a step takes the sum. With staleness 1 it begins at once and only
+the step after it waits, so a step takes the longer of the two. The `Link` is bytes per second over wall time. A step
+during an outage therefore lasts as long as the outage, and a slow run gets less of a good hour than a fast one.
 
-What is measured is the time to a given progress: the sum over steps of what each is worth at its density
-(`shade.control.curve`). That is the fixed quality of the comparison: runs that stop at the same progress are equally
-good, and the shorter is better. A density that is fixed can be tried after the fact, all of them on the same link;
-the best of those is what a controller, which does not know the link before, is held against.
+The result is the time to a given progress, the sum of the steps' progress at their densities (`shade.control.curve`).
+Runs that stop at the same progress are equally good, and the shorter is better. All fixed densities can be tried on the
+same link; the best of them is the reference for a controller, which does not know the link in advance.
 
-Reports are as late as in life: a step's own come when it has ended, those of other ranks one step later.
+Reports are as late as in reality: a step's own come when it has ended, those of other ranks one step later.
 
-Left out: the time to compress beside the model, bytes that do not depend on density, losses of single packets.
+Not simulated: the time to compress beside the model, bytes that do not depend on density, lost packets.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from shade.types import Decision, StepReport
 
 @dataclass(frozen=True)
 class Link:
-    """Bandwidth over time: rate ``i`` holds from ``starts[i]`` to ``starts[i + 1]``, the last one for ever after.
+    """Bandwidth over time: rate ``i`` holds from ``starts[i]`` to ``starts[i + 1]``, the last one from then on.
 
     Args:
         starts: Seconds, ascending, from 0.
         rates: Bytes per second, above 0.
 
     Raises:
-        ConfigError: They are not that.
+        ConfigError: An argument is not as described.
     """
 
     starts: tuple[float, ...]
@@ -54,14 +53,14 @@ class Link:
             raise ConfigError.of("rates above 0, in bytes per second", self.rates, "write 1 for a link that is cut")
 
     def finish(self, begin_seconds: float, num_bytes: float) -> float:
-        """When a transfer ends.
+        """Returns when a transfer ends.
 
         Args:
             begin_seconds: When it begins.
-            num_bytes: How much it is.
+            num_bytes: Its size.
 
         Returns:
-            Seconds, not before it begins.
+            Seconds, at least `begin_seconds`.
         """
         now, left = begin_seconds, num_bytes
         place = max(bisect.bisect_right(self.starts, now) - 1, 0)
@@ -73,13 +72,13 @@ class Link:
 
 
 def random_walk(seed: int, rate: float, *, num_segments: int, segment_seconds: float, spread: float = 0.25) -> Link:
-    """A link whose rate wanders, each segment by a factor, between a tenth of the first rate and ten times it.
+    """Returns a link whose rate changes by a random factor in each segment, from a tenth to ten times the first rate.
 
     Args:
-        seed: Of the walk.
+        seed: Seed of the walk.
         rate: Bytes per second at first.
-        num_segments: How many.
-        segment_seconds: How long each is.
+        num_segments: Number of segments.
+        segment_seconds: Length of each.
         spread: Standard deviation of the factor's logarithm.
 
     Returns:
@@ -93,7 +92,7 @@ def random_walk(seed: int, rate: float, *, num_segments: int, segment_seconds: f
 
 
 def alternating(rates: Sequence[float], seconds: Sequence[float], num_rounds: int) -> Link:
-    """A link that goes through the same rates again and again: each for so many seconds."""
+    """Returns a link that repeats the same rates, each for its number of seconds."""
     starts, now = [], 0.0
     for _ in range(num_rounds):
         for length in seconds:
@@ -104,54 +103,54 @@ def alternating(rates: Sequence[float], seconds: Sequence[float], num_rounds: in
 
 @dataclass(frozen=True)
 class Cluster:
-    """Who trains."""
+    """The ranks that train."""
 
     seconds_per_sample: tuple[float, ...]
-    """Of each rank."""
+    """For each rank."""
     batch_sizes: tuple[int, ...]
-    """Of each rank, at the beginning."""
+    """For each rank, at the start."""
     bytes_per_density: float
-    """Of one exchange with density 1, over the slowest hop."""
+    """Bytes of one exchange with density 1, over the slowest hop."""
     staleness: int = 1
     seconds_per_density: float = 0.0
-    """By which compute is longer at density 1: where choosing, coding and merging take from the model's processor."""
+    """How much longer compute is at density 1, where selection and merging use the model's processor."""
     noise_fraction: float = 0.0
-    """Compute and bandwidth of each step are off by up to so much."""
+    """Greatest random deviation of compute and bandwidth of each step."""
 
 
 @dataclass
 class Outcome:
-    """How it went."""
+    """The result of a run."""
 
     seconds: float
-    """To the progress that was asked for."""
+    """Until the goal was reached."""
     num_steps: int = 0
     decisions: list[Decision] = field(default_factory=list)
     densities: list[float] = field(default_factory=list)
-    """Of each step."""
+    """Density of each step."""
 
 
 def play(
     cluster: Cluster, link: Link, curve: Curve, goal: float, *, density: float, control: Controller | None = None,
     seed: int = 0,
 ) -> Outcome:  # fmt: skip
-    """Trains until the goal is reached.
+    """Simulates steps until the goal is reached.
 
     Args:
-        cluster: Who trains.
-        link: Over what.
-        curve: What a step is truly worth; the controller may believe in another.
+        cluster: The ranks.
+        link: The link between them.
+        curve: The true progress of a step; the controller may assume another.
         goal: Sum of progress.
-        density: That the run begins with.
-        control: Fed with each step's reports and obeyed, or None: the density stays.
-        seed: Of the noise.
+        density: The density at the start.
+        control: Gets each step's reports and makes decisions; None keeps the density.
+        seed: Seed of the noise.
 
     Returns:
-        How long it took.
+        The result.
     """
     draw = random.Random(seed)
     outcome = Outcome(0.0)
-    sizes, waiting, told = cluster.batch_sizes, list[Decision](), deque[StepReport]()
+    sizes, waiting, reports = cluster.batch_sizes, list[Decision](), deque[StepReport]()
     begin = received = before = 0.0  # of this step's compute; when the last exchange ended, and the one before
     progress, step = 0.0, 0
     while progress < goal:
@@ -176,11 +175,11 @@ def play(
                 wall = received - start + max(compute_W) - compute
                 moved = int(num_bytes)
                 waited = begin - computed
-                told.append(
+                reports.append(
                     StepReport(step, rank, size, compute, 0.0, wall, waited, moved, moved, density, gradient_norm=1.0)
                 )
-            while told and told[0].step < step - cluster.staleness:
-                control.observe(told.popleft())
+            while reports and reports[0].step < step - cluster.staleness:
+                control.observe(reports.popleft())
             made = control.decide(step + 1)
             if made is not None:
                 waiting.append(made)

@@ -1,1 +1,1 @@
-"""Helpers that several test modules share."""
+"""What several test modules use: small trainings, servers, snapshots, and the programs that tests run and kill."""

@@ -1,22 +1,12 @@
-"""Strategies: when a snapshot's bytes are copied, and on what terms; one file each."""
+"""Strategies: when a snapshot's bytes are copied, and on what terms; `auto` chooses among them.
 
-from shade.checkpoint.strategies import (
-    acute,
-    asymmetric,
-    asymmetric_variants,
-    auto,
-    checkfreq,
-    copy,
-    datastates,
-    deepfreeze,
-    excp,
-    fastpersist,
-    gemini,
-    mlc_base,
-    overlap,
-    pccheck,
-    sync,
-)
+In reading order: `base` (what a strategy is), `copy` and `overlap` (the two simple ones), `published` (one row a
+paper), `windows`, `deepfreeze`, `asymmetric`, `gemini` (those that copy or send in a way of their own); then what
+`auto` is made of: `measure` (rates of this machine), `predict` (what a save will cost), `pilot` (which strategy is
+next).
+"""
+
+from shade.checkpoint.strategies import asymmetric, auto, copy, deepfreeze, gemini, overlap, published
 from shade.checkpoint.strategies.base import STRATEGIES, Moment, Strategy, Terms
 
 __all__ = [
@@ -24,19 +14,11 @@ __all__ = [
     "Moment",
     "Strategy",
     "Terms",
-    "acute",
     "asymmetric",
-    "asymmetric_variants",
     "auto",
-    "checkfreq",
     "copy",
-    "datastates",
     "deepfreeze",
-    "excp",
-    "fastpersist",
     "gemini",
-    "mlc_base",
     "overlap",
-    "pccheck",
-    "sync",
+    "published",
 ]

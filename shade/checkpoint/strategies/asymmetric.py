@@ -2,7 +2,7 @@
 
 As `overlap`, but evenly spread. `overlap` begins when the optimizer's step has ended and copies as fast as it can: so
 it takes all its bandwidth from the first layers of the forward pass, which are short. Here every window releases its
-partition (`partition`), small ones in the forward pass and large ones in the backward pass, and no more is copied than
+partition, small ones in the forward pass and large ones in the backward pass, and no more is copied than
 has been released. All is released a little before the pass ends, because the copy is checked when it is done; what is
 left when the optimizer wants to step is copied at once.
 
@@ -19,6 +19,11 @@ AsymCheck (DAC 2026, §3), its snapshot and its flushing module. Where we differ
 as it will be stored, not slices of a second flat state, so nothing is joined afterwards; windows are measured all the
 time, and so is what they leave; what has not been measured yet (the first save of a run) is copied as `overlap` does.
 Invariant: as for all strategies, the buffer holds one moment, or the snapshot is refused.
+
+Three variants show what each module of AsymCheck brings, as in the paper: ``asymmetric-naive`` copies a little in every
+window, too, but the same in each; ``asymmetric-S`` as much as the window has time for (asymmetric snapshotting);
+``asymmetric-S+O`` also writes what has been copied, in batches of the best length (optimal flushing). All copy beside
+the training, whatever it leaves them; `asymmetric` looks before. (Decisions 0020, 0027.)
 """
 
 from __future__ import annotations
@@ -31,12 +36,12 @@ from functools import partial
 from typing import Final
 
 import torch
+from typing_extensions import override
 
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Terms
-from shade.checkpoint.strategies.partition import partition
-from shade.checkpoint.strategies.pooled import Pooled
-from shade.checkpoint.strategies.windows import Windows
+from shade.checkpoint.strategies.deepfreeze import Pooled
+from shade.checkpoint.strategies.windows import Windows, partition
 
 _LEAST_BYTES: Final = 2**20
 """Released at once: below, waking the threads would cost more than the copy."""
@@ -65,8 +70,8 @@ class Asymmetric(Pooled):
         self._all = False
         self._patience_seconds = 0.0
 
+    @override
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """See `Strategy`."""
         self._windows.attach(modules, optimizers)
 
     @property
@@ -76,19 +81,19 @@ class Asymmetric(Pooled):
         sizes = [end - begin for begin, end in zip([0, *self._ends], self._ends, strict=False)]
         return sizes[: len(forward)], sizes[len(forward) :]
 
+    @override
     def _num_threads(self) -> int:
-        """See `Pooled`."""
         return min(torch.get_num_threads(), _MOST_THREADS)
 
+    @override
     def begin(self, copying: Copying) -> Future[None]:
-        """See `Strategy`."""
         snapshot = super().begin(copying)
         if self._stands_still():
             wait(self._copied)  # nobody has to stand still for the check
         return snapshot
 
+    @override
     def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
-        """See `Pooled`."""
         windows = [] if self._stands_still() else list(itertools.chain(*self._windows.seconds()))
         sizes = partition(copying.num_bytes_left, self._shares(windows))
         self._ends = list(itertools.accumulate(sizes))
@@ -121,14 +126,14 @@ class Asymmetric(Pooled):
                 self._released = end
                 self._turn.notify_all()
 
+    @override
     def wait(self) -> None:
-        """See `Strategy`."""
         self._windows.is_watched = False
         self._release_all()
         super().wait()
 
+    @override
     def close(self) -> None:
-        """See `Strategy`."""
         self._windows.close()
         self._release_all()
         super().close()
@@ -168,3 +173,38 @@ def _without_tail(seconds: Sequence[float]) -> list[float]:
         usable.append(min(each, left))
         left -= usable[-1]
     return usable
+
+
+class _Beside(Asymmetric):
+    """Never lets the training wait while it can do otherwise."""
+
+    is_ablation = True
+
+    @override
+    def _stands_still(self) -> bool:
+        return False
+
+
+@STRATEGIES.register("asymmetric-naive")
+class AsymmetricNaive(_Beside):
+    """Equal partitions."""
+
+    terms = Terms()
+
+    @override
+    def _shares(self, windows: Sequence[float]) -> list[float]:
+        return [1.0] * len(windows)
+
+
+@STRATEGIES.register("asymmetric-S")
+class AsymmetricSnapshot(_Beside):
+    """Partitions by time; nothing else."""
+
+    terms = Terms()
+
+
+@STRATEGIES.register("asymmetric-S+O")
+class AsymmetricSnapshotFlush(_Beside):
+    """Partitions by time, written in batches."""
+
+    terms = Terms(streams=True, batches=True)

@@ -1,7 +1,7 @@
 """Auto: every save is left to the strategy that costs this training least, on this machine, within a budget.
 
 A thin coat over the others: it passes calls on to the one that is chosen, and between two saves it may choose another.
-What to choose is the business of `shade.checkpoint.autopilot.pilot`; how often to save is the schedule's, whose terms
+What to choose is the business of `shade.checkpoint.strategies.pilot`; how often to save is the schedule's, whose terms
 ``"2% mtbf 6h"`` mean the best interval for a failure every six hours, and never more than 2 % of the time.
 
 All ranks fly the same: rank 0 chooses, and its wish travels with the pace of its saves, so a choice holds two saves
@@ -27,13 +27,14 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
-from shade.checkpoint.autopilot.choose import Choice
-from shade.checkpoint.autopilot.measure import MemoryRates, costs_of, memory_rates
-from shade.checkpoint.autopilot.pilot import Pilot, candidates
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.schedule import Pace, budget_of
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint.strategies.measure import MemoryRates, costs_of, memory_rates
+from shade.checkpoint.strategies.pilot import Pilot, candidates
+from shade.checkpoint.strategies.predict import Choice
 
 FIRST: Final = "overlap"
 """Takes saves until something has been measured."""
@@ -45,7 +46,7 @@ logger = logging.getLogger("shade.checkpoint")
 
 @STRATEGIES.register("auto")
 class Auto(Strategy):
-    """Leaves it to others."""
+    """Delegates each save to the strategy with the lowest predicted cost."""
 
     terms = Terms(every="5% mtbf 24h", batches=True)
 
@@ -66,8 +67,8 @@ class Auto(Strategy):
         self._rates: MemoryRates | None = None
         self._is_of_devices = False
 
+    @override
     def open(self, terms: Terms) -> None:
-        """See `Strategy`."""
         budget, mtbf_seconds = budget_of(terms.every)
         able = {name: each for name, each in candidates().items() if _can_fly(name, each, terms)}
         # What a codec takes is in what the first save takes to land: the prediction need not know of it.
@@ -76,8 +77,8 @@ class Auto(Strategy):
         )
 
     @property
+    @override
     def streams(self) -> bool:
-        """See `Strategy`."""
         return self._strategy(self._name).streams
 
     @property
@@ -95,8 +96,8 @@ class Auto(Strategy):
         """Who takes the next save."""
         return self._name
 
+    @override
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """See `Strategy`."""
         self._attached.append((modules, optimizers))
         for strategy in self._flown.values():
             strategy.attach(modules, optimizers)
@@ -123,8 +124,8 @@ class Auto(Strategy):
 
     # ── the choice ──────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @override
     def steer(self, mine: Pace, agreed: Pace) -> Pace:
-        """See `Strategy`: takes up what was agreed on, and says what it wishes next."""
         leads = self._pilot if _rank() == 0 else None
         if leads is not None and self._in_a_row >= 2:  # the first has no windows yet, or the probe
             leads.saw(self._name, mine)
@@ -157,8 +158,8 @@ class Auto(Strategy):
 
     # ── passed on ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @override
     def begin(self, copying: Copying) -> Future[None]:
-        """See `Strategy`."""
         self._num_bytes, self._is_of_devices = copying.num_bytes_left, copying.is_of_devices
         is_first = self._copying_by is None  # behind it the copying is compiled; the second probes
         if self._rates is None and not is_first and _rank() == 0:
@@ -168,19 +169,19 @@ class Auto(Strategy):
         self._land_others()
         return self._copying_by.begin(copying)
 
+    @override
     def wait(self) -> None:
-        """See `Strategy`."""
         if self._copying_by is not None:
             self._copying_by.wait()
 
+    @override
     def before_chunk(self, num_bytes: int) -> None:
-        """See `Strategy`."""
         strategy = self._copying_by
         if strategy is not None:
             strategy.before_chunk(num_bytes)
 
+    @override
     def close(self) -> None:
-        """See `Strategy`; says how it went."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from typing_extensions import override
+
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 from shade.errors import TornSnapshotError
@@ -23,8 +25,8 @@ class Copy(Strategy):
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="shade-copy")
         self._done: Future[None] = Future()
 
+    @override
     def begin(self, copying: Copying) -> Future[None]:
-        """See `Strategy`."""
         self._done = Future()
         try:
             copying.finish(self._helper)
@@ -33,11 +35,11 @@ class Copy(Strategy):
             self._done.set_exception(error)
         return self._done
 
+    @override
     def wait(self) -> None:
-        """See `Strategy`; nothing is ever left to wait for."""
         if self._done.done():
             self._done.result()
 
+    @override
     def close(self) -> None:
-        """See `Strategy`."""
         self._helper.shutdown()

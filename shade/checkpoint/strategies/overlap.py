@@ -13,6 +13,8 @@ import queue
 import threading
 from concurrent.futures import Future
 
+from typing_extensions import override
+
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy
 from shade.errors import TornSnapshotError
@@ -27,8 +29,8 @@ class Overlap(Strategy):
         self._thread: threading.Thread | None = None
         self._running: Future[None] | None = None
 
+    @override
     def begin(self, copying: Copying) -> Future[None]:
-        """See `Strategy`."""
         running: Future[None] = Future()
         self._running = running
         try:
@@ -59,14 +61,14 @@ class Overlap(Strategy):
                 done.set_exception(error)
             del order, copying, done  # what was set aside on a device goes with it
 
+    @override
     def wait(self) -> None:
-        """See `Strategy`."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
+    @override
     def close(self) -> None:
-        """See `Strategy`."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join()

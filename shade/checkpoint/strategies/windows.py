@@ -1,4 +1,4 @@
-"""The windows of a pass: what a training step consists of, seen by hooks, and how long each part usually takes.
+"""The windows of a training step: their lengths, the bytes each one gets, and the cores that the training leaves idle.
 
 A window begins where a module's forward begins, and where the gradient of its output has come, which is where its
 backward begins. So forward and backward together are a sequence of marks, the same in every step of a model that does
@@ -8,26 +8,40 @@ last few is what a plan is made from, so it follows the training when that chang
 The hooks are put on modules without children, which do nearly all the work; what is compiled has none. Backward marks
 hang on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, as an
 in-place ReLU is one. Price: two calls a module and step, some microseconds each; and a module with hooks of ours can be
-copied, but not pickled whole.
+copied, but not pickled whole. On a device the marks are events on the current stream: a hook sees there when work is
+submitted, not when it is done.
 
-On a device the marks are events on the current stream: what a hook sees there is when work is submitted, not when it
-is done.
+`partition` divides a snapshot among the windows (AsymCheck, DAC 2026). Windows are long in the backward pass and short
+in the forward pass, and partitions of equal size stall in the short ones. With windows of t_i seconds and a state of R
+bytes, r_i = R · t_i / (ΣT_f + ΣT_b). The code published with it corrects the rounding of each pass by itself, so that
+its partitions hold the state twice and the last forward one is the largest; here the cumulative shares are rounded,
+once. Invariant: the partitions add up to R.
+
+`CoresLeft` counts idle cores. Linux counts for each core how long it was idle (``/proc/stat``, proc(5)). Threads of
+PyTorch that wait for each other do not rest, they spin, and count as working; rightly so, since a thread that takes
+their core keeps the others waiting.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from shade.checkpoint.strategies.cores import CoresLeft
-
 PROFILED_STEPS: Final = 10
 """As many as AsymCheck's warm-up has; medians of fewer are noise, of more are the past."""
+_STAT: Final = Path("/proc/stat")
+_IDLE_COLUMNS: Final = slice(4, 6)
+"""Idle, and waiting for a disk."""
+_PAUSE_SECONDS: Final = 1.0
+"""After a measurement: asking takes a millisecond where there are many cores, and steps may take ten."""
 
 
 class Windows:
@@ -177,3 +191,67 @@ def first_tensor(output: Any) -> torch.Tensor | None:
         return output
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     return next((found for value in values if (found := first_tensor(value)) is not None), None)
+
+
+def partition(num_bytes: int, window_seconds: Sequence[float]) -> list[int]:
+    """Divides a state among windows.
+
+    Args:
+        num_bytes: Of the state, R ≥ 0.
+        window_seconds: Length of each window of a pass, in order; not negative.
+
+    Returns:
+        Bytes for each, adding up to R; equal shares where nothing has been measured, none where there is no window.
+    """
+    if not window_seconds:
+        return []
+    total = sum(window_seconds)
+    reached = itertools.accumulate(window_seconds) if total > 0 else range(1, len(window_seconds) + 1)
+    ends = [round(num_bytes * min(1.0, seconds / (total or len(window_seconds)))) for seconds in reached]
+    ends[-1] = num_bytes
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+class CoresLeft:
+    """Measured between `begin` and `end`, of the cores that this process may use.
+
+    Args:
+        num_remembered: Measurements that count; more would be of another time.
+    """
+
+    def __init__(self, num_remembered: int) -> None:
+        self._measured: deque[tuple[float, float]] = deque(maxlen=num_remembered)
+        self._begun: tuple[float, float] | None = None
+        self._next = 0.0
+
+    def begin(self) -> None:
+        """From now on; unless it was measured a moment ago."""
+        self._begun = _idle_seconds() if time.perf_counter() >= self._next else None
+
+    def end(self) -> None:
+        """Until now, where it was begun."""
+        begun, self._begun = self._begun, None
+        ended = None if begun is None else _idle_seconds()
+        if begun is not None and ended is not None:
+            self._measured.append((ended[0] - begun[0], ended[1] - begun[1]))
+            self._next = ended[1] + _PAUSE_SECONDS
+
+    def number(self) -> int | None:
+        """Cores that nobody used, on average, rounded.
+
+        Returns:
+            None: nothing has been measured, or the system does not tell.
+        """
+        seconds = sum(length for _, length in self._measured)
+        return round(sum(idle for idle, _ in self._measured) / seconds) if seconds > 0 else None
+
+
+def _idle_seconds() -> tuple[float, float] | None:
+    """Seconds that our cores have been idle, together, and the time."""
+    try:
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
+    except (OSError, AttributeError):  # no Linux
+        return None
+    ticks = sum(int(ticks) for line in lines if line[0] in ours for ticks in line[_IDLE_COLUMNS])
+    return ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter()

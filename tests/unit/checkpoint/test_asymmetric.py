@@ -10,8 +10,8 @@ import torch
 
 from shade.checkpoint.copying import Copying
 from shade.checkpoint.layout import TensorSpec, plan
-from shade.checkpoint.strategies.asymmetric import Asymmetric
-from shade.checkpoint.strategies.asymmetric_variants import (
+from shade.checkpoint.strategies.asymmetric import (
+    Asymmetric,
     AsymmetricNaive,
     AsymmetricSnapshot,
     AsymmetricSnapshotFlush,

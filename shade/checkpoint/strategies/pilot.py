@@ -27,16 +27,12 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from shade.checkpoint.autopilot.choose import Choice, judge, ranked
-from shade.checkpoint.autopilot.costs import Costs
-from shade.checkpoint.autopilot.predict import Prediction, predict
 from shade.checkpoint.schedule import Pace
-
-if TYPE_CHECKING:
-    from shade.checkpoint.strategies.base import Terms
-
+from shade.checkpoint.strategies.base import STRATEGIES, Terms
+from shade.checkpoint.strategies.measure import Costs
+from shade.checkpoint.strategies.predict import Choice, Prediction, judge, predict, ranked
 
 AUTO: Final = "auto"
 """The strategy that asks; no candidate of its own."""
@@ -231,8 +227,6 @@ def _mean(paces: Collection[Pace]) -> Pace:
 
 def candidates() -> dict[str, Terms]:
     """The registered strategies that restore bit for bit, no ablations, by name; where two name a class the first."""
-    from shade.checkpoint.strategies.base import STRATEGIES
-
     found: dict[type[object], tuple[str, Terms]] = {}
     for name in STRATEGIES:
         strategy = STRATEGIES.get(name)

@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from shade.checkpoint.autopilot.interval import best_cycle, goodput, young
-from shade.checkpoint.autopilot.predict import Prediction
-from shade.checkpoint.autopilot.replay import Habit, Outcome, replay, replay_all
-from shade.checkpoint.autopilot.trace import KINDS, Failure, Kind, PreemptionTrace
+from shade.checkpoint.schedule import best_cycle, goodput
+from shade.checkpoint.strategies.predict import Prediction
+from shade.cli.checkpoint_replay import KINDS, Failure, Habit, Kind, Outcome, PreemptionTrace, replay, replay_all
 
 
 def saves(
@@ -145,6 +144,6 @@ def test_the_optimum_of_young_and_daly_is_recovered() -> None:
     # near its top the curve is flat: the middle of the best few is where it is
     middle = sum(math.log(each.habit.work_seconds) for each in found[:9]) / 9
     assert math.exp(middle) == pytest.approx(best, rel=0.04)
-    assert math.exp(middle) == pytest.approx(young(cost, mtbf), rel=0.04)
+    assert math.exp(middle) == pytest.approx(math.sqrt(2 * cost * mtbf), rel=0.04)  # Young's
     exact = replay(trace, Habit("x", saves(cost, kept=cost, durable=cost), step, round(best / step)))
     assert exact.goodput > found[0].goodput - 0.0005

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shade.checkpoint.autopilot.interval import goodput
-from shade.checkpoint.autopilot.replay import Habit, Outcome
+from shade.checkpoint.schedule import goodput
+from shade.cli.checkpoint_replay import Habit, Outcome
 from shade.errors import ConfigError
 
 HEADER = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.autopilot.trace import Failure, PreemptionTrace
+from shade.cli.checkpoint_replay import Failure, PreemptionTrace
 from shade.errors import ConfigError, DataError
 
 TEXT = """\

@@ -37,9 +37,9 @@ from shade.checkpoint.tiers import Tiers
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
 from shade.store.local_cluster import free_ports
-from tests.contracts.strategy_ranks import train_on_two_ranks
 from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
 from tests.simulation.torture.world import NOTHING, Act, CrashedError, Fault, World
+from tests.support.strategy_ranks import train_on_two_ranks
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]

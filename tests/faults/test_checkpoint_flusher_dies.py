@@ -30,7 +30,7 @@ from shade.storage import open_volume
 from shade.store import Store, open_store
 from shade.store.server import LocalServer
 from tests.conftest import PASSWORD, REPOSITORY
-from tests.snapshots import Snapshot, damages, make, save
+from tests.support.snapshots import Snapshot, damages, make, save
 
 WAIT_SECONDS = 60.0
 RUN = "vgg"
@@ -170,7 +170,7 @@ def test_it_outlives_a_trainer_that_is_killed_and_makes_its_last_snapshot_durabl
         "from shade.checkpoint.flush import start_flusher\n"
         "from shade.checkpoint.memory_tier import MemoryTier\n"
         "from shade.store import open_store\n"
-        "from tests.snapshots import make, save\n"
+        "from tests.support.snapshots import make, save\n"
         "url, folder = sys.argv[1:]\n"
         f"pid = start_flusher(url, folder, {RUN!r}, 'all', log=Path(folder).parent / 'flusher.log')\n"
         "print(pid, flush=True)\n"

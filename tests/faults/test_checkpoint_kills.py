@@ -20,11 +20,11 @@ import pytest
 from shade.checkpoint.own_memory import own_folder
 from shade.store.local_cluster import free_ports
 from shade.store.server import LocalServer
-from tests.faults.killed_training import Job, train
+from tests.support.killed_training import Job, train
 
 PATIENCE_SECONDS = 120.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.faults.killed_training"])
+_context.set_forkserver_preload(["tests.support.killed_training"])
 
 
 @dataclass

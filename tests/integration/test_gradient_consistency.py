@@ -16,7 +16,7 @@ from shade.gradient.consistency import Consistency
 from shade.gradient.exchange import Exchange
 from shade.gradient.optim import SparseSGD
 from shade.gradient.sparse import Sparse
-from tests.integration.gradient_ranks import digest, network, play, told
+from tests.support.gradient_ranks import digest, network, play, told
 
 
 class _Lines(logging.Handler):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import STREAM, forget, make_images, rows, run, same_state, saved_step, start, stream_of, wait_for
 
 from shade.checkpoint.memory_tier import MemoryTier
 from shade.checkpoint.own_memory import own_folder
@@ -19,6 +18,18 @@ from shade.storage import open_volume
 from shade.store import open_store
 from shade.store.local_cluster import free_ports
 from shade.store.server import LocalServer
+from tests.support.launching import (
+    STREAM,
+    forget,
+    make_images,
+    rows,
+    run,
+    same_state,
+    saved_step,
+    start,
+    stream_of,
+    wait_for,
+)
 
 KILL_AT, SAVED = 10, 9
 """The stream's script saves every third step."""

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import ROOT, environment
 
 from shade.cli import main
 from shade.control.profile import Profile
+from tests.support.launching import ROOT, environment
 
 Capture = pytest.CaptureFixture[str]
 TRAINING = """\

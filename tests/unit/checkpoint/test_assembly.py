@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shade.checkpoint.assembly import assemble
 from shade.checkpoint.state import dismantle
 from shade.errors import CorruptCheckpointError
-from tests.unit.checkpoint.mutation import mutants
+from tests.support.mutation import mutants
 
 TENSORS = {
     "f": torch.zeros(4, 2),

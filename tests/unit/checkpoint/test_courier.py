@@ -16,7 +16,7 @@ from shade.checkpoint.packing import Packer
 from shade.checkpoint.stage import Stage
 from shade.errors import CheckpointError, RunInUseError, StorageError, StoreFullError, TornSnapshotError
 from tests.simulation.torture.ledger import RUN, saved
-from tests.unit.checkpoint.test_reader import Near
+from tests.support.tiers import Near
 
 
 class Post:

@@ -19,7 +19,7 @@ from shade.checkpoint.recover import Recovered, recover
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.stage import Stage
 from shade.errors import CheckpointError, StorageError, StoreFullError
-from tests.unit.checkpoint.test_reader import Near
+from tests.support.tiers import Near
 
 
 class Post:

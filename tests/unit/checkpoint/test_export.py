@@ -24,7 +24,7 @@ from shade.checkpoint.export_safetensors import save_safetensors
 from shade.checkpoint.rng import RandomState
 from shade.checkpoint.state import dismantle
 from shade.errors import ConfigError, CorruptCheckpointError, StorageError
-from tests.unit.checkpoint.test_state import assert_same
+from tests.support.states import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

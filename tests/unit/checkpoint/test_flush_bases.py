@@ -12,7 +12,7 @@ from shade.checkpoint.protocol import agree, check_base, store
 from shade.checkpoint.retention import Keep
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError
 from tests.simulation.torture.ledger import saved
-from tests.unit.checkpoint.test_flush import Shelf
+from tests.support.tiers import Shelf
 
 
 def chain(*steps: int) -> Shelf:

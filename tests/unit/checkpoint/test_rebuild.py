@@ -21,7 +21,7 @@ from shade.checkpoint.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError
 from tests.simulation.torture.delta import built_on
 from tests.simulation.torture.ledger import RUN, Saved
-from tests.unit.checkpoint.test_reader import Near
+from tests.support.tiers import Near
 
 WORLD_SIZE = 2
 

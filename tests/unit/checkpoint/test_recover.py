@@ -13,8 +13,8 @@ from shade.checkpoint.recover import recover
 from shade.checkpoint.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
 from tests.simulation.torture.ledger import Saved, saved
-from tests.unit.checkpoint.test_protocol import together
-from tests.unit.checkpoint.test_reader import Near
+from tests.support.stepped_ranks import together
+from tests.support.tiers import Near
 
 
 def put(tier: Near, one: Saved) -> None:

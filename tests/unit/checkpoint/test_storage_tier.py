@@ -20,7 +20,7 @@ from shade.checkpoint.tier import Shard
 from shade.errors import CheckpointError, StorageError, StorageFullError
 from shade.storage.directory import DirectoryVolume
 from shade.types import Bytes
-from tests.snapshots import CHUNK, damages, make, readable, save
+from tests.support.snapshots import CHUNK, damages, make, readable, save
 
 RUN = "run-1"
 

@@ -24,7 +24,7 @@ from shade.gradient.elastic import ElasticEngine
 from shade.gradient.membership import Membership
 from shade.gradient.optim import SparseSGD
 from shade.gradient.standing import kept_norm
-from tests.integration.gradient_ranks import digest, loss_of, network
+from tests.support.gradient_ranks import digest, loss_of, network
 
 MORE_STEPS = 20
 

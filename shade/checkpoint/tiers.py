@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from shade.checkpoint.courier import Landing
 from shade.checkpoint.flush import mark_begun, mark_ended, serving, start_flusher
@@ -19,7 +18,7 @@ from shade.checkpoint.group import Group
 from shade.checkpoint.lease import Lease
 from shade.checkpoint.manifest import Commit
 from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.own_memory import check_run_name
+from shade.checkpoint.own_memory import check_run_name, flusher_log, sweep_logs
 from shade.checkpoint.reader import Reader
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.stage import Stage
@@ -260,9 +259,10 @@ def open_tiers(
         if group.rank == 0:
             lease = _lead(run, store, volume, resources)
             if store is not None and store_url is not None and persist_to is not None:
-                _see_to_flusher(store, store_url, persist_to, run, keep, stage.folder.parent)
+                _see_to_flusher(store, store_url, persist_to, run, keep)
             elif storage is not None:
-                storage.tidy()
+                storage.tidy(is_only_writer=True)  # the lock on the run id, in this storage, is ours
+            sweep_logs()
         opened = Tiers(stage, memory, storage, rules, is_first=group.rank == 0, lease=lease, resources=resources)
     except ShadeError as error:
         failure = error
@@ -319,9 +319,8 @@ def _end(store: Store, run: str) -> None:
         mark_ended(store, run)
 
 
-def _see_to_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str, folder: Path) -> None:
+def _see_to_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str) -> None:
     """Starts a flusher on this machine where none serves the run yet."""
     if not serving(store, run):
-        log = folder / f"flusher-{run}.log"
-        process_id = start_flusher(store_url, persist_to, run, keep, log=log)
-        logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, log)
+        process_id = start_flusher(store_url, persist_to, run, keep)
+        logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, flusher_log(run))

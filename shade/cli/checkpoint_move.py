@@ -143,6 +143,7 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 def _import(given: argparse.Namespace) -> int:
     from shade.checkpoint.adopt import adopt
     from shade.checkpoint.export import load_state
+    from shade.checkpoint.lease import Lease
     from shade.checkpoint.storage_tier import StorageTier
     from shade.storage import open_volume
 
@@ -153,7 +154,7 @@ def _import(given: argparse.Namespace) -> int:
         state = {given.name: state}
     elif not isinstance(state, dict):
         raise ConfigError.of("a dict of attached things", type(state).__name__, "name what it is with --as model")
-    with open_volume(given.persist) as volume:
+    with open_volume(given.persist) as volume, Lease(volume, given.run):  # a run that begins sweeps what has no record
         record = adopt(state, StorageTier(volume, given.run), given.run, given.step)
         sys.stdout.write(f"step {record.step} of run {record.run}: {size(record.num_bytes)} in {volume.url}\n")
     return 0

@@ -54,7 +54,7 @@ class Settings:
 
     def of_sparse(self) -> dict[str, Any]:
         """What hook and engine are told alike."""
-        from shade.gradient.density import WarmUp
+        from shade.gradient._engine.density import WarmUp
 
         return {
             "compressor": self.compressor,
@@ -64,7 +64,7 @@ class Settings:
 
     def momentum_correction(self) -> Any:
         """SGD's momentum before the choice; None: it is the optimizer's, or there is none."""
-        from shade.gradient.correction import MomentumCorrection
+        from shade.gradient._compress.correction import MomentumCorrection
 
         return MomentumCorrection(MOMENTUM) if self.correction and self.optimizer == "sgd" else None
 
@@ -144,7 +144,7 @@ class Hook(DDP):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from shade import SparseState, sparse_hook
-        from shade.gradient.correction import AdamCorrection
+        from shade.gradient._compress.correction import AdamCorrection
 
         settings, correction = self.settings, self.settings.momentum_correction()
         if settings.correction and settings.optimizer == "adamw":

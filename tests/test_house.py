@@ -211,8 +211,8 @@ def test_the_contracts_hold(copy: Path) -> None:
 def test_the_contracts_catch_planted_violations(copy: Path) -> None:
     planted = {
         "shade/policy/base.py": "import torch",
-        "shade/cache/board.py": "import redis",
-        "shade/store/base.py": "import shade.cache.board",
+        "shade/cache/residency_map.py": "import redis",
+        "shade/store/base.py": "import shade.cache.residency_map",
     }
     for file, line in planted.items():
         with (copy / file).open("a") as end:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shade.checkpoint.schedule import goodput
+from shade.checkpoint._pacing.schedule import goodput
 from shade.cli.checkpoint_replay import Habit, Outcome
 from shade.errors import ConfigError
 

@@ -3,18 +3,9 @@
 One file a compressor or a quantiser; importing this room registers them all.
 """
 
-from shade.gradient import (
-    quantise_bf16,
-    quantise_int8,
-    quantise_none,
-    random_k,
-    threshold_v,
-    threshold_v16,
-    topk,
-)
-from shade.gradient.compressor import COMPRESSORS, Compressor, Key
-from shade.gradient.quantiser import QUANTISERS, Quantiser
-from shade.gradient.sparse import Sparse
+from shade.gradient._compress import quantiser, random_k, threshold
+from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse
+from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
 
 __all__ = [
     "COMPRESSORS",

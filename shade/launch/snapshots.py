@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.own_memory import own_folder, own_records
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.schedule import Schedule
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._pacing.schedule import Schedule
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
 from shade.errors import ConfigError, ShadeError, StorageError, StoreUnavailableError
 from shade.storage import open_volume

@@ -32,17 +32,7 @@ import math
 import numpy as np
 
 from shade.errors import ConfigError
-from shade.sampling.base import (
-    MODES,
-    Draw,
-    Purpose,
-    Receipt,
-    SamplingMode,
-    Scores,
-    Targets,
-    Validation,
-    generator,
-)
+from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator
 from shade.types import Bools, Indices
 
 VALIDATION_EPOCHS = 3

@@ -22,15 +22,13 @@ import psutil
 import pytest
 import torch
 
-from shade.checkpoint.flush import mark_begun, mark_ended, serving, start_flusher
-from shade.checkpoint.flush_service import Until, serve
-from shade.checkpoint.lease import Lease
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.own_memory import flusher_log, open_log, remove_log
-from shade.checkpoint.presence import FLUSHER, spread_keys
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
+from shade.checkpoint._flush.service import Until, mark_begun, mark_ended, serve, serving, start_flusher
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.run_lock import FLUSHER, RunLock, spread_keys
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import CheckpointError, ConfigError
 from shade.process import is_running
 from shade.storage import open_volume
@@ -174,8 +172,8 @@ def test_it_outlives_a_trainer_that_is_killed_and_makes_its_last_snapshot_durabl
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from shade.checkpoint.flush import start_flusher\n"
-        "from shade.checkpoint.memory_tier import MemoryTier\n"
+        "from shade.checkpoint._flush.service import start_flusher\n"
+        "from shade.checkpoint._tiers.memory import MemoryTier\n"
         "from shade.store import open_store\n"
         "from tests.support.snapshots import make, save\n"
         "url, folder = sys.argv[1:]\n"
@@ -233,7 +231,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a machine of the test's own."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr("shade.checkpoint.own_memory.shared_memory", lambda: folder)
+    monkeypatch.setattr("shade.checkpoint._buffer.shared_memory_folder.shared_memory", lambda: folder)
     return folder
 
 
@@ -402,7 +400,7 @@ def test_a_storage_that_fails_is_waited_for_and_said_once(
 def test_a_run_that_is_silent_for_long_is_over_and_one_that_beats_is_not(
     server: LocalServer, store: Store, memory: MemoryTier, folder: Path
 ) -> None:
-    trainer = Lease(store, RUN)
+    trainer = RunLock(store, RUN)
     trainer.acquire()
     with Serving(server, folder, Until.ENDED, patience=2.0) as each:
         save(memory, make(RUN, 1))

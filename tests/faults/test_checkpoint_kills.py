@@ -20,8 +20,8 @@ import psutil
 import pytest
 import torch
 
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.store.local_cluster import free_ports
 from shade.store.server import LocalServer
 from tests.support.killed_training import Job, train
@@ -299,8 +299,8 @@ def test_another_number_of_ranks_restores_the_parameters(make: Callable[..., Job
 KILLED_IN_A_SAVE = """
 import os, signal, sys
 import torch
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.storage import StorageTier
 checkpointer = Checkpointer(persist_to=sys.argv[1], run=sys.argv[2], every="never")
 checkpointer.attach(model=torch.nn.Linear(8, 8))
 for checkpointer.step_count in (10, 20):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.flush import serving
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._flush.service import serving
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.store import open_store
 from shade.store.local_cluster import free_ports
 from shade.store.server import LocalServer

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import pytest
 
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
 from shade.store import Store, open_store
 from shade.store.keys import NUM_SLOTS

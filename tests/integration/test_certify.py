@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.certify import TRAIL_FILE, read_trail
+from shade.checkpoint._interchange.certify import TRAIL_FILE, read_trail
 from shade.cli import main
 from tests.support.launching import STREAM, make_images, run
 

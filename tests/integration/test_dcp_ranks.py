@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from shade.checkpoint._tiers.run_lock import ENDED, spread_keys
 from shade.checkpoint.dcp import ShadeReader
-from shade.checkpoint.presence import ENDED, spread_keys
 from shade.cli import main
 from shade.store import open_store
 

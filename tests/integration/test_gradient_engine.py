@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
-from shade.gradient.engine import GradientEngine
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.types import Decision
 from tests.support.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, told

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.own_memory import own_folder
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
 from shade.launch.run import main
 from shade.storage import open_volume

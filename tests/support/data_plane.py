@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
-from shade.cache import breaker, room
+from shade.cache import admission, breaker
 from shade.policy.simulator import SimulationResult, simulate
 from shade.policy.trace import Trace
 from shade.store.origin import FileOrigin
@@ -174,7 +174,7 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
     with contextlib.ExitStack() as stack:
         if job.is_patient:
             stack.enter_context(mock.patch.object(breaker, "SLOW_SECONDS", 5.0))
-            stack.enter_context(mock.patch.object(room, "LEAST_PATIENCE_SECONDS", room.MOST_PATIENCE_SECONDS))
+            stack.enter_context(mock.patch.object(admission, "LEAST_PATIENCE_SECONDS", admission.MOST_PATIENCE_SECONDS))
         dataset = ShadeDataset(
             ImageFolder(job.root.format(rank=rank)),
             cache=job.url,

@@ -20,10 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shade.gradient.elastic import ElasticEngine
-from shade.gradient.membership import Membership
+from shade.gradient._elastic.engine import ElasticEngine
+from shade.gradient._elastic.membership import Membership
+from shade.gradient._elastic.reconcile import kept_norm
 from shade.gradient.optim import SparseSGD
-from shade.gradient.standing import kept_norm
 from tests.support.gradient_ranks import digest, loss_of, network
 
 MORE_STEPS = 20

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from shade.gradient.exchange import Arrival, Exchange
+from shade.gradient._comm.transport import Arrival, Transport
 
 Story = Callable[[int, int], Any]
 
@@ -59,7 +59,7 @@ def digest(model: nn.Module) -> str:
     return total.hexdigest()
 
 
-def damage(world: Exchange, hurt: Callable[[list[Any]], None]) -> None:
+def damage(world: Transport, hurt: Callable[[list[Any]], None]) -> None:
     """From now on payloads that come in at this rank are changed before anybody looks at them."""
     begin = world.begin_gather
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer
 
 NUM_SAMPLES, BATCH = 48, 6
 

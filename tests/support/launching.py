@@ -18,9 +18,9 @@ import psutil
 import torch
 from PIL import Image
 
-from shade.checkpoint.manifest import Commit
-from shade.checkpoint.own_memory import own_folder, own_records
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
+from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.storage import open_volume

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
-from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer
 
 
 def run_of(folder: Path) -> str:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 
-from shade.gradient.bucket import Bucket
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import Sparse
 from shade.gradient.optim import adam, arrays, sgd
 from shade.gradient.optim.base import SparseOptimizer
-from shade.gradient.sparse import Sparse
 
 SIZE = 203
 """Not a multiple of 16."""

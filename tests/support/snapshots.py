@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry
-from shade.checkpoint.tier import Shard, Tier
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.types import Bytes
 
 CHUNK = 30_000
@@ -102,7 +102,7 @@ def damages(tier: Tier, place: str, snapshot: Snapshot) -> Iterator[tuple[int, i
 
 
 def readable(tier: Tier, place: str, snapshot: Snapshot) -> bool:
-    """Whether every byte is found right in some copy, as `shade.checkpoint.reader` would."""
+    """Whether every byte is found right in some copy, as `shade.checkpoint._restore.reader` would."""
     for rank, (manifest, chunks) in enumerate(zip(snapshot.manifests, snapshot.data, strict=True)):
         if all(tier.read_manifest(place, rank, copy) != manifest.to_bytes() for copy in range(tier.num_copies)):
             return False

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shade.checkpoint.layout import bytes_of
+from shade.checkpoint._capture.layout import bytes_of
 
 
 def assert_same(found: Any, expected: Any) -> None:

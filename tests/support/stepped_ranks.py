@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shade.checkpoint.group import Group
+from shade.checkpoint._commit.process_group import ProcessGroup
 from tests.simulation.torture.world import World
 
 T = TypeVar("T")
 
 
-def together(num_ranks: int, act: Callable[[Group], T]) -> list[Any]:
+def together(num_ranks: int, act: Callable[[ProcessGroup], T]) -> list[Any]:
     """What each rank comes to: a result, or the error that it raised."""
     world = World(0)
     found: list[Any] = [None] * num_ranks
 
-    def process(group: Group) -> Callable[[], None]:
+    def process(group: ProcessGroup) -> Callable[[], None]:
         def work() -> None:
             try:
                 found[group.rank] = act(group)

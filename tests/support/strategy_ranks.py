@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer
 
 
 def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -13,7 +13,7 @@ the same work costs up to three times as much: an operation of several threads e
 from one core is lost on all.
 
 What has been copied is written while the rest follows, in batches of the length that ends soonest
-(`shade.checkpoint.batching`).
+(`_pacing.batching`).
 
 AsymCheck (DAC 2026, §3), its snapshot and its flushing module. Where we differ: partitions are byte ranges of the shard
 as it will be stored, not slices of a second flat state, so nothing is joined afterwards; windows are measured all the
@@ -38,7 +38,7 @@ from typing import Final
 import torch
 from typing_extensions import override
 
-from shade.checkpoint.copying import Copying
+from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Terms
 from shade.checkpoint.strategies.deepfreeze import Pooled
 from shade.checkpoint.strategies.windows import Windows, partition

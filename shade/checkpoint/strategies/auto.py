@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.schedule import Pace, budget_of
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._pacing.schedule import Pace, budget_of
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 from shade.checkpoint.strategies.measure import MemoryRates, costs_of, memory_rates
 from shade.checkpoint.strategies.pilot import Pilot, candidates

@@ -18,9 +18,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from shade.checkpoint.codecs.base import CODECS, builds
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.schedule import Pace
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._codecs.base import CODECS, builds
+from shade.checkpoint._pacing.schedule import Pace
 from shade.errors import ConfigError
 from shade.registry import Registry
 
@@ -34,9 +34,9 @@ class Terms:
     """What a strategy proposes; an argument of `Checkpointer` of the same name has the last word."""
 
     every: str | int = "30s"
-    """When `step` saves: see `shade.checkpoint.schedule.Schedule`."""
+    """When `step` saves: see `_pacing.schedule.Schedule`."""
     codec: str = "none"
-    """Of the chunks: a name in `shade.checkpoint.codecs.base.CODECS`."""
+    """Of the chunks: a name in `_codecs.base.CODECS`."""
     slots: int = 3
     """Snapshots that the cluster's memory has room for: those on their way, and the newest."""
     replicas: int = 0

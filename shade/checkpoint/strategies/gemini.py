@@ -3,7 +3,7 @@
 Wang et al., SOSP 2023. Each machine's state is kept in its own memory and in those of its group, so that a lost machine
 comes back from its peers and not from storage, and saves can be as frequent as steps. The peers' memory is the
 cluster's here: servers on the training machines, each chunk on one of them and on `replicas` others of its group
-(`shade.checkpoint.slots`), two snapshots in own memory, storage behind all of it; a restore asks them in that order.
+(`_tiers.slot_table`), two snapshots in own memory, storage behind all of it; a restore asks them in that order.
 
 Traffic goes into the gaps. Data-parallel ranks exchange gradients in the backward pass; in the forward pass and in the
 optimizer's step the network rests. How long, is measured in every step (`Gaps`), and a chunk is sent when it fits into

@@ -26,11 +26,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from shade.checkpoint.codecs.base import standing_alone
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.manifest import CHUNK_BYTES
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.streaming import copy_bytes, prepare
+from shade.checkpoint._buffer.streaming_copy import copy_bytes, prepare
+from shade.checkpoint._codecs.base import standing_alone
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import CHUNK_BYTES
+from shade.checkpoint._pacing.schedule import Pace
 from shade.errors import ConfigError, StoreFullError
 from shade.storage.base import Volume
 from shade.store.base import Store

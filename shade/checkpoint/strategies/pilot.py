@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from shade.checkpoint.schedule import Pace
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint.strategies.base import STRATEGIES, Terms
 from shade.checkpoint.strategies.measure import Costs
 from shade.checkpoint.strategies.predict import Choice, Prediction, judge, predict, ranked

@@ -11,7 +11,7 @@ is which of them the training waits for, and which merely drag on it:
 * Chunks that leave while others are copied (`Terms.streams`) take as long as the slowest part; otherwise the parts
   follow on each other. Restoring is reading, then hashing what was read.
 
-To compare strategies, each gets its own best interval: the exact optimum of `shade.checkpoint.schedule.best_cycle`, and
+To compare strategies, each gets its own best interval: the exact optimum of `_pacing.schedule.best_cycle`, and
 no shorter one than its budget and its landing allow: C ≤ budget · f · t, and a save has landed before the next one
 needs its place. Then the strategies are ranked by what each keeps of a run's time. A budget of 2 % with a failure a day
 is often not used up: saving more often than is best costs more than it brings. Invariant: a choice never plans to be
@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shade.checkpoint.schedule import MTBF_SECONDS, best_cycle, goodput
+from shade.checkpoint._pacing.schedule import MTBF_SECONDS, best_cycle, goodput
 from shade.checkpoint.strategies.base import Moment, Terms
 from shade.checkpoint.strategies.measure import Costs
 from shade.errors import ConfigError

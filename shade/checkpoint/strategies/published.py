@@ -12,7 +12,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from shade.checkpoint.copying import Copying
+from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
 from shade.checkpoint.strategies.copy import Copy
 from shade.checkpoint.strategies.overlap import Overlap
@@ -62,7 +62,7 @@ PUBLISHED: Final = (
         "second the async writer, the third the flusher, a process on the memory node; two slots are the fewest that "
         "keep a whole snapshot there. Where we differ: waiting for the copy waits (the published barrier reads a flag "
         "that is never cleared), bits are cleared after the write to the disk and not before, every rank sends its "
-        "share of bytes that were never serialised, and there is a way back. `shade.checkpoint.acute` has the "
+        "share of bytes that were never serialised, and there is a way back. `_integrations.acute` has the "
         "original's interface.",
     ),
     PublishedSystem(
@@ -109,7 +109,7 @@ PUBLISHED: Final = (
         Terms(every="profiled 5%", in_flight=2, buffers=2, streams=True),
         "Where storage is slower than the interval, one save at a time means that training waits for the disk; N at a "
         "time mean that each may take N intervals. The interval is bounded by that, f ≥ T / (N·q·t): see "
-        "`shade.checkpoint.schedule`; N is `in_flight`. Memory is that of N snapshots, the cluster keeps N + 1. The "
+        "`_pacing.schedule`; N is `in_flight`. Memory is that of N snapshots, the cluster keeps N + 1. The "
         "pointer to the newest whole snapshot is the highest sequence among the commit records, so one that is "
         "overtaken never replaces a newer one. Where we differ: no address of a mapping is stored, which would mean "
         "nothing to the next process; tensors keep their types; what was there before a restart is still there after.",
@@ -130,7 +130,7 @@ class CheckFreq(Overlap):
     The first phase copies the state: on a device into its spare memory, if there is any, which takes milliseconds, and
     the next update waits for nothing more; else into the host's, in a thread, and the update waits for that. The second
     phase brings it to storage. The interval is profiled, k = max(⌈(T − o) / t⌉, 1), and grows where saves cost more
-    than the budget: see `shade.checkpoint.schedule`. Where we differ: it is followed all the time, in both directions;
+    than the budget: see `_pacing.schedule`. Where we differ: it is followed all the time, in both directions;
     what is half written is never found by a restore; snapshots are retired by rules, not by the order of a listing. The
     data loader's position is in the snapshot if it is attached, as anything that has a state.
     """

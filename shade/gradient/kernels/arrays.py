@@ -183,7 +183,7 @@ def gain_adam(
         first_D: Unchanged.
         second_D: Unchanged.
         gradient_D: Unchanged.
-        coefficients: See `shade.gradient.correction.AdamCorrection.coefficients`.
+        coefficients: See `_compress.correction.AdamCorrection.coefficients`.
         new_first_D: Overwritten.
         new_second_D: Overwritten.
         direction_D: Overwritten.

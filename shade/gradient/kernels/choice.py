@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shade.gradient.compressor import aligned_zeros
+from shade.gradient._compress.compressor import aligned_zeros
 from shade.gradient.kernels import arrays
 from shade.gradient.kernels.arrays import LINE, TILE, Places
 from shade.types import Bools, Floats

@@ -1,4 +1,4 @@
-"""The index code's two loops in numba; `shade.gradient.indices` says what they write."""
+"""The index code's two loops in numba; `_comm.message` says what they write."""
 
 from __future__ import annotations
 

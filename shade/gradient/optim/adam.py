@@ -30,10 +30,10 @@ import numpy as np
 from torch.optim.optimizer import ParamsT
 
 from shade.errors import ConfigError
-from shade.gradient.bucket import Bucket
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import Sparse
 from shade.gradient.optim.base import FLUSH_EVERY, SparseOptimizer, loops
 from shade.gradient.optim.memory import Memory
-from shade.gradient.sparse import Sparse
 from shade.types import Floats
 
 _TOLERANCE = 1e-7

@@ -36,12 +36,12 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shade.errors import ConfigError, GradientError
-from shade.gradient.bucket import Bucket
-from shade.gradient.correction import AdamCorrection, Correction
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import Sparse
+from shade.gradient._compress.correction import AdamCorrection, Correction
 from shade.gradient.kernels.compiling import choose
 from shade.gradient.optim import arrays
 from shade.gradient.optim.memory import Memory
-from shade.gradient.sparse import Sparse
 
 FLUSH_EVERY = 16
 _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_every"

@@ -2,7 +2,7 @@
 
 An Adam that is given one element in thirty divides the sum of what it missed by the size of such sums, and learns a
 fifth as fast (decision 0016 has the figures). So the engine makes Adam's direction of every gradient on the rank that
-has it (`shade.gradient.correction.AdamCorrection`), chooses, sends and averages directions, and what is left for the
+has it (`_compress.correction.AdamCorrection`), chooses, sends and averages directions, and what is left for the
 optimizer is ``w ← w − lr · (direction + weight_decay · w)``, the same on every rank.
 
 There is no first moment, unless it is asked for. An element waits in the residual until it is among the largest, three
@@ -25,7 +25,7 @@ from typing import Any
 from torch.optim.optimizer import ParamsT
 
 from shade.errors import ConfigError
-from shade.gradient.correction import AdamCorrection
+from shade.gradient._compress.correction import AdamCorrection
 from shade.gradient.optim.base import FLUSH_EVERY
 from shade.gradient.optim.sgd import SparseSGD
 

@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.gradient.bucket import Bucket
-from shade.gradient.compressor import aligned_zeros
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import Sparse, aligned_zeros
 from shade.gradient.optim.arrays import LINE
-from shade.gradient.sparse import Sparse
 from shade.types import Floats
 
 Places = npt.NDArray[np.uint32]

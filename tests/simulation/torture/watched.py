@@ -11,8 +11,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from shade.checkpoint.manifest import Commit, Manifest
-from shade.checkpoint.tier import Shard, Tier
+from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.types import Bytes
 from tests.simulation.torture.ledger import Ledger
 from tests.simulation.torture.world import Act, World

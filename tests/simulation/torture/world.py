@@ -300,7 +300,7 @@ class _Round:
 
 
 class SteppedGroup:
-    """One rank's end: a `shade.checkpoint.group.Group`.
+    """One rank's end: a `shade.checkpoint._commit.process_group.ProcessGroup`.
 
     Args:
         world: Whose turns it keeps.

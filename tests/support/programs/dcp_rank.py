@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
-from shade.checkpoint.copying import Copying
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._integrations.dcp_shard import PackedState
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
-from shade.checkpoint.dcp_shard import Packed
-from shade.checkpoint.manager import Checkpointer
 
 RUN = "job"
 
@@ -128,7 +128,7 @@ def crash(job: Job) -> None:
         os._exit(9)
 
     if dist.get_rank() == 1:
-        Packed.check = die  # type: ignore[method-assign]
+        PackedState.check = die  # type: ignore[method-assign]
     try:
         with ShadeWriter(**job.places) as writer:
             dcp.save(job.state(), storage_writer=writer, checkpoint_id="4")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shade import Checkpointer
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.schedule import Pace
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint.strategies import STRATEGIES
 from shade.checkpoint.strategies.auto import FIRST, Auto
 from shade.checkpoint.strategies.base import Terms

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint.ahead import Ahead
-from shade.checkpoint.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
-from shade.checkpoint.progress import Progress
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._flush.fetch import Prefetch
+from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
+from shade.checkpoint._flush.progress import LongWork
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CorruptCheckpointError, StorageError, StorageFullError, StoreUnavailableError
 from tests.support.tiers import CHUNK, Shelf
 
 
-class Telling(Progress):
+class Telling(LongWork):
     """Calls something after each chunk."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
@@ -282,7 +282,7 @@ def test_no_buffer_is_filled_again_while_it_is_still_needed(
     slow: str, memory: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written is looked at as late as may be: just before the next is asked for."""
-    monkeypatch.setattr("shade.checkpoint.flush_batch.MOST_BYTES", 3 * 4096)
+    monkeypatch.setattr("shade.checkpoint._flush.fetch.MOST_BYTES", 3 * 4096)
     waits = random.Random(1)
 
     class Late(Shelf):
@@ -311,7 +311,7 @@ def test_a_source_is_read_ahead_but_not_further() -> None:
             reached.release()
             yield number
 
-    with Ahead(source(), 3) as items:
+    with Prefetch(source(), 3) as items:
         for _ in range(4):  # three wait, one is in hand
             assert reached.acquire(timeout=10)
         assert not reached.acquire(timeout=0.3)
@@ -325,7 +325,7 @@ def test_what_ends_the_source_ends_the_reader() -> None:
         yield 1
         raise StoreUnavailableError("gone")
 
-    with Ahead(source(), 3) as items:
+    with Prefetch(source(), 3) as items:
         assert next(items) == 1
         with pytest.raises(StoreUnavailableError, match="gone"):
             next(items)
@@ -333,7 +333,7 @@ def test_what_ends_the_source_ends_the_reader() -> None:
 
 def test_a_reader_that_leaves_ends_the_thread() -> None:
     before = threading.active_count()
-    with contextlib.suppress(KeyError), Ahead(iter(range(10**9)), 2) as items:
+    with contextlib.suppress(KeyError), Prefetch(iter(range(10**9)), 2) as items:
         next(items)
         raise KeyError
     assert threading.active_count() == before

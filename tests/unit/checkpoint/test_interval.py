@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shade.checkpoint.schedule import best_cycle, goodput
+from shade.checkpoint._pacing.schedule import best_cycle, goodput
 
 
 def young(cost_seconds: float, mtbf_seconds: float) -> float:

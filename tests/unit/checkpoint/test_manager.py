@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint import tiers as tiers_module
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.manifest import Manifest
-from shade.checkpoint.own_memory import own_folder
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._session import open_tiers as tiers_module
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import (
     CheckpointError,
     ConfigError,
@@ -552,7 +552,7 @@ def test_a_save_that_cannot_begin_fails_and_the_next_one_does_not(
 ) -> None:
     with begin(Training(), buffers=2) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Stage, "begin", lambda self, num_bytes: (_ for _ in ()).throw(error))
+            patch.setattr(SharedMemoryTier, "begin", lambda self, num_bytes: (_ for _ in ()).throw(error))
             with pytest.raises(type(error)):
                 checkpointer.save()
             with pytest.raises(CheckpointError, match=f"rank 0: {error}"):

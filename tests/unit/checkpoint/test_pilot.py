@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint.schedule import Pace
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint.strategies import STRATEGIES
 from shade.checkpoint.strategies.base import Terms
 from shade.checkpoint.strategies.measure import Costs, MemoryRates, costs_of

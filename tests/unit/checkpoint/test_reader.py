@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shade.checkpoint.reader import BATCH, Reader, Snapshot
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._restore.reader import BATCH, Reader, Snapshot
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CorruptCheckpointError, StorageError, StoreUnavailableError
 from tests.simulation.torture.ledger import Saved, saved
 from tests.support.snapshots import make, save

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.manifest import Commit, Manifest, TensorEntry
-from shade.checkpoint.safetensors_header import ALIGNMENT, safetensors_header
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._format.manifest import Commit, Manifest, TensorEntry
+from shade.checkpoint._format.safetensors_header import ALIGNMENT, safetensors_header
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, StorageError, StorageFullError
 from shade.storage.directory import DirectoryVolume
 from shade.types import Bytes

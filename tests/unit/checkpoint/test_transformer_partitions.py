@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint.strategies.asymmetric import Asymmetric
 from shade.checkpoint.strategies.windows import PROFILED_STEPS
 

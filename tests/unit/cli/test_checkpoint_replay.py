@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.checkpoint.schedule import best_cycle, goodput
+from shade.checkpoint._pacing.schedule import best_cycle, goodput
 from shade.checkpoint.strategies.predict import Prediction
 from shade.cli.checkpoint_replay import KINDS, Failure, Habit, Kind, Outcome, PreemptionTrace, replay, replay_all
 

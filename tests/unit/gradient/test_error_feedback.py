@@ -10,8 +10,8 @@ import torch
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient import COMPRESSORS, QUANTISERS, Key, Sparse
-from shade.gradient.correction import MomentumCorrection
-from shade.gradient.error_feedback import ErrorFeedback
+from shade.gradient._compress.correction import MomentumCorrection
+from shade.gradient._compress.error_feedback import ErrorFeedback
 
 SIZE = 1000
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shade.gradient.compressor import aligned_zeros
-from shade.gradient.correction import AdamCorrection
+from shade.gradient._compress.compressor import aligned_zeros
+from shade.gradient._compress.correction import AdamCorrection
 from shade.gradient.kernels import choice
 from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, as_lines
 from shade.gradient.kernels.choice import ARRAYS, Kernels, candidates, prepare

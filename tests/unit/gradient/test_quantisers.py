@@ -8,7 +8,7 @@ import torch
 
 from shade.errors import PayloadError
 from shade.gradient import QUANTISERS
-from shade.gradient.quantiser import Quantiser
+from shade.gradient._compress.quantiser import Quantiser
 
 
 def codec(name: str) -> Quantiser:

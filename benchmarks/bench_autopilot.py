@@ -51,8 +51,8 @@ from strategy_report import Report
 from strategy_run import FIRST_STEPS, Training
 
 from shade import Checkpointer
-from shade.checkpoint.strategies.pilot import candidates
-from shade.checkpoint.strategies.predict import Prediction, judge
+from shade.checkpoint._strategies.pilot import candidates
+from shade.checkpoint._strategies.predict import Prediction, judge
 
 FLOWN = "autopilot.jsonl"
 STEP_OF_GRID = 1.05

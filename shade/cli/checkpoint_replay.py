@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from shade.checkpoint.strategies.predict import Prediction
+from shade.checkpoint._strategies.predict import Prediction
 from shade.errors import ConfigError, DataError
 
 Kind = Literal["process", "machine", "cluster"]

@@ -32,8 +32,8 @@ from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveH
 from shade.checkpoint._session import open_tiers as tiers_module
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._session.open_tiers import Tiers
+from shade.checkpoint._strategies import STRATEGIES, Strategy, Terms
 from shade.checkpoint._tiers.storage import StorageTier
-from shade.checkpoint.strategies import STRATEGIES, Strategy, Terms
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
 from shade.store.local_cluster import free_ports

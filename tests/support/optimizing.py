@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient.optim import adam, arrays, sgd
-from shade.gradient.optim.base import SparseOptimizer
+from shade.gradient._optim import adam, arrays, sgd
+from shade.gradient._optim.base import SparseOptimizer
 
 SIZE = 203
 """Not a multiple of 16."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shade import Checkpointer
-from shade.checkpoint.strategies.auto import Auto
+from shade.checkpoint._strategies.auto import Auto
 
 STEPS, MOST_STEPS = 200, 4000
 """As many as the first, and more where nobody else has had a turn yet: that depends on the pace of the disk."""

@@ -10,7 +10,7 @@ import torch
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint.strategies.asymmetric import (
+from shade.checkpoint._strategies.asymmetric import (
     Asymmetric,
     AsymmetricNaive,
     AsymmetricSnapshot,

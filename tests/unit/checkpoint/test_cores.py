@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.strategies import windows
-from shade.checkpoint.strategies.windows import CoresLeft
+from shade.checkpoint._strategies import windows
+from shade.checkpoint._strategies.windows import CoresLeft
 
 HERTZ = os.sysconf("SC_CLK_TCK")
 

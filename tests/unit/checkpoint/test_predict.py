@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.strategies.base import Terms
-from shade.checkpoint.strategies.measure import CodecCost, Costs
-from shade.checkpoint.strategies.predict import predict
+from shade.checkpoint._strategies.base import Terms
+from shade.checkpoint._strategies.measure import CodecCost, Costs
+from shade.checkpoint._strategies.predict import predict
 from shade.errors import ConfigError
 
 COSTS = Costs(

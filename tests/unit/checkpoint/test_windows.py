@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.strategies import windows
-from shade.checkpoint.strategies.windows import PROFILED_STEPS, Windows
+from shade.checkpoint._strategies import windows
+from shade.checkpoint._strategies.windows import PROFILED_STEPS, Windows
 
 
 class Sleep(torch.autograd.Function):

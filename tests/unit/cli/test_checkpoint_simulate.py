@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.strategies.measure import Costs
+from shade.checkpoint._strategies.measure import Costs
 from shade.cli import main
 from shade.cli.checkpoint_replay import PreemptionTrace
 from shade.store.server import LocalServer

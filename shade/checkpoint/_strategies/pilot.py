@@ -30,9 +30,9 @@ from dataclasses import replace
 from typing import Final
 
 from shade.checkpoint._pacing.schedule import Pace
-from shade.checkpoint.strategies.base import STRATEGIES, Terms
-from shade.checkpoint.strategies.measure import Costs
-from shade.checkpoint.strategies.predict import Choice, Prediction, judge, predict, ranked
+from shade.checkpoint._strategies.base import STRATEGIES, Terms
+from shade.checkpoint._strategies.measure import Costs
+from shade.checkpoint._strategies.predict import Choice, Prediction, judge, predict, ranked
 
 AUTO: Final = "auto"
 """The strategy that asks; no candidate of its own."""

@@ -39,9 +39,9 @@ import torch
 from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint.strategies.base import STRATEGIES, Terms
-from shade.checkpoint.strategies.deepfreeze import Pooled
-from shade.checkpoint.strategies.windows import Windows, partition
+from shade.checkpoint._strategies.base import STRATEGIES, Terms
+from shade.checkpoint._strategies.deepfreeze import Pooled
+from shade.checkpoint._strategies.windows import Windows, partition
 
 _LEAST_BYTES: Final = 2**20
 """Released at once: below, waking the threads would cost more than the copy."""

@@ -1,6 +1,6 @@
 """Chooses, once a process, how to walk: with AVX-512, with any vectors, or in numpy.
 
-The loops in `shade.gradient.kernels.vector` are compiled at first use, a second or two, unless a build is found that an
+The loops in `_kernels.vector` are compiled at first use, a second or two, unless a build is found that an
 earlier run has kept. Then each way walks a small bucket a few times, and the fastest stays. Results are the same to the
 last bit, so the choice is about time only. Whoever needs a choice waits for it; `prepare`, in a thread that has time,
 makes the wait short.
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from shade.gradient._compress.compressor import aligned_zeros
-from shade.gradient.kernels import arrays
-from shade.gradient.kernels.arrays import LINE, TILE, Places
+from shade.gradient._kernels import arrays
+from shade.gradient._kernels.arrays import LINE, TILE, Places
 from shade.types import Bools, Floats
 
 _PROBE_SIZE = 2**20
@@ -35,7 +35,7 @@ _chosen: Kernels | None = None
 
 @dataclass(frozen=True)
 class Kernels:
-    """One way to walk; see `shade.gradient.kernels.arrays` for what each function promises."""
+    """One way to walk; see `_kernels.arrays` for what each function promises."""
 
     name: str
     pick_elements: Callable[[Floats, Floats, Floats, float, Places, Floats], int]
@@ -80,8 +80,8 @@ def prepare() -> Kernels:
 def candidates() -> list[Kernels]:
     """Every way that this machine can go; numpy's is the first."""
     try:
-        from shade.gradient.kernels import loops
-        from shade.gradient.kernels.vector import variants
+        from shade.gradient._kernels import loops
+        from shade.gradient._kernels.vector import variants
 
         found = [_kernels(*walks, loops) for walks in variants()]
         _Probe(LINE).walk(found[0])

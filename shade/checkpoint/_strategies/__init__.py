@@ -6,8 +6,8 @@ paper), `windows`, `deepfreeze`, `asymmetric`, `gemini` (those that copy or send
 next).
 """
 
-from shade.checkpoint.strategies import asymmetric, auto, copy, deepfreeze, gemini, overlap, published
-from shade.checkpoint.strategies.base import STRATEGIES, Moment, Strategy, Terms
+from shade.checkpoint._strategies import asymmetric, auto, copy, deepfreeze, gemini, overlap, published
+from shade.checkpoint._strategies.base import STRATEGIES, Moment, Strategy, Terms
 
 __all__ = [
     "STRATEGIES",

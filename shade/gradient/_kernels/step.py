@@ -1,6 +1,6 @@
 """The sparse optimizers' loops in numba: line after line of 16, with the next lines already on their way from memory.
 
-`shade.gradient.optim.arrays` says what each does; here is how. A touched element's line has to come from memory whole,
+`_optim.arrays` says what each does; here is how. A touched element's line has to come from memory whole,
 so all of it is brought up to date, which costs a few vector operations. Elements come in ascending order, far apart:
 the processor's own look-ahead does not see the pattern, so each line is asked for `_AHEAD` elements before its turn.
 That is faster than gathering and scattering 16 elements at a time. A line that was touched whole, as threshold-v16
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from shade.gradient.kernels import lanes
-from shade.gradient.kernels.compiling import compiled
+from shade.gradient._kernels import lanes
+from shade.gradient._kernels.compiling import compiled
 
 _LINE, _AHEAD, _U64 = lanes.LINE, 64, np.uint64
 # Intrinsics are called without their first argument, which no type checker knows.

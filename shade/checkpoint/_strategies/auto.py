@@ -1,7 +1,7 @@
 """Auto: every save is left to the strategy that costs this training least, on this machine, within a budget.
 
 A thin coat over the others: it passes calls on to the one that is chosen, and between two saves it may choose another.
-What to choose is the business of `shade.checkpoint.strategies.pilot`; how often to save is the schedule's, whose terms
+What to choose is the business of `_strategies.pilot`; how often to save is the schedule's, whose terms
 ``"2% mtbf 6h"`` mean the best interval for a failure every six hours, and never more than 2 % of the time.
 
 All ranks fly the same: rank 0 chooses, and its wish travels with the pace of its saves, so a choice holds two saves
@@ -31,10 +31,10 @@ from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._pacing.schedule import Pace, budget_of
-from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
-from shade.checkpoint.strategies.measure import MemoryRates, costs_of, memory_rates
-from shade.checkpoint.strategies.pilot import Pilot, candidates
-from shade.checkpoint.strategies.predict import Choice
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies.measure import MemoryRates, costs_of, memory_rates
+from shade.checkpoint._strategies.pilot import Pilot, candidates
+from shade.checkpoint._strategies.predict import Choice
 
 FIRST: Final = "overlap"
 """Takes saves until something has been measured."""

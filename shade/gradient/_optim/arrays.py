@@ -1,4 +1,4 @@
-"""The sparse optimizers' loops in numpy, the same to the last bit as `shade.gradient.kernels.step`.
+"""The sparse optimizers' loops in numpy, the same to the last bit as `_kernels.step`.
 
 All work on whole lines of 16 elements. ``last_L`` holds the step up to which each line has moved; a line that lags is
 brought up to date as a whole. Tables have a column for each lag, rows a step's coefficients at ``step % F``.

@@ -1,7 +1,7 @@
 """The loops in numba: a sample's lines, a line's elements, what rounding lost, what is to be 0, what goes back, Adam.
 
 Most of them read or write a place here and a place there, so what counts is many accesses under way at once. numpy does
-the same in `shade.gradient.kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and
+the same in `_kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and
 widens indices before it uses them.
 
 Legend: D bucket · K kept · L lines of 16.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shade.gradient.kernels.arrays import LINE, Places
-from shade.gradient.kernels.compiling import compiled
+from shade.gradient._kernels.arrays import LINE, Places
+from shade.gradient._kernels.compiling import compiled
 from shade.types import Bools, Floats
 
 

@@ -39,9 +39,9 @@ from shade.errors import ConfigError, GradientError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import AdamCorrection, Correction
-from shade.gradient.kernels.compiling import choose
-from shade.gradient.optim import arrays
-from shade.gradient.optim.memory import Memory
+from shade.gradient._kernels.compiling import choose
+from shade.gradient._optim import arrays
+from shade.gradient._optim.memory import Memory
 
 FLUSH_EVERY = 16
 _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_every"
@@ -50,7 +50,7 @@ _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_ev
 @functools.cache
 def loops() -> Any:
     """Those in use: compiled, or in numpy."""
-    return choose("shade.gradient.kernels.step", arrays)
+    return choose("shade.gradient._kernels.step", arrays)
 
 
 class SparseOptimizer(Optimizer, ABC):

@@ -33,9 +33,9 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
-from shade.checkpoint.strategies.base import STRATEGIES, Terms
-from shade.checkpoint.strategies.overlap import Overlap
-from shade.checkpoint.strategies.windows import PROFILED_STEPS, first_tensor
+from shade.checkpoint._strategies.base import STRATEGIES, Terms
+from shade.checkpoint._strategies.overlap import Overlap
+from shade.checkpoint._strategies.windows import PROFILED_STEPS, first_tensor
 
 _PATIENT_STEPS: Final = 2.0
 _MEASURED: Final = 32

@@ -11,7 +11,7 @@ A walk reads two streams and writes one; so does a step of momentum. Three thing
   copied behind a branch, which is taken for one in a hundred: a copy that is overwritten costs a store all the same.
 
 Comparisons are true for NaN, so that NaN is picked, and found among the picked. All arithmetic is IEEE's, in the order
-of `shade.gradient.kernels.arrays`: the results are the same to the last bit.
+of `_kernels.arrays`: the results are the same to the last bit.
 
 Only whole lines of 16 come here; numpy does what is left over.
 
@@ -28,9 +28,9 @@ import numpy as np
 from llvmlite import ir
 from numba import extending
 
-from shade.gradient.kernels import arrays
-from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, Places
-from shade.gradient.kernels.writer import FLOAT, FLOATS, INT, INTS, NOTHING, WORD, Writer
+from shade.gradient._kernels import arrays
+from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places
+from shade.gradient._kernels.writer import FLOAT, FLOATS, INT, INTS, NOTHING, WORD, Writer
 from shade.types import Floats
 
 _BIT, _MASK = ir.IntType(1), ir.IntType(LINE)

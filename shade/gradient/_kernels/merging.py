@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numba.extending import intrinsic
 
-from shade.gradient.kernels.compiling import compiled
+from shade.gradient._kernels.compiling import compiled
 
 _U64 = np.uint64
 _TILE_BITS = 15

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shade.checkpoint._pacing.schedule import MTBF_SECONDS, best_cycle, goodput
-from shade.checkpoint.strategies.base import Moment, Terms
-from shade.checkpoint.strategies.measure import Costs
+from shade.checkpoint._strategies.base import Moment, Terms
+from shade.checkpoint._strategies.measure import Costs
 from shade.errors import ConfigError
 
 MOST_STEPS: Final = 10**9

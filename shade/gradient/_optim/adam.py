@@ -32,8 +32,8 @@ from torch.optim.optimizer import ParamsT
 from shade.errors import ConfigError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient.optim.base import FLUSH_EVERY, SparseOptimizer, loops
-from shade.gradient.optim.memory import Memory
+from shade.gradient._optim.base import FLUSH_EVERY, SparseOptimizer, loops
+from shade.gradient._optim.memory import Memory
 from shade.types import Floats
 
 _TOLERANCE = 1e-7

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from shade.gradient.kernels.arrays import LINE
+from shade.gradient._kernels.arrays import LINE
 
 INT, WORD, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = (ir.VectorType(kind, LINE) for kind in (FLOAT, INT))

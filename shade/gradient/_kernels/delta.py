@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shade.gradient.kernels.compiling import compiled
+from shade.gradient._kernels.compiling import compiled
 
 _U64 = np.uint64
 

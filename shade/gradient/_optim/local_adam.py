@@ -26,8 +26,8 @@ from torch.optim.optimizer import ParamsT
 
 from shade.errors import ConfigError
 from shade.gradient._compress.correction import AdamCorrection
-from shade.gradient.optim.base import FLUSH_EVERY
-from shade.gradient.optim.sgd import SparseSGD
+from shade.gradient._optim.base import FLUSH_EVERY
+from shade.gradient._optim.sgd import SparseSGD
 
 
 class LocalAdamW(SparseSGD):

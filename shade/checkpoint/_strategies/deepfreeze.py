@@ -28,7 +28,7 @@ from typing import Final
 from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
 from shade.errors import TornSnapshotError
 
 NUM_THREADS: Final = min(4, os.cpu_count() or 1)

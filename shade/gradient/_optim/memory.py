@@ -21,7 +21,7 @@ import torch
 
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse, aligned_zeros
-from shade.gradient.optim.arrays import LINE
+from shade.gradient._optim.arrays import LINE
 from shade.types import Floats
 
 Places = npt.NDArray[np.uint32]

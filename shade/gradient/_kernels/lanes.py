@@ -1,7 +1,7 @@
 """What the optimizers do to one line of 16 elements, as vector code, in LLVM's words.
 
 A plain loop over 16 elements of three arrays is vectorised only after a check at run time that they do not overlap,
-which costs more than the line. All arithmetic is IEEE's, in the order of `shade.gradient.optim.arrays`, so that the
+which costs more than the line. All arithmetic is IEEE's, in the order of `_optim.arrays`, so that the
 results are the same to the last bit on every processor. Arrays are numba's; offsets are in elements, multiples of 16.
 """
 

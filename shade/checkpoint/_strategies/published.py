@@ -13,9 +13,9 @@ from typing import Final
 from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint.strategies.base import STRATEGIES, Strategy, Terms
-from shade.checkpoint.strategies.copy import Copy
-from shade.checkpoint.strategies.overlap import Overlap
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies.copy import Copy
+from shade.checkpoint._strategies.overlap import Overlap
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Method
     what else the machine does hits both alike. Ours runs on one thread, in one call, as in the engine; PyTorch's fused
     dense step on one thread and on all.
 
-    touched      The loop over the touched elements alone, their lines caught up exactly (`shade.gradient.kernels`).
+    touched      The loop over the touched elements alone, their lines caught up exactly (`shade.gradient._kernels`).
     in lines     The same over as many elements in whole cache lines, as threshold-v16 picks them.
     apply        All of `SparseOptimizer.apply`: that, the tables, and the part of the sweep that keeps every element
                  within ``flush_every`` steps.
@@ -54,11 +54,11 @@ from shade.gradient._comm.sparse_all_reduce import merge
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse, aligned_zeros
 from shade.gradient._compress.quantiser import QUANTISERS
-from shade.gradient.kernels import step as loops
-from shade.gradient.kernels.compiling import compiled
-from shade.gradient.kernels.lanes import fetch
+from shade.gradient._kernels import step as loops
+from shade.gradient._kernels.compiling import compiled
+from shade.gradient._kernels.lanes import fetch
+from shade.gradient._optim.base import SparseOptimizer
 from shade.gradient.optim import SparseAdamW, SparseSGD
-from shade.gradient.optim.base import SparseOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE, DENSITY, NUM_GRADIENTS = 25_000_000, 0.01, 4

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 from shade import Checkpointer
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._strategies import STRATEGIES
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
-from shade.checkpoint.strategies import STRATEGIES
 
 RUN = "strategies"
 SPARE = "BENCH_SPARE"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LAZY = ["shade", "shade.cache", "shade.checkpoint", "shade.data", "shade.gradient", "shade.gradient.optim"]
+LAZY = ["shade", "shade.cache", "shade.checkpoint", "shade.data", "shade.gradient"]
 """Packages that load a public name on first use."""
 
 

@@ -81,9 +81,12 @@ def registries(package: Path) -> list[str]:
     complaints = []
     for name, (path, tree) in trees.items():
         registering = any(
-            isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register"
-            for node in ast.walk(tree)
-            for call in (node.decorator_list if isinstance(node, ast.ClassDef) else [])
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr == "register"
+            and isinstance(call.func.value, ast.Name)
+            and call.func.value.id.isupper()  # a registry; not atexit
+            for call in ast.walk(tree)
         )
         room, _, file = name.rpartition(".")
         if registering and path.name != "__init__.py" and room in trees:
@@ -143,6 +146,12 @@ PLANTED: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (front_doors, "shade/store/b.py", DOC + "from . import a\n", "relatively"),
     (docstrings, "shade/store/b.py", "class B: ...\n", "shade.store.b has no docstring"),
     (registries, "shade/store/__init__.py", DOC, "add to shade/store/__init__.py: from shade.store import a"),
+    (
+        registries,
+        "shade/store/b.py",
+        DOC + "class B: ...\n\nfor _name in ('b', 'c'):\n    STORES.register(_name)(B)\n",
+        "add to shade/store/__init__.py: from shade.store import b",
+    ),
     (long_modules, "shade/store/b.py", DOC + "\n" * MOST_LINES, "401 lines"),
     (forbidden_words, "shade/store/b.py", DOC + "print('hello')\n", "prints"),
     (forbidden_words, "shade/store/b.py", DOC + "try:\n    x = 1\nexcept:\n    x = 2\n", "bare except"),
@@ -210,7 +219,7 @@ def test_the_contracts_catch_planted_violations(copy: Path) -> None:
             end.write(f"\n{line}\n")
     result = lint_imports(copy)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert re.search(r"One staircase.* BROKEN", result.stdout)
+    assert re.search(r"Layers: imports go down only BROKEN", result.stdout)
     assert re.search(r"Decisions are arithmetic.* BROKEN", result.stdout)
     assert re.search(r"Only the store speaks Redis.* BROKEN", result.stdout)
 

@@ -146,6 +146,7 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 def _import(given: argparse.Namespace) -> int:
     from shade.checkpoint._interchange.export import load_state
     from shade.checkpoint._interchange.import_state import import_state
+    from shade.checkpoint._tiers.run_lock import RunLock
     from shade.checkpoint._tiers.storage import StorageTier
     from shade.storage import open_volume
 
@@ -156,7 +157,10 @@ def _import(given: argparse.Namespace) -> int:
         state = {given.name: state}
     elif not isinstance(state, dict):
         raise ConfigError.of("a dict of attached things", type(state).__name__, "name what it is with --as model")
-    with open_volume(given.persist) as volume:
+    with (
+        open_volume(given.persist) as volume,
+        RunLock(volume, given.run),
+    ):  # a run that begins sweeps what has no record
         record = import_state(state, StorageTier(volume, given.run), given.run, given.step)
         sys.stdout.write(f"step {record.step} of run {record.run}: {size(record.num_bytes)} in {volume.url}\n")
     return 0

@@ -28,7 +28,7 @@ def of_server(state: Mapping[str, Any]) -> list[str]:
     """Every rank's steps, and the last decision.
 
     Args:
-        state: As `shade.control.history.History.state`.
+        state: As `shade.control.server.History.state`.
 
     Returns:
         Lines.

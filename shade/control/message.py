@@ -55,7 +55,7 @@ def read(data: bytes) -> StepReport | Decision:
         DataError: It is not a line that `line` writes.
     """
     if len(data) > MOST_LINE_BYTES:
-        raise DataError.of(f"a line of at most {MOST_LINE_BYTES} bytes", len(data), "it is from something else")
+        raise DataError.of(f"a line of at most {MOST_LINE_BYTES} bytes", len(data), "another program sent it")
     try:
         found: Any = _LINE.decode(data)
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors

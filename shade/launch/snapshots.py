@@ -38,7 +38,7 @@ def check(config: RunConfig, checkpoint_url: str | None) -> None:
         Schedule(config.checkpoint_every)
     Keep.parse(config.checkpoint_keep)
     if config.checkpoint_strategy != RunConfig.checkpoint_strategy:
-        from shade.checkpoint.strategies import STRATEGIES
+        from shade.checkpoint._strategies import STRATEGIES
 
         STRATEGIES.get(config.checkpoint_strategy)
     if config.node_rank > 0:

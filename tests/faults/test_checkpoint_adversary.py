@@ -23,7 +23,7 @@ from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.checkpoint._commit.process_group import SingleProcessGroup
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._session.checkpointer import Checkpointer
-from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint._strategies import STRATEGIES
 from shade.errors import CheckpointError, TornSnapshotError
 
 SIZES = (2_000_000, 500, 300_000, 7)

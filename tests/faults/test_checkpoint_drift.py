@@ -25,8 +25,8 @@ from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
 from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.storage import StorageTier
-from shade.checkpoint.torture.bench import retire
 from shade.storage.base import open_volume
+from tests.simulation.torture.bench import retire
 
 CODECS = ["topk-delta", "int8-delta", "excp", "xor-zstd", "dedup"]
 NUM_ITEMS = 4000

@@ -21,10 +21,10 @@ from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.store import open_store
 from shade.store.local_cluster import free_ports
 from shade.store.server import LocalServer
-from tests.faults.noticed_training import build, digest, run_of
+from tests.support.noticed_training import build, digest, run_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).parent / "noticed_training.py"
+PROGRAM = ROOT / "tests" / "support" / "noticed_training.py"
 PATIENCE_SECONDS = 120.0
 EXIT_CODE = 143
 

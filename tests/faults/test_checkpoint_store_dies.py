@@ -19,7 +19,7 @@ from shade.store.local_cluster import LocalCluster
 from shade.store.server import LocalServer
 from shade.types import Bytes
 from tests.conftest import PASSWORD, WRONG
-from tests.snapshots import Snapshot, damages, make, readable, save
+from tests.support.snapshots import Snapshot, damages, make, readable, save
 
 TIMEOUT_SECONDS = 0.5
 PATIENCE = 12

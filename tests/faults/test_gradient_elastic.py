@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from shade.gradient._elastic import rendezvous
-from tests.integration.test_testbed import Bed
+from tests.support.network_bed import Bed
 
-PROGRAM = Path(__file__).parent / "elastic_training.py"
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "elastic_training.py"
 TIMEOUT_SECONDS, FAULT_STEP, PATIENCE_SECONDS = 8.0, 30, 150.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

@@ -18,8 +18,8 @@ from shade.checkpoint.dcp import ShadeReader
 from shade.cli import main
 from shade.store import open_store
 
-PROGRAM = Path(__file__).parent / "programs" / "dcp_rank.py"
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "programs" / "dcp_rank.py"
 PATIENCE_SECONDS = 200.0
 
 

@@ -16,7 +16,7 @@ from shade.gradient._compress.bucket import Bucket, plan_buckets
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._engine.replica import Consistency
 from shade.gradient.optim import SparseSGD
-from tests.integration.gradient_ranks import digest, network, play, told
+from tests.support.gradient_ranks import digest, network, play, told
 
 
 class _Lines(logging.Handler):

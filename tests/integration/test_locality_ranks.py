@@ -16,7 +16,7 @@ from shade.store import open_store
 from shade.store.cluster import ClusterStore
 from shade.store.local_cluster import LocalCluster
 from shade.store.redis import RedisStore
-from tests.integration.plane import Job, Outcome, global_steps, make_pictures, train_ranks
+from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train_ranks
 
 N, BATCH, RANKS = 400, 8, 2
 HERE = "SHADE_TEST_RANK"

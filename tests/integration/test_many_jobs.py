@@ -19,7 +19,7 @@ from shade.cache.job_registry import JobRegistry, slot_keys
 from shade.data._sampler import cache_planner
 from shade.store import open_store
 from shade.store.base import Store
-from tests.integration.plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
+from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
 
 N, BATCH = 600, 10
 STEP_SECONDS = 0.02

@@ -27,13 +27,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import IO, Final
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._flush.progress import Bar, LongWork
 from shade.checkpoint._format.retention import DEFAULT, Keep
@@ -83,7 +84,7 @@ def mark_ended(store: Store, run: str) -> None:
     store.set_many(dict.fromkeys(spread_keys(run, ENDED), b"1"))
 
 
-def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAULT, *, log: Path) -> int:
+def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAULT, *, log: Path | None = None) -> int:
     """Starts a flusher that outlives this process, and waits until it serves.
 
     Args:
@@ -91,7 +92,8 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         persist_url: Durable storage; a relative path is one from here.
         run: The run id.
         keep: See `Keep.parse`.
-        log: Where it writes; appended to, its folder made.
+        log: Where it writes; appended to, its folder made. None: a log in this machine's shared memory, which the
+            flusher removes when it ends with everything durable.
 
     Returns:
         Its process id.
@@ -108,29 +110,29 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
     home = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}"]
+    path = flusher_log(run) if log is None else log
+    if log is None:
+        command.append(f"--temporary-log={path}")
     keys = spread_keys(run, FLUSHER)
-    with open_store(url, timeout_seconds=TIMEOUT_SECONDS) as store:
+    with open_store(url, timeout_seconds=TIMEOUT_SECONDS) as store, _opened(path) as errors:
         stale = store.get_many(keys)
-        process_id, begin = _launch(command, {**os.environ, **given, "PYTHONPATH": paths}, log)
+        begin = errors.seek(0, os.SEEK_END)
+        process_id = start_detached(command, errors, {**os.environ, **given, "PYTHONPATH": paths})
         deadline = time.monotonic() + _START_SECONDS
         while not any(now not in (None, before) for now, before in zip(store.get_many(keys), stale, strict=True)):
             if not is_running(process_id) or time.monotonic() > deadline:
-                told = log.read_bytes()[begin:].decode(errors="replace").strip()[-1000:]
-                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {log}")
+                errors.seek(begin)
+                told = errors.read().decode(errors="replace").strip()[-1000:]
+                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {path}")
             time.sleep(_POLL_SECONDS)
     return process_id
 
 
-def _launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[int, int]:
-    """Starts it; its process id, and where in the log it begins."""
+def _opened(log: Path) -> IO[bytes]:
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:
-            begin = errors.tell()
-            process_id = start_detached(command, errors, environment)
+        return open_log(log)
     except OSError as error:
         raise ConfigError.of("a log that can be written", f"{log}: {error.strerror}", "name another") from error
-    return process_id, begin
 
 
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,9 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--run", required=True)
     parser.add_argument("--keep", required=True)
+    parser.add_argument("--temporary-log", type=Path, help="the file that standard error goes to; removed at the end")
     given = parser.parse_args(arguments)
     try:
-        return flush(os.environ[STORE_VARIABLE], os.environ[STORAGE_VARIABLE], given.run, given.keep, until_ended=True)
+        code = flush(os.environ[STORE_VARIABLE], os.environ[STORAGE_VARIABLE], given.run, given.keep, until_ended=True)
+        if code == 0 and given.temporary_log is not None:
+            remove_log(given.temporary_log, sys.stderr.fileno())
+        return code
     except KeyError as error:
         sys.stderr.write(f"expected {error.args[0]} in the environment; use `shade checkpoint flush` by hand\n")
     except ShadeError as error:

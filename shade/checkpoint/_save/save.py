@@ -35,7 +35,7 @@ from shade.checkpoint._commit.protocol import Notes
 from shade.checkpoint._pacing.cpu_time import cpu_seconds
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
-from shade.checkpoint.strategies.base import Strategy, Terms
+from shade.checkpoint._strategies.base import Strategy, Terms
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 
 logger = logging.getLogger("shade.checkpoint")

@@ -34,7 +34,7 @@ from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
 from shade.checkpoint._session.wait_policy import WaitPolicy
-from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint._strategies import STRATEGIES
 from shade.errors import CheckpointError, ConfigError
 from shade.types import Stateful
 
@@ -46,7 +46,7 @@ class Checkpointer:
         store: URL of the cluster whose memory takes snapshots; None: own memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
         run: Id under which the snapshots are kept; one live run each.
-        strategy: Name in `shade.checkpoint.strategies.STRATEGIES`. What is None or left out below, its terms say.
+        strategy: Name in `_strategies.STRATEGIES`. What is None or left out below, its terms say.
         every: When `step` saves: see `Schedule`.
         keep: What stays in storage: see `_format.retention.Keep`.
         slots: Snapshots that the cluster's memory has room for, ≥ 2: one on its way to storage, the newest, the next.

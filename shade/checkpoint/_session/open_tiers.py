@@ -11,9 +11,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from shade.checkpoint._buffer.shared_memory_folder import check_run_name
+from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._commit.process_group import ProcessGroup
 from shade.checkpoint._flush.service import mark_begun, mark_ended, serving, start_flusher
@@ -262,9 +261,10 @@ def open_tiers(
         if group.rank == 0:
             lease = _lead(run, store, volume, resources)
             if store is not None and store_url is not None and persist_to is not None:
-                _see_to_flusher(store, store_url, persist_to, run, keep, stage.folder.parent)
+                _see_to_flusher(store, store_url, persist_to, run, keep)
             elif storage is not None:
-                storage.tidy()
+                storage.tidy(is_only_writer=True)  # the lock on the run id, in this storage, is ours
+            sweep_logs()
         opened = Tiers(stage, memory, storage, rules, is_first=group.rank == 0, lease=lease, resources=resources)
     except ShadeError as error:
         failure = error
@@ -321,9 +321,8 @@ def _end(store: Store, run: str) -> None:
         mark_ended(store, run)
 
 
-def _see_to_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str, folder: Path) -> None:
+def _see_to_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str) -> None:
     """Starts a flusher on this machine where none serves the run yet."""
     if not serving(store, run):
-        log = folder / f"flusher-{run}.log"
-        process_id = start_flusher(store_url, persist_to, run, keep, log=log)
-        logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, log)
+        process_id = start_flusher(store_url, persist_to, run, keep)
+        logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, flusher_log(run))

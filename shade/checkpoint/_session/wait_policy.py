@@ -15,7 +15,7 @@ from typing import Final
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._save.save import Saver
 from shade.checkpoint._session.open_tiers import Tiers
-from shade.checkpoint.strategies.base import Moment, Terms
+from shade.checkpoint._strategies.base import Moment, Terms
 from shade.errors import CheckpointError
 
 PATIENCE_SECONDS: Final = 600.0

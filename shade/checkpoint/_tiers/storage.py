@@ -171,13 +171,13 @@ class StorageTier(Tier):
         """See `Tier`."""
         self._remove(place, self._volume.list(f"{place}/"))
 
-    def sweep(self, keep: Collection[str] = ()) -> list[str]:
-        """Removes what saves that never came to their end left behind: older than the newest snapshot, and no record.
-
-        What is newer is left alone: another process may be writing it.
+    def sweep(self, keep: Collection[str] = (), *, is_only_writer: bool = False) -> list[str]:
+        """Removes what saves that never came to their end left behind: folders without a record.
 
         Args:
             keep: Places that are being written all the same.
+            is_only_writer: Whether nothing else writes snapshots of this run: its lock is ours and no save has begun.
+                Otherwise folders newer than the newest snapshot stay: another process may be writing them.
 
         Returns:
             The places removed.
@@ -187,10 +187,14 @@ class StorageTier(Tier):
         held = {name.removesuffix(f"/{_RECORD}") for name in names if name.endswith(f"/{_RECORD}")}
         newest = max(map(_step_of, held), default=-1)
         seen = {name.rpartition("/")[0] for name in (*names, *unfinished)}
-        stale = sorted(place for place in seen - held - set(keep) if 0 <= _step_of(place) < newest)
-        for place in stale:
-            self._remove(place, [name for name in names if name.startswith(f"{place}/")])
-        return stale
+        unfinished_places = (place for place in seen - held - set(keep) if _step_of(place) >= 0)
+        removed = []
+        for place in sorted(each for each in unfinished_places if is_only_writer or _step_of(each) < newest):
+            # A writer that was stopped for long, and lost its lock, may have committed since the listing.
+            if self._volume.size_bytes(f"{place}/{_RECORD}") is None:
+                self._remove(place, [name for name in names if name.startswith(f"{place}/")])
+                removed.append(place)
+        return removed
 
     def time_write(self, num_bytes: int) -> float:
         """Writes a file, durably, and removes it again.
@@ -210,10 +214,14 @@ class StorageTier(Tier):
         finally:
             self._volume.delete_many([name])
 
-    def tidy(self) -> None:
-        """Sweeps, where a run's only writer begins; storage that refuses is no reason not to."""
+    def tidy(self, *, is_only_writer: bool = False) -> None:
+        """Sweeps before a run's first save; storage that refuses is no reason not to begin.
+
+        Args:
+            is_only_writer: See `sweep`.
+        """
         try:
-            for place in self.sweep():
+            for place in self.sweep(is_only_writer=is_only_writer):
                 logger.info("removed %s: begun once, and never finished", place)
         except StorageError as error:
             logger.warning("what was left half written stays for now: %s", error)

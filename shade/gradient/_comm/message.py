@@ -44,7 +44,7 @@ import xxhash
 from shade.errors import ConfigError, PayloadError, UnknownNameError
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
-from shade.gradient.kernels.compiling import choose
+from shade.gradient._kernels.compiling import choose
 from shade.types import Bytes
 
 MAGIC: Final = b"SHDG"
@@ -206,7 +206,7 @@ MIDDLE, WIDE = 254, 255
 
 
 class IndexArrays:
-    """The two loops in numpy; see `shade.gradient.kernels.delta`."""
+    """The two loops in numpy; see `_kernels.delta`."""
 
     @staticmethod
     def split(indices_K: Places, codes_K: Octets, middle_K: npt.NDArray[np.uint16], wide_K: Places) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class IndexArrays:
 @functools.cache
 def loops() -> Any:
     """Those in use."""
-    return choose("shade.gradient.kernels.delta", IndexArrays)
+    return choose("shade.gradient._kernels.delta", IndexArrays)
 
 
 def encode(indices_K: Places) -> Octets:

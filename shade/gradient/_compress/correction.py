@@ -37,8 +37,8 @@ from torch import Tensor
 
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._compress.compressor import aligned_zeros
-from shade.gradient.kernels.arrays import Places
-from shade.gradient.kernels.choice import prepare
+from shade.gradient._kernels.arrays import Places
+from shade.gradient._kernels.choice import prepare
 from shade.types import Floats
 
 Tensors = dict[str, Tensor]

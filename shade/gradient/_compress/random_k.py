@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse, check, non_finite, wanted_count
-from shade.gradient.kernels.arrays import TILE
-from shade.gradient.kernels.choice import prepare
+from shade.gradient._kernels.arrays import TILE
+from shade.gradient._kernels.choice import prepare
 from shade.types import Floats, Indices
 
 

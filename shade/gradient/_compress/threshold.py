@@ -57,8 +57,8 @@ from shade.gradient._compress.compressor import (
     refuse_non_finite,
     wanted_count,
 )
-from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, Places, as_lines
-from shade.gradient.kernels.choice import prepare
+from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, as_lines
+from shade.gradient._kernels.choice import prepare
 from shade.types import Bools, Floats
 
 _SMALL = 2**16

@@ -56,9 +56,9 @@ from shade.gradient._elastic.membership import Generation, Membership
 from shade.gradient._elastic.reconcile import MembershipChange, kept_norm, lacking_of, plain_groups, source_of
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient._engine.replica import check_alike, share_replica, share_rest, share_weights
-from shade.gradient.kernels.choice import prepare
-from shade.gradient.optim import base
-from shade.gradient.optim.base import SparseOptimizer
+from shade.gradient._kernels.choice import prepare
+from shade.gradient._optim import base
+from shade.gradient._optim.base import SparseOptimizer
 
 _SAY_SECONDS = 1.0
 _NOT_HERE = ("group", "generation", "timeout_seconds", "local_size")

@@ -58,7 +58,7 @@ from shade.gradient._engine.gradient_hooks import GradientHooks, ScaleKeeper
 from shade.gradient._engine.meter import Meter
 from shade.gradient._engine.pipeline import GradientPipeline
 from shade.gradient._engine.replica import EVERY, Consistency, check_alike, share_weights, unite_buffers
-from shade.gradient.optim.base import SparseOptimizer, corrections_of
+from shade.gradient._optim.base import SparseOptimizer, corrections_of
 from shade.types import Decision, StepReport
 
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from shade.errors import ConfigError, GradientError
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import Bucket
-from shade.gradient.optim.base import SparseOptimizer
+from shade.gradient._optim.base import SparseOptimizer
 from shade.types import Indices
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.unflatten import unflatten
 from shade.errors import CorruptCheckpointError
-from tests.unit.checkpoint.mutation import mutants
+from tests.support.mutation import mutants
 
 TENSORS = {
     "f": torch.zeros(4, 2),

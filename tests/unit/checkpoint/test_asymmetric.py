@@ -10,8 +10,12 @@ import torch
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint.strategies.asymmetric import Asymmetric
-from shade.checkpoint.strategies.asymmetric_variants import AsymmetricNaive, AsymmetricSnapshot, AsymmetricSnapshotFlush
+from shade.checkpoint._strategies.asymmetric import (
+    Asymmetric,
+    AsymmetricNaive,
+    AsymmetricSnapshot,
+    AsymmetricSnapshotFlush,
+)
 from shade.errors import TornSnapshotError
 
 MIB = 2**20

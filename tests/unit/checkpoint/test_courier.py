@@ -14,9 +14,9 @@ from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._commit.process_group import SingleProcessGroup
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._save.packing import Packer
-from shade.checkpoint.torture.ledger import RUN, saved
 from shade.errors import CheckpointError, RunInUseError, StorageError, StoreFullError, TornSnapshotError
-from tests.unit.checkpoint.test_reader import Near
+from tests.simulation.torture.ledger import RUN, saved
+from tests.support.tiers import Near
 
 
 class Post:

@@ -19,7 +19,7 @@ from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._save.packing import Packer
 from shade.errors import CheckpointError, StorageError, StoreFullError
-from tests.unit.checkpoint.test_reader import Near
+from tests.support.tiers import Near
 
 
 class Post:

@@ -7,7 +7,7 @@ import torch
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint.strategies.deepfreeze import DeepFreeze, layers
+from shade.checkpoint._strategies.deepfreeze import DeepFreeze, layers
 from shade.errors import TornSnapshotError
 
 

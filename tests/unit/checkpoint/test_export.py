@@ -31,7 +31,7 @@ from shade.checkpoint._interchange.export import (
     state_of,
 )
 from shade.errors import ConfigError, CorruptCheckpointError, StorageError
-from tests.unit.checkpoint.test_state import assert_same
+from tests.support.states import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

@@ -10,9 +10,9 @@ from shade.checkpoint._commit.process_group import SingleProcessGroup
 from shade.checkpoint._commit.protocol import agree, check_base, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
-from shade.checkpoint.torture.ledger import saved
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError
-from tests.unit.checkpoint.test_flush import Shelf
+from tests.simulation.torture.ledger import saved
+from tests.support.tiers import Shelf
 
 
 def chain(*steps: int) -> Shelf:

@@ -27,8 +27,8 @@ from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.storage.base import open_volume
-from tests.unit.checkpoint import format_reader
-from tests.unit.checkpoint.format_reader import read_snapshot
+from tests.support import format_reader
+from tests.support.format_reader import read_snapshot
 
 WORLD_SIZE = 3
 

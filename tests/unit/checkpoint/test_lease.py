@@ -64,8 +64,8 @@ def held_elsewhere(keeper: Keeper, beat: int = 0) -> None:
 PROGRAM = """
 import sys, time
 from tests.unit.checkpoint.test_lease import BEAT_SECONDS, open_keeper
-from shade.checkpoint._tiers.run_lock import Lease
-lease = Lease(open_keeper(sys.argv[1]), "run", beat_seconds=BEAT_SECONDS)
+from shade.checkpoint._tiers.run_lock import RunLock
+lease = RunLock(open_keeper(sys.argv[1]), "run", beat_seconds=BEAT_SECONDS)
 lease.acquire()
 print("held", flush=True)
 while True:

@@ -397,7 +397,23 @@ def test_what_a_crashed_save_left_half_written_is_removed_by_the_next_training(
     begin(Training())
     assert whole.exists()
     assert not older.exists()
-    assert newer.exists()  # nobody can tell that it is not being written
+    assert not newer.exists(), "the lock on the run id says that nobody writes it"
+
+
+def test_with_a_store_what_is_newer_than_the_newest_snapshot_is_left_alone(
+    begin: Callable[..., Checkpointer], server: LocalServer, run: str, tmp_path: Path
+) -> None:
+    training = Training()
+    with begin(training) as checkpointer:
+        training.step()
+        checkpointer.save()
+        checkpointer.wait_durable()
+    (whole,) = (tmp_path / "durable" / run).glob("step-*")
+    newer = whole.with_name("step-0000000007")
+    shutil.copytree(whole, newer, ignore=lambda folder, names: {name for name in names if "commit" in name})
+    begin(Training(), store=str(server.url.reveal()))
+    assert whole.exists()
+    assert newer.exists(), "a flusher that serves another store may be writing it"
 
 
 def test_durable_where_there_is_no_storage(begin: Callable[..., Checkpointer]) -> None:

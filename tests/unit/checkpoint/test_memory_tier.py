@@ -16,7 +16,7 @@ from shade.store.keys import placement_tags
 from shade.store.sizing import allocated_bytes, stored_bytes
 from shade.testing import FaultyStore
 from shade.types import Bytes
-from tests.snapshots import damages, make, readable, save
+from tests.support.snapshots import damages, make, readable, save
 
 
 class Servers(Store):

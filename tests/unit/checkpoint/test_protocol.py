@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,30 +12,12 @@ from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGr
 from shade.checkpoint._commit.protocol import Stored, agree, store
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._tiers.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
-from shade.checkpoint.torture.world import World
 from shade.errors import CheckpointError, StorageError
-from tests.unit.checkpoint.test_flush import Shelf
+from tests.simulation.torture.ledger import Saved, saved
+from tests.support.stepped_ranks import together
+from tests.support.tiers import Shelf
 
 T = TypeVar("T")
-
-
-def together(num_ranks: int, act: Callable[[ProcessGroup], T]) -> list[Any]:
-    """What each rank comes to: a result, or the error that it raised."""
-    world = World(0)
-    found: list[Any] = [None] * num_ranks
-
-    def process(group: ProcessGroup) -> Callable[[], None]:
-        def work() -> None:
-            try:
-                found[group.rank] = act(group)
-            except Exception as error:  # noqa: BLE001 - it is what the test asks for
-                found[group.rank] = error
-
-        return work
-
-    world.run({f"rank {group.rank}": process(group) for group in world.groups(num_ranks)})
-    return found
 
 
 class Place(Shelf):

@@ -17,10 +17,10 @@ from shade.checkpoint._interchange.certify import carry
 from shade.checkpoint._restore.reader import Reader, Rebuilt, Snapshot, check
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Shard, Tier
-from shade.checkpoint.torture.delta import built_on
-from shade.checkpoint.torture.ledger import RUN, Saved
 from shade.errors import CorruptCheckpointError
-from tests.unit.checkpoint.test_reader import Near
+from tests.simulation.torture.delta import built_on
+from tests.simulation.torture.ledger import RUN, Saved
+from tests.support.tiers import Near
 
 WORLD_SIZE = 2
 

@@ -11,10 +11,10 @@ from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGr
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Shard, Tier
-from shade.checkpoint.torture.ledger import Saved, saved
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
-from tests.unit.checkpoint.test_protocol import together
-from tests.unit.checkpoint.test_reader import Near
+from tests.simulation.torture.ledger import Saved, saved
+from tests.support.stepped_ranks import together
+from tests.support.tiers import Near
 
 
 def put(tier: Near, one: Saved) -> None:

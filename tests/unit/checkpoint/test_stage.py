@@ -16,8 +16,8 @@ import torch
 from shade.checkpoint._buffer import shared_memory_tier as stage_module
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._tiers.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
 from shade.errors import ConfigError, RunInUseError, StorageFullError
+from tests.simulation.torture.ledger import Saved, saved
 
 RUN = "run"
 

@@ -24,7 +24,7 @@ from shade.errors import BadSampleError, ConfigError, DataError, StoreAuthError,
 from shade.store import open_store
 from shade.testing import CountingDataset, FaultyStore
 from tests.conftest import Place
-from tests.integration.plane import make_pictures, to_tensor
+from tests.support.data_plane import make_pictures, to_tensor
 
 N = 30
 NUMBERS = [torch.full((4,), float(index)) for index in range(N)]

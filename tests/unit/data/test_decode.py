@@ -13,7 +13,7 @@ from PIL import Image
 from shade.data._decode.jpeg import _with_pillow, _with_simplejpeg, decode_rgb, jpeg_decoder, reduced_size, size_of
 from shade.data._decode.pixels import Box, DecodeWindow
 from shade.data._decode.turbojpeg import TurboDecoder, open_turbo
-from tests.integration.plane import make_zoo
+from tests.support.data_plane import make_zoo
 
 WAYS = ["pillow", "simplejpeg", "turbo", "chosen"]
 

@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.data._decode.cached_format import FormatCosts, forecast, pack_picture, packed_bytes, picture_of, shrunk
 from shade.errors import BadSampleError, ConfigError
-from tests.integration.plane import CountingOrigin, to_tensor
+from tests.support.data_plane import CountingOrigin, to_tensor
 
 FUSED = transforms.Compose([transforms.RandomResizedCrop(24), transforms.RandomHorizontalFlip(), transforms.ToTensor()])
 N = 60

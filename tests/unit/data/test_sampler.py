@@ -17,7 +17,7 @@ from shade import ShadeDataset, ShadeSampler
 from shade.data._sampler.sampler import ForgottenCallWarning
 from shade.errors import ConfigError, UnknownNameError
 from shade.types import Stateful
-from tests.integration.plane import loss_of
+from tests.support.data_plane import loss_of
 
 N, B = 53, 4
 EPOCHS = 5

@@ -22,7 +22,7 @@ from shade.gradient._elastic.engine import ElasticEngine
 from shade.gradient._elastic.membership import Membership
 from shade.gradient._elastic.reconcile import MembershipChange
 from shade.gradient.optim import SparseAdamW, SparseSGD
-from tests.integration.gradient_ranks import digest, loss_of, network
+from tests.support.gradient_ranks import digest, loss_of, network
 
 SPARSE: dict[str, Any] = {"density": 0.05, "bucket_bytes": 4 * 4000, "compressor": "topk"}
 QUICK: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 
 from shade.errors import PayloadError
 from shade.gradient._comm import message
-from shade.gradient.kernels.compiling import choose
+from shade.gradient._kernels.compiling import choose
 
 
 @pytest.fixture(params=["numba", "numpy"])
@@ -100,9 +100,9 @@ def test_an_index_out_of_range_is_refused() -> None:
 def test_loops_that_do_not_compile_leave_the_arrays(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shade.gradient")
     twin: Any = functools
-    assert choose("shade.gradient.kernels.no_such_loops", twin) is twin
-    assert choose("shade.gradient.kernels.compiling", twin) is twin  # a module without a probe
+    assert choose("shade.gradient._kernels.no_such_loops", twin) is twin
+    assert choose("shade.gradient._kernels.compiling", twin) is twin  # a module without a probe
     assert [record.message.partition(" runs")[0] for record in caplog.records] == [
-        "shade.gradient.kernels.no_such_loops",
-        "shade.gradient.kernels.compiling",
+        "shade.gradient._kernels.no_such_loops",
+        "shade.gradient._kernels.compiling",
     ]

@@ -14,7 +14,7 @@ from shade.errors import ConfigError, GradientError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient.optim import SparseSGD
-from tests.unit.gradient.optimizing import SIZE, DenseRun, Run, bits, error, gradient, use_arrays
+from tests.support.optimizing import SIZE, DenseRun, Run, bits, error, gradient, use_arrays
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

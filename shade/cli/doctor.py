@@ -20,20 +20,66 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from shade.cli.cache_doctor import look_into
-from shade.cli.finding import Finding, broken, fail, ok, warn
-from shade.errors import ConfigError, DataError
+from shade.errors import ConfigError, DataError, ShadeError, StoreError, StoreUnavailableError
 from shade.launch.preflight import check_folder
-from shade.store.server import find_server_binary
+from shade.store import open_store
+from shade.store.link import Endpoint
+from shade.store.server import ask, find_server_binary
+from shade.store.url import StoreURL, format_address
 
 MIB, GIB = 2**20, 2**30
 _OLDEST: Final = {"torch": "2.8", "torchvision": "0", "redis": "5", "hiredis": "2.3", "numpy": "1.26", "pillow": "10"}
 _OLDEST_PYTHON: Final = (3, 10)
 _MASTER_PORT: Final = 8888
+_WANTED: Final = {
+    "maxmemory-policy": ("noeviction", "CONFIG SET maxmemory-policy noeviction: else it throws out planned hits"),
+    "save": ("", "CONFIG SET save '': snapshots cost memory, for data that nobody restores"),
+    "appendonly": ("no", "CONFIG SET appendonly no: a cache needs no log"),
+}
+_WANTED_OF_NODES: Final = {
+    "cluster-require-full-coverage": ("no", "CONFIG SET it no: else one lost node silences all"),
+    "cluster-allow-reads-when-down": ("yes", "CONFIG SET it yes: else a minority of nodes falls silent"),
+}
 
 
 @dataclass(frozen=True)
-class Room:
+class Finding:
+    """What was found of one thing."""
+
+    name: str
+    verdict: str
+    """``ok``, ``warn`` or ``fail``."""
+    found: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        cure = f"\n{'':27}→ {self.cure}" if self.cure else ""
+        return f"{self.verdict:<5} {self.name:<20} {self.found}{cure}"
+
+
+def ok(name: str, found: str) -> Finding:
+    """Fine."""
+    return Finding(name, "ok", found)
+
+
+def warn(name: str, found: str, cure: str) -> Finding:
+    """Costs speed, or may stop a run later."""
+    return Finding(name, "warn", found, cure)
+
+
+def broken(name: str, error: Exception) -> Finding:
+    """Stops a run; one of our own errors, whose last clause is the cure."""
+    found, _, cure = str(error).rpartition("; ")
+    return fail(name, found, cure) if found else fail(name, cure, "see above")
+
+
+def fail(name: str, found: str, cure: str) -> Finding:
+    """Stops a run."""
+    return Finding(name, "fail", found, cure)
+
+
+@dataclass(frozen=True)
+class FreeSpace:
     """A place of bytes, and what is too little of it."""
 
     name: str
@@ -51,11 +97,11 @@ class Room:
         return (fail if free_bytes < self.least_bytes else warn)(self.name, found, self.cure)
 
 
-SHARED_MEMORY: Final = Room(
+SHARED_MEMORY: Final = FreeSpace(
     "shared memory", 32 * MIB, GIB, "workers hand batches over in /dev/shm: docker run --shm-size=8g, or --workers 0"
 )
-MEMORY: Final = Room("memory", 512 * MIB, 2 * GIB, "end other programs, lower --workers, -wss or --batch_size")
-DISK: Final = Room("disk, here", 64 * MIB, GIB, "runs are written here: make room, or pass --out")
+MEMORY: Final = FreeSpace("memory", 512 * MIB, 2 * GIB, "end other programs, lower --workers, -wss or --batch_size")
+DISK: Final = FreeSpace("disk, here", 64 * MIB, GIB, "runs are written here: make room, or pass --out")
 
 
 def answer(cache: str | None, data: Path | None) -> int:
@@ -188,3 +234,57 @@ def data_set(root: Path) -> Finding:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
+def look_into(text: str) -> Iterator[Finding]:
+    """Rows about the cache at a URL."""
+    try:
+        url = StoreURL.parse(text)
+        with open_store(url, timeout_seconds=2.0) as store:
+            store.ping()
+            stats = store.stats()
+    except StoreUnavailableError as error:
+        yield fail("cache", str(error), "check host and port, and that the server runs: shade cache status")
+        return
+    except ShadeError as error:
+        yield broken("cache", error)
+        return
+    for node in stats.nodes:
+        limit = f"of {node.max_bytes / 2**30:,.2f} GiB" if node.max_bytes else "and no limit"
+        found = f"{node.role}, Redis {node.version}, {node.num_keys:,} keys, {node.used_bytes / 2**30:,.2f} GiB {limit}"
+        if node.max_bytes:
+            yield ok(node.address, found)
+        else:
+            yield warn(node.address, found, "CONFIG SET maxmemory …: without a limit it can exhaust the machine")
+    endpoints = [Endpoint.of(url, host, port) for host, port in url.addresses] or [Endpoint.of(url)]
+    if url.scheme not in ("memory", "local"):
+        for endpoint in endpoints:
+            yield from _settings(endpoint, url)
+
+
+def _settings(endpoint: Endpoint, url: StoreURL) -> Iterator[Finding]:
+    name = format_address(endpoint.host, endpoint.port) if endpoint.host else endpoint.path
+    wanted = _WANTED | (_WANTED_OF_NODES if url.scheme.endswith("+cluster") else {})
+    try:
+        told = {setting: _get(endpoint, setting) for setting in wanted}
+    except StoreUnavailableError as error:
+        yield warn(name, f"is away ({error})", "start it again: until then its share of the cache is missing")
+        return
+    except StoreError as error:
+        yield ok(name, f"does not show its settings to this user ({error})")
+        return
+    good = [setting for setting, (value, _) in wanted.items() if told[setting] == value]
+    for setting, (value, cure) in wanted.items():
+        if told[setting] != value and told[setting] is not None:
+            yield warn(name, f"{setting} {told[setting]!r}", cure)
+    if good:
+        yield ok(name, "as a cache should have it: " + ", ".join(good))
+
+
+def _get(endpoint: Endpoint, setting: str) -> str | None:
+    """A setting's value; None where the server has none of that name."""
+    reply = ask(endpoint, "CONFIG", "GET", setting)
+    if not isinstance(reply, list) or len(reply) != 2:
+        return None
+    value = reply[1]
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from typing_extensions import override
 
 from shade.importance.base import SCORES, ScoreStrategy
 from shade.types import Bools, Floats
@@ -31,8 +32,9 @@ class RankScore(ScoreStrategy):
     def __init__(self) -> None:
         self._score_of_rank = np.empty(0, dtype=np.float32)
 
+    @override
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
-        """See `ScoreStrategy.rescore`; the past does not count."""
+        """The past does not count."""
         del score_B, seen_B
         size = len(value_B)
         if size > len(self._score_of_rank):

@@ -9,19 +9,23 @@ the DataLoader look after themselves: they end within five seconds of their rank
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
 from shade.config import RunConfig
 from shade.process import die_with_parent
-from shade.store.hosts import own_address
+from shade.store.cluster_bootstrap import own_address
+from shade.terminal import progress_bar
 
 GRACE_SECONDS = 40.0
 """torch.distributed.run itself waits 30 s for its ranks before it kills them."""
@@ -30,6 +34,7 @@ MEETING_SECONDS = 600
 LAST_CALL_SECONDS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_BYTES = 200_000
+_POLL_SECONDS = 0.2
 
 
 class Ended(BaseException):
@@ -175,3 +180,41 @@ class Ranks:
         """Who failed first, and the exit status, negative for a signal."""
         cause = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
         return (f"rank {cause[1]}", int(cause[2])) if cause else ("a rank", 1)
+
+
+def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
+    """Shows a bar on standard error until the ranks are done.
+
+    Args:
+        poll: Their exit status, or None while they run.
+        config: The resolved run.
+
+    Returns:
+        Their exit status.
+    """
+    file = Path(config.out) / "progress.json"
+    form = "{percentage:3.0f}% |{bar:12}| {desc}"
+    with progress_bar(config.epochs, bar_format=form) as bar:
+        bar.set_description_str("starting the ranks")
+        while (status := poll()) is None:
+            time.sleep(_POLL_SECONDS)
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                now = json.loads(file.read_text())
+                bar.set_description_str(
+                    f"epoch {now['epoch'] + 1}/{config.epochs} step {now['step']}/{now['num_steps']} · "
+                    f"{now['samples_per_second']:,.0f} samples/s · hits {now['hit_ratio']:.0%} · "
+                    f"waiting {now['waiting_fraction']:.0%}",
+                    refresh=False,
+                )
+                bar.update(now["epoch"] + now["step"] / max(1, now["num_steps"]) - bar.n)
+        bar.n = config.epochs if status == 0 else bar.n
+        bar.set_description_str("done" if status == 0 else "stopped")
+    file.unlink(missing_ok=True)
+    return status
+
+
+def free_port() -> int:
+    """A port that nobody uses now; somebody may a moment later."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.sampling.base import (
@@ -95,6 +96,7 @@ class PadsMode(SamplingMode):
         self.replication_factor = replication_factor
         self._targets_N = targets_N
 
+    @override
     def draw(
         self,
         epoch: int,
@@ -103,7 +105,7 @@ class PadsMode(SamplingMode):
         resident_N: Bools | None = None,
         validation: Validation | None = None,
     ) -> Draw:
-        """See `SamplingMode.draw`. All ranks must hand in the same ``resident_N`` and ``validation``."""
+        """All ranks must hand in the same ``resident_N`` and ``validation``."""
         drawn = self._draw_weighted(epoch, scores)
         if is_aggressive(validation):
             drawn = self._second_helping(epoch, drawn)

@@ -22,7 +22,10 @@ from __future__ import annotations
 import numpy as np
 
 from shade.errors import ConfigError
-from shade.types import Indices
+from shade.types import Bools, Indices
+
+NOWHERE = -1
+"""The home of a sample whose server is unknown, or stands where no rank runs."""
 
 
 def num_steps(num_drawn: int, global_batch: int, *, drop_last: bool = False) -> int:
@@ -116,3 +119,31 @@ def _check(rank: int, global_batch: int, world_size: int) -> None:
         )
     if not 0 <= rank < world_size:
         raise ConfigError.of(f"a rank in [0, {world_size})", rank, "check RANK and WORLD_SIZE")
+
+
+def redeal(home_G: Indices, hit_G: Bools, size_W: Indices, host_W: Indices) -> Indices:
+    """Rearranges a global batch.
+
+    Args:
+        home_G: Host of each sample, 0 ≤ home < H, or `NOWHERE`.
+        hit_G: Whether it is in the cache now: these have the first choice.
+        size_W: Share of each rank; they sum to G.
+        host_W: Host of each rank.
+
+    Returns:
+        int64 (G,): places of the batch, rank 0's share first, each share in the order of the batch.
+    """
+    num_hosts = int(host_W.max()) + 1
+    room_H = np.bincount(host_W, weights=size_W, minlength=num_hosts).astype(np.int64)
+    chosen_G = np.full(len(home_G), NOWHERE, dtype=np.int64)
+    for host in range(num_hosts):
+        at_home = np.flatnonzero(home_G == host)
+        at_home = at_home[np.argsort(~hit_G[at_home], kind="stable")][: room_H[host]]
+        chosen_G[at_home] = host
+        room_H[host] -= len(at_home)
+    chosen_G[chosen_G == NOWHERE] = np.repeat(np.arange(num_hosts), room_H)
+    rank_G = np.empty(len(home_G), dtype=np.int64)
+    for host in range(num_hosts):
+        ranks = np.flatnonzero(host_W == host)
+        rank_G[chosen_G == host] = np.repeat(ranks, size_W[ranks])
+    return np.argsort(rank_G, kind="stable")

@@ -29,14 +29,13 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.sampling.base import MODES, Draw, Purpose, SamplingMode, Scores, Targets, Validation, generator
-from shade.sampling.inclusion import ONE, Units, budget, solve_units
 from shade.sampling.receipt import measure
-from shade.sampling.systematic import draw_systematic
 from shade.sampling.uniform import full_epoch
-from shade.types import Bools, Floats
+from shade.types import Bools, Floats, Indices
 
 FULL_TAIL_FRACTION = 0.125
 """Share of the run, at its end, that uses every sample: InfoBatch's figure."""
@@ -44,6 +43,18 @@ NOISE_CAP = 0.95
 """Scores above this quantile of the seen ones count as the quantile."""
 SMALLEST_ROOT = 1e-3
 """Smallest sqrt(score) as a share of the largest: keeps a loss of 0 from needing an infinite c."""
+
+
+Units = npt.NDArray[np.uint32]
+"""Probabilities in units of 2**-30."""
+
+ONE = 1 << 30
+"""Probability 1."""
+
+MAX_PROBES = 200
+"""Bracketed Newton: 4 to 8 probes in practice, each halves the bracket at worst."""
+
+_BITS = ONE.bit_length() - 1
 
 
 @MODES.register("unbiased")
@@ -101,6 +112,7 @@ class UnbiasedMode(SamplingMode):
         self._num_wanted = budget(num_samples, global_batch, keep)
         self._floor_N = self._class_floor()
 
+    @override
     def draw(
         self,
         epoch: int,
@@ -109,7 +121,7 @@ class UnbiasedMode(SamplingMode):
         resident_N: Bools | None = None,
         validation: Validation | None = None,
     ) -> Draw:
-        """See `SamplingMode.draw`. More than K are drawn when samples never seen fill the budget."""
+        """More than K are drawn when samples never seen fill the budget."""
         del resident_N, validation
         units_N = None if scores is None or self._is_full(epoch) else self._inclusion(scores)
         if units_N is None:
@@ -163,3 +175,107 @@ def _as_classes(targets_N: Targets, num_samples: int) -> npt.NDArray[np.uint32]:
     if targets_N.shape != (num_samples,):
         raise ConfigError.of(f"targets of shape ({num_samples},)", targets_N.shape, "give one class per sample")
     return np.unique(targets_N, return_inverse=True)[1].astype(np.uint32)
+
+
+def budget(num_samples: int, global_batch: int, keep: float) -> int:
+    """How many samples an epoch draws.
+
+    Args:
+        num_samples: N.
+        global_batch: G.
+        keep: Wanted share of the data set, in (0, 1].
+
+    Returns:
+        The multiple of G nearest to ``keep * N``, at least G; N where there is no such multiple below N.
+    """
+    if keep >= 1.0 or num_samples <= global_batch:
+        return num_samples
+    steps = max(1, round(keep * num_samples / global_batch))
+    return min(steps, num_samples // global_batch) * global_batch
+
+
+def solve_units(root_N: Floats, floor_N: Units, num_drawn: int) -> Units:
+    """Solves ``pi_i = clip(c * root_i, floor_i, 1)`` for the c that makes the sum ``num_drawn``.
+
+    The sum is piecewise linear and growing in c, so Newton's step is exact within a piece; a bracket keeps it from
+    cycling between pieces. What rounding leaves over is handed out a unit at a time.
+
+    Args:
+        root_N: float32 (N,), > 0: the wanted proportions.
+        floor_N: Smallest units of each; ONE forces a sample in.
+        num_drawn: K; ``floor_N.sum() <= K * ONE <= N * ONE``.
+
+    Returns:
+        uint32 (N,), summing to exactly ``K * ONE``.
+    """
+    goal = float(num_drawn) * ONE
+    low, high = 0.0, ONE / float(root_N.min())
+    scale = min(goal / float(root_N.sum(dtype=np.float64)), high)
+    wanted_N = np.empty(len(root_N), dtype=np.float64)
+    for _ in range(MAX_PROBES):
+        np.multiply(root_N, scale, out=wanted_N, dtype=np.float64)
+        free_N = (wanted_N > floor_N) & (wanted_N < ONE)
+        slope = float(root_N.sum(dtype=np.float64, where=free_N))
+        np.clip(wanted_N, floor_N, ONE, out=wanted_N)
+        excess = float(wanted_N.sum()) - goal
+        if abs(excess) <= 1e-12 * goal:
+            break
+        low, high = (low, scale) if excess > 0 else (scale, high)
+        step = scale - excess / slope if slope > 0 else low
+        scale = step if low < step < high else (low + high) / 2
+    np.rint(wanted_N, out=wanted_N)
+    units_N = wanted_N.astype(np.uint32)
+    del wanted_N, free_N
+    _hand_out(units_N, floor_N, num_drawn * ONE - int(units_N.sum(dtype=np.int64)))
+    return units_N
+
+
+def _hand_out(units_N: Units, floor_N: Units, rest: int) -> None:
+    """Adds ``rest`` units (or takes them away) where there is room, as evenly as it goes, in place."""
+    while rest:
+        room_N = ONE - units_N if rest > 0 else units_N - floor_N
+        movable = np.flatnonzero(room_N)
+        share, extra = divmod(abs(rest), len(movable))
+        if share == 0:
+            movable = movable[:extra]
+        give = np.minimum(room_N[movable], max(share, 1)).astype(np.uint32)
+        if rest > 0:
+            units_N[movable] += give
+            rest -= int(give.sum(dtype=np.int64))
+        else:
+            units_N[movable] -= give
+            rest += int(give.sum(dtype=np.int64))
+
+
+def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: npt.NDArray[np.uint32] | None = None) -> Indices:
+    """Draws.
+
+    Args:
+        units_N: Inclusion probabilities as `inclusion.solve_units` gives them.
+        seed: Of the run.
+        epoch: ≥ 0.
+        class_N: Classes as 0 … C−1, to draw stratified; or None.
+
+    Returns:
+        int64 (K,), distinct, in the order of the line: shuffle before use.
+    """
+    line_N = generator(seed, epoch, Purpose.ARRANGE).permutation(len(units_N)).astype(np.int64, copy=False)
+    if class_N is not None:
+        line_N = _classes_together(line_N, class_N, seed, epoch)
+    start = int(generator(seed, epoch, Purpose.START).integers(ONE))
+    marks_N = np.cumsum(units_N[line_N], dtype=np.int64)
+    marks_N += ONE - 1 - start
+    marks_N >>= _BITS  # marks strictly before the end of each sample
+    marked_N = np.empty(len(marks_N), dtype=bool)
+    marked_N[0] = marks_N[0] > 0
+    np.greater(marks_N[1:], marks_N[:-1], out=marked_N[1:])
+    return line_N[marked_N]
+
+
+def _classes_together(line_N: Indices, class_N: npt.NDArray[np.uint32], seed: int, epoch: int) -> Indices:
+    """Sorts by class, stably, the classes in a random order of their own."""
+    num_classes = int(class_N.max()) + 1
+    place_C = generator(seed, epoch, Purpose.TIES).permutation(num_classes)
+    narrow = np.uint16 if num_classes <= 2**16 else np.uint32  # numpy sorts 16 bits by radix: five times faster
+    place_N = place_C.astype(narrow)[class_N[line_N]]
+    return line_N[np.argsort(place_N, kind="stable")]

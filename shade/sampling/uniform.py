@@ -7,6 +7,7 @@ order bit for bit, and a comparison of the two differs in nothing else.
 from __future__ import annotations
 
 import numpy as np
+from typing_extensions import override
 
 from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Validation, generator
 from shade.types import Bools
@@ -46,6 +47,7 @@ class UniformMode(SamplingMode):
     default_policy = "plan"
     default_score = "loss"
 
+    @override
     def draw(
         self,
         epoch: int,
@@ -54,6 +56,5 @@ class UniformMode(SamplingMode):
         resident_N: Bools | None = None,
         validation: Validation | None = None,
     ) -> Draw:
-        """See `SamplingMode.draw`."""
         del scores, resident_N, validation
         return full_epoch(self.num_samples, self.seed, epoch, has_classes=False)

@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
+from typing_extensions import override
+
 from shade.errors import ConfigError, StorageError
 from shade.storage.base import VOLUMES, Volume
 from shade.storage.names import check_name, failure, is_partial, partial_name
@@ -46,8 +48,9 @@ class DirectoryVolume(Volume):
         self._closed = False
         self.url = f"file://{self._root}"
 
+    @override
     def write(self, name: str, parts: Iterable[Bytes]) -> int:
-        """See `Volume`. A failure of the very last step, the folders' sync, may leave the new content in place."""
+        """A failure of the very last step, the folders' sync, may leave the new content in place."""
         self._check_open()
         folder = check_name(name).rpartition("/")[0]
         partial = self._path(partial_name(folder))
@@ -65,8 +68,8 @@ class DirectoryVolume(Volume):
             self._sync_up(folder, made)
         return num_bytes
 
+    @override
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """See `Volume`."""
         self._check_open()
         with self._translating(f"to read {name}"):
             num_bytes = self._operations.read_into(self._path(check_name(name)), start, buffer)
@@ -76,35 +79,36 @@ class DirectoryVolume(Volume):
                 "it was cut off or is another file"
             )
 
+    @override
     def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """See `Volume`."""
         return [self._read_whole(name) for name in names]
 
+    @override
     def size_bytes(self, name: str) -> int | None:
-        """See `Volume`."""
         self._check_open()
         with self._translating(f"to look for {name}"):
             return self._operations.size_bytes(self._path(check_name(name)))
 
+    @override
     def list(self, prefix: str = "") -> list[str]:
-        """See `Volume`."""
         return sorted(name for name in self._walk(prefix) if not is_partial(name))
 
+    @override
     def leftovers(self, prefix: str = "") -> Sequence[str]:
-        """See `Volume`."""
         return sorted(name for name in self._walk(prefix) if is_partial(name))
 
+    @override
     def delete_many(self, names: Sequence[str]) -> int:
-        """See `Volume`; each removal is on the medium before the next one begins."""
+        """Each removal is on the medium before the next one begins."""
         self._check_open()
         return sum(self._remove(check_name(name)) for name in names)
 
+    @override
     def sweep(self, prefix: str = "") -> int:
-        """See `Volume`."""
         return sum(self._remove(name) for name in self.leftovers(prefix))
 
+    @override
     def free_bytes(self) -> int | None:
-        """See `Volume`."""
         self._check_open()
         path = self._root
         with self._translating("to ask for free space"):
@@ -116,8 +120,8 @@ class DirectoryVolume(Volume):
                         raise
                     path = os.path.dirname(path)
 
+    @override
     def ping(self) -> None:
-        """See `Volume`."""
         self._check_open()
         probe, content = self._path(partial_name("")), bytearray(5)
         with self._translating("to write a small file"):
@@ -134,8 +138,8 @@ class DirectoryVolume(Volume):
         if content != b"shade":
             raise StorageError(f"expected to read back what was written to {self.url}, got {bytes(content)!r}; mend it")
 
+    @override
     def close(self) -> None:
-        """See `Volume`."""
         self._closed = True
 
     def _path(self, name: str) -> str:

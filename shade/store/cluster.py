@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from redis.crc import key_slot
+from typing_extensions import override
 
 from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
 from shade.store.base import STORES
@@ -282,9 +283,11 @@ class ClusterStore(RemoteStore):
                 return learnt
         raise StoreUnavailableError(f"no node of {self.url} knows who serves which slot: {failure}")
 
+    @override
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:
-        """See `RemoteStore`: a move that was given up leaves keys behind with a node that does not own their slot. One
-        that is under way does too, for a moment, and then the owner knows where they are."""
+        """A move that was given up leaves keys behind with a node that does not own their slot. One
+        that is under way does too, for a moment, and then the owner knows where they are.
+        """
         owner = self._slot_map().owners[key_slot(key.encode())]
         if owner is not None and self._node(owner) is holder:
             return True
@@ -298,8 +301,9 @@ class ClusterStore(RemoteStore):
         slot_map = self._slot_map()
         return [self._node(address) for address in (*slot_map.primaries, *slot_map.replicas)]
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`; a primary whose slots hold none of the tags is left out."""
+        """A primary whose slots hold none of the tags is left out."""
         self._check_open()
         owners = self._slot_map().owners
         chosen: dict[Address, str] = {}
@@ -309,15 +313,17 @@ class ClusterStore(RemoteStore):
                 chosen.setdefault(owner, tag)
         return list(chosen.values())
 
+    @override
     def homes(self, keys: Sequence[str]) -> list[str]:
-        """See `Store`; empty for a slot without an owner."""
+        """Empty for a slot without an owner."""
         self._check_open()
         owners = self._slot_map().owners
         found = (owners[key_slot(key.encode())] for key in keys)
         return ["" if owner is None else format_address(*owner) for owner in found]
 
+    @override
     def ping(self) -> None:
-        """See `Store`: that every node that the URL names is there, that most primaries answer, and that every slot has
+        """That every node that the URL names is there, that most primaries answer, and that every slot has
         an owner. A member that is away is a cache with a hole, and no reason not to start; an address where there is no
         member is a mistake in the URL.
 
@@ -344,8 +350,8 @@ class ClusterStore(RemoteStore):
         if orphans:
             raise StoreUnavailableError(f"{orphans} slots of {self.url} have no owner; repair it (CLUSTER INFO) first")
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
         super().close()
         for node in list(self._nodes.values()):
             node.retire()

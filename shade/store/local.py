@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from typing_extensions import override
+
 from shade.store.base import STORES
 from shade.store.redis import RedisStore
 from shade.store.server import LocalServer
@@ -48,7 +50,8 @@ class LocalStore(RedisStore):
     def __reduce__(self) -> tuple[type[RedisStore], tuple[StoreURL, float]]:
         return RedisStore, (self._url, self._timeout_seconds)
 
+    @override
     def close(self) -> None:
-        """See `Store`; ends the server when called by the process that opened the store."""
+        """Ends the server when called by the process that opened the store."""
         super().close()
         self.server.stop()

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from typing_extensions import override
+
 from shade.errors import StoreClosedError, StoreError, StoreFullError
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
@@ -45,13 +47,13 @@ class MemoryStore(Store):
     def __reduce__(self) -> tuple[type[MemoryStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
 
+    @override
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store`."""
         self._check_open()
         return [self._values.get(key) for key in keys]
 
+    @override
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        """See `Store`."""
         found = []
         for value, buffer in zip(self.get_many(list(items)), items.values(), strict=True):
             found.append(value is not None and len(value) == len(buffer))
@@ -59,14 +61,14 @@ class MemoryStore(Store):
                 buffer[:] = value
         return found
 
+    @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         with self._lock:
             self._check_open()
             return [self._put(key, value) for key, value in items.items()]
 
+    @override
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         with self._lock:
             self._check_open()
             return [key not in self._values and self._put(key, value) for key, value in items.items()]
@@ -83,8 +85,8 @@ class MemoryStore(Store):
         self._used_bytes += grown_bytes
         return True
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
-        """See `Store`."""
         removed = []
         with self._lock:
             self._check_open()
@@ -95,8 +97,8 @@ class MemoryStore(Store):
                     self._used_bytes -= self.stored_bytes(len(key), len(value))
         return removed
 
+    @override
     def increment(self, key: str, by: int) -> int:
-        """See `Store`."""
         with self._lock:
             self._check_open()
             try:
@@ -107,32 +109,32 @@ class MemoryStore(Store):
                 raise StoreFullError(f"expected room for the counter {key!r}, got a full store; raise its capacity")
             return number
 
+    @override
     def scan(self, prefix: str) -> Iterator[str]:
-        """See `Store`."""
         self._check_open()
         yield from [key for key in list(self._values) if key.startswith(prefix)]
 
+    @override
     def stored_bytes(self, key_length: int, value_length: int) -> int:
-        """See `Store`."""
         return key_length + value_length + _ENTRY_BYTES
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`."""
         self._check_open()
         return [placement_tags()[0]]
 
+    @override
     def stats(self) -> StoreStats:
-        """See `Store`."""
         self._check_open()
         node = NodeStats("memory", "primary", self._used_bytes, self._max_bytes or 0, len(self._values), "")
         return StoreStats((node,))
 
+    @override
     def ping(self) -> None:
-        """See `Store`."""
         self._check_open()
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
         with self._lock:
             self._closed = True
             self._values = {}

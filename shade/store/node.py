@@ -17,14 +17,23 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shade.errors import StoreUnavailableError
 from shade.store.link import Endpoint, Link
+from shade.store.url import Address
 from shade.store.wire import Command, Reply
+from shade.types import Clock
+
+FIRST_PAUSE_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS = 8.0
+SLOW_SECONDS: Final = 0.1
+SLOW_FACTOR: Final = 4.0
+SLOW_ROUNDS: Final = 2
 
 
 class Node:
@@ -212,3 +221,46 @@ def _listen(talking: dict[int, _Part], answers: list[Answer]) -> None:
                 if position in talking and talking[position].until <= now:
                     poller.unregister(descriptor)
                     answers[position] = talking.pop(position).give_up()
+
+
+class NodeHealth:
+    """Who is resting.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[Address, float] = {}
+        self._pause: dict[Address, float] = {}
+        self._strikes: dict[Address, int] = {}
+
+    def resting(self) -> frozenset[Address]:
+        """Who is to be left alone now."""
+        if not self._until:
+            return frozenset()
+        now = self._clock()
+        return frozenset(address for address, until in list(self._until.items()) if now < until)
+
+    def failed(self, address: Address) -> None:
+        """It did not answer."""
+        pause = min(2 * self._pause.get(address, FIRST_PAUSE_SECONDS / 2), LONGEST_PAUSE_SECONDS)
+        self._pause[address] = pause
+        self._until[address] = self._clock() + pause
+
+    def answered(self, seconds: Mapping[Address, float]) -> None:
+        """One round: what each of those needed that answered.
+
+        Args:
+            seconds: From the question to the last byte.
+        """
+        usual = statistics.median_low(seconds.values()) if len(seconds) > 1 else 0.0
+        for address, took in seconds.items():
+            if usual and took > max(SLOW_SECONDS, SLOW_FACTOR * usual):
+                self._strikes[address] = self._strikes.get(address, 0) + 1
+                if self._strikes[address] >= SLOW_ROUNDS:
+                    self.failed(address)
+            elif address in self._strikes or address in self._pause:
+                for memory in (self._strikes, self._pause, self._until):
+                    memory.pop(address, None)

@@ -1,10 +1,4 @@
-"""The origin: where the data set lives, and the only slow place in the house.
-
-Reads whole files, many at once when that pays. On a local disk a read takes tens of microseconds and threads only cost;
-on NFS or object storage it takes milliseconds of waiting, and a batch must pay that latency once and not once a sample.
-Which of the two it is, the reader measures as it goes; how many at once, `shade.store.origin_pace` finds out.
-Invariant: results come in the order of the paths, and one unreadable file never hides the others.
-"""
+"""DOC"""
 
 from __future__ import annotations
 
@@ -12,12 +6,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from shade.store.origin_pace import MOST
-from shade.store.origin_pool import ReadPool
+from shade.errors import StoreClosedError
 
 PARALLEL_SECONDS = 0.0005
 """A mean read slower than this is waiting, not copying: from here on reads run in parallel."""
@@ -94,3 +88,192 @@ class FileOrigin:
         if self._pool is not None and self._pid == os.getpid():
             self._pool.close()
         self._pool = None
+
+
+Result = bytes | OSError
+MOST_BYTES = 64 << 20
+"""Under way at most; a file larger than that is read alone."""
+
+
+class _ReadBatch:
+    """The reads of one caller."""
+
+    def __init__(self, count: int) -> None:
+        self.results: list[Result | None] = [None] * count
+        self.left = count
+        self.done = threading.Event()
+
+
+class ReadPool:
+    """Runs reads.
+
+    Args:
+        most: Threads, at most.
+        most_bytes: Bytes under way, at most.
+    """
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        self.pace = ConcurrencyLimit(most)
+        self._most_bytes = most_bytes
+        self._wake = threading.Condition()
+        self._waiting: deque[tuple[_ReadBatch, int, Callable[[], Result], int]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._running = self._bytes = 0
+        self._closed = False
+
+    def run(self, reads: Sequence[Callable[[], Result]], sizes: Sequence[int]) -> list[Result]:
+        """Runs reads and waits for them.
+
+        Args:
+            reads: Each returns what it read, or the error that it met.
+            sizes: Expected bytes of each.
+
+        Returns:
+            The results in order.
+
+        Raises:
+            StoreClosedError: The pool was closed meanwhile.
+        """
+        mine = _ReadBatch(len(reads))
+        with self._wake:
+            if self._closed:
+                raise StoreClosedError("expected an open origin, got one that is closed; open the data set again")
+            for number, (read, size) in enumerate(zip(reads, sizes, strict=True)):
+                self._waiting.append((mine, number, read, size))
+            while len(self._threads) < min(self.pace.limit, self._running + len(self._waiting)):
+                thread = threading.Thread(target=self._work, name=f"shade-origin-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._wake.notify(len(reads))
+        mine.done.wait()
+        results = [result for result in mine.results if result is not None]
+        if len(results) < len(reads):
+            raise StoreClosedError("expected an open origin, got one that was closed; open the data set again")
+        return results
+
+    def _may_start(self) -> bool:
+        if not self._waiting or self._running >= self.pace.limit:
+            return False
+        return self._running == 0 or self._bytes + self._waiting[0][3] <= self._most_bytes
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closed and not self._may_start():
+                    self._wake.wait()
+                if self._closed:
+                    return
+                mine, number, read, size = self._waiting.popleft()
+                self._running += 1
+                self._bytes += size
+            begun = time.monotonic()
+            try:
+                result = read()
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+                result = OSError(f"{type(error).__name__}: {error}")
+            now = time.monotonic()
+            with self._wake:
+                self._running -= 1
+                self._bytes -= size
+                if self._waiting:
+                    self.pace.finished(now - begun)
+                    self._grow()
+                    self._wake.notify(2)
+                else:
+                    self.pace.idle()
+                mine.results[number] = result
+                mine.left -= 1
+                if mine.left == 0:
+                    mine.done.set()
+            del mine, read, result  # a thread that waits keeps nobody alive
+
+    def _grow(self) -> None:
+        """One thread more where the limit has risen."""
+        if len(self._threads) < self.pace.limit and self._running + 1 >= len(self._threads):
+            thread = threading.Thread(target=self._work, name=f"shade-origin-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the threads; who waits for a read is told. Safe to call twice."""
+        with self._wake:
+            self._closed = True
+            for mine, *_ in self._waiting:
+                mine.done.set()
+            self._waiting.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+LEAST, MOST = 8, 64
+"""A disk's own queue is longer than the one, and what holds so much memory that it matters is above the other."""
+WINDOW_READS = 16
+"""Reads that are judged together."""
+FREE, QUEUE = 1.25, 2.5
+"""Times the best latency: below the one nobody waits, above the other there is a queue. A doubled limit at most
+doubles the latency, so that a step up does not ask for a step down."""
+EASED = 0.65
+"""A halved limit brings the latency below this part of what it was, if the queue is one's own."""
+PATIENCE_WINDOWS = 8
+"""Windows until a step down that did not help is tried again."""
+
+
+class ConcurrencyLimit:
+    """Limits the reads under way; arithmetic alone.
+
+    Args:
+        most: Never more than this, ≥ 1.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self.limit = min(LEAST, most)
+        """Reads that may be under way now."""
+        self._best = float("inf")
+        """Seconds a read, in the best window."""
+        self._trial: tuple[int, float] | None = None
+        """Limit and seconds a read before a step down that is being tried."""
+        self._rest = self._stale = 0
+        self.idle()
+
+    def idle(self) -> None:
+        """Nothing waits to be read: what was seen of this window says nothing."""
+        self._num_reads, self._seconds, self._stale = 0, 0.0, 0
+
+    def finished(self, seconds: float) -> None:
+        """A read came to its end while others waited for their turn.
+
+        Args:
+            seconds: That it took.
+        """
+        if self._stale:  # it was begun under another limit
+            self._stale -= 1
+            return
+        self._num_reads += 1
+        self._seconds += seconds
+        if self._num_reads == WINDOW_READS:
+            latency = self._seconds / WINDOW_READS
+            self.idle()
+            self._judge(latency)
+
+    def _judge(self, latency: float) -> None:
+        self._best = min(self._best, latency)
+        if self._trial is not None:
+            limit, before = self._trial
+            self._trial = None
+            if latency > EASED * before:  # somebody else's queue, or a link that answers later now
+                self._rest = PATIENCE_WINDOWS
+                self._set(min(2 * limit, self._most))
+                return
+        self._rest = max(0, self._rest - 1)
+        if latency < FREE * self._best:
+            self._set(min(2 * self.limit, self._most))
+        elif latency > QUEUE * self._best and not self._rest and self.limit > LEAST:
+            self._trial = (self.limit, latency)
+            self._set(max(self.limit // 2, LEAST))
+
+    def _set(self, limit: int) -> None:
+        self._stale = self.limit if limit != self.limit else 0
+        self.limit = limit

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from shade.errors import StoreUnavailableError
 from shade.store.base import STORES
 from shade.store.keys import placement_tags
@@ -43,19 +45,20 @@ class RedisStore(RemoteStore):
     def _all_nodes(self) -> Sequence[Node]:
         return (self._node,)
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`."""
         self._check_open()
         return [placement_tags()[0]]
 
+    @override
     def ping(self) -> None:
-        """See `Store`. Reads a key too: a node of a cluster answers a ping and then refuses most keys."""
+        """Reads a key too: a node of a cluster answers a ping and then refuses most keys."""
         self._check_open()
         for reply in self._node.ask(("PING",), ("GET", PROBE_KEY)):
             if isinstance(reply, ServerError):
                 raise reply.as_exception(str(self._node))
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
         super().close()
         self._node.retire()

@@ -16,10 +16,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from typing_extensions import override
+
 from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreFullError, StoreUnavailableError
 from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.node import Node, exchange
-from shade.store.sizing import stored_bytes
 from shade.store.url import StoreURL
 from shade.store.wire import Command, GetInto, Reply, ServerError
 from shade.types import Bytes
@@ -33,6 +34,13 @@ _SCAN_COUNT: Final = 1000
 PROBE_KEY: Final = "shade:probe"
 """Read to see whether a server serves; never written."""
 _GLOB: Final = re.compile(r"([\\*?\[\]^])")
+
+_EMBEDDED_MAX_BYTES: Final = 44
+_BIG_ARGUMENT_BYTES: Final = 32 << 10
+_OBJECT_BYTES: Final = 16
+_TABLE_SHARE_BYTES: Final = 24
+_ENTRY_BYTES: Final = {False: 32, True: 48}
+"""24 and 40, in an allocator whose small classes are 16 bytes apart."""
 
 Outcome: TypeAlias = "Reply | StoreUnavailableError"
 
@@ -90,8 +98,8 @@ class RemoteStore(Store):
     def _all_nodes(self) -> Sequence[Node]:
         """Primaries and replicas."""
 
+    @override
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store`."""
         self._check_open()
         values: list[bytes | None] = []
         while len(values) < len(keys):
@@ -111,9 +119,11 @@ class RemoteStore(Store):
                 self._value_bytes = max(1, part_bytes // num_found)
         return values
 
+    @override
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        """See `Store`. One value a round trip: a server that prepares several large replies at once leaves its core's
-        cache with them. Threads that each ask for their own keep servers and network busy."""
+        """One value a round trip: a server that prepares several large replies at once leaves its core's
+        cache with them. Threads that each ask for their own keep servers and network busy.
+        """
         self._check_open()
         found = []
         for key, buffer in items.items():
@@ -121,12 +131,12 @@ class RemoteStore(Store):
             found.append(self._answer(outcome) == len(buffer))
         return found
 
+    @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         return [refusal is None for refusal in self.refusals(items)]
 
+    @override
     def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
-        """See `Store`."""
         away = StoreUnavailableError(f"a server of {self.url} does not answer or does not serve this slot")
         full = StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
 
@@ -139,8 +149,8 @@ class RemoteStore(Store):
 
         return [refusal(outcome) for outcome in self._write(items, ())]
 
+    @override
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         outcomes = self._write(items, (b"NX",))
         return [not _is_full(outcome) and self._answer(outcome) is not None for outcome in outcomes]
 
@@ -162,9 +172,11 @@ class RemoteStore(Store):
             outcomes.extend(self._round(keys, commands))
         return outcomes
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
-        """See `Store`. Length and removal are two commands side by side: a length that another client changes in
-        between is the old one."""
+        """Length and removal are two commands side by side: a length that another client changes in
+        between is the old one.
+        """
         self._check_open()
         removed: list[int] = []
         for start in range(0, len(keys), _ROUND_COMMANDS):
@@ -176,15 +188,15 @@ class RemoteStore(Store):
                 removed.append(length if isinstance(length, int) and count == 1 else -1)
         return removed
 
+    @override
     def increment(self, key: str, by: int) -> int:
-        """See `Store`."""
         (outcome,) = self.increment_many([key], by)
         if isinstance(outcome, StoreError):
             raise outcome
         return outcome
 
+    @override
     def increment_many(self, keys: Sequence[str], by: int) -> list[int | StoreError]:
-        """See `Store`."""
         self._check_open()
         outcomes: list[int | StoreError] = []
         for outcome in self._round(keys, [("INCRBY", key, by) for key in keys]):
@@ -197,8 +209,8 @@ class RemoteStore(Store):
             outcomes.append(error)
         return outcomes
 
+    @override
     def scan(self, prefix: str) -> Iterator[str]:
-        """See `Store`."""
         self._check_open()
         pattern = _GLOB.sub(r"\\\1", prefix) + "*"
         seen: set[bytes] = set()
@@ -228,12 +240,12 @@ class RemoteStore(Store):
         if failure is not None:
             raise failure
 
+    @override
     def stored_bytes(self, key_length: int, value_length: int) -> int:
-        """See `Store`."""
         return stored_bytes(key_length, value_length, clustered=self.clustered)
 
+    @override
     def stats(self) -> StoreStats:
-        """See `Store`."""
         self._check_open()
         nodes = self._all_nodes()
         answers = exchange([(node, [("INFO",), ("DBSIZE",)]) for node in nodes])
@@ -242,8 +254,8 @@ class RemoteStore(Store):
             raise StoreUnavailableError(f"no server of {self.url} answers: {answers}")
         return StoreStats(tuple(_node_stats(node, answer) for node, answer in told))
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
         self._closed = True
 
     def _check_open(self) -> None:
@@ -301,3 +313,37 @@ def _node_stats(node: Node, replies: Sequence[Reply]) -> NodeStats:
         version=facts.get("redis_version", ""),
         overhead_bytes=overhead_bytes,
     )
+
+
+def allocated_bytes(size_bytes: int) -> int:
+    """The jemalloc size class of a request: multiples of 16 up to 128, then four classes to each doubling."""
+    if size_bytes <= 128:
+        return max(16, -(-size_bytes // 16) * 16)
+    step = 1 << ((size_bytes - 1).bit_length() - 3)
+    return -(-size_bytes // step) * step
+
+
+def stored_bytes(key_length: int, value_length: int, *, clustered: bool) -> int:
+    """Memory for one entry of a Redis server.
+
+    Args:
+        key_length: Bytes of the key.
+        value_length: Bytes of the value.
+        clustered: True when the server is a node of a cluster.
+
+    Returns:
+        Bytes, allocator rounding and bookkeeping included.
+    """
+    if value_length <= _EMBEDDED_MAX_BYTES:
+        value_bytes = allocated_bytes(_OBJECT_BYTES + 3 + value_length + 1)
+    else:
+        line_end = 2 if value_length >= _BIG_ARGUMENT_BYTES else 0
+        value_bytes = _OBJECT_BYTES + allocated_bytes(_header_bytes(value_length) + value_length + 1 + line_end)
+    key_bytes = allocated_bytes(_header_bytes(key_length) + key_length + 1)
+    return value_bytes + key_bytes + _ENTRY_BYTES[clustered] + _TABLE_SHARE_BYTES
+
+
+def _header_bytes(length: int) -> int:
+    if length < 1 << 8:
+        return 3
+    return 5 if length < 1 << 16 else 9

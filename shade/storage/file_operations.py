@@ -14,11 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import stat
-from typing import Protocol
+from typing import Final, Protocol
 
-from shade.storage.direct import DirectFile
+import numpy as np
+
+from typing_extensions import override
+
 
 _NO_SUCH_THING = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
@@ -90,8 +95,8 @@ class FileOperations(Protocol):
 class OSFileOperations:
     """The real one."""
 
+    @override
     def make_directory(self, path: str) -> bool:
-        """See `FileOperations`."""
         try:
             os.mkdir(path)
         except FileExistsError:
@@ -100,16 +105,17 @@ class OSFileOperations:
             raise
         return True
 
+    @override
     def create(self, path: str) -> NewFile:
-        """See `FileOperations`."""
         return DirectFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
+    @override
     def rename(self, old: str, new: str) -> None:
-        """See `FileOperations`."""
         os.replace(old, new)
 
+    @override
     def sync_directory(self, path: str) -> None:
-        """See `FileOperations`; a file system that cannot sync folders (some FUSE, CIFS) has none to sync."""
+        """A file system that cannot sync folders (some FUSE, CIFS) has none to sync."""
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -119,16 +125,16 @@ class OSFileOperations:
         finally:
             os.close(folder)
 
+    @override
     def remove(self, path: str) -> bool:
-        """See `FileOperations`."""
         try:
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return False
         return True
 
+    @override
     def remove_directory(self, path: str) -> bool:
-        """See `FileOperations`."""
         try:
             os.rmdir(path)
         except OSError as error:
@@ -137,15 +143,15 @@ class OSFileOperations:
             return False
         return True
 
+    @override
     def size_bytes(self, path: str) -> int | None:
-        """See `FileOperations`."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = os.stat(path)
             return found.st_size if stat.S_ISREG(found.st_mode) else None
         return None
 
+    @override
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """See `FileOperations`."""
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             done = 0
@@ -158,13 +164,125 @@ class OSFileOperations:
         finally:
             os.close(file)
 
+    @override
     def entries(self, path: str) -> list[tuple[str, bool]]:
-        """See `FileOperations`; a link to a folder is no folder, so no walk goes round in circles."""
+        """A link to a folder is no folder, so no walk goes round in circles."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as found:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
         return []
 
+    @override
     def free_bytes(self, path: str) -> int:
-        """See `FileOperations`."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
+
+
+ALIGNMENT: Final = 4096
+GATHER_BYTES: Final = 4 * 2**20
+_WORTH_FLUSHING_BYTES: Final = 2**20
+"""A part this long is not copied, not even if a short one before it waits in our buffer."""
+
+
+class DirectFile:
+    """A new file, written from its beginning to its end.
+
+    Args:
+        file: Descriptor of an empty file, without ``O_DIRECT``; closed by `close`.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file: int | None = file
+        self._flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        self._may_direct = hasattr(os, "O_DIRECT")
+        self._is_direct = False
+        self._gathered: mmap.mmap | None = None
+        self._num_gathered = 0
+        self._num_written = 0
+
+    def write(self, part: memoryview) -> None:
+        """Appends all of these bytes.
+
+        Args:
+            part: Contiguous.
+
+        Raises:
+            OSError: It could not be written; the file is of no use.
+        """
+        rest = part.cast("B") if part.nbytes else memoryview(b"")
+        while rest.nbytes:
+            is_long = rest.nbytes >= _WORTH_FLUSHING_BYTES
+            if is_long and self._num_gathered % ALIGNMENT == 0 and _is_aligned(rest):
+                self._flush()
+                length = rest.nbytes // ALIGNMENT * ALIGNMENT
+                self._put(rest[:length])
+                rest = rest[length:]
+                continue
+            if self._gathered is None:
+                self._gathered = mmap.mmap(-1, GATHER_BYTES)  # pages are aligned, and given as they are touched
+            length = min(rest.nbytes, GATHER_BYTES - self._num_gathered)
+            self._gathered[self._num_gathered : self._num_gathered + length] = rest[:length]
+            self._num_gathered += length
+            rest = rest[length:]
+            if self._num_gathered == GATHER_BYTES:
+                self._flush()
+
+    def sync(self) -> None:
+        """Returns when everything written is on the medium.
+
+        Raises:
+            OSError: It is not; the file is of no use.
+        """
+        self._flush()
+        os.fsync(self._descriptor())
+
+    def close(self) -> None:
+        """Frees descriptor and buffer."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
+        self._gathered = None  # unmapped with its last view; the traceback of a failed write still holds one
+
+    def _descriptor(self) -> int:
+        assert self._file is not None, "written after close"
+        return self._file
+
+    def _flush(self) -> None:
+        if self._gathered is not None and self._num_gathered:
+            self._put(memoryview(self._gathered)[: self._num_gathered])
+            self._num_gathered = 0
+
+    def _put(self, content: memoryview) -> None:
+        """Writes at the end: what is aligned directly if it is long enough to be worth it, the rest not."""
+        file = self._descriptor()
+        done = 0
+        while done < content.nbytes:
+            length = (content.nbytes - done) // ALIGNMENT * ALIGNMENT
+            direct = self._may_direct and length >= _WORTH_FLUSHING_BYTES and self._num_written % ALIGNMENT == 0
+            self._switch(direct)
+            piece = content[done : done + length] if self._is_direct else content[done:]
+            try:
+                count = os.pwrite(file, piece, self._num_written)
+            except OSError as error:
+                if not self._is_direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self._may_direct = False  # taken when it was switched on, refused now: NFS and FUSE do that
+                continue
+            if not self._is_direct and count >= _WORTH_FLUSHING_BYTES:
+                os.posix_fadvise(file, self._num_written, count, os.POSIX_FADV_DONTNEED)  # starts writing it out
+            self._num_written += count
+            done += count
+
+    def _switch(self, direct: bool) -> None:
+        if direct == self._is_direct:
+            return
+        try:
+            fcntl.fcntl(self._descriptor(), fcntl.F_SETFL, self._flags | os.O_DIRECT if direct else self._flags)
+            self._is_direct = direct
+        except OSError as error:
+            if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self._may_direct = False
+
+
+def _is_aligned(content: memoryview) -> bool:
+    return int(np.frombuffer(content, dtype=np.uint8).ctypes.data) % ALIGNMENT == 0

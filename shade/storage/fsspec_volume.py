@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import fsspec
+from typing_extensions import override
 
 from shade.errors import ConfigError, ShadeError, StorageError
 from shade.storage.base import VOLUMES, Volume
@@ -65,8 +66,8 @@ class RemoteVolume(Volume):
         if not self._root.strip("/") and scheme in _EXTRAS:
             raise ConfigError.of("a bucket", self.url, f"write {scheme}://bucket/prefix")
 
+    @override
     def write(self, name: str, parts: Iterable[Bytes]) -> int:
-        """See `Volume`."""
         self._check_open()
         path, folder = self._path(check_name(name)), name.rpartition("/")[0]
         if self._is_object_store:
@@ -83,8 +84,8 @@ class RemoteVolume(Volume):
             raise
         return num_bytes
 
+    @override
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """See `Volume`."""
         self._check_open()
         path, stop = self._path(check_name(name)), start + len(buffer)
         starts = [*range(start, stop, RANGE_BYTES)]
@@ -100,8 +101,8 @@ class RemoteVolume(Volume):
         for first, piece in zip(starts, pieces, strict=True):
             buffer[first - start : first - start + len(piece)] = piece
 
+    @override
     def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """See `Volume`."""
         self._check_open()
         paths = [self._path(check_name(name)) for name in names]
         if not paths:
@@ -114,27 +115,29 @@ class RemoteVolume(Volume):
                     raise content
         return [None if isinstance(content, FileNotFoundError) else bytes(content) for content in found]
 
+    @override
     def size_bytes(self, name: str) -> int | None:
-        """See `Volume`."""
         return self._size_of(check_name(name))
 
+    @override
     def list(self, prefix: str = "") -> list[str]:
-        """See `Volume`."""
         return sorted(name for name in self._find(prefix) if not is_partial(name) and name.startswith(prefix))
 
+    @override
     def leftovers(self, prefix: str = "") -> Sequence[str]:
-        """See `Volume`. In S3 these are uploads that were begun and neither completed nor aborted."""
+        """In S3 these are uploads that were begun and neither completed nor aborted."""
         partial = (name for name in self._find(prefix) if is_partial(name))
         files = (name for name in partial if f"{name.rpartition('/')[0]}/".lstrip("/").startswith(prefix))
         return sorted([*files, *(name for name, _ in self._uploads(prefix))])
 
+    @override
     def delete_many(self, names: Sequence[str]) -> int:
-        """See `Volume`. Empty folders stay: some of these systems can only remove one with whatever is in it."""
+        """Empty folders stay: some of these systems can only remove one with whatever is in it."""
         self._check_open()
         return sum(self._remove(check_name(name)) for name in names)
 
+    @override
     def sweep(self, prefix: str = "") -> int:
-        """See `Volume`."""
         uploads = self._uploads(prefix)
         with self._translating("to abort uploads"):
             for name, upload in uploads:
@@ -142,8 +145,8 @@ class RemoteVolume(Volume):
                 self._fs.abort_mpu(bucket, key, upload)
         return len(uploads) + sum(self._remove(name) for name in self.leftovers(prefix) if is_partial(name))
 
+    @override
     def ping(self) -> None:
-        """See `Volume`."""
         self._check_open()
         name = partial_name("")
         path = self._path(name)
@@ -156,8 +159,9 @@ class RemoteVolume(Volume):
         if found != b"shade":
             raise StorageError(f"expected to read back what was written to {self.url}, got {found!r}; mend it")
 
+    @override
     def close(self) -> None:
-        """See `Volume`. Connections belong to fsspec, which shares them within the process."""
+        """Connections belong to fsspec, which shares them within the process."""
         self._closed = True
 
     def _path(self, name: str) -> str:

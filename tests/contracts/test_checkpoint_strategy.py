@@ -34,12 +34,12 @@ from shade.checkpoint.schedule import Pace
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.strategies import STRATEGIES, Strategy, Terms
 from shade.checkpoint.tiers import Tiers
-from shade.checkpoint.torture.disk import OUTCOMES, Disk, DiskView
-from shade.checkpoint.torture.world import NOTHING, Act, CrashedError, Fault, World
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
 from shade.store.local_cluster import free_ports
 from tests.contracts.strategy_ranks import train_on_two_ranks
+from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
+from tests.simulation.torture.world import NOTHING, Act, CrashedError, Fault, World
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
@@ -267,7 +267,7 @@ def test_killed_at_every_write_the_snapshot_before_loads(
             place = mortal()
             saved, landed = two_saves(place, run, strategy, Fault(operation.number, "crash", moment))
             assert place.struck is not None
-            outcome = next(outcomes)  # all four of each operation: shade checkpoint torture
+            outcome = next(outcomes)  # all four of each operation: scripts/torture
             left = place.disk.after_power_failure(outcome, dice)
             with contextlib.closing(
                 StorageTier(DirectoryVolume("/disk", DiskView(World(0), left, "look")), run)

@@ -25,8 +25,8 @@ from shade.checkpoint.retention import Keep
 from shade.checkpoint.schedule import Pace
 from shade.checkpoint.state import dismantle
 from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.torture.bench import retire
 from shade.storage.base import open_volume
+from tests.simulation.torture.bench import retire
 
 CODECS = ["topk-delta", "int8-delta", "excp", "xor-zstd", "dedup"]
 NUM_ITEMS = 4000

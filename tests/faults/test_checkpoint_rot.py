@@ -22,11 +22,11 @@ from shade.checkpoint.recover import recover
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture.ledger import RUN, Saved, saved
 from shade.errors import CorruptCheckpointError
 from shade.storage import open_volume
 from shade.store import Store, open_store
 from shade.store.server import LocalServer
+from tests.simulation.torture.ledger import RUN, Saved, saved
 
 NUM_RANKS = 2
 SAVES = [saved(10, 1, NUM_RANKS), saved(20, 2, NUM_RANKS)]

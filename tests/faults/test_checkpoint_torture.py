@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import runpy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +23,18 @@ from shade.checkpoint.reader import Reader, Snapshot
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture import bench, campaign, live
-from shade.checkpoint.torture.campaign import faults, quiet, scenarios
-from shade.checkpoint.torture.disk import OUTCOMES, Disk, DiskView
-from shade.checkpoint.torture.scenario import SETUPS, Stand, episodes, play
-from shade.checkpoint.torture.world import Act, CrashedError, Fault, World
-from shade.cli import main
 from shade.errors import ShadeError
 from shade.storage.directory import DirectoryVolume
 from shade.store.server import LocalServer
 from shade.types import Bytes
+from tests.simulation.torture import bench, campaign, live
+from tests.simulation.torture.campaign import faults, quiet, scenarios
+from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
+from tests.simulation.torture.scenario import SETUPS, Stand, episodes, play
+from tests.simulation.torture.world import Act, CrashedError, Fault, World
 
 NUM_FAST = 120
+main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "torture"))["main"]
 
 
 def setup_named(name: str) -> bench.Setup:
@@ -385,9 +387,9 @@ def test_a_collective_with_a_dead_rank_ends_for_the_others() -> None:
 
 @pytest.mark.slow
 def test_the_command_reports_and_repeats(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "torture", "--ranks", "1", "--sample", "5", "--seed", "2"]) == 0
+    assert main(["--ranks", "1", "--sample", "5", "--seed", "2"]) == 0
     assert "5 scenarios" in capsys.readouterr().out
-    assert main(["checkpoint", "torture", "--ranks", "1", "--scenario", "3"]) == 0
+    assert main(["--ranks", "1", "--scenario", "3"]) == 0
     told = capsys.readouterr().out
     assert "operation 0, rank 0: own memory begin" in told
     assert "1 scenarios" in told
@@ -399,10 +401,10 @@ def test_the_command_fails_where_a_promise_is_broken(
 ) -> None:
     monkeypatch.setattr(campaign, "SETUPS", [setup_named("storage")])
     plant_one_place_a_step(monkeypatch)
-    assert main(["checkpoint", "torture", "--ranks", "1", "--sample", "120"]) == 1
+    assert main(["--ranks", "1", "--sample", "120"]) == 1
     told = capsys.readouterr().out
     assert "BROKEN" in told
-    assert "again: shade checkpoint torture --seed 0 --scenario " in told
+    assert "again: scripts/torture --seed 0 --scenario " in told
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])

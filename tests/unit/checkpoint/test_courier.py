@@ -14,8 +14,8 @@ from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
 from shade.checkpoint.group import Alone
 from shade.checkpoint.packing import Packer
 from shade.checkpoint.stage import Stage
-from shade.checkpoint.torture.ledger import RUN, saved
 from shade.errors import CheckpointError, RunInUseError, StorageError, StoreFullError, TornSnapshotError
+from tests.simulation.torture.ledger import RUN, saved
 from tests.unit.checkpoint.test_reader import Near
 
 

@@ -10,8 +10,8 @@ from shade.checkpoint.flusher import Flusher
 from shade.checkpoint.group import Alone
 from shade.checkpoint.protocol import agree, check_base, store
 from shade.checkpoint.retention import Keep
-from shade.checkpoint.torture.ledger import saved
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError
+from tests.simulation.torture.ledger import saved
 from tests.unit.checkpoint.test_flush import Shelf
 
 

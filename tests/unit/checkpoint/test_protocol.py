@@ -13,9 +13,9 @@ from shade.checkpoint.group import Alone, Group
 from shade.checkpoint.manifest import Commit
 from shade.checkpoint.protocol import Stored, agree, store
 from shade.checkpoint.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
-from shade.checkpoint.torture.world import World
 from shade.errors import CheckpointError, StorageError
+from tests.simulation.torture.ledger import Saved, saved
+from tests.simulation.torture.world import World
 from tests.unit.checkpoint.test_flush import Shelf
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ import pytest
 from shade.checkpoint.manifest import Manifest
 from shade.checkpoint.reader import BATCH, Reader, Snapshot
 from shade.checkpoint.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
 from shade.errors import CorruptCheckpointError, StorageError, StoreUnavailableError
 from shade.types import Bytes
+from tests.simulation.torture.ledger import Saved, saved
 from tests.snapshots import make, save
 from tests.unit.checkpoint.test_flush import Shelf
 

@@ -18,9 +18,9 @@ from shade.checkpoint.rebuild import Rebuilt, check
 from shade.checkpoint.recover import recover
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture.delta import built_on
-from shade.checkpoint.torture.ledger import RUN, Saved
 from shade.errors import CorruptCheckpointError
+from tests.simulation.torture.delta import built_on
+from tests.simulation.torture.ledger import RUN, Saved
 from tests.unit.checkpoint.test_reader import Near
 
 WORLD_SIZE = 2

@@ -11,8 +11,8 @@ from shade.checkpoint.group import Alone, Group
 from shade.checkpoint.reader import Reader
 from shade.checkpoint.recover import recover
 from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture.ledger import Saved, saved
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
+from tests.simulation.torture.ledger import Saved, saved
 from tests.unit.checkpoint.test_protocol import together
 from tests.unit.checkpoint.test_reader import Near
 

@@ -16,8 +16,8 @@ import torch
 from shade.checkpoint import stage as stage_module
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
 from shade.errors import ConfigError, RunInUseError, StorageFullError
+from tests.simulation.torture.ledger import Saved, saved
 
 RUN = "run"
 

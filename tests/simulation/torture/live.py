@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import secrets
 import subprocess
@@ -27,12 +28,12 @@ from shade.checkpoint.recover import recover
 from shade.checkpoint.retention import Keep
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Tier
-from shade.checkpoint.torture.bench import retire
-from shade.checkpoint.torture.ledger import Ledger, Saved, saved
 from shade.errors import CheckpointError
 from shade.storage.base import open_volume
 from shade.store import open_store
 from shade.store.base import Store
+from tests.simulation.torture.bench import retire
+from tests.simulation.torture.ledger import Ledger, Saved, saved
 
 SHARD_BYTES: Final = 2**21
 _CHUNK_BYTES: Final = 2**18
@@ -156,8 +157,9 @@ def _round(where: Where, ledger: Ledger, dice: random.Random, first: int, *, has
 
 
 def _start(role: str, where: Where, first: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", __name__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.simulation.torture.live"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdin is not None
     process.stdin.write(json.dumps({"role": role, "first": first, **vars(where)}) + "\n")
     process.stdin.flush()

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from shade.checkpoint.torture.world import Act, World
 from shade.storage.names import PARTIAL
+from tests.simulation.torture.world import Act, World
 
 SECTOR_BYTES: Final = 512
 OUTCOMES: Final = ("kept", "lost", "names", "torn")

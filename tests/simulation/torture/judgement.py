@@ -19,10 +19,10 @@ from shade.checkpoint.rebuild import Rebuilt
 from shade.checkpoint.recover import recover
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Tier
-from shade.checkpoint.torture.bench import Bench, Setup, State
-from shade.checkpoint.torture.ledger import Ledger, saved
-from shade.checkpoint.torture.world import World
 from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
+from tests.simulation.torture.bench import Bench, Setup, State
+from tests.simulation.torture.ledger import Ledger, saved
+from tests.simulation.torture.world import World
 
 _MAX_FLUSHES: Final = 10
 

@@ -1,8 +1,7 @@
-"""``shade cache chaos``: trains through a private cluster that everything happens to, and looks whether training
-noticed.
+"""Trains through a private cluster while faults strike it, and checks that training did not notice.
 
-A schedule (`shade.store.chaos`) strikes in the middle of a short training run; the same run without any cache is what
-it is compared with. Promises, each of them checked in each run:
+A schedule (`tests.simulation.cluster_chaos`) strikes in the middle of a short training run. The run is compared with
+the same run without a cache. Each run checks these promises:
 
 * the samples of every step are those of the undisturbed run, in their order;
 * every sample's bytes are the origin's;
@@ -21,7 +20,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -37,7 +35,7 @@ from shade.cache import breaker
 from shade.data.dataset import ShadeDataset
 from shade.data.sampler import ShadeSampler
 from shade.store import open_store, patience
-from shade.store.chaos import Act, Chaos, RelayedCluster, schedule
+from tests.simulation.cluster_chaos import Act, Chaos, RelayedCluster, schedule
 
 NUM_SAMPLES: Final = 320
 SAMPLE_BYTES: Final = 2000
@@ -299,34 +297,3 @@ def short_pauses() -> Iterator[None]:
     finally:
         for module, name, seconds in before:
             setattr(module, name, seconds)
-
-
-def answer(first: int, count: int) -> int:
-    """Lives through schedules and reports.
-
-    Args:
-        first: The first seed.
-        count: How many.
-
-    Returns:
-        0, or 1 where a promise was broken.
-    """
-    from shade.terminal import progress_bar
-
-    begun, broken, struck = time.monotonic(), 0, Counter[str]()
-    for seed in progress_bar(count, iterable=range(first, first + count), unit="run"):
-        verdict = play(seed)
-        struck += verdict.struck
-        if verdict.objections:
-            broken += 1
-            sys.stdout.write(f"BROKEN  seed {seed}: {verdict.shape}\n")
-            sys.stdout.writelines(f"        {act}\n" for act in verdict.acts)
-            sys.stdout.writelines(f"        {objection}\n" for objection in verdict.objections)
-            sys.stdout.write(f"        again: shade cache chaos --seed {seed} --runs 1\n")
-            sys.stdout.flush()
-    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(struck.items())) or "none"
-    sys.stdout.write(
-        f"{count} runs, {struck.total()} faults struck ({kinds}), {broken} with broken promises, "
-        f"{time.monotonic() - begun:.0f} s\n"
-    )
-    return 1 if broken else 0

@@ -11,9 +11,9 @@ from typing import Any
 
 from shade.checkpoint.manifest import Commit, Manifest
 from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture.ledger import Ledger
-from shade.checkpoint.torture.world import Act, World
 from shade.types import Bytes
+from tests.simulation.torture.ledger import Ledger
+from tests.simulation.torture.world import Act, World
 
 
 class Watched(Tier):

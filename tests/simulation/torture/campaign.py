@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from shade.checkpoint.torture.bench import Setup
-from shade.checkpoint.torture.scenario import SETUPS, Stand, Verdict, episodes, play
-from shade.checkpoint.torture.world import Fault, Operation
+from tests.simulation.torture.bench import Setup
+from tests.simulation.torture.scenario import SETUPS, Stand, Verdict, episodes, play
+from tests.simulation.torture.world import Fault, Operation
 
 RANKS: Final = (1, 2, 3)
 _SERVER_FAULTS: Final = ("server emptied", "server away", "server gone", "partition")

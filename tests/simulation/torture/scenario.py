@@ -2,7 +2,7 @@
 
 A scenario starts from a run in good order (two snapshots saved and, where there is storage, durable), goes through one
 episode with its fault, and is then judged several times over: by what is left if only the processes died, if the disk
-lost its power (see `shade.checkpoint.torture.disk`), and if the whole memory went with it.
+lost its power (see `tests.simulation.torture.disk`), and if the whole memory went with it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from shade.checkpoint.own_memory import shared_memory
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.tier import Shard
-from shade.checkpoint.torture.bench import Bench, Setup, State
-from shade.checkpoint.torture.delta import built_on
-from shade.checkpoint.torture.disk import Disk
-from shade.checkpoint.torture.judgement import judge
-from shade.checkpoint.torture.ledger import RUN, Ledger, Saved, saved
-from shade.checkpoint.torture.servers import Servers
-from shade.checkpoint.torture.world import NOTHING, CrashedError, Fault, Operation, World
 from shade.errors import ShadeError
+from tests.simulation.torture.bench import Bench, Setup, State
+from tests.simulation.torture.delta import built_on
+from tests.simulation.torture.disk import Disk
+from tests.simulation.torture.judgement import judge
+from tests.simulation.torture.ledger import RUN, Ledger, Saved, saved
+from tests.simulation.torture.servers import Servers
+from tests.simulation.torture.world import NOTHING, CrashedError, Fault, Operation, World
 
 SETUPS: Final = (
     Setup("storage", has_own=True),

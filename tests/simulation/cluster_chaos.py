@@ -7,7 +7,7 @@ Several may be under way at once, on the same node too. `Chaos.settle` ends all 
 agree again.
 
 A fault that struck is proved, not assumed: each tells what it affected, and one that could not strike (the node was
-dead already) is not counted. What must hold meanwhile is the business of whoever trains: `shade cache chaos`.
+dead already) is not counted. `tests.simulation.chaos_training` checks what must hold meanwhile.
 
 Invariant: the schedule is a function of its seed and shape; after `settle` every slot has a primary that serves.
 """

@@ -12,7 +12,7 @@ from dataclasses import replace
 from shade.checkpoint.codecs.base import CODECS, Delta, Piece
 from shade.checkpoint.digest import digest_of
 from shade.checkpoint.manifest import ChunkEntry, Manifest
-from shade.checkpoint.torture.ledger import Saved, saved
+from tests.simulation.torture.ledger import Saved, saved
 
 
 def built_on(before: Saved | None, step: int, sequence: int, world_size: int) -> Saved:

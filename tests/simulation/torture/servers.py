@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from shade.checkpoint.torture.disk import flipped
-from shade.checkpoint.torture.world import Act, World
 from shade.errors import StoreError, StoreUnavailableError
 from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
 from shade.types import Bytes
+from tests.simulation.torture.disk import flipped
+from tests.simulation.torture.world import Act, World
 
 T = TypeVar("T")
 _PLACES: Final = {tag: place for place, tag in enumerate(placement_tags())}

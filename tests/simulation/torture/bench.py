@@ -20,13 +20,13 @@ from shade.checkpoint.retention import Keep
 from shade.checkpoint.stage import Stage
 from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Tier
-from shade.checkpoint.torture.disk import Disk, DiskView
-from shade.checkpoint.torture.ledger import RUN, Ledger, Saved
-from shade.checkpoint.torture.servers import Servers, ServersView
-from shade.checkpoint.torture.watched import Watched
-from shade.checkpoint.torture.world import Act, World
 from shade.errors import CheckpointError
 from shade.storage.directory import DirectoryVolume
+from tests.simulation.torture.disk import Disk, DiskView
+from tests.simulation.torture.ledger import RUN, Ledger, Saved
+from tests.simulation.torture.servers import Servers, ServersView
+from tests.simulation.torture.watched import Watched
+from tests.simulation.torture.world import Act, World
 
 KEEP: Final = Keep.parse("last=1")
 

@@ -12,19 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shade.errors import ConfigError
-from shade.store import hosts, service
+from shade.store import cluster_bootstrap, service
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 
-def up(
-    directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int], founder: str | None
-) -> int:
+def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int], seed: str | None) -> int:
     """Starts servers and prints the address to pass to ``--cache``."""
     memory_bytes = 0 if memory is None else parse_bytes(memory)
     password = os.environ.get(PASSWORD_VARIABLE)
     try:
-        if founder is not None:
-            url = _join(directory, founder, nodes, replicas, memory_bytes, ports, password)
+        if seed is not None:
+            url = _join(directory, seed, nodes, replicas, memory_bytes, ports, password)
         else:
             url = service.up(
                 directory,
@@ -48,7 +46,7 @@ def up(
 
 def _join(
     directory: Path,
-    founder: str,
+    seed: str,
     nodes: int,
     replicas: int,
     memory_bytes: int,
@@ -56,10 +54,10 @@ def _join(
     password: str | None,
 ) -> StoreURL:
     """One node here, of a cluster on several machines; ``--nodes`` left out is a cluster that is there."""
-    (address,) = StoreURL.parse(f"redis://{founder}").addresses
+    (address,) = StoreURL.parse(f"redis://{seed}").addresses
     if len(ports) > 1:
         raise ConfigError.of("one port for the one node of this machine", list(ports), "leave --ports out, or name one")
-    return hosts.join(
+    return cluster_bootstrap.join_cluster(
         directory,
         address,
         nodes=None if nodes == 1 else nodes,

@@ -13,7 +13,7 @@ from shade.importance.base import SCORES, ScoreStrategy
 from shade.types import Bools, Floats
 
 NEW_SHARE = np.float32(0.5)
-"""What the newest report counts."""
+"""Weight of the newest report."""
 
 
 @SCORES.register("loss")

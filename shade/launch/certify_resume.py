@@ -31,9 +31,7 @@ from shade.checkpoint.storage_tier import StorageTier
 from shade.checkpoint.tier import Tier
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
 from shade.errors import CheckpointError, ConfigError, StorageError, StoreError
-from shade.launch.ports import free_port
-from shade.launch.progress import watch
-from shade.launch.ranks import Ranks
+from shade.launch.ranks import Ranks, free_port, watch
 from shade.storage import open_volume
 from shade.store import open_store
 

@@ -22,7 +22,7 @@ from shade.checkpoint.schedule import Schedule
 from shade.checkpoint.storage_tier import StorageTier
 from shade.config import RunConfig
 from shade.errors import ConfigError, DataError, ShadeError, StorageError, StoreUnavailableError
-from shade.launch.resolve import Stores
+from shade.launch.resolve import StoreURLs
 from shade.policy import POLICIES
 from shade.sampling import MODES
 from shade.storage import open_volume
@@ -34,7 +34,7 @@ _OUTLIVES = "name a server that outlives the run (shade cache up): unix://, redi
 _RESUME_CURE = "start without --resume, or name the --checkpoint and --persist that the run was started with"
 
 
-def check(config: RunConfig, stores: Stores) -> None:
+def check(config: RunConfig, stores: StoreURLs) -> None:
     """Checks the whole plan.
 
     Args:

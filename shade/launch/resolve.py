@@ -36,7 +36,7 @@ _TYPED_AS = {"gpus": "processes", "nr": "node_rank", "working_set_size": "workin
 
 
 @dataclass(frozen=True)
-class Stores:
+class StoreURLs:
     """URLs with any password: for the ranks' environment, never for a file."""
 
     cache: str
@@ -44,7 +44,7 @@ class Stores:
     checkpoint: str | None = None
 
 
-def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Stores]:
+def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, StoreURLs]:
     """Resolves the flags.
 
     Args:
@@ -77,7 +77,7 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
         if typed.get("sampling", "pads") != "pads":
             raise ConfigError.of("--sampling pads with -rep", typed["sampling"], "leave one of the two out")
         chosen["sampling"] = "pads"
-    stores = Stores(_cache_url(typed, chosen), _unmasked(chosen["checkpoint"]) if chosen.get("checkpoint") else None)
+    stores = StoreURLs(_cache_url(typed, chosen), _unmasked(chosen["checkpoint"]) if chosen.get("checkpoint") else None)
     chosen["cache"] = "none" if stores.cache == "none" else str(StoreURL.parse(stores.cache))
     if stores.checkpoint is not None:
         chosen["checkpoint"] = str(StoreURL.parse(stores.checkpoint))

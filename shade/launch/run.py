@@ -15,11 +15,9 @@ from pathlib import Path
 
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
 from shade.errors import ShadeError
-from shade.launch import flags, preflight, snapshots
-from shade.launch.ports import free_port
-from shade.launch.progress import watch
-from shade.launch.ranks import Ended, Ranks, command, signals_as_exceptions
-from shade.launch.resolve import Stores, resolve
+from shade.launch import flags, preflight
+from shade.launch.ranks import Ended, Ranks, command, free_port, signals_as_exceptions, watch
+from shade.launch.resolve import StoreURLs, resolve
 from shade.launch.workspace import Workspace
 from shade.report import write_report
 from shade.store import open_store
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     args = flags.parse(sys.argv[1:] if argv is None else argv, prog)
     dry_run = vars(args).pop("dry_run", False)
     config: RunConfig | None = None
-    stores = Stores("none")
+    stores = StoreURLs("none")
     try:
         with signals_as_exceptions() as remind:
             config, stores = resolve(args, Path.cwd())
@@ -62,16 +60,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
         code, message = 2, " ".join(str(error).split())
     except Ended as ended:
         code, message = 128 + ended.number, f"stopped by {ended}"
-    if code and config is not None and code != 2 and snapshots.exist(config, stores.checkpoint):
+    if code and config is not None and code != 2 and preflight.has_snapshots(config, stores.checkpoint):
         message += f"; go on with --resume {config.out}"
     if message:
         sys.stderr.write(f"{prog}: {message}\n")
     return code
 
 
-def _again(config: RunConfig, stores: Stores) -> RunConfig:
+def _again(config: RunConfig, stores: StoreURLs) -> RunConfig:
     """The run as it goes on after ranks were lost: from its newest snapshot, or from the start if there is none yet."""
-    is_there = snapshots.exist(config, stores.checkpoint)
+    is_there = preflight.has_snapshots(config, stores.checkpoint)
     if not is_there:
         Workspace(config, Path.cwd(), stores.checkpoint).undo()
     return dataclasses.replace(config, resume=is_there)
@@ -89,7 +87,7 @@ def describe(config: RunConfig) -> str:
     return "\n".join([*lines, f"{'command':{width}}  {' '.join(command(config))}"])
 
 
-def _launch(config: RunConfig, stores: Stores, remind: Callable[[], None]) -> tuple[int, str]:
+def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -> tuple[int, str]:
     """Trains and reports; the exit code and what to say about it."""
 
     def poll() -> int | None:
@@ -122,7 +120,7 @@ def _launch(config: RunConfig, stores: Stores, remind: Callable[[], None]) -> tu
     return 0, f"report, picture and logs are in {config.out}"
 
 
-def _environment(config: RunConfig, stores: Stores, place: Workspace) -> dict[str, str]:
+def _environment(config: RunConfig, stores: StoreURLs, place: Workspace) -> dict[str, str]:
     environment = os.environ | {RUN_FILE: str(config.save()), CACHE_URL: stores.cache, ACCESS_LOG: str(place.train_log)}
     if stores.checkpoint is not None:
         environment[CHECKPOINT_URL] = stores.checkpoint

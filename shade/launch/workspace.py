@@ -20,7 +20,7 @@ from pathlib import Path
 from shade.checkpoint.own_memory import own_folder
 from shade.config import SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
-from shade.launch import snapshots
+from shade.launch.preflight import has_snapshots
 from shade.telemetry import JsonlSink
 from shade.trajectory import LOSSES
 
@@ -73,7 +73,7 @@ class Workspace:
     def has_results(self) -> bool:
         """Whether anything is there that somebody may want to keep: an epoch's metrics or a snapshot."""
         measured = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return measured or snapshots.exist(self._config, self._checkpoint_url)
+        return measured or has_snapshots(self._config, self._checkpoint_url)
 
     def undo(self) -> None:
         """Removes what a run writes, unless there are results; the link points where it did before.

@@ -44,6 +44,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.policy.base import EMPTY, POLICIES, CachePolicy, EpochWindow, Verdict
@@ -52,16 +53,16 @@ from shade.types import Bools, Indices
 Bytes64 = npt.NDArray[np.int64]
 
 MAX_PASSES = 64
-"""Each pass leaves a fraction of the room of the one before; only sizes made up for it would need more."""
+"""Each pass leaves a fraction of the space of the one before; only contrived sizes would need more."""
 
 
 @POLICIES.register("plan")
-class Plan(CachePolicy):
-    """Exact residency over the rest of this epoch and the next.
+class PlanPolicy(CachePolicy):
+    """Plans residency exactly over the rest of this epoch and the next.
 
     Without a next epoch (``next_order_K`` empty) nobody leaves and nobody arrives: the cache is left as it is for a
-    later run. With an unknown one (None) every sample counts as wanted, which fills the free room once and keeps it:
-    what `static` does.
+    later run. With an unknown one (None) every sample counts as wanted, which fills the free space once and keeps it,
+    as `static` does.
     """
 
     needs_next_order = True
@@ -72,15 +73,9 @@ class Plan(CachePolicy):
         self._change_K = np.empty(0, dtype=np.int8)
         self._cursor = 0
 
+    @override
     def begin_epoch(self, window: EpochWindow) -> Indices:
-        """Plans the epoch.
-
-        Args:
-            window: This epoch's order (or its rest) and the next one's.
-
-        Returns:
-            Residents that neither uses and whose room is needed: they leave now.
-        """
+        """Plans the epoch; residents that neither epoch uses and whose space is needed leave now."""
         order_K, resident_N, size_bytes_N = window.order_K, self.resident_N, self.size_bytes_N
         num_accesses = len(order_K)
         self._next_order_K = window.next_order_K
@@ -122,7 +117,7 @@ class Plan(CachePolicy):
         return useless
 
     def _wanted(self, next_order_K: Indices | None) -> tuple[Bools, Bools]:
-        """(N,) whom the next epoch uses, and (N,) those of them whom it first uses close to its end."""
+        """Returns (N,) whom the next epoch uses, and (N,) those of them whom it first uses close to its end."""
         num_samples = len(self.resident_N)
         late_N = np.zeros(num_samples, dtype=bool)
         if next_order_K is None:
@@ -135,14 +130,11 @@ class Plan(CachePolicy):
             late_N[next_order_K[:start]] = False
         return wanted_N, late_N
 
+    @override
     def access_many(self, index_B: Indices) -> Verdict:
-        """The next batch of the planned order.
+        """Carries out the plan for the next batch of the planned order.
 
-        Args:
-            index_B: The accesses that follow those of the call before.
-
-        Returns:
-            The verdict; there are no victims, because whoever leaves does so at a use or as the epoch begins.
+        There are no victims, because samples leave at a use or as the epoch begins.
 
         Raises:
             ConfigError: It is not the next batch of the order that `begin_epoch` was given.
@@ -166,21 +158,19 @@ class Plan(CachePolicy):
         self.used_bytes += int(self.size_bytes_N[index_moved] @ change_moved)
         return Verdict(hit_B, self.resident_N[index_B], EMPTY)
 
+    @override
     def resize(self, capacity_bytes: int) -> Indices:
-        """Changes the capacity; the rest of the epoch is planned anew with it.
+        """Plans the rest of the epoch anew with the new capacity.
 
-        Args:
-            capacity_bytes: From now on, ≥ 0.
-
-        Returns:
-            Those that leave at once: whose next use is farthest, then those whom the new plan does not want.
+        Those with the farthest next use leave first, then those whom the new plan does not want.
         """
         rest_K, next_order_K = self._order_K[self._cursor :], self._next_order_K
         farthest = super().resize(capacity_bytes)
         return np.concatenate([farthest, self.begin_epoch(EpochWindow(0, rest_K, next_order_K))])
 
+    @override
     def _least_useful_first(self) -> Indices:
-        """The farthest next use first; of those that are not used again the highest index."""
+        """Puts the farthest next use first; among samples that are not used again the highest index."""
         known = [self._order_K[self._cursor :], *([] if self._next_order_K is None else [self._next_order_K])]
         ahead = np.concatenate(known)
         next_use_N = np.full(len(self.resident_N), len(ahead), dtype=np.int64)
@@ -188,22 +178,23 @@ class Plan(CachePolicy):
         resident = np.flatnonzero(self.resident_N)
         return resident[np.argsort(next_use_N[resident], kind="stable")[::-1]]
 
+    @override
     def _touch(self, index: int) -> Sequence[int]:
-        """One access of the planned order; `access_many` does the work."""
+        """Processes one access of the planned order through `access_many`."""
         self.access_many(np.array([index], dtype=np.int64))
         return ()
 
 
 def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes_C: Bytes64) -> Bools:
-    """Gives room to the latest candidates that fit, from their position to the end of the epoch.
+    """Gives space to the latest candidates that fit, from their position to the end of the epoch.
 
     Args:
-        room_bytes_K: (K,) bytes free after each access; never falls. What is given away is taken off, in place.
+        room_bytes_K: (K,) bytes free after each access; never falls. What is given away is subtracted in place.
         position_C: (C,) where the candidates come in the epoch, ascending.
         size_bytes_C: (C,) their sizes.
 
     Returns:
-        (C,) True for those that got room.
+        (C,) True for those that got space.
     """
     if not len(size_bytes_C) or size_bytes_C.min() > room_bytes_K[-1]:
         return np.zeros(len(size_bytes_C), dtype=bool)
@@ -217,7 +208,7 @@ def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes
 
 
 def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
-    """Chooses arrivals, the latest first, so that those up to each candidate fit the room there is by then.
+    """Chooses arrivals, the latest first, so that those up to each candidate fit the space there is by then.
 
     Args:
         size_bytes_C: (C,) sizes of the candidates, in the order in which they come.

@@ -1,4 +1,4 @@
-"""Deals the global order of an epoch out to the ranks, so that all of them take the same number of steps.
+"""Deals the global order of an epoch to the ranks: by position, or so that a rank gets what is cached near it.
 
 ::
 
@@ -6,15 +6,31 @@
     rank 0    0 1 2         6 7 8           12 13
     rank 1          3 4 5         9 10 11         14
 
-Step t is ``order[t*G : (t+1)*G]``; rank r takes its r-th piece of B. The tail of ``m = K mod G`` is split into W
-contiguous pieces whose sizes differ by one at most. Where ``0 < m < W`` the tail is padded to W with the first
-samples of the epoch, as torch's DistributedSampler does: the only duplicates that can ever arise. ``drop_last`` drops
-the tail.
+Step t is ``order[t*G : (t+1)*G]``; rank r takes its r-th piece of B, and all ranks take the same number of steps. The
+tail of ``m = K mod G`` is split into W contiguous pieces whose sizes differ by one at most. Where ``0 < m < W`` the
+tail is padded to W with the first samples of the epoch, as torch's DistributedSampler does: the only duplicates that
+can ever arise. ``drop_last`` drops the tail. The content of a step depends on G alone, so a run resumed with other
+ranks (same G) goes on with the same steps. A position is a place in the global order; the cursor of a resume is one, a
+multiple of G. Invariant: without padding, the ranks' positions partition ``range(cursor, K)``.
 
-Why this way: what a step contains depends on G alone, so a run resumed with other ranks (same G) goes on with the
-same steps. A position is a place in the global order; the cursor of a resume is one, a multiple of G.
+`redeal` rearranges a global batch within a step. The step's gradient is a sum, so which rank computes which part of it
+is free: SGD does not notice (statistics of unsynchronised batch norms do, as with any order). A cluster keeps each
+sample on one host, its home. By position only every H-th hit of a rank is at home with it; dealt by home, nearly all
+are::
 
-Invariant: without padding, the ranks' positions partition ``range(cursor, K)``.
+    batch    a0 b1 c0 d1 e1 f1       letter: sample, number: its home;  two hosts of one rank, shares of 3
+    by place [a0 b1 c0] [d1 e1 f1]   4 of 6 at home
+    by home  [a0 c0 f1] [b1 d1 e1]   5 of 6; host 1 has one too many
+
+Cached samples come first, then those that may get cached; a sample without a place at home fills what is left, in the
+order of the batch. Every share keeps its size, and all ranks compute the same deal. With R ranks on as many hosts and a
+global batch of 256, the local share of a batch at f = 0.2 grows from f / R to nearly f, and at f = 1 and R = 4 to 0.96:
+binomial counts overflow by the other 4 %.
+
+Legend: K drawn in one epoch · G global batch · W ranks · H hosts.
+
+References:
+    Yang & Cong, "Accelerating Data Loading in Deep Neural Network Training", HiPC 2019, for `redeal`.
 """
 
 from __future__ import annotations
@@ -25,16 +41,16 @@ from shade.errors import ConfigError
 from shade.types import Bools, Indices
 
 NOWHERE = -1
-"""The home of a sample whose server is unknown, or stands where no rank runs."""
+"""The home of a sample whose server is unknown, or on a host without a rank."""
 
 
 def num_steps(num_drawn: int, global_batch: int, *, drop_last: bool = False) -> int:
-    """Steps every rank takes in an epoch of ``num_drawn`` samples."""
+    """Returns the steps that every rank takes in an epoch of ``num_drawn`` samples."""
     return num_drawn // global_batch if drop_last else -(-num_drawn // global_batch)
 
 
 def rank_slice(step: int, rank: int, *, num_drawn: int, global_batch: int, world_size: int) -> range:
-    """Positions that one rank takes in one step.
+    """Returns the positions that one rank takes in one step.
 
     Args:
         step: 0 ≤ step < `num_steps`.
@@ -44,10 +60,10 @@ def rank_slice(step: int, rank: int, *, num_drawn: int, global_batch: int, world
         world_size: W.
 
     Returns:
-        A range of positions. Those at or beyond K are padding and stand for ``position % K``.
+        A range of positions. Those at or beyond K are padding and mean ``position % K``.
 
     Raises:
-        ConfigError: G is not a multiple of W, or the rank is none of them.
+        ConfigError: G is not a multiple of W, or there is no such rank.
     """
     _check(rank, global_batch, world_size)
     start = step * global_batch
@@ -62,7 +78,7 @@ def rank_slice(step: int, rank: int, *, num_drawn: int, global_batch: int, world
 def rank_positions(
     rank: int, *, num_drawn: int, global_batch: int, world_size: int, drop_last: bool = False, cursor: int = 0
 ) -> Indices:
-    """Positions that one rank takes in the whole epoch, or from a cursor on.
+    """Returns the positions that one rank takes in the whole epoch, or from a cursor on.
 
     Args:
         rank: 0 ≤ rank < world_size.
@@ -98,7 +114,7 @@ def rank_positions(
 def rank_order(
     order_K: Indices, rank: int, *, global_batch: int, world_size: int, drop_last: bool = False, cursor: int = 0
 ) -> Indices:
-    """The samples that one rank takes, step after step; see `rank_positions`."""
+    """Returns the samples that one rank takes, step after step; arguments as for `rank_positions`."""
     return order_K[
         rank_positions(
             rank,
@@ -112,7 +128,7 @@ def rank_order(
 
 
 def _check(rank: int, global_batch: int, world_size: int) -> None:
-    """Refuses a division that would leave ranks unequal."""
+    """Raises ConfigError for a division that would leave ranks unequal."""
     if world_size < 1 or global_batch % world_size:
         raise ConfigError.of(
             f"a global batch that {world_size} ranks can share equally", global_batch, "make it batch size × ranks"
@@ -122,11 +138,11 @@ def _check(rank: int, global_batch: int, world_size: int) -> None:
 
 
 def redeal(home_G: Indices, hit_G: Bools, size_W: Indices, host_W: Indices) -> Indices:
-    """Rearranges a global batch.
+    """Rearranges a global batch by the samples' homes.
 
     Args:
         home_G: Host of each sample, 0 ≤ home < H, or `NOWHERE`.
-        hit_G: Whether it is in the cache now: these have the first choice.
+        hit_G: Whether it is in the cache now: cached samples choose first.
         size_W: Share of each rank; they sum to G.
         host_W: Host of each rank.
 

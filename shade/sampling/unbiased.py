@@ -1,17 +1,28 @@
 """Uses a share of the data set each epoch, the rest rarely, and weighs every gradient so that nothing is biased.
 
 A sample with score s is drawn with probability ``pi = clip(c·sqrt(s), pi_min, 1)``, without replacement, and its
-gradient counts ``1 / pi`` times, so the expected gradient sum of an epoch is that of the full data set, whatever the
+gradient counts ``1 / pi`` times. So the expected gradient sum of an epoch is that of the full data set, whatever the
 scores are: stale, noisy or wrong scores cost variance, never bias. Skipped samples are neither read nor computed;
 because the set is known one epoch ahead, the cache can plan for it exactly.
 
 Why this way: sqrt flattens the loss (variance is least for pi in proportion to the gradient's norm, of which the loss
 is a rough and heavy-tailed stand-in); ``pi_min`` bounds the weight at ``1 / pi_min``; scores above their 95th
 percentile count as that percentile, so that a few mislabelled samples do not take the budget of the rest; the first
-``warmup_epochs`` and, when ``epochs`` is known, the last eighth are full, which ends training on the exact objective.
+``warmup_epochs`` and, if ``epochs`` is known, the last eighth are full, which ends training on the exact objective.
 
 The price: an epoch has ``keep`` as many steps, each with ``1 / keep`` times the expected gradient; a schedule that
-counts steps must be told. Variance rises by ``Σ (1/pi − 1)|g|² / N²``.
+counts steps must take that into account. Variance rises by ``Σ (1/pi − 1)|g|² / N²``.
+
+*Inclusion.* `solve_units` turns scores into probabilities that are whole numbers of ``2**-30``. A float sum of a
+million terms is never exactly K, and a draw from such a sum is sometimes one sample short; a sum of integers is exact, so the
+draw always has K samples, and the gradient weight ``1 / pi`` belongs to the very probability that was used. The price
+is a relative error of 1e-9 in the wanted proportion, which biases nothing.
+
+*Systematic sampling.* `draw_systematic` lays the samples end to end in a random order, each as long as its probability,
+and marks the line at ``start, start + 1, start + 2, …``. No sample is longer than 1, so none is marked twice; the line
+is K long, so K are marked; and a sample is marked with exactly its probability. If the order keeps classes together,
+each class is marked ⌊its length⌋ or ⌈its length⌉ times: a stratified draw for free. The price: neighbours are never
+drawn independently. The order is new each epoch, so no pair is favoured.
 
 Invariants: Σ pi = K; pi ≥ pi_min; a sample never seen has pi = 1; no duplicates; with ``keep=1.0`` every epoch is that
 of `uniform`, bit for bit.
@@ -52,7 +63,7 @@ ONE = 1 << 30
 """Probability 1."""
 
 MAX_PROBES = 200
-"""Bracketed Newton: 4 to 8 probes in practice, each halves the bracket at worst."""
+"""Bracketed Newton: 4 to 8 probes in practice; each halves the bracket at worst."""
 
 _BITS = ONE.bit_length() - 1
 
@@ -64,11 +75,11 @@ class UnbiasedMode(SamplingMode):
     Args:
         num_samples: N.
         global_batch: G.
-        seed: Same on every rank.
+        seed: The same on every rank.
         keep: Share of the data set an epoch uses, in (0, 1]. 1.0 is a plain shuffle without weights.
         pi_min: Smallest inclusion probability, in (0, keep]; the largest weight is its inverse.
         warmup_epochs: Full epochs at the start, ≥ 0. Two: epoch 1 is drawn as epoch 0 begins, before any loss is known.
-        epochs: Length of the run, when known; its last eighth is full then.
+        epochs: Length of the run, if known; its last eighth is full then.
         targets_N: Class of each sample: the draw is stratified, and each class with a member keeps at least
             ``max(1, ⌊pi_min·n⌋)`` of its n.
         draws_ahead: Whether the next epoch is drawn as this one begins: scores one epoch older, cache planned exactly.
@@ -113,6 +124,7 @@ class UnbiasedMode(SamplingMode):
         self._floor_N = self._class_floor()
 
     @override
+    @override
     def draw(
         self,
         epoch: int,
@@ -121,7 +133,7 @@ class UnbiasedMode(SamplingMode):
         resident_N: Bools | None = None,
         validation: Validation | None = None,
     ) -> Draw:
-        """More than K are drawn when samples never seen fill the budget."""
+        """Draws more than K if samples never seen fill the budget."""
         del resident_N, validation
         units_N = None if scores is None or self._is_full(epoch) else self._inclusion(scores)
         if units_N is None:
@@ -133,11 +145,11 @@ class UnbiasedMode(SamplingMode):
         return Draw(epoch, order_K, weight_N, measure(order_K, weight_N, self._class_N))
 
     def _is_full(self, epoch: int) -> bool:
-        """Whether this epoch uses every sample, whatever the scores."""
+        """Returns whether this epoch uses every sample, whatever the scores."""
         return self._num_wanted >= self.num_samples or epoch < self._warmup_epochs or epoch >= self._tail_from
 
     def _class_floor(self) -> Units:
-        """Smallest units of each sample: ``pi_min``, and a whole draw for each class together."""
+        """Returns the smallest units of each sample: ``pi_min``, and a whole draw for each class together."""
         floor_N = np.full(self.num_samples, int(self.pi_min * ONE), dtype=np.uint32)
         if self._class_N is not None:
             size_C = np.bincount(self._class_N)
@@ -145,7 +157,7 @@ class UnbiasedMode(SamplingMode):
         return floor_N
 
     def _inclusion(self, scores: Scores) -> Units | None:
-        """Inclusion units summing to a multiple of the global batch, or None where that takes every sample."""
+        """Returns inclusion units summing to a multiple of the global batch, or None if that takes every sample."""
         floor_N = np.where(scores.seen_N, self._floor_N, np.uint32(ONE))
         needed = -(-int(floor_N.sum(dtype=np.int64)) // (ONE * self.global_batch)) * self.global_batch
         num_drawn = max(self._num_wanted, needed)
@@ -155,7 +167,7 @@ class UnbiasedMode(SamplingMode):
 
 
 def _roots(scores: Scores) -> Floats:
-    """sqrt of the capped scores, in (0, 1]; samples never seen get 1."""
+    """Returns sqrt of the capped scores, in (0, 1]; samples never seen get 1."""
     root_N = np.where(scores.seen_N, scores.score_N, np.float32(0))
     seen = scores.score_N[scores.seen_N]
     if len(seen):
@@ -170,7 +182,7 @@ def _roots(scores: Scores) -> Floats:
 
 
 def _as_classes(targets_N: Targets, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Classes renumbered 0 … C−1."""
+    """Renumbers classes 0 … C−1."""
     targets_N = np.asarray(targets_N)
     if targets_N.shape != (num_samples,):
         raise ConfigError.of(f"targets of shape ({num_samples},)", targets_N.shape, "give one class per sample")
@@ -178,16 +190,8 @@ def _as_classes(targets_N: Targets, num_samples: int) -> npt.NDArray[np.uint32]:
 
 
 def budget(num_samples: int, global_batch: int, keep: float) -> int:
-    """How many samples an epoch draws.
-
-    Args:
-        num_samples: N.
-        global_batch: G.
-        keep: Wanted share of the data set, in (0, 1].
-
-    Returns:
-        The multiple of G nearest to ``keep * N``, at least G; N where there is no such multiple below N.
-    """
+    """Returns how many samples an epoch draws: the multiple of the global batch nearest to ``keep * N``, at least one
+    batch; N if there is no such multiple below N."""
     if keep >= 1.0 or num_samples <= global_batch:
         return num_samples
     steps = max(1, round(keep * num_samples / global_batch))
@@ -198,7 +202,8 @@ def solve_units(root_N: Floats, floor_N: Units, num_drawn: int) -> Units:
     """Solves ``pi_i = clip(c * root_i, floor_i, 1)`` for the c that makes the sum ``num_drawn``.
 
     The sum is piecewise linear and growing in c, so Newton's step is exact within a piece; a bracket keeps it from
-    cycling between pieces. What rounding leaves over is handed out a unit at a time.
+    cycling between pieces. What rounding leaves over is handed out a unit at a time. Invariant: ``floor_N <= units_N <=
+    ONE`` and ``units_N.sum() == num_drawn * ONE``.
 
     Args:
         root_N: float32 (N,), > 0: the wanted proportions.
@@ -231,7 +236,7 @@ def solve_units(root_N: Floats, floor_N: Units, num_drawn: int) -> Units:
 
 
 def _hand_out(units_N: Units, floor_N: Units, rest: int) -> None:
-    """Adds ``rest`` units (or takes them away) where there is room, as evenly as it goes, in place."""
+    """Adds ``rest`` units (or takes them away) where there is room, as evenly as possible, in place."""
     while rest:
         room_N = ONE - units_N if rest > 0 else units_N - floor_N
         movable = np.flatnonzero(room_N)
@@ -248,11 +253,11 @@ def _hand_out(units_N: Units, floor_N: Units, rest: int) -> None:
 
 
 def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: npt.NDArray[np.uint32] | None = None) -> Indices:
-    """Draws.
+    """Draws a fixed number of samples without replacement, each with its own probability, from one random number.
 
     Args:
-        units_N: Inclusion probabilities as `inclusion.solve_units` gives them.
-        seed: Of the run.
+        units_N: Inclusion probabilities as `solve_units` gives them.
+        seed: Seed of the run.
         epoch: ≥ 0.
         class_N: Classes as 0 … C−1, to draw stratified; or None.
 

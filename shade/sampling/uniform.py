@@ -1,7 +1,7 @@
-"""Walks every sample exactly once an epoch, in a new random order: what `DistributedSampler` does, and the control.
+"""Uses every sample exactly once an epoch, in a new random order: what `DistributedSampler` does, and the control.
 
-`full_epoch` is also what every other mode falls back on, so ``unbiased`` with ``keep=1.0`` and this mode give the same
-order bit for bit, and a comparison of the two differs in nothing else.
+Every other mode falls back on `full_epoch` too, so ``unbiased`` with ``keep=1.0`` and this mode give the same order bit
+for bit, and a comparison of the two differs in nothing else.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def full_epoch(num_samples: int, seed: int, epoch: int, *, has_classes: bool) ->
 
     Args:
         num_samples: N.
-        seed: Of the run.
+        seed: Seed of the run.
         epoch: ≥ 0.
-        has_classes: Whether the receipt can speak of classes: its drift is 0 then, otherwise nan.
+        has_classes: Whether the receipt covers classes: its drift is 0 then, otherwise nan.
 
     Returns:
         A permutation of ``range(N)``, without weights.

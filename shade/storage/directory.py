@@ -1,8 +1,8 @@
 """A folder of a file system as a `Volume`: written beside, synced, renamed over, the folders synced too.
 
-The order is the whole of it, and `shade.storage.operations` names what it relies on. A crash leaves the old content or
-the new one under the name, and perhaps a file that `sweep` recognises. Price: one fsync of the file and one of each
-folder from there to the root, 0.3 ms apiece on a disk that has nothing else to write.
+The order is everything; `shade.storage.file_operations` names its assumptions. A crash leaves the old content or the
+new one under the name, and perhaps a file that `sweep` recognises. Price: one fsync of the file and one of each folder
+from there to the root, 0.3 ms each on an otherwise idle disk.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing_extensions import override
 
 from shade.errors import ConfigError, StorageError
 from shade.storage.base import VOLUMES, Volume
+from shade.storage.file_operations import FileOperations, NewFile, OSFileOperations
 from shade.storage.names import check_name, failure, is_partial, partial_name
-from shade.storage.operations import FileOperations, NewFile, OSFileOperations
 from shade.types import Bytes
 
 _TRIES: Final = 5
-"""How often a folder may be removed by others between its making and its use."""
+"""How often other processes may delete a folder between its making and its use."""
 _Paths: TypeAlias = list[str]
 
 
 @VOLUMES.register("local")
 @VOLUMES.register("file")
 class DirectoryVolume(Volume):
-    """Names are paths below a folder, which is made by the first write.
+    """Names are paths below a folder, which the first write makes.
 
     Args:
         url: A path, or ``file://`` and a path; ``~`` is the home folder.
-        operations: Whom it asks to do things; the real file system by default.
+        operations: The file system; the real one by default.
 
     Raises:
         ConfigError: Not a path.
@@ -48,6 +48,7 @@ class DirectoryVolume(Volume):
         self._closed = False
         self.url = f"file://{self._root}"
 
+    @override
     @override
     def write(self, name: str, parts: Iterable[Bytes]) -> int:
         """A failure of the very last step, the folders' sync, may leave the new content in place."""
@@ -97,6 +98,7 @@ class DirectoryVolume(Volume):
     def leftovers(self, prefix: str = "") -> Sequence[str]:
         return sorted(name for name in self._walk(prefix) if is_partial(name))
 
+    @override
     @override
     def delete_many(self, names: Sequence[str]) -> int:
         """Each removal is on the medium before the next one begins."""
@@ -157,7 +159,7 @@ class DirectoryVolume(Volume):
             raise failure(f"{expected} in {self.url}", error, "see the system's log about this disk") from error
 
     def _create(self, path: str) -> tuple[NewFile, _Paths]:
-        """A new file, its folders made; also those made."""
+        """Creates a file and its missing folders; returns the file and the folders made."""
         made: _Paths = []
         for remaining in reversed(range(_TRIES)):
             try:
@@ -181,7 +183,7 @@ class DirectoryVolume(Volume):
                 made.append(path)
 
     def _fill(self, file: NewFile, parts: Iterable[Bytes], name: str) -> int:
-        """Writes and syncs; what the parts themselves raise goes through unchanged."""
+        """Writes and syncs; exceptions of the parts themselves pass through unchanged."""
         num_bytes = 0
         try:
             for part in parts:
@@ -196,9 +198,9 @@ class DirectoryVolume(Volume):
         return num_bytes
 
     def _sync_up(self, folder: str, made: Sequence[str]) -> None:
-        """Syncs the folder, those above it to the root, and those that hold a folder that was just made.
+        """Syncs the folder, those above it to the root, and those that hold a folder just made.
 
-        Those above too, made by us or not: another writer may have made them a moment ago and not synced them yet.
+        Those above too, whoever made them: another writer may have made them a moment ago and not synced them yet.
         """
         parts = folder.split("/") if folder else []
         within = ["/".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -207,7 +209,7 @@ class DirectoryVolume(Volume):
             self._operations.sync_directory(path)
 
     def _remove(self, name: str) -> bool:
-        """Removes a file, then the folders that it leaves empty."""
+        """Deletes a file, then the folders that become empty."""
         folder = name.rpartition("/")[0]
         with self._translating(f"to remove {name}"):
             there = self._operations.remove(self._path(name))
@@ -219,7 +221,7 @@ class DirectoryVolume(Volume):
         return there
 
     def _walk(self, prefix: str) -> Iterator[str]:
-        """Every file whose name, or for an unfinished one whose folder, starts with the prefix."""
+        """Yields every file whose name, or for an unfinished one whose folder, starts with the prefix."""
         self._check_open()
         folders = [prefix.rpartition("/")[0]]
         while folders:

@@ -1,13 +1,13 @@
 """Whatever fsspec reaches as a `Volume`: ``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``sftp://``, ``memory://`` …
 
-Two ways for a name to appear whole. An object store shows an object when its upload is completed, so the upload is
-held open and completed last. Everything else gets a file of an unfinished name, and a rename; where the rename refuses
-to overwrite (HDFS), the old file is removed just before, and a crash in that moment leaves neither: nothing in `shade`
-overwrites a name that counts. How durable a completed object is, is the service's word, not ours.
+A name appears complete in one of two ways. An object store shows an object when its upload is completed, so the upload
+is held open and completed last. Everything else gets an unfinished name, and a rename. Where the rename refuses to
+overwrite (HDFS), the old file is deleted just before, and a crash in that moment leaves neither; `shade` never
+overwrites a name that matters. The service decides how durable a completed object is.
 
 Login, region and endpoint come from where fsspec and the service's library look for them: its configuration files, and
-variables such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. What a URL itself holds
-between ``//`` and ``@`` is shown in no message.
+variables such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. No message shows what a URL
+holds between ``//`` and ``@``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "ad
 UPLOAD_BYTES: Final = 16 * 2**20
 """A part of an upload. S3 takes 10,000 of them, so 160 GB a shard, and none but the last below 5 MiB."""
 RANGE_BYTES: Final = 8 * 2**20
-"""A long read is asked for in pieces of this length, all at once where the library can."""
+"""A long read is split into ranges of this length, all requested at once if the library can."""
 
 
 @VOLUMES.register("*")
@@ -41,10 +41,10 @@ class RemoteVolume(Volume):
     """Names are paths below a URL.
 
     Args:
-        url: As fsspec has it, such as ``s3://bucket/prefix``.
+        url: As in fsspec, such as ``s3://bucket/prefix``.
 
     Raises:
-        ConfigError: fsspec knows no such scheme, its library is not installed, or the URL lacks what it needs.
+        ConfigError: fsspec knows no such scheme, its library is not installed, or the URL is incomplete.
     """
 
     def __init__(self, url: str) -> None:
@@ -124,15 +124,17 @@ class RemoteVolume(Volume):
         return sorted(name for name in self._find(prefix) if not is_partial(name) and name.startswith(prefix))
 
     @override
+    @override
     def leftovers(self, prefix: str = "") -> Sequence[str]:
-        """In S3 these are uploads that were begun and neither completed nor aborted."""
+        """In S3 these are uploads that were neither completed nor aborted."""
         partial = (name for name in self._find(prefix) if is_partial(name))
         files = (name for name in partial if f"{name.rpartition('/')[0]}/".lstrip("/").startswith(prefix))
         return sorted([*files, *(name for name, _ in self._uploads(prefix))])
 
     @override
+    @override
     def delete_many(self, names: Sequence[str]) -> int:
-        """Empty folders stay: some of these systems can only remove one with whatever is in it."""
+        """Empty folders stay: some of these systems can delete a folder only with its content."""
         self._check_open()
         return sum(self._remove(check_name(name)) for name in names)
 
@@ -159,6 +161,7 @@ class RemoteVolume(Volume):
         if found != b"shade":
             raise StorageError(f"expected to read back what was written to {self.url}, got {found!r}; mend it")
 
+    @override
     @override
     def close(self) -> None:
         """Connections belong to fsspec, which shares them within the process."""
@@ -189,7 +192,7 @@ class RemoteVolume(Volume):
             raise failure(f"{expected} in {self.url}", error, cure, self._words(error)) from None
 
     def _upload(self, name: str, path: str, parts: Iterable[Bytes]) -> int:
-        """One request for what is small, and for what is not an upload that is completed last."""
+        """Writes a small object in one request, a large one as an upload that is completed last."""
         remaining, first = iter(parts), bytearray()
         for part in remaining:
             first += part
@@ -200,7 +203,7 @@ class RemoteVolume(Volume):
         return len(first)
 
     def _stream(self, name: str, path: str, parts: Iterable[Bytes], *, hold: bool) -> int:
-        """Writes as the parts come; with ``hold`` nothing can be seen before the last line has run."""
+        """Writes the parts as they come; with ``hold`` nothing is visible before the commit."""
         options = {"autocommit": False} if hold else {}
         num_bytes = 0
         with self._translating(f"to write {name}"):
@@ -254,7 +257,7 @@ class RemoteVolume(Volume):
             yield str(path).strip("/")[len(begin) :].lstrip("/")
 
     def _uploads(self, prefix: str) -> Sequence[tuple[str, str]]:
-        """Names and identifiers of uploads that are under way, where the service can list them."""
+        """Lists names and identifiers of unfinished uploads, if the service can list them."""
         if not hasattr(self._fs, "list_multipart_uploads"):
             return []
         self._check_open()

@@ -1,12 +1,14 @@
-"""One node of a cluster on each of several machines: the same command on all of them, and they find each other.
+"""Bootstraps a cluster with one node on each of several machines, by the same command on all of them.
 
-Life of it: each machine starts its node → all meet the one that the command names (the *founder*, which is on one of
-these machines) → when as many are there as were asked for, the founder's command deals out the slots → every command
-returns when its node sees the whole cluster. A machine that comes later names no number: its node joins what is there
-and takes its share of the slots, with the keys in them, while training goes on.
+Each machine starts its node. All nodes meet the *seed*, the node that the command names, which is on one of these
+machines. When as many are there as were asked for, the seed's command assigns the slots, and every command returns when
+its node sees the whole cluster. A machine that comes later names no number: its node joins the existing cluster and
+takes its share of the slots, with the keys in them, while training goes on.
 
-A node that other machines can reach wants a password, always: whoever reaches an open port can read and replace what
-the training reads. Bind, announced address and unix socket follow from the address by which the founder is reached.
+A node that other machines can reach always needs a password: whoever reaches an open port can read and replace the
+training data. Bind address, announced address and unix socket follow from the address by which the seed is reached.
+
+``redis-cli --cluster create`` cannot do this: it wants the addresses of all nodes at once, and nodes that have not met.
 
 References:
     Redis cluster specification, "Cluster topology" and "Nodes handshake".
@@ -23,51 +25,48 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from shade.errors import ConfigError, StoreError, StoreUnavailableError
+from shade.errors import ConfigError, StoreUnavailableError
 from shade.store import service
-from shade.store.cluster import SlotMap
 from shade.store.link import Endpoint
-from shade.store.local_cluster import agrees, check_shape, found
-from shade.store.patience import Address
+from shade.store.local_cluster import agrees, assign_slots, check_shape, num_listed, read_slot_map
 from shade.store.resharding import take_share
-from shade.store.server import ask
-from shade.store.url import PASSWORD_VARIABLE, StoreURL, format_address
-from shade.store.wire import Reply
+from shade.store.server import ask, ask_text
+from shade.store.url import PASSWORD_VARIABLE, Address, StoreURL, format_address
 
 _MEET_SECONDS: Final = 600.0
-"""How long the first machine waits for the last one to be switched on."""
+"""How long the first machine waits until the last one is switched on."""
 _POLL_SECONDS: Final = 0.1
 _MOST_EPOCH: Final = 2**31
 
 
-def join(
+def join_cluster(
     directory: Path,
-    founder: Address,
+    seed: Address,
     *,
     nodes: int | None = None,
     replicas: int = 0,
     memory_bytes: int = 0,
     password: str | None = None,
     port: int | None = None,
-    patience_seconds: float = _MEET_SECONDS,
+    wait_seconds: float = _MEET_SECONDS,
 ) -> StoreURL:
     """Starts a node on this machine and makes it part of a cluster.
 
     Args:
         directory: As for `service.up`.
-        founder: The address of the node that all meet; where it is one of this machine's, this node is the founder.
-        nodes: Primaries of the cluster to be, ≥ 3; None: it exists, and this node joins it.
-        replicas: Of each primary.
+        seed: The address of the node that all meet; if it is one of this machine's, this node is the seed.
+        nodes: Primaries of the new cluster, ≥ 3; None: it exists, and this node joins it.
+        replicas: Replicas of each primary.
         memory_bytes: ``maxmemory`` of this node; 0 for no limit.
         password: The same on all machines.
-        port: Of this node; None: the founder's.
-        patience_seconds: How long to wait for the other machines.
+        port: Port of this node; None: the seed's.
+        wait_seconds: How long to wait for the other machines.
 
     Returns:
         The address of the whole cluster.
 
     Raises:
-        ConfigError: No password, a shape that is no cluster, servers recorded in the directory already, no binary.
+        ConfigError: No password, an impossible shape, servers recorded in the directory already, or no binary.
         StoreUnavailableError: The node does not start, or the others do not come; it was ended again.
     """
     if nodes is not None:
@@ -75,35 +74,12 @@ def join(
     if not password:
         cure = f"set {PASSWORD_VARIABLE} to the same word on all machines"
         raise ConfigError.of("a password for a server that other machines can reach", None, cure)
-    here = own_address(founder[0])
-    us = Endpoint(host=here, port=port or founder[1], password=password)
-    first = Endpoint(host=founder[0], port=founder[1], password=password)
+    us = Endpoint(host=own_address(seed[0]), port=port or seed[1], password=password)
     returns = service.start_node(directory, us, memory_bytes)
     try:
-        deadline = time.monotonic() + patience_seconds
-        is_founder = (us.host, us.port) == (_resolved(founder[0]), founder[1])
-        if nodes is None and is_founder and not returns:
-            cure = "pass --nodes to make a new cluster, or --join the address of a node on another machine"
-            raise ConfigError.of("a cluster to join", format_address(*founder), cure)
-        if not returns:
-            ask(us, "CLUSTER", "SET-CONFIG-EPOCH", random.randrange(1, _MOST_EPOCH))
-        if not (is_founder or returns):
-            _until(lambda: _meets(us, first), f"a node answers at {first}", deadline)
-        if returns:
-            _until(lambda: agrees(us) and _is_believed(us), "its cluster knows this node again", deadline)
-        elif nodes is None:
-            _until(lambda: agrees(us), "the cluster has told this node of itself", deadline)
-            take_share(us, 1 + len(_map(us).primaries))
-        elif is_founder:
-            count = nodes * (1 + replicas)
-            _until(lambda: len(_everybody(us)) >= count, f"{count} nodes have met", deadline)
-            others = sorted(set(_everybody(us)) - {(us.host, us.port)})
-            found([us, *(Endpoint(host=host, port=port, password=password) for host, port in others)], nodes)
-        else:
-            count = nodes * (1 + replicas)
-            _until(lambda: agrees(us) and _num_listed(us) >= count, "the founder has dealt out the slots", deadline)
-        addresses = tuple(sorted(_map(us).primaries))
+        _join(us, Endpoint(host=seed[0], port=seed[1], password=password), nodes, replicas, returns, wait_seconds)
         sockets = (("sockets", str(directory.resolve())),)
+        addresses = tuple(sorted(read_slot_map(us).primaries))
         url = StoreURL("redis+cluster", addresses, password=password, options=sockets)
         service.remember(directory, url)
     except BaseException:
@@ -112,8 +88,35 @@ def join(
     return url
 
 
+def _join(us: Endpoint, seed: Endpoint, nodes: int | None, replicas: int, returns: bool, wait_seconds: float) -> None:
+    """Makes this machine's running node part of a cluster, in whichever of four ways applies to it."""
+    deadline = time.monotonic() + wait_seconds
+    is_seed = (us.host, us.port) == (_resolved(seed.host), seed.port)
+    if returns:  # after a reboot: the node knows its cluster, and the cluster knows the node
+        _until(lambda: agrees(us) and _is_believed(us), "its cluster knows this node again", deadline)
+        return
+    if nodes is None and is_seed:
+        cure = "pass --nodes to make a new cluster, or --join the address of a node on another machine"
+        raise ConfigError.of("a cluster to join", format_address(seed.host, seed.port), cure)
+    # A random epoch: equal ones of two primaries would cost an election.
+    ask(us, "CLUSTER", "SET-CONFIG-EPOCH", random.randrange(1, _MOST_EPOCH))
+    if not is_seed:
+        _until(lambda: _meets(us, seed), f"a node answers at {seed}", deadline)
+    if nodes is None:
+        _until(lambda: agrees(us), "this node has received the cluster's slot map", deadline)
+        take_share(us, 1 + len(read_slot_map(us).primaries))
+        return
+    count = nodes * (1 + replicas)
+    if is_seed:
+        _until(lambda: len(_met(us)) >= count, f"{count} nodes have met", deadline)
+        others = sorted(set(_met(us)) - {(us.host, us.port)})
+        assign_slots([us, *(replace(us, host=host, port=port) for host, port in others)], nodes)
+    else:
+        _until(lambda: agrees(us) and num_listed(us) >= count, "the seed has assigned the slots", deadline)
+
+
 def own_address(towards: str) -> str:
-    """The address of this machine by which another one is reached; that one itself where it is ours.
+    """Returns the address of this machine by which another host reaches it, or that host itself if it is ours.
 
     Args:
         towards: Host name or address.
@@ -122,7 +125,7 @@ def own_address(towards: str) -> str:
         An address.
 
     Raises:
-        ConfigError: No such host, or no way there.
+        ConfigError: The host is unknown or unreachable.
     """
     target = _resolved(towards)
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
@@ -147,26 +150,24 @@ def _until(reached: Callable[[], bool], what: str, deadline: float) -> None:
         try:
             if reached():
                 return
-            told = ""
+            reason = ""
         except StoreUnavailableError as error:
-            told = f": {error}"
+            reason = f": {error}"
         if time.monotonic() > deadline:
-            raise StoreUnavailableError(f"gave up waiting until {what}{told}")
+            raise StoreUnavailableError(f"gave up waiting until {what}{reason}")
         time.sleep(_POLL_SECONDS)
 
 
-def _meets(us: Endpoint, first: Endpoint) -> bool:
-    ask(first, "PING")
-    ask(us, "CLUSTER", "MEET", _resolved(first.host), first.port)
+def _meets(us: Endpoint, seed: Endpoint) -> bool:
+    ask(seed, "PING")
+    ask(us, "CLUSTER", "MEET", _resolved(seed.host), seed.port)
     return True
 
 
-def _everybody(node: Endpoint) -> list[Address]:
-    """The addresses of all nodes that it knows and that have answered it."""
-    told = ask(node, "CLUSTER", "NODES")
-    assert isinstance(told, bytes)
+def _met(node: Endpoint) -> list[Address]:
+    """Returns the addresses of all nodes that a node knows and that have answered it."""
     addresses = []
-    for line in told.decode().splitlines():
+    for line in ask_text(node, "CLUSTER", "NODES").splitlines():
         _, place, flags, *_ = line.split()
         host, _, port = place.partition("@")[0].rpartition(":")
         if "handshake" not in flags and "noaddr" not in flags:
@@ -175,26 +176,12 @@ def _everybody(node: Endpoint) -> list[Address]:
 
 
 def _is_believed(node: Endpoint) -> bool:
-    """Whether every primary that answers takes it for one that lives."""
-    name = ask(node, "CLUSTER", "MYID")
-    assert isinstance(name, bytes)
-    for host, port in _map(node).primaries:
-        told: Reply = b""
+    """Returns whether every primary that answers takes the node for alive."""
+    name = ask_text(node, "CLUSTER", "MYID")
+    for host, port in read_slot_map(node).primaries:
+        known = ""
         with contextlib.suppress(StoreUnavailableError):
-            told = ask(replace(node, host=host, port=port), "CLUSTER", "NODES")
-        assert isinstance(told, bytes)
-        if any(line.startswith(name) and b"fail" in line.split()[2] for line in told.splitlines()):
+            known = ask_text(replace(node, host=host, port=port), "CLUSTER", "NODES")
+        if any(line.startswith(name) and "fail" in line.split()[2] for line in known.splitlines()):
             return False
     return True
-
-
-def _map(node: Endpoint) -> SlotMap:
-    try:
-        return SlotMap.read(ask(node, "CLUSTER", "SLOTS"), (node.host, node.port))
-    except ValueError as error:
-        raise StoreError(f"{node} sent no map of slots: {error}") from None
-
-
-def _num_listed(node: Endpoint) -> int:
-    slot_map = _map(node)
-    return len({*slot_map.primaries, *slot_map.replicas})

@@ -1,8 +1,7 @@
-"""Keeps bytes in this process: for tests, and for one process that wants no server.
+"""Keeps bytes in this process: for tests, and for a single process that wants no server.
 
-Another process that opens ``memory://`` gets a store of its own (``shared`` is False), and so does a copy that
-travels by pickle; after fork the child has a copy of its own. With ``?capacity=`` it refuses what would not fit, as a
-full server does.
+Another process that opens ``memory://`` gets its own store (``shared`` is False), and so does an unpickled copy; after
+fork the child has its own copy. With ``?capacity=`` it refuses what would not fit, as a full server does.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from shade.store.url import StoreURL
 from shade.types import Bytes
 
 _ENTRY_BYTES: Final = 200
-"""Two Python objects' headers and a place in a dict at its emptiest, rounded up."""
+"""Headers of two Python objects and a place in a dict at its emptiest, rounded up."""
 
 
 @STORES.register("memory")
 class MemoryStore(Store):
-    """A dict with the manners of a server.
+    """A dict behind the interface of a server.
 
     Args:
         url: Its ``capacity`` bounds the sum of `stored_bytes`.
-        timeout_seconds: Unused; memory answers.
+        timeout_seconds: Unused; memory always answers.
     """
 
     shared = False

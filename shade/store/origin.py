@@ -1,4 +1,21 @@
-"""DOC"""
+"""Reads whole files of the data set's origin, the only slow place, many at once where that pays.
+
+On a local disk a read takes tens of microseconds and threads only cost; on NFS or object storage it takes milliseconds
+of waiting, and a batch must pay that latency once and not once a sample. `FileOrigin` measures which of the two it is.
+
+`ConcurrencyLimit` decides how many reads run at once. A link or disk serves so many bytes a second and answers after
+some time. Up to the product of the two, one more read under way is one more served, and none takes longer (Little's
+law). Beyond it reads queue, which helps no one and holds memory. Neither number is known beforehand, and both change
+with the other users. So the limit doubles while reads take their best latency, and halves when they take much longer,
+but only if halving shortens the queue: a queue that other processes made would cost a process that backs off as much
+waiting, for less.
+
+`ReadPool` serves all batches of a process in the order in which they ask, which is the order in which training wants
+them, so the read with the nearest deadline is first in the queue.
+
+Invariants: results come in the order of the paths, and one unreadable file never hides the others; a read runs exactly
+once, or its caller gets `StoreClosedError`; no lock is held while it runs.
+"""
 
 from __future__ import annotations
 
@@ -14,85 +31,85 @@ from typing import Any
 from shade.errors import StoreClosedError
 
 PARALLEL_SECONDS = 0.0005
-"""A mean read slower than this is waiting, not copying: from here on reads run in parallel."""
-_MEMORY = 0.9
+"""A mean read slower than this waits rather than copies: from here on reads run in parallel."""
+_MEAN_DECAY = 0.9
 _UNKNOWN_BYTES = 128 << 10
-"""Taken for the size of a file whose size nobody said."""
+"""Assumed size of a file whose size the caller did not give."""
+MOST_BYTES = 64 << 20
+"""Upper bound of the bytes being read; a file larger than that is read alone."""
+LEAST, MOST = 8, 64
+"""Limits of concurrency: a disk's own queue is longer than the one; beyond the other, memory matters."""
+WINDOW_READS = 16
+"""Reads whose mean latency is judged together."""
+FREE, QUEUE = 1.25, 2.5
+"""Multiples of the best latency: below the one no read waits, above the other there is a queue. A doubled limit at most
+doubles the latency, so a step up never asks for a step down."""
+EASED = 0.65
+"""A halved limit brings the latency below this part of what it was, if this process made the queue."""
+PATIENCE_WINDOWS = 8
+"""Windows until a step down that did not help is tried again."""
+Result = bytes | OSError
 
 
-class FileOrigin:
-    """Reads files of a mounted file system.
+class ConcurrencyLimit:
+    """Limits the reads under way; arithmetic alone.
 
-    Belongs to one process, any number of its threads; pickles as its settings.
+    A read counts only if another was waiting when it ended: the speed of an idle origin says nothing about its limit.
 
     Args:
-        num_threads: Most reads in flight, ≥ 1.
+        most: Upper bound of the limit, ≥ 1.
     """
 
-    def __init__(self, num_threads: int = MOST) -> None:
-        self.num_threads = num_threads
-        self._forget()
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self.limit = min(LEAST, most)
+        """Reads that may be under way now."""
+        self._best = float("inf")
+        """Mean seconds of a read in the best window."""
+        self._trial: tuple[int, float] | None = None
+        """Limit and seconds a read before the step down that is being tried."""
+        self._rest = self._stale = 0
+        self.idle()
 
-    def _forget(self) -> None:
-        self._pid = os.getpid()
-        self._pool: ReadPool | None = None
-        self._making = threading.Lock()
-        self._mean_seconds = 0.0
+    def idle(self) -> None:
+        """Forgets the current window, because no read is waiting."""
+        self._num_reads, self._seconds, self._stale = 0, 0.0, 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"num_threads": self.num_threads}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-    def read_many(self, paths: Sequence[str], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
-        """Reads whole files.
+    def finished(self, seconds: float) -> None:
+        """Counts a read that ended while others waited.
 
         Args:
-            paths: What to read.
-            sizes: Expected bytes of each, if known; they bound the memory under way.
-
-        Returns:
-            The bytes of each in order, or the error that reading it raised.
+            seconds: Its duration.
         """
-        if self._pid != os.getpid():
-            self._forget()
-        if len(paths) > 1 and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
-            expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
-            return self._threads().run([partial(self._read, path) for path in paths], expected)
-        return [self._read(path) for path in paths]
+        if self._stale:  # it was begun under another limit
+            self._stale -= 1
+            return
+        self._num_reads += 1
+        self._seconds += seconds
+        if self._num_reads == WINDOW_READS:
+            latency = self._seconds / WINDOW_READS
+            self.idle()
+            self._judge(latency)
 
-    def _threads(self) -> ReadPool:
-        with self._making:
-            if self._pool is None:
-                self._pool = ReadPool(self.num_threads)
-                weakref.finalize(self, self._pool.close).atexit = False
-            return self._pool
+    def _judge(self, latency: float) -> None:
+        self._best = min(self._best, latency)
+        if self._trial is not None:
+            limit, before = self._trial
+            self._trial = None
+            if latency > EASED * before:  # somebody else's queue, or a link that answers later now
+                self._rest = PATIENCE_WINDOWS
+                self._set(min(2 * limit, self._most))
+                return
+        self._rest = max(0, self._rest - 1)
+        if latency < FREE * self._best:
+            self._set(min(2 * self.limit, self._most))
+        elif latency > QUEUE * self._best and not self._rest and self.limit > LEAST:
+            self._trial = (self.limit, latency)
+            self._set(max(self.limit // 2, LEAST))
 
-    def _read(self, path: str) -> bytes | OSError:
-        begun = time.perf_counter()
-        try:
-            content = self._content(path)
-        except OSError as error:
-            return error
-        self._mean_seconds = _MEMORY * self._mean_seconds + (1 - _MEMORY) * (time.perf_counter() - begun)
-        return content
-
-    def _content(self, path: str) -> bytes:
-        """A whole file; raises OSError."""
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-
-    def close(self) -> None:
-        """Ends the threads. Safe to call twice; the next read starts them again."""
-        if self._pool is not None and self._pid == os.getpid():
-            self._pool.close()
-        self._pool = None
-
-
-Result = bytes | OSError
-MOST_BYTES = 64 << 20
-"""Under way at most; a file larger than that is read alone."""
+    def _set(self, limit: int) -> None:
+        self._stale = self.limit if limit != self.limit else 0
+        self.limit = limit
 
 
 class _ReadBatch:
@@ -105,11 +122,11 @@ class _ReadBatch:
 
 
 class ReadPool:
-    """Runs reads.
+    """Runs reads in threads.
 
     Args:
-        most: Threads, at most.
-        most_bytes: Bytes under way, at most.
+        most: Upper limit of threads.
+        most_bytes: Upper limit of bytes being read.
     """
 
     def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
@@ -188,14 +205,14 @@ class ReadPool:
             del mine, read, result  # a thread that waits keeps nobody alive
 
     def _grow(self) -> None:
-        """One thread more where the limit has risen."""
+        """Starts one more thread if the limit has risen."""
         if len(self._threads) < self.pace.limit and self._running + 1 >= len(self._threads):
             thread = threading.Thread(target=self._work, name=f"shade-origin-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads; who waits for a read is told. Safe to call twice."""
+        """Ends the threads; waiting callers get `StoreClosedError`. Safe to call twice."""
         with self._wake:
             self._closed = True
             for mine, *_ in self._waiting:
@@ -207,73 +224,71 @@ class ReadPool:
                 thread.join()
 
 
-LEAST, MOST = 8, 64
-"""A disk's own queue is longer than the one, and what holds so much memory that it matters is above the other."""
-WINDOW_READS = 16
-"""Reads that are judged together."""
-FREE, QUEUE = 1.25, 2.5
-"""Times the best latency: below the one nobody waits, above the other there is a queue. A doubled limit at most
-doubles the latency, so that a step up does not ask for a step down."""
-EASED = 0.65
-"""A halved limit brings the latency below this part of what it was, if the queue is one's own."""
-PATIENCE_WINDOWS = 8
-"""Windows until a step down that did not help is tried again."""
+class FileOrigin:
+    """Reads files of a mounted file system.
 
-
-class ConcurrencyLimit:
-    """Limits the reads under way; arithmetic alone.
+    Belongs to one process, any number of its threads; pickles as its settings.
 
     Args:
-        most: Never more than this, ≥ 1.
+        num_threads: Upper limit of concurrent reads, ≥ 1.
     """
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
-        self.limit = min(LEAST, most)
-        """Reads that may be under way now."""
-        self._best = float("inf")
-        """Seconds a read, in the best window."""
-        self._trial: tuple[int, float] | None = None
-        """Limit and seconds a read before a step down that is being tried."""
-        self._rest = self._stale = 0
-        self.idle()
+    def __init__(self, num_threads: int = MOST) -> None:
+        self.num_threads = num_threads
+        self._forget()
 
-    def idle(self) -> None:
-        """Nothing waits to be read: what was seen of this window says nothing."""
-        self._num_reads, self._seconds, self._stale = 0, 0.0, 0
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._pool: ReadPool | None = None
+        self._making = threading.Lock()
+        self._mean_seconds = 0.0
 
-    def finished(self, seconds: float) -> None:
-        """A read came to its end while others waited for their turn.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"num_threads": self.num_threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def read_many(self, paths: Sequence[str], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
+        """Reads whole files.
 
         Args:
-            seconds: That it took.
+            paths: The files.
+            sizes: Expected bytes of each, if known; they bound the memory under way.
+
+        Returns:
+            The bytes of each in order, or the error that reading it raised.
         """
-        if self._stale:  # it was begun under another limit
-            self._stale -= 1
-            return
-        self._num_reads += 1
-        self._seconds += seconds
-        if self._num_reads == WINDOW_READS:
-            latency = self._seconds / WINDOW_READS
-            self.idle()
-            self._judge(latency)
+        if self._pid != os.getpid():
+            self._forget()
+        if len(paths) > 1 and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
+            expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
+            return self._threads().run([partial(self._read, path) for path in paths], expected)
+        return [self._read(path) for path in paths]
 
-    def _judge(self, latency: float) -> None:
-        self._best = min(self._best, latency)
-        if self._trial is not None:
-            limit, before = self._trial
-            self._trial = None
-            if latency > EASED * before:  # somebody else's queue, or a link that answers later now
-                self._rest = PATIENCE_WINDOWS
-                self._set(min(2 * limit, self._most))
-                return
-        self._rest = max(0, self._rest - 1)
-        if latency < FREE * self._best:
-            self._set(min(2 * self.limit, self._most))
-        elif latency > QUEUE * self._best and not self._rest and self.limit > LEAST:
-            self._trial = (self.limit, latency)
-            self._set(max(self.limit // 2, LEAST))
+    def _threads(self) -> ReadPool:
+        with self._making:
+            if self._pool is None:
+                self._pool = ReadPool(self.num_threads)
+                weakref.finalize(self, self._pool.close).atexit = False
+            return self._pool
 
-    def _set(self, limit: int) -> None:
-        self._stale = self.limit if limit != self.limit else 0
-        self.limit = limit
+    def _read(self, path: str) -> bytes | OSError:
+        begun = time.perf_counter()
+        try:
+            content = self._content(path)
+        except OSError as error:
+            return error
+        self._mean_seconds = _MEAN_DECAY * self._mean_seconds + (1 - _MEAN_DECAY) * (time.perf_counter() - begun)
+        return content
+
+    def _content(self, path: str) -> bytes:
+        """Returns a whole file, or raises OSError."""
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+
+    def close(self) -> None:
+        """Ends the threads. Safe to call twice; the next read starts them again."""
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.close()
+        self._pool = None

@@ -1,11 +1,11 @@
-"""An origin behind a URL: ``s3://``, ``http://``, ``gs://`` and whatever else fsspec reaches.
+"""Reads an origin behind a URL: ``s3://``, ``http://``, ``gs://`` and whatever else fsspec reaches.
 
-The bytes come through fsspec, one file a call, as many calls at once as `shade.store.origin_pool` finds worth having.
-Login, region and endpoint come from where fsspec and the service's library look for them. A name carries what the
-server says of its content (ETag, else time and size), so that a data set that changed is another data set.
+fsspec fetches one file a call; `shade.store.origin.ConcurrencyLimit` decides how many calls run at once. Login, region
+and endpoint come from where fsspec and the service's library look for them. A file's entry carries the version that the
+server reports (ETag, else time and size), so a data set that changed is another data set.
 
-Errors that may pass are tried again twice; what is not there, or not ours to read, is not. Price: fsspec's libraries
-cost some tenths of a millisecond of processor a file, which is nothing beside the file's way.
+Errors that may pass are retried twice; a missing or forbidden file is not. fsspec costs some tenths of a millisecond of
+processor time a file, which is nothing beside the transfer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 import fsspec
 
 from shade.errors import ConfigError, DataError
-from shade.store.origin import FileOrigin
-from shade.store.origin_pace import MOST
+from shade.store.origin import MOST, FileOrigin
 
 PAUSES_SECONDS = (0.1, 0.5)
 _ASKERS = 32
@@ -41,12 +40,12 @@ class Entry:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names something that a file system does not."""
+    """Returns whether a path is a URL and not a file system's path."""
     return "://" in path
 
 
 def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
-    """fsspec's file system for a URL.
+    """Opens fsspec's file system for a URL.
 
     Args:
         url: Any URL in it.
@@ -74,7 +73,7 @@ class UrlOrigin(FileOrigin):
 
     Args:
         options: For fsspec.
-        num_threads: Most reads in flight, ≥ 1.
+        num_threads: Upper limit of concurrent reads, ≥ 1.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None, num_threads: int = MOST) -> None:
@@ -125,8 +124,8 @@ def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry
         One entry each, in order.
 
     Raises:
-        ConfigError: See `open_file_system`.
-        DataError: One is not there, or the server does not say how long it is.
+        ConfigError: As `open_file_system`.
+        DataError: A file is missing, or the server does not report its length.
     """
     file_system = open_file_system(urls[0], options)
 
@@ -143,18 +142,7 @@ def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry
 
 
 def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
-    """What fsspec says of a file.
-
-    Args:
-        url: Of the file.
-        info: From ``info`` or a detailed listing.
-
-    Returns:
-        The entry.
-
-    Raises:
-        DataError: Its length is not known.
-    """
+    """Makes an entry from fsspec's ``info`` or a detailed listing; raises DataError if it lacks the length."""
     if info.get("size") is None:
         raise DataError.of("a server that says how long a file is", url, "serve Content-Length, or copy the data set")
     version = next((f"{name}={info[name]}" for name in _VERSIONS if info.get(name)), "")
@@ -162,18 +150,18 @@ def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
 
 
 def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
-    """All files below a URL, in the order of their names.
+    """Lists all files below a URL, in the order of their names.
 
     Args:
         url: A folder.
         options: For fsspec.
 
     Returns:
-        Files; folders' own entries are left out.
+        The files, without the folders' own entries.
 
     Raises:
-        ConfigError: See `open_file_system`.
-        DataError: Nothing there.
+        ConfigError: As `open_file_system`.
+        DataError: The folder is empty or cannot be listed.
     """
     file_system = open_file_system(url, options)
     try:
@@ -189,14 +177,7 @@ def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
 
 
 def root_of(urls: Sequence[str]) -> str:
-    """The folder that all are in, with its last slash.
-
-    Args:
-        urls: At least one.
-
-    Returns:
-        A prefix of each.
-    """
+    """Returns the deepest folder that holds all of at least one URL, with its last slash."""
     first, last = min(urls), max(urls)  # all others lie between them
     same = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
     return first[:same].rpartition("/")[0] + "/"

@@ -1,7 +1,7 @@
 """Keeps bytes in one Redis server: over a unix socket, TCP, or TLS.
 
-Same machine: the unix socket, a tenth faster than loopback TCP. The connection logic is in `link` and `node`, the
-commands in `remote`; with one server there is nothing to route, so this is what remains.
+On the same machine the unix socket is a tenth faster than loopback TCP. `link` and `node` hold the connections and
+`redis_commands` the commands; a single server needs no routing, so little is left here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shade.store.base import STORES
 from shade.store.keys import placement_tags
 from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
-from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
+from shade.store.redis_commands import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL
 from shade.store.wire import Command, ServerError
 
@@ -51,8 +51,10 @@ class RedisStore(RemoteStore):
         return [placement_tags()[0]]
 
     @override
+    @override
+    @override
     def ping(self) -> None:
-        """Reads a key too: a node of a cluster answers a ping and then refuses most keys."""
+        """Reads a key too: a node of a cluster answers a PING and then refuses most keys."""
         self._check_open()
         for reply in self._node.ask(("PING",), ("GET", PROBE_KEY)):
             if isinstance(reply, ServerError):

@@ -70,7 +70,7 @@ def test_ranks_are_started_anew_as_often_as_was_asked(
         return 1, f"rank 1 was killed by SIGKILL for the {len(begun)}. time"
 
     monkeypatch.setattr("shade.launch.run._launch", launch)
-    monkeypatch.setattr("shade.launch.snapshots.exist", lambda config, url: len(begun) > 1)
+    monkeypatch.setattr("shade.launch.preflight.has_snapshots", lambda config, url: len(begun) > 1)
     assert main(["bench_cifar10.py", str(data), *WORDS, "--restarts", "2"]) == 1
     assert begun == [(False, False), (False, False), (True, True)]  # nothing to go on from yet: as if it had not been
     said = capsys.readouterr().err

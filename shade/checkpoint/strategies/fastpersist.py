@@ -3,7 +3,7 @@
 Wang et al. (DeepSpeed), 2024. A save is decoupled by one step: it begins after step i, and step i + 1 may not change
 the state before it is durable, so nothing but that one step is ever at risk. What makes this bearable is speed: while
 one part of the buffer is written with O_DIRECT the next is filled, and every rank writes its share of the bytes. Here
-the writer is `shade.storage.direct`, which takes chunks from where they lie in the aligned shared buffer. Where we
+the writer is `shade.storage.file_operations`, which takes chunks as they lie in the aligned buffer. Where we
 differ: shares are whole tensors, the largest first, and not byte ranges of one serialised stream, so that a file can be
 read by itself; no rank has more than 4/3 of the best possible (decision 0008 has the price). With a store the way goes
 through its memory, and durable is what the flusher has written.

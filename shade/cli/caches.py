@@ -1,6 +1,6 @@
-"""``shade cache up|status|down``: `shade.store.service` for people.
+"""Implements ``shade cache up|status|down`` on top of `shade.store.service` and `shade.store.cluster_bootstrap`.
 
-The address that `up` prints is complete but for a password: that one is read from the environment, here and by the run.
+The address that `up` prints lacks only the password, which is read from the environment, here and by the run.
 """
 
 from __future__ import annotations
@@ -25,17 +25,10 @@ def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Se
             url = _join(directory, seed, nodes, replicas, memory_bytes, ports, password)
         else:
             url = service.up(
-                directory,
-                nodes=nodes,
-                replicas=replicas,
-                memory_bytes=memory_bytes,
-                ports=ports,
-                password=password,
+                directory, nodes=nodes, replicas=replicas, memory_bytes=memory_bytes, ports=ports, password=password
             )
     except OSError as error:
-        raise ConfigError.of(
-            "a --dir that can be written", f"{directory}: {error.strerror}", "choose another"
-        ) from None
+        raise ConfigError.of(f"to write to --dir {directory}", error.strerror, "choose another") from None
     sys.stdout.write(f"{_without_password(url)}\n")
     if url.password:
         sys.stderr.write(f"pass it to --cache, and the password in {PASSWORD_VARIABLE}\n")
@@ -45,15 +38,9 @@ def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Se
 
 
 def _join(
-    directory: Path,
-    seed: str,
-    nodes: int,
-    replicas: int,
-    memory_bytes: int,
-    ports: Sequence[int],
-    password: str | None,
+    directory: Path, seed: str, nodes: int, replicas: int, memory_bytes: int, ports: Sequence[int], password: str | None
 ) -> StoreURL:
-    """One node here, of a cluster on several machines; ``--nodes`` left out is a cluster that is there."""
+    """Starts one node of a cluster on several machines; without ``--nodes`` the cluster exists already."""
     (address,) = StoreURL.parse(f"redis://{seed}").addresses
     if len(ports) > 1:
         raise ConfigError.of("one port for the one node of this machine", list(ports), "leave --ports out, or name one")
@@ -69,7 +56,7 @@ def _join(
 
 
 def status(directory: Path) -> int:
-    """Prints the address and a line per server; 1 when one does not answer."""
+    """Prints the address and a line per server; returns 1 if one does not answer."""
     url, servers = service.status(directory)
     sys.stdout.write(f"{_without_password(url)}\n")
     for server in servers:

@@ -199,9 +199,8 @@ class ScoreMerger:
             )
         if self._worker is not None and self._worker.error is not None:
             error = self._worker.error
-            raise ShadeError(
-                f"merging scores failed ({type(error).__name__}: {error}); scores stopped there"
-            ) from error
+            message = f"merging scores failed ({type(error).__name__}: {error}); scores stopped there"
+            raise ShadeError(message) from error
 
 
 class _Worker:
@@ -280,11 +279,8 @@ def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], batch_size: int) -> None:
     if len(index_shape) != 1 or index_shape != loss_shape or index_shape[0] > batch_size:
-        raise ConfigError.of(
-            f"indices and losses of one shape (B,), B ≤ {batch_size}",
-            (index_shape, loss_shape),
-            "use reduction='none' and report one batch at a time",
-        )
+        expected, cure = "indices and losses of one shape (B,)", "use reduction='none' and report one batch at a time"
+        raise ConfigError.of(f"{expected}, B ≤ {batch_size}", (index_shape, loss_shape), cure)
 
 
 def _host_copy(index_B: Tensor, loss_B: Tensor, batch_size: int) -> _HostReport:

@@ -75,13 +75,11 @@ class ImportanceTable:
             raise ConfigError.of(f"{len(index_B)} losses, one per index", len(loss_B), "use reduction='none'")
         if len(index_B) == 0:
             return
-        if (
-            np.ascontiguousarray(index_B).view(np.uint64).max() >= self.num_samples
-        ):  # a negative index is a huge unsigned one
-            wrong = index_B[(index_B < 0) | (index_B >= self.num_samples)][0]
-            raise ConfigError.of(
-                f"sample indices in [0, {self.num_samples})", int(wrong), "report the index the data set returned"
-            )
+        # As an unsigned number a negative index is huge: one comparison finds both kinds of bad index.
+        if np.ascontiguousarray(index_B).view(np.uint64).max() >= self.num_samples:
+            wrong = int(index_B[(index_B < 0) | (index_B >= self.num_samples)][0])
+            cure = "report the index the data set returned"
+            raise ConfigError.of(f"sample indices in [0, {self.num_samples})", wrong, cure)
         finite_B = np.isfinite(loss_B)
         if not finite_B.all():
             index_B, loss_B = index_B[finite_B], loss_B[finite_B]
@@ -130,8 +128,8 @@ class ImportanceTable:
     def state_dict(self) -> dict[str, Any]:
         """Returns the table: 4 bytes and a bit per sample.
 
-        float32 and not float16, because a resumed average must go on from the very number that it stopped at; 2.6 MB
-        more for ImageNet.
+        float32 and not float16, because a resumed average must continue from the very number at which it stopped; it
+        costs 2.6 MB more for ImageNet.
         """
         return {
             "score": self.score,
@@ -151,9 +149,8 @@ class ImportanceTable:
             ConfigError: The state is of another data set or another strategy. Nothing was changed.
         """
         if state["num_samples"] != self.num_samples:
-            raise ConfigError.of(
-                f"scores of {self.num_samples} samples", state["num_samples"], "resume with the data set of that run"
-            )
+            cure = "resume with the data set of that run"
+            raise ConfigError.of(f"scores of {self.num_samples} samples", state["num_samples"], cure)
         if state["score"] != self.score:
             raise ConfigError.of(f"{self.score!r} scores", state["score"], "resume with the score of that run")
         self.score_N[:] = np.asarray(state["score_N"], dtype=np.float32)

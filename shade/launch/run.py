@@ -1,4 +1,4 @@
-"""One run on this machine from its command line to its report.
+"""Runs one training on this machine from its command line to its report.
 
 Exit codes: 0 done · 1 a rank failed, one line says which and why · 2 bad input, one line says what was expected, and
 nothing was written · 128+n ended by signal n.
@@ -23,15 +23,15 @@ from shade.report import write_report
 from shade.store import open_store
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""Of glibc, for ranks: what a step frees stays for the next one, up to 1 GiB. Else it goes to the kernel and comes back
-page by page, thousands of faults a step (decision 0006). What the user has set stays as it is."""
+"""glibc settings for ranks: what a step frees stays for the next one, up to 1 GiB. Else it goes to the kernel and comes
+back page by page, thousands of faults a step (decision 0006). The user's own settings win."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     """Runs the launcher.
 
     Args:
-        argv: Flags; the process's own when None.
+        argv: Flags; the process's own if None.
         prog: What the user typed, for help and messages.
 
     Returns:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
             for left in range(again - 1, -1, -1):
                 if code != 1:
                     break
-                sys.stderr.write(f"{prog}: {message}; the ranks are started anew ({left} more times after that)\n")
+                sys.stderr.write(f"{prog}: {message}; the ranks are restarted ({left} more times after that)\n")
                 config = _again(config, stores)
                 code, message = _launch(config, stores, remind)
     except ShadeError as error:
@@ -61,14 +61,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     except Ended as ended:
         code, message = 128 + ended.number, f"stopped by {ended}"
     if code and config is not None and code != 2 and preflight.has_snapshots(config, stores.checkpoint):
-        message += f"; go on with --resume {config.out}"
+        message += f"; continue with --resume {config.out}"
     if message:
         sys.stderr.write(f"{prog}: {message}\n")
     return code
 
 
 def _again(config: RunConfig, stores: StoreURLs) -> RunConfig:
-    """The run as it goes on after ranks were lost: from its newest snapshot, or from the start if there is none yet."""
+    """Returns the plan of a restart after ranks were lost: from the newest snapshot, or from the start if there is none
+    yet."""
     is_there = preflight.has_snapshots(config, stores.checkpoint)
     if not is_there:
         Workspace(config, Path.cwd(), stores.checkpoint).undo()
@@ -76,7 +77,7 @@ def _again(config: RunConfig, stores: StoreURLs) -> RunConfig:
 
 
 def describe(config: RunConfig) -> str:
-    """The resolved plan, a line per setting, and the command that the ranks are started with."""
+    """Returns the resolved plan, a line per setting, and the command that starts the ranks."""
     plan = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     plan["master_port"] = config.master_port or "any that is free"
     plan["cache"] = f"{config.cache}  ({config.working_set_fraction:.0%} of the data set)"
@@ -88,7 +89,7 @@ def describe(config: RunConfig) -> str:
 
 
 def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -> tuple[int, str]:
-    """Trains and reports; the exit code and what to say about it."""
+    """Trains and reports; returns the exit code and a message."""
 
     def poll() -> int | None:
         remind()

@@ -77,9 +77,8 @@ class CachePolicy(ABC):
         if self.capacity_bytes < 0:
             raise ConfigError.of("a cache capacity ≥ 0 bytes", capacity_bytes, "0 turns the cache off")
         if self.size_bytes_N.size and self.size_bytes_N.min() <= 0:
-            raise ConfigError.of(
-                "sizes > 0 bytes", int(self.size_bytes_N.min()), "give what the store would account for each sample"
-            )
+            cure = "give what the store would account for each sample"
+            raise ConfigError.of("sizes > 0 bytes", int(self.size_bytes_N.min()), cure)
         self.resident_N: Bools = np.zeros(len(self.size_bytes_N), dtype=bool)
         self.used_bytes = 0
         self._restart(EMPTY)

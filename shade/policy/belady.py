@@ -44,7 +44,7 @@ class Belady(PriorityPolicy):
 
     @override
     def begin_epoch(self, window: EpochWindow) -> Indices:
-        """Looks up every next use in the orders of the window; nobody leaves."""
+        """Looks up every next use in the orders of the window; no sample leaves."""
         orders = [window.order_K, *(o for o in (window.next_order_K, *window.later_orders) if o is not None)]
         starts = np.cumsum([0, *map(len, orders)])
         first_use_N = np.full(len(self.resident_N), NEVER, dtype=np.int64)

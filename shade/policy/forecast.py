@@ -113,16 +113,8 @@ def forecast(measured: MeasuredEpoch, *, num_samples: float, origin_reads: float
     would = _Model(measured, num_samples, origin_reads, num_workers)
     unexplained = measured.seconds - was.seconds
     seconds = would.seconds + unexplained if unexplained >= 0 else would.seconds * measured.seconds / was.seconds
-    return EpochForecast(
-        num_samples,
-        origin_reads,
-        seconds,
-        would.shares,
-        would.load_seconds,
-        would.step_seconds,
-        num_workers,
-        would.is_cpu_bound,
-    )
+    loading = (would.shares, would.load_seconds, would.step_seconds)
+    return EpochForecast(num_samples, origin_reads, seconds, *loading, num_workers, would.is_cpu_bound)
 
 
 class _Model:

@@ -6,7 +6,7 @@ When epoch e begins, its order and the order of e+1 are both known, so nothing h
 2. A resident used in e but not in e+1 leaves at its last use in e; one used in neither leaves at once.
 3. A non-resident that e reads from the origin and e+1 uses again may *arrive* at its last use in e, into room that
    departures before it have freed. As many bytes arrive as can, each as late as possible.
-4. Room that is still left is not emptied for its own sake: departures that nobody needs do not take place (the latest
+4. Space that is still left is not emptied for its own sake: unneeded departures do not take place (the latest
    first), and what else e reads fills the rest. A later epoch will want some of it; a cache that holds the whole data
    set ends up holding it.
 
@@ -22,13 +22,14 @@ over from after(i)::
 
 5. A sample that e+1 uses only close to its end gets room after the others, resident or not. If e+2 does not use it,
    it leaves when few candidates are left to take its place, and a place is lost. The end is the last 32nd of e+1, at
-   least 64 accesses unless that is more than a quarter. Where e+1 uses everything nobody leaves, and this rule rests.
+   least 64 accesses unless that is more than a quarter. If e+1 uses everything, no sample
+   leaves, and this rule does not apply.
 
-With mixed sizes the tail stops at the first candidate that is too large; the next pass goes on before it, and so on:
+With mixed sizes the tail stops at the first candidate that is too large; the next pass continues before it, and so on:
 together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
 the same walk over other candidates, in the room that is left.
 
-Invariants: the same residents, sizes and orders give the same plan on every rank; a plan made anew in mid-epoch from
+Invariants: the same residents, sizes and orders give the same plan on every rank; a plan recomputed in mid-epoch from
 the residents of that moment is the rest of the old one; with equal sizes and no duplicates no policy that knows just
 these two orders (Belady's MIN over them) gets more hits out of them. Duplicates inside an epoch are safe but not
 sought: a sample that arrives at its last use was read from the origin at the earlier ones.
@@ -60,7 +61,7 @@ MAX_PASSES = 64
 class PlanPolicy(CachePolicy):
     """Plans residency exactly over the rest of this epoch and the next.
 
-    Without a next epoch (``next_order_K`` empty) nobody leaves and nobody arrives: the cache is left as it is for a
+    Without a next epoch (``next_order_K`` empty) no sample leaves or arrives: the cache is left as it is for a
     later run. With an unknown one (None) every sample counts as wanted, which fills the free space once and keeps it,
     as `static` does.
     """
@@ -99,14 +100,14 @@ class PlanPolicy(CachePolicy):
         )
         del wanted_N, late_N, last_N
 
-        # Bytes free after each access, if all who may leave do so and nobody arrives …
+        # Bytes free after each access, if every sample that may leave does so and none arrives …
         room_K = np.zeros(num_accesses, dtype=np.int64)
         for leaving in (late_resident, unwanted):
             room_K[leaving] = size_bytes_N[order_K[leaving]]
             self._change_K[leaving] = -1
         np.cumsum(room_K, out=room_K)
         room_K += self.capacity_bytes - self.used_bytes + int(size_bytes_N[useless].sum())
-        # … then given away, to the most useful first.
+        # … then given away, to the most useful candidates first.
         for group, change in ((arriving, 1), (late_resident, 0), (late_arriving, 1), (unwanted, 0)):
             self._change_K[group[reserve(room_K, group, size_bytes_N[order_K[group]])]] = change
         useless = useless[~reserve(room_K, np.zeros(len(useless), dtype=np.int32), size_bytes_N[useless])]
@@ -117,7 +118,7 @@ class PlanPolicy(CachePolicy):
         return useless
 
     def _wanted(self, next_order_K: Indices | None) -> tuple[Bools, Bools]:
-        """Returns (N,) whom the next epoch uses, and (N,) those of them whom it first uses close to its end."""
+        """Returns (N,) which samples the next epoch uses, and (N,) which of them it first uses close to its end."""
         num_samples = len(self.resident_N)
         late_N = np.zeros(num_samples, dtype=bool)
         if next_order_K is None:
@@ -142,11 +143,9 @@ class PlanPolicy(CachePolicy):
         end = self._cursor + len(index_B)
         planned_B = self._order_K[self._cursor : end]
         if not np.array_equal(planned_B, index_B):
-            raise ConfigError.of(
-                f"the accesses {self._cursor} … {end - 1} of the planned epoch, {planned_B[:4].tolist()} …",
-                index_B[:4].tolist(),
-                "call begin_epoch with the order that is walked, and walk it batch after batch",
-            )
+            expected = f"the accesses {self._cursor} … {end - 1} of the planned epoch, {planned_B[:4].tolist()} …"
+            cure = "call begin_epoch with the order that is walked, and walk it batch after batch"
+            raise ConfigError.of(expected, index_B[:4].tolist(), cure)
         change_B = self._change_K[self._cursor : end]
         self._cursor = end
         hit_B = self.resident_N[index_B]
@@ -160,9 +159,9 @@ class PlanPolicy(CachePolicy):
 
     @override
     def resize(self, capacity_bytes: int) -> Indices:
-        """Plans the rest of the epoch anew with the new capacity.
+        """Plans the rest of the epoch again, with the new capacity.
 
-        Those with the farthest next use leave first, then those whom the new plan does not want.
+        Those with the farthest next use leave first, then those that the new plan does not want.
         """
         rest_K, next_order_K = self._order_K[self._cursor :], self._next_order_K
         farthest = super().resize(capacity_bytes)
@@ -212,7 +211,7 @@ def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
 
     Args:
         size_bytes_C: (C,) sizes of the candidates, in the order in which they come.
-        room_bytes_C: (C,) bytes free by then if nobody arrived; never falls.
+        room_bytes_C: (C,) bytes free by then if none arrived; never falls.
 
     Returns:
         (C,) True for the chosen: each candidate, from the last to the first, that still fits together with those

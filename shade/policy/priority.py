@@ -1,4 +1,4 @@
-"""The base of `shade` and `belady`: every sample has a key, and a newcomer must beat all whom it would displace.
+"""The base of `shade` and `belady`: every sample has a key, and a newcomer must beat all that it would displace.
 
 The residents' keys lie in a min-heap that is repaired lazily: an entry may be out of date, but each resident has at
 least one entry that is not above its key, so the top of the heap, once brought up to date, is the minimum. A key that

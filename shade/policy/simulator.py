@@ -128,14 +128,8 @@ def miss_ratio_curves(
         ConfigError: No epoch is left after the warm-up; or as `simulate`.
     """
     if not 0 <= skip_epochs < trace.num_epochs:
-        raise ConfigError.of(
-            f"0 ≤ skip_epochs < {trace.num_epochs}, the epochs in the trace", skip_epochs, "skip fewer or record more"
-        )
-    return MissRatioCurves(
-        tuple(fractions),
-        skip_epochs,
-        {
-            name: tuple(simulate(trace, name, round(fraction * trace.data_set_bytes)) for fraction in fractions)
-            for name in policies
-        },
-    )
+        expected = f"0 ≤ skip_epochs < {trace.num_epochs}, the epochs in the trace"
+        raise ConfigError.of(expected, skip_epochs, "skip fewer or record more")
+    capacities = [round(fraction * trace.data_set_bytes) for fraction in fractions]
+    results = {name: tuple(simulate(trace, name, capacity) for capacity in capacities) for name in policies}
+    return MissRatioCurves(tuple(fractions), skip_epochs, results)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -47,9 +46,8 @@ class Trace:
         if self.global_batch < 1:
             raise ConfigError.of("a global batch ≥ 1", self.global_batch, "give batch size × ranks")
         if self.scores and len(self.scores) != len(self.orders):
-            raise ConfigError.of(
-                f"{len(self.orders)} score arrays", len(self.scores), "give one an epoch, or none at all"
-            )
+            cure = "give one an epoch, or none at all"
+            raise ConfigError.of(f"{len(self.orders)} score arrays", len(self.scores), cure)
         for epoch, order_K in enumerate(self.orders):
             if len(order_K) and not 0 <= int(order_K.min()) <= int(order_K.max()) < num_samples:
                 raise ConfigError.of(
@@ -121,7 +119,7 @@ class Trace:
 
 
 class TraceRecorder:
-    """Writes a trace while the run goes on.
+    """Writes a trace during the run.
 
     Args:
         path: The file; replaced if it is there.
@@ -161,7 +159,5 @@ class TraceRecorder:
     def __enter__(self) -> TraceRecorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Does nothing: the file is complete after each epoch."""

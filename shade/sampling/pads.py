@@ -1,9 +1,9 @@
 """Repeats important samples and cached samples: SHADE's PADS as published, with the released code's defects repaired.
 
 **Biased by design.** Samples are drawn with replacement in proportion to importance, and no weight compensates, so
-about 37 % of the data set is missing from an epoch and hard (or mislabelled) samples dominate. In a toy study with 10 % wrong
-labels it lost 2.7 points of accuracy against a plain shuffle, and 9 points with replication 3. It reproduces the paper
-and serves for comparison; `unbiased` reads less and keeps the expected gradient.
+about 37 % of the data set is missing from an epoch and hard (or mislabelled) samples dominate. In a toy study with 10 %
+wrong labels it lost 2.7 points of accuracy against a plain shuffle, and 9 points with replication 3. It reproduces the
+paper and serves for comparison; `unbiased` reads less and keeps the expected gradient.
 
 1. Weights are the scores as they come (the ``rank`` importance gives the paper's ``log(j + 10)``). A sample never
    seen gets the highest weight of all. The release started it at 1, below everything seen: seldom drawn, so seldom
@@ -32,17 +32,7 @@ import numpy as np
 from typing_extensions import override
 
 from shade.errors import ConfigError
-from shade.sampling.base import (
-    MODES,
-    Draw,
-    Purpose,
-    Receipt,
-    SamplingMode,
-    Scores,
-    Targets,
-    Validation,
-    generator,
-)
+from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator
 from shade.types import Bools, Indices
 
 VALIDATION_EPOCHS = 3
@@ -82,14 +72,10 @@ class PadsMode(SamplingMode):
         targets_N: Targets | None = None,
     ) -> None:
         super().__init__(num_samples, global_batch, seed)
-        if not (
-            replication_factor >= 1.0
-            and math.isfinite(replication_factor)
-            and float(2 * replication_factor).is_integer()
-        ):
-            raise ConfigError.of(
-                "a replication factor of 1, 1.5, 2, …", replication_factor, "use -rep 1 for no replication"
-            )
+        twice = float(2 * replication_factor)
+        if not (twice >= 2.0 and math.isfinite(twice) and twice.is_integer()):
+            cure = "use -rep 1 for no replication"
+            raise ConfigError.of("a replication factor of 1, 1.5, 2, …", replication_factor, cure)
         if targets_N is not None and np.shape(targets_N) != (num_samples,):
             raise ConfigError.of(f"targets of shape ({num_samples},)", np.shape(targets_N), "give one class per sample")
         self.replication_factor = replication_factor

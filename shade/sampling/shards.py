@@ -10,7 +10,7 @@ Step t is ``order[t*G : (t+1)*G]``; rank r takes its r-th piece of B, and all ra
 tail of ``m = K mod G`` is split into W contiguous pieces whose sizes differ by one at most. Where ``0 < m < W`` the
 tail is padded to W with the first samples of the epoch, as torch's DistributedSampler does: the only duplicates that
 can ever arise. ``drop_last`` drops the tail. The content of a step depends on G alone, so a run resumed with other
-ranks (same G) goes on with the same steps. A position is a place in the global order; the cursor of a resume is one, a
+ranks (same G) takes the same steps. A position is a place in the global order; the cursor of a resume is one, a
 multiple of G. Invariant: without padding, the ranks' positions partition ``range(cursor, K)``.
 
 `redeal` rearranges a global batch within a step. The step's gradient is a sum, so which rank computes which part of it
@@ -86,7 +86,7 @@ def rank_positions(
         global_batch: G, a multiple of world_size.
         world_size: W.
         drop_last: Whether the tail is dropped.
-        cursor: Global position to go on from: a multiple of G, or K when the epoch is done.
+        cursor: Global position to continue from: a multiple of G, or K when the epoch is done.
 
     Returns:
         int64, each in [0, K); step after step.
@@ -96,11 +96,8 @@ def rank_positions(
     """
     _check(rank, global_batch, world_size)
     if cursor < 0 or (cursor % global_batch and cursor < num_drawn):
-        raise ConfigError.of(
-            f"a cursor that is a multiple of the global batch {global_batch}",
-            cursor,
-            "resume with the global batch (batch size × ranks) of the run that was saved",
-        )
+        cure = "resume with the global batch (batch size × ranks) of the run that was saved"
+        raise ConfigError.of(f"a cursor that is a multiple of the global batch {global_batch}", cursor, cure)
     whole_steps = num_drawn // global_batch
     batch = global_batch // world_size
     starts = np.arange(cursor // global_batch, whole_steps, dtype=np.int64) * global_batch + rank * batch
@@ -115,24 +112,15 @@ def rank_order(
     order_K: Indices, rank: int, *, global_batch: int, world_size: int, drop_last: bool = False, cursor: int = 0
 ) -> Indices:
     """Returns the samples that one rank takes, step after step; arguments as for `rank_positions`."""
-    return order_K[
-        rank_positions(
-            rank,
-            num_drawn=len(order_K),
-            global_batch=global_batch,
-            world_size=world_size,
-            drop_last=drop_last,
-            cursor=cursor,
-        )
-    ]
+    division = {"global_batch": global_batch, "world_size": world_size, "cursor": cursor}
+    return order_K[rank_positions(rank, num_drawn=len(order_K), drop_last=drop_last, **division)]
 
 
 def _check(rank: int, global_batch: int, world_size: int) -> None:
     """Raises ConfigError for a division that would leave ranks unequal."""
     if world_size < 1 or global_batch % world_size:
-        raise ConfigError.of(
-            f"a global batch that {world_size} ranks can share equally", global_batch, "make it batch size × ranks"
-        )
+        expected = f"a global batch that {world_size} ranks can share equally"
+        raise ConfigError.of(expected, global_batch, "make it batch size × ranks")
     if not 0 <= rank < world_size:
         raise ConfigError.of(f"a rank in [0, {world_size})", rank, "check RANK and WORLD_SIZE")
 

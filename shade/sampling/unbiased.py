@@ -14,9 +14,9 @@ The price: an epoch has ``keep`` as many steps, each with ``1 / keep`` times the
 counts steps must take that into account. Variance rises by ``Σ (1/pi − 1)|g|² / N²``.
 
 *Inclusion.* `solve_units` turns scores into probabilities that are whole numbers of ``2**-30``. A float sum of a
-million terms is never exactly K, and a draw from such a sum is sometimes one sample short; a sum of integers is exact, so the
-draw always has K samples, and the gradient weight ``1 / pi`` belongs to the very probability that was used. The price
-is a relative error of 1e-9 in the wanted proportion, which biases nothing.
+million terms is never exactly K, and a draw from such a sum is sometimes one sample short; a sum of integers is exact,
+so the draw always has K samples, and the gradient weight ``1 / pi`` belongs to the very probability that was used. The
+price is a relative error of 1e-9 in the wanted proportion, which biases nothing.
 
 *Systematic sampling.* `draw_systematic` lays the samples end to end in a random order, each as long as its probability,
 and marks the line at ``start, start + 1, start + 2, …``. No sample is longer than 1, so none is marked twice; the line

@@ -200,7 +200,7 @@ class DirectoryVolume(Volume):
     def _sync_up(self, folder: str, made: Sequence[str]) -> None:
         """Syncs the folder, those above it to the root, and those that hold a folder just made.
 
-        Those above too, whoever made them: another writer may have made them a moment ago and not synced them yet.
+        All of those above, because another writer may have made them a moment ago and not synced them yet.
         """
         parts = folder.split("/") if folder else []
         within = ["/".join(parts[:depth]) for depth in range(len(parts), -1, -1)]

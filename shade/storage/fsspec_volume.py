@@ -58,7 +58,9 @@ class RemoteVolume(Volume):
             wanted = _EXTRAS.get(scheme) or _PACKAGES.get(scheme) or error.name or "its library"
             raise ConfigError.of(f"the library for {scheme}://", "none", f"pip install '{wanted}'") from error
         except Exception as error:
-            raise ConfigError.of("a storage URL that fsspec understands", self.url, self._words(error)) from error
+            raise ConfigError.of(
+                "a storage URL that fsspec understands", self.url, f"correct it ({self._words(error)})"
+            ) from error
         self._fs: Any = file_system
         self._root = str(root).rstrip("/")
         self._is_object_store = scheme in _OBJECT_STORES
@@ -95,9 +97,8 @@ class RemoteVolume(Volume):
         with self._translating(f"to read {name}"):
             pieces = self._fs.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
         if sum(map(len, pieces)) != len(buffer):
-            raise StorageError(
-                f"expected {stop} bytes in {name} of {self.url}, got fewer; it was cut off or is another file"
-            )
+            found = f"expected {stop} bytes in {name} of {self.url}, got fewer"
+            raise StorageError(f"{found}; it was cut off or is another file")
         for first, piece in zip(starts, pieces, strict=True):
             buffer[first - start : first - start + len(piece)] = piece
 

@@ -16,7 +16,7 @@ Stories a reader may ask about:
    up to three times, then counts as unanswered.
 2. *A primary dies, a replica takes over.* Until the others agree (cluster-node-timeout) its keys are misses; the next
    map names the new primary.
-3. *A primary dies, no replica takes over.* The others go on answering: servers for a cache run with
+3. *A primary dies, no replica takes over.* The others still answer: servers for a cache run with
    ``cluster-require-full-coverage no`` (see redis.conf).
 
 Invariant: a key is only ever asked of the node that the cluster says owns it, so no stale copy is read after a move.
@@ -147,15 +147,11 @@ class ClusterStore(RemoteStore):
             for position in places:
                 outcomes[position] = silent
         if commands and not served:
-            self._check_anybody_serves()
+            self._check_another_serves()
         return outcomes
 
     def _ask(
-        self,
-        work: Mapping[Address, list[int]],
-        asking: Set[int],
-        commands: Sequence[Command],
-        outcomes: list[Outcome],
+        self, work: Mapping[Address, list[int]], asking: Set[int], commands: Sequence[Command], outcomes: list[Outcome]
     ) -> tuple[bool, dict[Address, list[int]], set[int]]:
         """Makes one round trip to each address.
 
@@ -216,7 +212,7 @@ class ClusterStore(RemoteStore):
         resting = self._health.resting()
         return frozenset() if resting.issuperset(slot_map.primaries) else resting
 
-    def _check_anybody_serves(self) -> None:
+    def _check_another_serves(self) -> None:
         """Raises StoreUnavailableError if no other node answers either, after a batch that went wholly unanswered."""
         others = [address for address in self._slot_map().primaries if address not in self._health.resting()]
         probe = ("GET", PROBE_KEY)  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
@@ -239,7 +235,7 @@ class ClusterStore(RemoteStore):
         due = (self._doubted or self._health.resting()) and now - self._learnt_at >= _RELEARN_SECONDS
         if slot_map is not None and not due:
             return slot_map
-        self._learnt_at, self._doubted = now, False  # other threads go on with the map at hand
+        self._learnt_at, self._doubted = now, False  # other threads use the old map meanwhile
         try:
             slot_map = self._map = self._learn()
             self._doubted |= None in slot_map.owners  # a cluster in the making, or under repair

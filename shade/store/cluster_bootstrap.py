@@ -3,9 +3,9 @@
 Each machine starts its node. All nodes meet the *seed*, the node that the command names, which is on one of these
 machines. When as many are there as were asked for, the seed's command assigns the slots, and every command returns when
 its node sees the whole cluster. A machine that comes later names no number: its node joins the existing cluster and
-takes its share of the slots, with the keys in them, while training goes on.
+takes its share of the slots, with the keys in them, while training continues.
 
-A node that other machines can reach always needs a password: whoever reaches an open port can read and replace the
+A node that other machines can reach always needs a password: anyone who reaches an open port can read and replace the
 training data. Bind address, announced address and unix socket follow from the address by which the seed is reached.
 
 ``redis-cli --cluster create`` cannot do this: it wants the addresses of all nodes at once, and nodes that have not met.
@@ -134,7 +134,7 @@ def own_address(towards: str) -> str:
             probe.connect((target, 9))  # sends nothing: asks the routing table
         except OSError as error:
             cure = "check the address and this machine's network"
-            raise ConfigError.of("a host that can be reached", f"{towards}: {error.strerror}", cure) from None
+            raise ConfigError.of(f"a route to {towards}", error.strerror, cure) from None
         return str(probe.getsockname()[0])
 
 
@@ -142,7 +142,7 @@ def _resolved(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise ConfigError.of("the name or address of a host", f"{host}: {error}", "correct --join") from None
+        raise ConfigError.of(f"a host named {host}", str(error), "correct the name or address") from None
 
 
 def _until(reached: Callable[[], bool], what: str, deadline: float) -> None:

@@ -218,7 +218,7 @@ class Link:
         self._commands: Sequence[Command] = ()
         self.replies: list[Reply] = []
         """Replies so far to the commands sent last; an error reply is a `ServerError` in its place."""
-        # The name is for whoever reads CLIENT LIST; an ACL may forbid it.
+        # The name appears in CLIENT LIST; an ACL may forbid it.
         self.send([("CLIENT", "SETNAME", "shade")])
         (named,) = self.receive()
         if isinstance(named, ServerError) and named.code != "NOPERM":

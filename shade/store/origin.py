@@ -96,7 +96,7 @@ class ConcurrencyLimit:
         if self._trial is not None:
             limit, before = self._trial
             self._trial = None
-            if latency > EASED * before:  # somebody else's queue, or a link that answers later now
+            if latency > EASED * before:  # another process made the queue, or the link got slower
                 self._rest = PATIENCE_WINDOWS
                 self._set(min(2 * limit, self._most))
                 return
@@ -186,7 +186,7 @@ class ReadPool:
             begun = time.monotonic()
             try:
                 result = read()
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller must not wait forever
                 result = OSError(f"{type(error).__name__}: {error}")
             now = time.monotonic()
             with self._wake:
@@ -202,7 +202,7 @@ class ReadPool:
                 mine.left -= 1
                 if mine.left == 0:
                     mine.done.set()
-            del mine, read, result  # a thread that waits keeps nobody alive
+            del mine, read, result  # a waiting thread must not keep its last batch alive
 
     def _grow(self) -> None:
         """Starts one more thread if the limit has risen."""

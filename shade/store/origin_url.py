@@ -61,11 +61,8 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     try:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        raise ConfigError.of(
-            "a URL that fsspec understands",
-            url,
-            f"install the library of {scheme}:// (for s3: pip install 'shade[s3]'): {error}",
-        ) from error
+        cure = f"install the library of {scheme}:// (for s3: pip install 'shade[s3]'): {error}"
+        raise ConfigError.of("a URL that fsspec understands", url, cure) from error
 
 
 class UrlOrigin(FileOrigin):
@@ -135,7 +132,7 @@ def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry
         except Exception as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError.of("a readable file", url, f"{error}; restore it or list the folder again") from error
+            raise DataError.of(f"to read {url}", str(error), "restore it or list the folder again") from error
 
     with ThreadPoolExecutor(min(_ASKERS, len(urls))) as pool:
         return list(pool.map(describe, urls))
@@ -167,7 +164,7 @@ def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
     try:
         found = file_system.find(url, detail=True)
     except Exception as error:
-        raise DataError.of("a folder that can be listed", url, f"{error}; check the URL and the login") from error
+        raise DataError.of(f"to list {url}", str(error), "check the URL and the login") from error
     infos = {file_system.unstrip_protocol(name): info for name, info in sorted(found.items())}
     if not infos:
         raise DataError.of("files below a URL", url, "check it; a web server has to list its folders")

@@ -1,10 +1,9 @@
-"""Moves slots of a cluster from one node to another, with the keys in them, while clients go on reading and writing.
+"""Moves slots of a cluster from one node to another, with the keys in them, while clients read and write.
 
 The steps are Redis' own: the target imports the slot (IMPORTING), the source migrates it (MIGRATING: it ASKs the target
 for keys that are gone), the keys follow, then both learn the new owner; the other nodes hear it from them. Each step is
 sent for hundreds of slots at once, which takes 1 s where ``redis-cli --cluster rebalance`` takes 14 (decision 0025).
-`begin`, `carry` and `finish` are separate, so that a move that was interrupted between them can go on or be abandoned,
-and tests can see how clients cope with a cluster half-way.
+`begin`, `carry` and `finish` are separate, so that an interrupted move can continue or be abandoned, and tests can see how clients cope with a cluster half-way.
 
 A cache can lose keys: they can be read again from the origin. So a slot that cannot be moved completely is given back
 with what is left in it. Invariant: every slot has an owner at every moment.
@@ -60,17 +59,8 @@ class Move:
         login: Command = ()
         if target.password is not None:
             login = ("AUTH2", target.username, target.password) if target.username else ("AUTH", target.password)
-        migrate: Command = (
-            "MIGRATE",
-            target.host,
-            target.port,
-            "",
-            0,
-            _MIGRATE_MILLISECONDS,
-            "REPLACE",
-            *login,
-            "KEYS",
-        )
+        place = (target.host, target.port, "", 0, _MIGRATE_MILLISECONDS)
+        migrate: Command = ("MIGRATE", *place, "REPLACE", *login, "KEYS")
         num_carried = 0
         for part in _parts(self.slots if slots is None else tuple(slots)):
             counts = _ask(self._source, [("CLUSTER", "COUNTKEYSINSLOT", slot) for slot in part])

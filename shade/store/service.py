@@ -1,7 +1,7 @@
 """Runs Redis for the cache in the background: `up`, `status`, `down` (``shade cache``).
 
 Unlike those of `server`, these servers outlive the command that started them, so a file records them: one JSON object
-in a directory of mode 0700, written anew after each server that starts, so that `down` finds whatever a failed or
+in a directory of mode 0700, rewritten after each server that starts, so that `down` finds whatever a failed or
 killed `up` left running. One node is a plain server, three or more are a cluster; all on loopback. For nodes on several
 machines see `cluster_bootstrap`, or configure your own after ``redis.conf``.
 

@@ -13,16 +13,7 @@ from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavai
 from shade.types import Bytes
 
 _REFUSED: Final = ("WRONGPASS", "NOAUTH", "NOPERM", "DENIED")
-_NOT_NOW: Final = (
-    "BUSY",
-    "CLUSTERDOWN",
-    "LOADING",
-    "MASTERDOWN",
-    "MISCONF",
-    "NOREPLICAS",
-    "READONLY",
-    "TRYAGAIN",
-)
+_NOT_NOW: Final = ("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "READONLY", "TRYAGAIN")
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class ServerError:
         return self.text.partition(" ")[0]
 
     def as_exception(self, address: str) -> StoreError:
-        """Returns the exception for a caller that cannot go on without the answer."""
+        """Returns the exception for a caller that needs the answer."""
         message = f"expected an answer from {address}, got {self.text!r}"
         if self.code in _REFUSED or "AUTH" in self.text or "invalid password" in self.text:
             return StoreAuthError(f"{message}; correct the user, the password or the server's ACL")

@@ -96,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"shade {words[0]}: {' '.join(str(error).split())}\n")
         return 2
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has closed the pipe
         return 0
 
 

@@ -110,7 +110,8 @@ DISK: Final = FreeSpace("disk, here", 64 * MIB, GIB, "runs are written here: mak
 
 
 def answer(cache: str | None, data: Path | None) -> int:
-    """Checks and prints; returns 1 if a row says fail, else 0."""
+    """Checks the machine, and a cache or data set if given, and prints the rows; returns 1 if a row says fail,
+    else 0."""
     worst = 0
     for finding in findings(cache, data):
         sys.stdout.write(f"{finding}\n")

@@ -139,11 +139,8 @@ class ScoreMerger:
             self._worker.inbox.put(_device_copy(index_B, loss_B))
 
     def flush(self) -> None:
-        """Returns when everything reported so far, here and for the same steps elsewhere, is in the table.
-
-        Raises:
-            ShadeError: A report failed; the table holds what came before it.
-        """
+        """Returns when everything reported so far, here and for the same steps elsewhere, is in the table. Raises
+        ShadeError if a report failed; the table holds what came before it."""
         self._check_usable()
         if self._worker is not None:
             reached = threading.Event()
@@ -154,10 +151,7 @@ class ScoreMerger:
 
     def close(self) -> None:
         """Ends the thread and frees its group; reports under way get 5 seconds. Safe to call twice, and in a child.
-
-        Raises:
-            ShadeError: Without a thread: a waiting report was wrong.
-        """
+        Raises, if there is no thread, the error of a waiting report."""
         if self._pid != os.getpid():
             return
         self._pid = None

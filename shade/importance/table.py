@@ -140,14 +140,8 @@ class ImportanceTable:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a `state_dict` of a table of the same size and score, in place.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ConfigError: The state is of another data set or another strategy. Nothing was changed.
-        """
+        """Restores a `state_dict`, in place; raises ConfigError, and changes nothing, if it is of another data set or
+        strategy."""
         if state["num_samples"] != self.num_samples:
             cure = "resume with the data set of that run"
             raise ConfigError.of(f"scores of {self.num_samples} samples", state["num_samples"], cure)

@@ -176,16 +176,8 @@ def _images(folder: str) -> Iterator[str]:
 
 
 def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
-    """Checks that snapshots can be kept as asked, and with ``--resume`` that there is one.
-
-    Args:
-        config: The resolved run.
-        checkpoint_url: URL of the store, with its password, or None.
-
-    Raises:
-        ConfigError: They cannot, or there is none.
-        StoreAuthError: The store refused the credentials.
-    """
+    """Checks that snapshots can be kept as asked, and with ``--resume`` that there is one; raises ConfigError if not,
+    and StoreAuthError if the store (its URL includes the password) refuses the credentials."""
     if config.checkpoint_every is not None:
         Schedule(config.checkpoint_every)
     Keep.parse(config.checkpoint_keep)
@@ -230,15 +222,7 @@ def _check_storage(persist: str) -> None:
 
 
 def has_snapshots(config: RunConfig, checkpoint_url: str | None) -> bool:
-    """Returns whether any place holds a committed snapshot of the run; an unreachable place counts as empty.
-
-    Args:
-        config: The run.
-        checkpoint_url: URL of the store, with its password, or None.
-
-    Returns:
-        True if there is one.
-    """
+    """Returns whether any place holds a committed snapshot of the run; an unreachable place counts as empty."""
     if own_records(own_folder(config.run)):
         return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):

@@ -186,15 +186,7 @@ class Ranks:
 
 
 def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
-    """Shows a bar on standard error until the ranks are done.
-
-    Args:
-        poll: Returns their exit status, or None while they run.
-        config: The resolved run.
-
-    Returns:
-        Their exit status.
-    """
+    """Shows a bar on standard error until ``poll`` returns the ranks' exit status, and returns that."""
     file = Path(config.out) / "progress.json"
     form = "{percentage:3.0f}% |{bar:12}| {desc}"
     with progress_bar(config.epochs, bar_format=form) as bar:

@@ -84,14 +84,8 @@ class CachePolicy(ABC):
         self._restart(EMPTY)
 
     def adopt(self, resident: Indices) -> Indices:
-        """Replaces the residents by what a cache already holds.
-
-        Args:
-            resident: Distinct samples, least worth keeping first if the policy knows an order.
-
-        Returns:
-            Those that do not fit and must be removed.
-        """
+        """Replaces the residents by distinct samples that a cache already holds, least worth keeping first if the
+        policy knows an order; returns those that do not fit and must be removed."""
         size_bytes = self.size_bytes_N[resident]
         fits = size_bytes <= self.capacity_bytes
         fits &= np.cumsum(size_bytes * fits) <= self.capacity_bytes
@@ -103,14 +97,8 @@ class CachePolicy(ABC):
         return refused
 
     def resize(self, capacity_bytes: int) -> Indices:
-        """Changes the capacity, between two batches or before an epoch begins.
-
-        Args:
-            capacity_bytes: The new capacity, ≥ 0.
-
-        Returns:
-            The samples that leave at once, the least useful first.
-        """
+        """Changes the capacity, between two batches or before an epoch begins; returns those that leave, least useful
+        first."""
         self.capacity_bytes = int(capacity_bytes)
         ranked = self._least_useful_first()
         left_bytes = self.used_bytes - np.cumsum(self.size_bytes_N[ranked])

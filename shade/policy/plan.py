@@ -132,14 +132,10 @@ class PlanPolicy(CachePolicy):
         return wanted_N, late_N
 
     @override
+    @override
     def access_many(self, index_B: Indices) -> Verdict:
-        """Carries out the plan for the next batch of the planned order.
-
-        There are no victims, because samples leave at a use or as the epoch begins.
-
-        Raises:
-            ConfigError: It is not the next batch of the order that `begin_epoch` was given.
-        """
+        """Carries out the plan for the next batch of the planned order; raises ConfigError if it is another batch.
+        There are no victims, because samples leave at a use or as the epoch begins."""
         end = self._cursor + len(index_B)
         planned_B = self._order_K[self._cursor : end]
         if not np.array_equal(planned_B, index_B):

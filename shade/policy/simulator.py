@@ -59,19 +59,10 @@ class SimulationResult:
 
 
 def simulate(trace: Trace, policy_name: str = "plan", capacity_bytes: int = 0) -> SimulationResult:
-    """Replays a trace against an empty cache.
+    """Replays a trace against an empty cache, and returns counts by epoch. The policy learns that no epoch follows the
+    last.
 
-    Args:
-        trace: What a run used.
-        policy_name: A name in `POLICIES`.
-        capacity_bytes: The cache's size, ≥ 0.
-
-    Returns:
-        Counts by epoch. The policy learns that no epoch follows the last.
-
-    Raises:
-        UnknownNameError: No such policy; the message lists the known ones.
-        ConfigError: A negative capacity.
+    Raises UnknownNameError for an unknown policy, and ConfigError for a negative capacity.
     """
     policy_class = POLICIES.get(policy_name)
     policy = policy_class(trace.size_bytes_N, capacity_bytes)
@@ -113,20 +104,8 @@ class MissRatioCurves:
 def miss_ratio_curves(
     trace: Trace, policies: Sequence[str], fractions: Sequence[float], *, skip_epochs: int = 1
 ) -> MissRatioCurves:
-    """Simulates each policy at each capacity.
-
-    Args:
-        trace: What a run used.
-        policies: Names in `POLICIES`.
-        fractions: Capacities as fractions of the data set's bytes, ≥ 0.
-        skip_epochs: How many epochs at the start are warm-up.
-
-    Returns:
-        The curves.
-
-    Raises:
-        ConfigError: No epoch is left after the warm-up; or as `simulate`.
-    """
+    """Simulates each policy at each capacity, given as a fraction of the data set's bytes; the first ``skip_epochs``
+    are warm-up. Raises ConfigError if no epoch is left after it, or as `simulate`."""
     if not 0 <= skip_epochs < trace.num_epochs:
         expected = f"0 ≤ skip_epochs < {trace.num_epochs}, the epochs in the trace"
         raise ConfigError.of(expected, skip_epochs, "skip fewer or record more")

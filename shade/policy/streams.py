@@ -94,16 +94,8 @@ def seconds_to_next_use(index_B: Indices, streams: Iterable[Stream]) -> Seconds:
 
 
 def latest_used(wait_R: Seconds, size_bytes_R: npt.NDArray[np.int64], wanted_bytes: int) -> Bools:
-    """Chooses who leaves to free space: the samples that are used last.
-
-    Args:
-        wait_R: Seconds until each resident's next use.
-        size_bytes_R: The space of each.
-        wanted_bytes: Space to be freed.
-
-    Returns:
-        (R,) True for those that leave; all, if they are not enough.
-    """
+    """Chooses the residents that are used last, until ``wanted_bytes`` are free: (R,) True for those that leave; all,
+    if they are not enough."""
     leaves_R = np.zeros(len(wait_R), dtype=bool)
     if wanted_bytes > 0:
         by_use = np.argsort(wait_R, kind="stable")[::-1]

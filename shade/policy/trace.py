@@ -85,17 +85,8 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Reads a file that `save` or a `TraceRecorder` wrote, and checks it.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The trace.
-
-        Raises:
-            DataError: No such file, not a trace, or damaged; the message says which.
-        """
+        """Reads a file that `save` or a `TraceRecorder` wrote; raises DataError if it is missing, damaged or not a
+        trace."""
         try:
             with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
                 return cls._from_arrays(dict(file.items()))

@@ -14,17 +14,7 @@ from shade.types import Bools
 
 
 def full_epoch(num_samples: int, seed: int, epoch: int, *, has_classes: bool) -> Draw:
-    """Draws all N samples once.
-
-    Args:
-        num_samples: N.
-        seed: Seed of the run.
-        epoch: ≥ 0.
-        has_classes: Whether the receipt covers classes: its drift is 0 then, otherwise nan.
-
-    Returns:
-        A permutation of ``range(N)``, without weights.
-    """
+    """Draws all N samples once, without weights. The receipt's class drift is 0 if there are classes, otherwise nan."""
     order_K = generator(seed, epoch, Purpose.SHUFFLE).permutation(num_samples).astype(np.int64, copy=False)
     receipt = Receipt(
         drawn=num_samples,

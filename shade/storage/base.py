@@ -57,14 +57,8 @@ class Volume(ABC):
 
     @abstractmethod
     def leftovers(self, prefix: str = "") -> Sequence[str]:
-        """Lists unfinished files, sorted: those of writers that died, or that are writing now. They cannot be read.
-
-        Args:
-            prefix: What the path, or the folder, of the unfinished file begins with.
-
-        Returns:
-            Names.
-        """
+        """Lists unfinished files, sorted, whose path or folder begins with a prefix: those of writers that died, or
+        that are writing now. They cannot be read."""
 
     @abstractmethod
     def sweep(self, prefix: str = "") -> int:

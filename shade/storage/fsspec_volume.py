@@ -58,9 +58,8 @@ class RemoteVolume(Volume):
             wanted = _EXTRAS.get(scheme) or _PACKAGES.get(scheme) or error.name or "its library"
             raise ConfigError.of(f"the library for {scheme}://", "none", f"pip install '{wanted}'") from error
         except Exception as error:
-            raise ConfigError.of(
-                "a storage URL that fsspec understands", self.url, f"correct it ({self._words(error)})"
-            ) from error
+            cure = f"correct it ({self._words(error)})"
+            raise ConfigError.of("a storage URL that fsspec understands", self.url, cure) from error
         self._fs: Any = file_system
         self._root = str(root).rstrip("/")
         self._is_object_store = scheme in _OBJECT_STORES

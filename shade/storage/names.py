@@ -38,7 +38,7 @@ def is_partial(name: str) -> bool:
 
 
 def failure(expected: str, error: BaseException, cure: str, shown: str = "") -> StorageError:
-    """Makes the one-line error of a volume.
+    """Makes the one-line error of a volume: `StorageFullError` if space or quota ran out, else `StorageError`.
 
     Args:
         expected: What was tried, as a state: ``"to write run/x in file:///data"``.
@@ -47,7 +47,7 @@ def failure(expected: str, error: BaseException, cure: str, shown: str = "") -> 
         shown: The cause in words that are safe to print; by default the system's own.
 
     Returns:
-        `StorageFullError` if space or quota ran out, else `StorageError`.
+        The error.
     """
     number = error.errno if isinstance(error, OSError) else None
     words = shown or (os.strerror(number) if number else f"{type(error).__name__}: {error}")

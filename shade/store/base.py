@@ -89,15 +89,8 @@ class Store(ABC):
         answer; `refusals` tells the two apart."""
 
     def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
-        """Writes as `set_many` does, and returns why each value was not written.
-
-        Args:
-            items: Values by key.
-
-        Returns:
-            In the order of ``items``: None where it was written, `StoreFullError` where its server has no memory left,
-            `StoreUnavailableError` where its server is unreachable.
-        """
+        """Writes as `set_many` does, and returns in the order of ``items`` None where it was written, `StoreFullError`
+        where the server has no memory left, `StoreUnavailableError` where it is unreachable."""
         full = StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
         return [None if written else full for written in self.set_many(items)]
 
@@ -114,19 +107,8 @@ class Store(ABC):
         """Adds to a shared integer (absent counts as 0), atomically across clients, and returns its new value."""
 
     def increment_many(self, keys: Sequence[str], by: int) -> list[int | StoreError]:
-        """Increments several integers, in one round trip where possible.
-
-        Args:
-            keys: Keys of the integers.
-            by: What to add to each.
-
-        Returns:
-            In the order of ``keys``: the new value, or the error of that key.
-
-        Raises:
-            StoreAuthError: The server refused the credentials.
-            StoreClosedError: After `close`.
-        """
+        """Increments several integers, in one round trip if possible; returns in the order of ``keys`` the new value,
+        or the error of that key. Raises StoreAuthError and StoreClosedError."""
         outcomes: list[int | StoreError] = []
         for key in keys:
             try:

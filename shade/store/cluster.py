@@ -62,18 +62,8 @@ class SlotMap:
 
     @classmethod
     def read(cls, reply: Reply, asked: Address) -> SlotMap:
-        """Parses the reply to ``CLUSTER SLOTS``.
-
-        Args:
-            reply: ``[[first, last, primary, replica …] …]`` with a node as ``[host, port, id …]``.
-            asked: The node that replied: an empty host in the reply means its own.
-
-        Returns:
-            The map.
-
-        Raises:
-            ValueError: The reply has another form.
-        """
+        """Parses the reply to ``CLUSTER SLOTS``: ``[[first, last, primary, replica …] …]`` with a node as ``[host,
+        port, id …]``. An empty host means the node that was asked. Raises ValueError for another form."""
         owners: list[Address | None] = [None] * NUM_SLOTS
         primaries: dict[Address, None] = {}
         replicas: dict[Address, None] = {}
@@ -226,11 +216,8 @@ class ClusterStore(RemoteStore):
         )
 
     def _slot_map(self) -> SlotMap:
-        """Returns the newest slot map, read again if that is due.
-
-        Raises:
-            StoreUnavailableError: There is none yet, and no node can send it.
-        """
+        """Returns the newest slot map, read again if that is due; raises StoreUnavailableError if no node can send the
+        first."""
         slot_map, now = self._map, time.monotonic()
         due = (self._doubted or self._health.resting()) and now - self._learnt_at >= _RELEARN_SECONDS
         if slot_map is not None and not due:

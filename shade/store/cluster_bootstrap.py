@@ -116,17 +116,8 @@ def _join(us: Endpoint, seed: Endpoint, nodes: int | None, replicas: int, return
 
 
 def own_address(towards: str) -> str:
-    """Returns the address of this machine by which another host reaches it, or that host itself if it is ours.
-
-    Args:
-        towards: Host name or address.
-
-    Returns:
-        An address.
-
-    Raises:
-        ConfigError: The host is unknown or unreachable.
-    """
+    """Returns the address of this machine by which another host reaches it, or that host itself if it is ours; raises
+    ConfigError if the host is unknown or unreachable."""
     target = _resolved(towards)
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -114,14 +114,7 @@ class Endpoint:
         return self.path or format_address(self.host, self.port)
 
     def connection(self, timeout_seconds: float) -> Any:
-        """Makes redis-py's connection, not yet connected; the caller disconnects it.
-
-        Args:
-            timeout_seconds: Bound of each wait, then and later.
-
-        Returns:
-            The connection.
-        """
+        """Makes redis-py's connection, not yet connected, with a bound of each wait; the caller disconnects it."""
         kind: Callable[..., Any] = Connection
         place: dict[str, Any] = {"host": self.host, "port": self.port, "socket_keepalive": True}
         if self.path:
@@ -235,14 +228,8 @@ class Link:
         return self._reader.has_data() or bool(self._poller.poll(0))
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Writes a batch of commands; their replies must then be received.
-
-        Args:
-            commands: Each as words.
-
-        Raises:
-            StoreUnavailableError: They could not be written; the link is closed.
-        """
+        """Writes a batch of commands, whose replies must then be received; raises StoreUnavailableError, and closes the
+        link, if it cannot."""
         connection = self._connection
         self._commands, self.replies = commands, []
         if all(len(command) <= _MOST_SHORT_WORDS for command in commands):
@@ -261,10 +248,7 @@ class Link:
         return self.replies
 
     def advance(self) -> bool:
-        """Waits for bytes, and takes the replies that are complete.
-
-        Returns:
-            True when all replies have arrived.
+        """Waits for bytes, and takes the replies that are complete; returns True when all have arrived.
 
         Raises:
             StoreUnavailableError: The server hung up, was silent, or does not speak Redis; the link is closed.

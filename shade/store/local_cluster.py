@@ -63,16 +63,8 @@ def _is_free(port: int) -> bool:
 
 
 def node_settings(folder: Path, port: int, password: str | None) -> dict[str, str]:
-    """Returns the settings that make a server a node of a cluster of caches.
-
-    Args:
-        folder: Holds the node's file about its cluster.
-        port: The node's port.
-        password: The password that replicas show to their primary; None for none.
-
-    Returns:
-        Names and values of a configuration file.
-    """
+    """Returns the settings that make a server a node of a cluster of caches; ``folder`` holds its file about the
+    cluster, and replicas show ``password`` to their primary."""
     return {
         "port": str(port),
         "cluster-enabled": "yes",
@@ -195,12 +187,7 @@ class LocalCluster:
         """In the order of ``ports``: the primaries, then their replicas in turn."""
 
     def start(self) -> None:
-        """Starts the nodes and returns when they are a cluster.
-
-        Raises:
-            ConfigError: There is no server binary.
-            StoreUnavailableError: A node does not start, or they do not agree.
-        """
+        """Starts the nodes and returns when they are a cluster; raises as `LocalServer.start` and `assign_slots` do."""
         self._folder = folder = Path(tempfile.mkdtemp(prefix="shade-cluster-", dir="/tmp"))
         self.ports = free_ports(self._num_nodes)
         try:

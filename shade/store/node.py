@@ -65,12 +65,7 @@ class Node:
         return str(self.endpoint)
 
     def take(self) -> Link:
-        """Returns a connection for one batch: the idle one used last, or a new one.
-
-        Raises:
-            StoreUnavailableError: The server cannot be reached.
-            StoreAuthError: The server refused the credentials.
-        """
+        """Returns a connection for one batch: the idle one used last, or a new one, which raises as `Link` does."""
         if self._process_id != os.getpid():
             self._drop_idle()
         while self._idle:
@@ -94,18 +89,8 @@ class Node:
             self._idle.append(link)
 
     def ask(self, *commands: Command) -> list[Reply]:
-        """Sends one batch to this server alone and returns a reply for each command.
-
-        Args:
-            *commands: The batch, each command as words.
-
-        Returns:
-            The replies in order.
-
-        Raises:
-            StoreUnavailableError: The server did not answer.
-            StoreAuthError: The server refused the credentials.
-        """
+        """Sends one batch to this server alone and returns a reply for each command; raises as `exchange` does, or
+        StoreUnavailableError if the server does not answer."""
         (answer,) = exchange([(self, commands)])
         if isinstance(answer, StoreUnavailableError):
             raise answer
@@ -156,16 +141,10 @@ class _Part:
 
 
 def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:
-    """Sends each server its batch and reads all replies.
+    """Sends each server its batch of commands, and returns one answer for each part of ``work``, in its order.
 
-    Args:
-        work: Servers, each with its commands.
-
-    Returns:
-        One answer for each part of ``work``, in its order. A server that fails does not disturb the others.
-
-    Raises:
-        StoreAuthError: A server refused the credentials: a mistake in the configuration, not a fault to tolerate.
+    A server that fails does not disturb the others. Raises StoreAuthError if a server refuses the credentials: a
+    mistake in the configuration, not a fault to tolerate.
     """
     answers: list[Answer] = [[] for _ in work]
     talking: dict[int, _Part] = {}
@@ -249,11 +228,7 @@ class NodeHealth:
         self._until[address] = self._clock() + pause
 
     def answered(self, seconds: Mapping[Address, float]) -> None:
-        """Compares the nodes that answered in one round, and pauses those that are slow.
-
-        Args:
-            seconds: Time from the question to the last byte of the answer.
-        """
+        """Compares the seconds that the nodes of one round took to answer, and pauses those that are slow."""
         usual = statistics.median_low(seconds.values()) if len(seconds) > 1 else 0.0
         for address, took in seconds.items():
             if usual and took > max(SLOW_SECONDS, SLOW_FACTOR * usual):

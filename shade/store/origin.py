@@ -76,11 +76,7 @@ class ConcurrencyLimit:
         self._num_reads, self._seconds, self._stale = 0, 0.0, 0
 
     def finished(self, seconds: float) -> None:
-        """Counts a read that ended while others waited.
-
-        Args:
-            seconds: Its duration.
-        """
+        """Counts a read that took so many seconds and ended while others waited."""
         if self._stale:  # it was begun under another limit
             self._stale -= 1
             return
@@ -122,12 +118,7 @@ class _ReadBatch:
 
 
 class ReadPool:
-    """Runs reads in threads.
-
-    Args:
-        most: Upper limit of threads.
-        most_bytes: Upper limit of bytes being read.
-    """
+    """Runs reads in up to ``most`` threads, with up to ``most_bytes`` under way."""
 
     def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
         self.pace = ConcurrencyLimit(most)
@@ -139,18 +130,8 @@ class ReadPool:
         self._closed = False
 
     def run(self, reads: Sequence[Callable[[], Result]], sizes: Sequence[int]) -> list[Result]:
-        """Runs reads and waits for them.
-
-        Args:
-            reads: Each returns what it read, or the error that it met.
-            sizes: Expected bytes of each.
-
-        Returns:
-            The results in order.
-
-        Raises:
-            StoreClosedError: The pool was closed meanwhile.
-        """
+        """Runs reads of some expected sizes, each of which returns what it read or the error that it met, and returns
+        their results in order. Raises StoreClosedError if the pool is closed meanwhile."""
         mine = _ReadBatch(len(reads))
         with self._wake:
             if self._closed:
@@ -250,15 +231,8 @@ class FileOrigin:
         self.__init__(**state)  # type: ignore[misc]
 
     def read_many(self, paths: Sequence[str], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
-        """Reads whole files.
-
-        Args:
-            paths: The files.
-            sizes: Expected bytes of each, if known; they bound the memory under way.
-
-        Returns:
-            The bytes of each in order, or the error that reading it raised.
-        """
+        """Reads whole files; returns the bytes of each in order, or the error that reading it raised. Expected sizes,
+        if known, bound the memory under way."""
         if self._pid != os.getpid():
             self._forget()
         if len(paths) > 1 and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:

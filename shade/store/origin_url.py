@@ -45,18 +45,8 @@ def is_url(path: str) -> bool:
 
 
 def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
-    """Opens fsspec's file system for a URL.
-
-    Args:
-        url: Any URL in it.
-        options: For fsspec, such as ``endpoint_url``.
-
-    Returns:
-        The file system, of this process.
-
-    Raises:
-        ConfigError: fsspec knows no such scheme, or its library is not installed.
-    """
+    """Opens fsspec's file system for a URL with fsspec's options, such as ``endpoint_url``; raises ConfigError if
+    fsspec knows no such scheme, or its library is not installed."""
     scheme = url.partition("://")[0]
     try:
         return fsspec.filesystem(scheme, **options)
@@ -111,19 +101,8 @@ def _as_os_error(error: Exception) -> OSError:
 
 
 def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
-    """Asks the server about files, many at a time.
-
-    Args:
-        urls: Of one scheme.
-        options: For fsspec.
-
-    Returns:
-        One entry each, in order.
-
-    Raises:
-        ConfigError: As `open_file_system`.
-        DataError: A file is missing, or the server does not report its length.
-    """
+    """Asks the server about files of one scheme, many at a time; returns an entry each, in order. Raises DataError if a
+    file is missing, or the server does not report its length, and ConfigError as `open_file_system`."""
     file_system = open_file_system(urls[0], options)
 
     def describe(url: str) -> Entry:
@@ -147,19 +126,8 @@ def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
 
 
 def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
-    """Lists all files below a URL, in the order of their names.
-
-    Args:
-        url: A folder.
-        options: For fsspec.
-
-    Returns:
-        The files, without the folders' own entries.
-
-    Raises:
-        ConfigError: As `open_file_system`.
-        DataError: The folder is empty or cannot be listed.
-    """
+    """Lists all files below a URL, in the order of their names, without the folders' own entries. Raises DataError if
+    there are none or they cannot be listed, and ConfigError as `open_file_system`."""
     file_system = open_file_system(url, options)
     try:
         found = file_system.find(url, detail=True)

@@ -87,18 +87,11 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
-        """Sends each command to the server that has its key, all in one round trip a server.
+        """Sends each command to the server that has its key, all in one round trip a server; ``keys`` has one for each
+        command.
 
-        Args:
-            keys: One for each command.
-            commands: Each as words.
-
-        Returns:
-            One outcome a command; `StoreUnavailableError` for one of several servers that is unreachable.
-
-        Raises:
-            StoreUnavailableError: No server could be reached.
-            StoreAuthError: A server refused the credentials.
+        Returns one outcome a command; `StoreUnavailableError` for one of several servers that is unreachable. Raises it
+        if no server is reachable.
         """
 
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:
@@ -340,16 +333,7 @@ def allocated_bytes(size_bytes: int) -> int:
 
 
 def stored_bytes(key_length: int, value_length: int, *, clustered: bool) -> int:
-    """Returns the memory for one entry of a Redis server, allocator rounding and bookkeeping included.
-
-    Args:
-        key_length: Bytes of the key.
-        value_length: Bytes of the value.
-        clustered: True if the server is a node of a cluster.
-
-    Returns:
-        Bytes.
-    """
+    """Returns the memory for one entry of a Redis server, allocator rounding and bookkeeping included."""
     if value_length <= _EMBEDDED_MAX_BYTES:
         value_bytes = allocated_bytes(_OBJECT_BYTES + 3 + value_length + 1)
     else:

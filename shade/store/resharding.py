@@ -3,7 +3,8 @@
 The steps are Redis' own: the target imports the slot (IMPORTING), the source migrates it (MIGRATING: it ASKs the target
 for keys that are gone), the keys follow, then both learn the new owner; the other nodes hear it from them. Each step is
 sent for hundreds of slots at once, which takes 1 s where ``redis-cli --cluster rebalance`` takes 14 (decision 0025).
-`begin`, `carry` and `finish` are separate, so that an interrupted move can continue or be abandoned, and tests can see how clients cope with a cluster half-way.
+`begin`, `carry` and `finish` are separate, so that an interrupted move can continue or be abandoned, and tests can see
+how clients cope with a cluster half-way.
 
 A cache can lose keys: they can be read again from the origin. So a slot that cannot be moved completely is given back
 with what is left in it. Invariant: every slot has an owner at every moment.
@@ -105,7 +106,7 @@ def take_share(newcomer: Endpoint, num_primaries: int) -> int:
         The number of slots that moved.
 
     Raises:
-        StoreUnavailableError: A node refuses or does not answer; what has moved stays moved.
+        StoreUnavailableError: As `Move`.
     """
     owners = read_slot_map(newcomer).owners
     share = len(owners) // num_primaries

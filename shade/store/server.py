@@ -266,16 +266,7 @@ def ask_text(endpoint: Endpoint, *words: str | int) -> str:
 
 
 def wait_until_serving(endpoint: Endpoint, ended: Callable[[], bool] = lambda: False) -> None:
-    """Returns when a starting server answers.
-
-    Args:
-        endpoint: Its address.
-        ended: Returns True when waiting is in vain.
-
-    Raises:
-        StoreUnavailableError: It does not answer within 20 s, or has ended.
-        StoreAuthError: It refused the credentials.
-    """
+    """Returns when a starting server answers; raises what `ask` raises after 20 s, or once ``ended`` returns True."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:

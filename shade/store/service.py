@@ -119,20 +119,8 @@ def up(
 
 def start_node(directory: Path, endpoint: Endpoint, memory_bytes: int) -> bool:
     """Starts one node of a cluster at an address that other machines can reach; see `cluster_bootstrap`. A node that
-    died with its machine starts with its old identity.
-
-    Args:
-        directory: As for `up`.
-        endpoint: Its address and password.
-        memory_bytes: ``maxmemory``; 0 for no limit.
-
-    Returns:
-        Whether the node knows its cluster already.
-
-    Raises:
-        ConfigError: Servers are recorded there and run, or no server binary.
-        StoreUnavailableError: It did not start.
-    """
+    died with its machine starts with its old identity. Arguments and errors as for `up`; returns whether the node knows
+    its cluster already."""
     returns = (directory / f"nodes-{endpoint.port}.conf").exists()
     if not (returns and (directory / _STATE).exists() and not any(map(_is_ours, _read(directory)[1]))):
         _prepare(directory)
@@ -162,17 +150,8 @@ def _prepare(directory: Path) -> None:
 
 
 def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
-    """Returns the recorded address, and the present state of each server that `up` started there.
-
-    Args:
-        directory: As given to `up`.
-
-    Returns:
-        The address and the states.
-
-    Raises:
-        ConfigError: No servers are recorded there.
-    """
+    """Returns the recorded address, and the present state of each server that `up` started in a directory; raises
+    ConfigError if none are recorded there."""
     url, records = _read(directory)
     found = []
     for record in records:
@@ -185,19 +164,11 @@ def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
 
 
 def down(directory: Path) -> int:
-    """Ends the servers that `up` started there, and forgets them; returns how many were still running.
+    """Ends the servers that `up` started in a directory, and forgets them; returns how many were still running. Raises
+    ConfigError if none are recorded there.
 
     They are killed: asked to shut down, Redis 7 waits up to 10 s for replicas that are ending too, and a cache has
     nothing to save.
-
-    Args:
-        directory: As given to `up`.
-
-    Returns:
-        The number of servers ended.
-
-    Raises:
-        ConfigError: No servers are recorded there.
     """
     _, records = _read(directory)
     ours = [record for record in records if _is_ours(record)]
@@ -239,16 +210,8 @@ def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int,
 
 
 def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) -> None:
-    """Waits until the server at a port answers, and checks that it is the one that was started.
-
-    Args:
-        record: The server that was started.
-        endpoint: Where it should answer.
-        directory: Where its log is.
-
-    Raises:
-        StoreUnavailableError: It does not answer, or another does; the message has the end of its log.
-    """
+    """Waits until the server at a port answers, and raises StoreUnavailableError, with the end of its log, if that is
+    another server than the one that was started."""
     try:
         wait_until_serving(endpoint, lambda: not _is_ours(record))
         info = ask(endpoint, "INFO", "server")

@@ -17,15 +17,27 @@ from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 
 def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int], seed: str | None) -> int:
-    """Starts servers and prints the address to pass to ``--cache``."""
+    """Starts servers, or with a seed one node of a cluster on several machines, and prints the address for --cache."""
     memory_bytes = 0 if memory is None else parse_bytes(memory)
     password = os.environ.get(PASSWORD_VARIABLE)
     try:
-        if seed is not None:
-            url = _join(directory, seed, nodes, replicas, memory_bytes, ports, password)
-        else:
+        if seed is None:
             url = service.up(
                 directory, nodes=nodes, replicas=replicas, memory_bytes=memory_bytes, ports=ports, password=password
+            )
+        else:
+            (address,) = StoreURL.parse(f"redis://{seed}").addresses
+            if len(ports) > 1:
+                cure = "leave --ports out, or name one"
+                raise ConfigError.of("one port for the one node of this machine", list(ports), cure)
+            url = cluster_bootstrap.join_cluster(
+                directory,
+                address,
+                nodes=None if nodes == 1 else nodes,  # without --nodes the cluster exists already
+                replicas=replicas,
+                memory_bytes=memory_bytes,
+                password=password,
+                port=ports[0] if ports else None,
             )
     except OSError as error:
         raise ConfigError.of(f"to write to --dir {directory}", error.strerror, "choose another") from None
@@ -35,24 +47,6 @@ def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Se
     else:
         sys.stderr.write(f"pass it to --cache; `shade cache down --dir {directory}` ends it\n")
     return 0
-
-
-def _join(
-    directory: Path, seed: str, nodes: int, replicas: int, memory_bytes: int, ports: Sequence[int], password: str | None
-) -> StoreURL:
-    """Starts one node of a cluster on several machines; without ``--nodes`` the cluster exists already."""
-    (address,) = StoreURL.parse(f"redis://{seed}").addresses
-    if len(ports) > 1:
-        raise ConfigError.of("one port for the one node of this machine", list(ports), "leave --ports out, or name one")
-    return cluster_bootstrap.join_cluster(
-        directory,
-        address,
-        nodes=None if nodes == 1 else nodes,
-        replicas=replicas,
-        memory_bytes=memory_bytes,
-        password=password,
-        port=ports[0] if ports else None,
-    )
 
 
 def status(directory: Path) -> int:

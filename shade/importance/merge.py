@@ -181,6 +181,7 @@ class ScoreMerger:
     def _start(self, group: dist.ProcessGroup | None) -> _Worker:
         """Starts the thread, which ends when the merger is closed or collected."""
         worker = _Worker(self.table, self.batch_size, self.world_size, group)
+        # atexit off: at interpreter exit the daemon thread is gone, and a put would be useless.
         weakref.finalize(self, worker.inbox.put, None).atexit = False
         return worker
 
@@ -207,6 +208,7 @@ class _Worker:
         self._table = table
         self._group = group
         self._losses_at = 1 + capacity
+        # Two float32 losses fit into one int64 word.
         num_words = 1 + capacity + (capacity + 1) // 2
         self._mine = np.zeros(num_words, dtype=np.int64)
         self._all_W = np.zeros((world_size, num_words), dtype=np.int64)

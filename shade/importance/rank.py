@@ -32,7 +32,6 @@ class RankScore(ScoreStrategy):
         self._score_of_rank = np.empty(0, dtype=np.float32)
 
     @override
-    @override
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
         """Ignores the past."""
         del score_B, seen_B

@@ -85,6 +85,7 @@ class ImportanceTable:
             index_B, loss_B = index_B[finite_B], loss_B[finite_B]
             self.num_ignored += len(finite_B) - len(index_B)
         self.score_N[index_B] = self._strategy.rescore(self.score_N[index_B], self.seen_N[index_B], loss_B)
+        # After rescore, which must see whether the sample was new.
         self.seen_N[index_B] = True
         self.loss_N[index_B] = loss_B
 

@@ -157,6 +157,7 @@ def _replay_of(config: RunConfig, start: Snapshot, last_step: int, out: Path) ->
         run=f"certify-{secrets.token_hex(6)}",
         processes=ranks,
         batch_size=config.batch_size * config.processes // ranks,
+        # The original run may still hold its own port.
         master_port=free_port(),
         cache="none",
         steps=last_step,

@@ -106,7 +106,7 @@ def check_out(config: RunConfig) -> None:
     nearest = next(path for path in (out, *out.parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         what = "is not a directory" if not nearest.is_dir() else "is not writable for this user"
-        raise ConfigError.of("an --out that can be written", config.out, f"choose another: {nearest} {what}")
+        raise ConfigError.of("an --out that can be written", config.out, f"choose another --out: {nearest} {what}")
 
 
 def check_ranks(config: RunConfig) -> None:
@@ -120,6 +120,7 @@ def check_ranks(config: RunConfig) -> None:
         raise ConfigError.of(expected, config.master_socket, "see `ip link` for its name")
     if config.node_rank == 0 and config.master_port:
         with socket.socket() as probe:
+            # A port in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", config.master_port))

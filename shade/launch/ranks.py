@@ -69,6 +69,7 @@ def signals_as_exceptions() -> Iterator[Callable[[], None]]:
     def unwind(number: int, frame: FrameType | None) -> None:
         del frame
         for each in _SIGNALS:
+            # A second Ctrl-C must not interrupt the cleanup of the first.
             signal.signal(each, signal.SIG_IGN)
         asked.append(number)
         raise Ended(number)
@@ -130,6 +131,7 @@ class Ranks:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                # A killed launcher cannot unwind: the kernel ends its child.
                 preexec_fn=lambda: die_with_parent(launcher),
                 start_new_session=True,
             )

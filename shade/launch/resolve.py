@@ -62,6 +62,7 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
         chosen = _saved(out, typed)
     elif "script" not in typed:
         chosen = _embedded()
+    # What was typed wins over the saved run and the defaults.
     chosen |= {name: value for name, value in typed.items() if name in known and value not in (None, [])}
     chosen |= {"out": str(out), "resume": "resume" in typed}
     chosen["script"] = str(_find_script(chosen.get("script", "bench_cifar10.py"), directory))

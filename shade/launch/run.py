@@ -107,6 +107,7 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) ->
     except ShadeError:
         place.undo()
         raise
+    # A rank that was killed makes the others complain about their input; that is no bad input.
     if place.failure is not None and not ranks.was_killed:
         message = place.failure
         place.undo()

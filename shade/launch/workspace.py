@@ -55,7 +55,7 @@ class Workspace:
             self.out.mkdir(parents=True, exist_ok=True)
             self.train_log.touch()
         except OSError as error:
-            cure = f"choose another ({error.strerror})"
+            cure = f"choose another --out ({error.strerror})"
             raise ConfigError.of("an --out that can be written", str(self.out), cure) from None
         for leftover in (*self.out.glob("failure-*.txt"), self.out / "progress.json"):
             leftover.unlink(missing_ok=True)
@@ -94,6 +94,7 @@ class Workspace:
             shutil.rmtree(self.out / folder, ignore_errors=True)
         shutil.rmtree(own_folder(self._config.run), ignore_errors=True)
         with contextlib.suppress(OSError):
+            # Deepest first; a folder with files of the user is not empty and stays.
             for path in self._made:
                 path.rmdir()
 

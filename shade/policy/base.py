@@ -88,6 +88,7 @@ class CachePolicy(ABC):
         policy knows an order; returns those that do not fit and must be removed."""
         size_bytes = self.size_bytes_N[resident]
         fits = size_bytes <= self.capacity_bytes
+        # Oversized samples take no space from those behind them.
         fits &= np.cumsum(size_bytes * fits) <= self.capacity_bytes
         kept, refused = resident[fits], resident[~fits]
         self.resident_N[:] = False

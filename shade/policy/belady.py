@@ -48,6 +48,7 @@ class Belady(PriorityPolicy):
         orders = [window.order_K, *(o for o in (window.next_order_K, *window.later_orders) if o is not None)]
         starts = np.cumsum([0, *map(len, orders)])
         first_use_N = np.full(len(self.resident_N), NEVER, dtype=np.int64)
+        # Backwards, so that an earlier use overwrites a later one.
         for order, start in reversed(list(zip(orders[1:], starts[1:-1], strict=True))):
             note_first_uses(first_use_N, order, int(start))
         self._next_use_after = next_uses(window.order_K, first_use_N).tolist()

@@ -57,6 +57,7 @@ class LFU(CachePolicy):
 
     def _pop_least_used(self) -> int:
         """Evicts one sample."""
+        # Few distinct counts: a plain minimum beats a heap.
         fewest = min(self._buckets)
         bucket = self._buckets[fewest]
         victim, _ = bucket.popitem(last=False)

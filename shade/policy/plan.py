@@ -128,10 +128,10 @@ class PlanPolicy(CachePolicy):
         if len(next_order_K) < num_samples:
             start = len(next_order_K) - max(len(next_order_K) // 32, min(len(next_order_K) // 4, 64))
             late_N[next_order_K[start:]] = True
+            # A sample used both early and late counts as early.
             late_N[next_order_K[:start]] = False
         return wanted_N, late_N
 
-    @override
     @override
     def access_many(self, index_B: Indices) -> Verdict:
         """Carries out the plan for the next batch of the planned order; raises ConfigError if it is another batch.
@@ -198,6 +198,7 @@ def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes
     np.add.at(taken_K, position_C[chosen_C], size_bytes_C[chosen_C])
     np.cumsum(taken_K, out=taken_K)
     room_bytes_K -= taken_K
+    # Space promised to a later position is not free at an earlier one.
     room_bytes_K[:] = np.minimum.accumulate(room_bytes_K[::-1])[::-1]
     return chosen_C
 

@@ -57,6 +57,7 @@ class PriorityPolicy(CachePolicy):
             key, index = self._heap[0]
             if not self.resident_N[index]:
                 heapq.heappop(self._heap)
+            # A stale entry: put the present key in its place and look again.
             elif key != (key_now := self._key(index)):
                 heapq.heapreplace(self._heap, (key_now, index))
             else:
@@ -72,6 +73,7 @@ class PriorityPolicy(CachePolicy):
         while self.used_bytes > room_for_others:
             lowest = self._lowest()
             if lowest[0][0] >= key[0]:
+                # Not worth it: undo the evictions of this attempt.
                 for entry in displaced:
                     self._enter(entry[1])
                     heapq.heappush(self._heap, entry)

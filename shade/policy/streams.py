@@ -81,6 +81,7 @@ class Stream:
         present_N = self._place_N.get(self.epoch)
         if present_N is not None:
             place_B = present_N[index_B]
+            # The present epoch overwrites the next one: it comes first.
             np.copyto(wait_B, place_B - self.cursor, where=place_B >= self.cursor)
         return wait_B / self.rate
 

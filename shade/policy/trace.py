@@ -144,6 +144,7 @@ class TraceRecorder:
         """Adds members to the file."""
         with zipfile.ZipFile(self.path, mode) as file:
             for name, array in arrays.items():
+                # np.savez cannot append; an .npz is a zip of .npy members.
                 with file.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 

@@ -151,6 +151,7 @@ class Purpose(IntEnum):
 
 def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
     """Makes a counter-based generator for one (seed, epoch, purpose): no state travels between epochs or ranks."""
+    # Philox takes a key of two words; 8 bits suffice for the purposes.
     key = np.array([seed & (2**64 - 1), (epoch << 8) | purpose], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 

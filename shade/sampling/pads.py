@@ -82,7 +82,6 @@ class PadsMode(SamplingMode):
         self._targets_N = targets_N
 
     @override
-    @override
     def draw(
         self,
         epoch: int,
@@ -107,6 +106,7 @@ class PadsMode(SamplingMode):
         if scores is not None and scores.seen_N.any():
             highest = scores.score_N[scores.seen_N].max()
             if highest > 0:
+                # Never seen: the highest weight, so that it is drawn soon.
                 np.copyto(edge_N, np.where(scores.seen_N, scores.score_N, highest))
         np.cumsum(edge_N, out=edge_N)
         point_N = generator(self.seed, epoch, Purpose.DRAW).random(self.num_samples)

@@ -69,6 +69,7 @@ def rank_slice(step: int, rank: int, *, num_drawn: int, global_batch: int, world
     start = step * global_batch
     size = min(global_batch, num_drawn - start)
     if size < global_batch:
+        # A tail smaller than the ranks is padded: a rank without a sample would miss the collective.
         size = max(size, world_size)
     each, extra = divmod(size, world_size)
     first = start + rank * each + min(rank, extra)

@@ -124,7 +124,6 @@ class UnbiasedMode(SamplingMode):
         self._floor_N = self._class_floor()
 
     @override
-    @override
     def draw(
         self,
         epoch: int,
@@ -226,6 +225,7 @@ def solve_units(root_N: Floats, floor_N: Units, num_drawn: int) -> Units:
         if abs(excess) <= 1e-12 * goal:
             break
         low, high = (low, scale) if excess > 0 else (scale, high)
+        # Newton within the bracket, bisection where it would leave it.
         step = scale - excess / slope if slope > 0 else low
         scale = step if low < step < high else (low + high) / 2
     np.rint(wanted_N, out=wanted_N)
@@ -269,6 +269,7 @@ def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: npt.NDArray[
         line_N = _classes_together(line_N, class_N, seed, epoch)
     start = int(generator(seed, epoch, Purpose.START).integers(ONE))
     marks_N = np.cumsum(units_N[line_N], dtype=np.int64)
+    # Counts the marks before the end of each sample without a float.
     marks_N += ONE - 1 - start
     marks_N >>= _BITS  # marks strictly before the end of each sample
     marked_N = np.empty(len(marks_N), dtype=bool)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from shade.errors import StorageError
 from shade.registry import Registry
 from shade.types import Bytes
 
@@ -24,6 +25,8 @@ class Volume(ABC):
 
     url: str
     """The address with any password replaced by ``***``: safe to log."""
+
+    _closed = False
 
     @abstractmethod
     def write(self, name: str, parts: Iterable[Bytes]) -> int:
@@ -69,9 +72,9 @@ class Volume(ABC):
     def ping(self) -> None:
         """Returns if a small file can be written, read and deleted there, else raises. Called once, at start."""
 
-    @abstractmethod
     def close(self) -> None:
         """Frees its resources. Safe to call twice."""
+        self._closed = True
 
     @abstractmethod
     def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
@@ -88,6 +91,10 @@ class Volume(ABC):
         buffer = bytearray(max(0, (end or 0) - start))
         self.read_into(name, start, memoryview(buffer))
         return bytes(buffer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"expected an open volume, got {self.url} after close(); open it again")
 
     def __enter__(self) -> Volume:
         return self

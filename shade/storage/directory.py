@@ -45,10 +45,8 @@ class DirectoryVolume(Volume):
             raise ConfigError.of("the path of a folder", url, "write one such as /mnt/checkpoints")
         self._root = os.path.abspath(os.path.expanduser(path))
         self._operations: FileOperations = operations or OSFileOperations()
-        self._closed = False
         self.url = f"file://{self._root}"
 
-    @override
     @override
     def write(self, name: str, parts: Iterable[Bytes]) -> int:
         """A failure of the very last step, the folders' sync, may leave the new content in place."""
@@ -62,6 +60,7 @@ class DirectoryVolume(Volume):
             with self._translating(f"to write {name}"):
                 self._operations.rename(partial, self._path(name))
         except BaseException:
+            # The original error matters more than a failed cleanup; `sweep` finds the rest.
             with contextlib.suppress(OSError):
                 self._operations.remove(partial)
             raise
@@ -98,7 +97,6 @@ class DirectoryVolume(Volume):
     def leftovers(self, prefix: str = "") -> Sequence[str]:
         return sorted(name for name in self._walk(prefix) if is_partial(name))
 
-    @override
     @override
     def delete_many(self, names: Sequence[str]) -> int:
         """Each removal is on the medium before the next one begins."""
@@ -140,16 +138,8 @@ class DirectoryVolume(Volume):
         if content != b"shade":
             raise StorageError(f"expected to read back what was written to {self.url}, got {bytes(content)!r}; mend it")
 
-    @override
-    def close(self) -> None:
-        self._closed = True
-
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageError(f"expected an open volume, got {self.url} after close(); open it again")
 
     @contextlib.contextmanager
     def _translating(self, expected: str) -> Iterator[None]:

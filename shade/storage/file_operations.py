@@ -120,7 +120,6 @@ class OSFileOperations(FileOperations):
         os.replace(old, new)
 
     @override
-    @override
     def sync_directory(self, path: str) -> None:
         """Ignores a file system that cannot sync folders (some FUSE, CIFS): it has none to sync."""
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -161,6 +160,7 @@ class OSFileOperations(FileOperations):
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # One call may return less than asked for: the kernel stops at 2 GiB, a signal anywhere.
             done = 0
             while done < len(buffer):
                 got = os.preadv(file, [buffer[done:]], start + done)
@@ -171,7 +171,6 @@ class OSFileOperations(FileOperations):
         finally:
             os.close(file)
 
-    @override
     @override
     def entries(self, path: str) -> list[tuple[str, bool]]:
         """A link to a folder counts as a file, so no walk goes round in circles."""

@@ -38,7 +38,7 @@ RANGE_BYTES: Final = 8 * 2**20
 
 @VOLUMES.register("*")
 class RemoteVolume(Volume):
-    """Names are paths below a URL.
+    """Names are paths below a URL. Connections belong to fsspec, which shares them within the process.
 
     Args:
         url: As in fsspec, such as ``s3://bucket/prefix``.
@@ -63,7 +63,6 @@ class RemoteVolume(Volume):
         self._fs: Any = file_system
         self._root = str(root).rstrip("/")
         self._is_object_store = scheme in _OBJECT_STORES
-        self._closed = False
         if not self._root.strip("/") and scheme in _EXTRAS:
             raise ConfigError.of("a bucket", self.url, f"write {scheme}://bucket/prefix")
 
@@ -124,14 +123,12 @@ class RemoteVolume(Volume):
         return sorted(name for name in self._find(prefix) if not is_partial(name) and name.startswith(prefix))
 
     @override
-    @override
     def leftovers(self, prefix: str = "") -> Sequence[str]:
         """In S3 these are uploads that were neither completed nor aborted."""
         partial = (name for name in self._find(prefix) if is_partial(name))
         files = (name for name in partial if f"{name.rpartition('/')[0]}/".lstrip("/").startswith(prefix))
         return sorted([*files, *(name for name, _ in self._uploads(prefix))])
 
-    @override
     @override
     def delete_many(self, names: Sequence[str]) -> int:
         """Empty folders stay: some of these systems can delete a folder only with its content."""
@@ -161,18 +158,8 @@ class RemoteVolume(Volume):
         if found != b"shade":
             raise StorageError(f"expected to read back what was written to {self.url}, got {found!r}; mend it")
 
-    @override
-    @override
-    def close(self) -> None:
-        """Connections belong to fsspec, which shares them within the process."""
-        self._closed = True
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageError(f"expected an open volume, got {self.url} after close(); open it again")
 
     def _words(self, error: BaseException) -> str:
         words = f"{type(error).__name__}: {error}"
@@ -204,6 +191,7 @@ class RemoteVolume(Volume):
 
     def _stream(self, name: str, path: str, parts: Iterable[Bytes], *, hold: bool) -> int:
         """Writes the parts as they come; with ``hold`` nothing is visible before the commit."""
+        # Without autocommit fsspec keeps the upload open until commit().
         options = {"autocommit": False} if hold else {}
         num_bytes = 0
         with self._translating(f"to write {name}"):
@@ -247,6 +235,7 @@ class RemoteVolume(Volume):
         self._check_open()
         folder = prefix.rpartition("/")[0]
         with self._translating("to list the files"):
+            # fsspec caches listings; another process may have written meanwhile.
             self._fs.invalidate_cache()
             try:
                 found = self._fs.find(self._path(folder) if folder else self._root)

@@ -70,6 +70,8 @@ class Store(ABC):
     shared: bool
     """True when other processes that open the same URL see the same bytes."""
 
+    _closed = False
+
     @abstractmethod
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Returns the values in the order of ``keys``, None for a missing key or an unreachable node. Raises only if
@@ -153,6 +155,10 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees connections (and a private server). Safe to call twice."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"expected an open store, got {self.url} after close(); open it again")
 
     def __enter__(self) -> Store:
         return self

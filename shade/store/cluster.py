@@ -118,6 +118,7 @@ class ClusterStore(RemoteStore):
     def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
         slot_map = self._slot_map()
         owners, resting = slot_map.owners, self._resting(slot_map)
+        # One exception object for all keys without a server: raising it is the rare case.
         silent: Outcome = StoreUnavailableError(f"no node of {self.url} serves this slot")
         outcomes: list[Outcome] = [silent] * len(commands)
         work: dict[Address, list[int]] = {}
@@ -128,6 +129,7 @@ class ClusterStore(RemoteStore):
             elif owner is not None and owner not in resting:
                 work[owner] = [position]
         served, work, asking = self._ask(work, frozenset(), commands, outcomes)
+        # Redirected commands go out again, all nodes together, so a moving slot costs round trips and no errors.
         for _ in range(_MAX_REDIRECTIONS):
             if not work:
                 break
@@ -176,6 +178,7 @@ class ClusterStore(RemoteStore):
                 continue
             seconds[address] = node.took_seconds
             if len(batch) > len(places):
+                # The replies to ASKING are dropped, so that positions match commands again.
                 answer = [reply for reply, words in zip(answer, batch, strict=True) if words is not _ASKING[0]]
             for position, outcome in zip(places, answer, strict=True):
                 outcomes[position] = outcome
@@ -185,6 +188,7 @@ class ClusterStore(RemoteStore):
                         if outcome.code == "ASK":
                             moving.add(position)
                         continue
+                    # The node is alive but serves nothing: it does not count as service.
                     if outcome.code in _NOT_SERVING:
                         continue
                 served = True
@@ -219,6 +223,7 @@ class ClusterStore(RemoteStore):
         """Returns the newest slot map, read again if that is due; raises StoreUnavailableError if no node can send the
         first."""
         slot_map, now = self._map, time.monotonic()
+        # No timer: without a MOVED or a failed node the map cannot be wrong.
         due = (self._doubted or self._health.resting()) and now - self._learnt_at >= _RELEARN_SECONDS
         if slot_map is not None and not due:
             return slot_map
@@ -259,7 +264,6 @@ class ClusterStore(RemoteStore):
         raise StoreUnavailableError(f"no node of {self.url} knows who serves which slot: {failure}")
 
     @override
-    @override
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:
         """An abandoned move leaves keys with a node that does not own their slot; so does a move in progress, for a
         moment, and then the owner knows where they are."""
@@ -277,7 +281,6 @@ class ClusterStore(RemoteStore):
         return [self._node(address) for address in (*slot_map.primaries, *slot_map.replicas)]
 
     @override
-    @override
     def placement(self) -> list[str]:
         """Leaves out a primary whose slots hold none of the tags."""
         self._check_open()
@@ -290,7 +293,6 @@ class ClusterStore(RemoteStore):
         return list(chosen.values())
 
     @override
-    @override
     def homes(self, keys: Sequence[str]) -> list[str]:
         """Returns an empty address for a slot without an owner."""
         self._check_open()
@@ -298,7 +300,6 @@ class ClusterStore(RemoteStore):
         found = (owners[key_slot(key.encode())] for key in keys)
         return ["" if owner is None else format_address(*owner) for owner in found]
 
-    @override
     @override
     def ping(self) -> None:
         """Checks that every address in the URL is a member, that most primaries answer, and that every slot has an

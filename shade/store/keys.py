@@ -79,6 +79,7 @@ class SampleKeys:
         self.num_buckets = num_buckets
         self.prefix = f"shade:{namespace}:"
         """Prefix of every key of the data set, counters included: the argument of `Store.scan`."""
+        # Odd, so coprime to the power of two: the stride visits every bucket.
         self._stride = int(num_buckets * _GOLDEN) | 1
         self._mask = num_buckets - 1
         self._heads = [f"{self.prefix}{{{tag}}}" for tag in balanced_tags(num_buckets)]

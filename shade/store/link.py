@@ -257,6 +257,7 @@ class Link:
         if not commands:
             return True
         try:
+            # Such a batch bypasses the parser; only an ASKING may precede the read.
             if isinstance(commands[-1], GetInto):
                 self.replies = [self._reply_into(command) for command in commands]
                 return True
@@ -278,6 +279,7 @@ class Link:
     def _reply_into(self, command: Command) -> Reply:
         """Reads one reply past the parser, from the socket into the caller's buffer: saves an object and a copy a
         value."""
+        # The length is unknown until the line ends, and a byte read beyond it would be lost to the buffer.
         line = self._read(_SHORTEST_LINE_BYTES)
         while not line.endswith(b"\r\n"):  # to its end and not a byte beyond
             line += self._read(1)
@@ -306,6 +308,7 @@ class Link:
 
     def _pass_over(self, num_bytes: int) -> None:
         """Reads and drops what has no buffer, without allocating its length."""
+        # A wrong or hostile length must not allocate memory.
         scratch = memoryview(self._buffer)
         while num_bytes:
             part = scratch[:num_bytes]

@@ -51,8 +51,6 @@ class LocalStore(RedisStore):
         return RedisStore, (self._url, self._timeout_seconds)
 
     @override
-    @override
-    @override
     def close(self) -> None:
         """Also ends the server, if this process opened the store."""
         super().close()

@@ -83,6 +83,7 @@ def node_settings(folder: Path, port: int, password: str | None) -> dict[str, st
 
 def form_cluster(nodes: Sequence[Endpoint], num_primaries: int) -> None:
     """Forms a cluster of running nodes that know nothing of each other; as `assign_slots`."""
+    # Distinct epochs, set before the nodes meet: else they would hold an election about them.
     for epoch, node in enumerate(nodes, start=1):
         ask(node, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
     for node in nodes[1:]:

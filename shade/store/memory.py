@@ -12,7 +12,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from shade.errors import StoreClosedError, StoreError, StoreFullError
+from shade.errors import StoreError, StoreFullError
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
@@ -41,7 +41,6 @@ class MemoryStore(Store):
         self._used_bytes = 0
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._closed = False
 
     def __reduce__(self) -> tuple[type[MemoryStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
@@ -111,6 +110,7 @@ class MemoryStore(Store):
     @override
     def scan(self, prefix: str) -> Iterator[str]:
         self._check_open()
+        # A copy of the keys: callers delete while they scan.
         yield from [key for key in list(self._values) if key.startswith(prefix)]
 
     @override
@@ -138,7 +138,3 @@ class MemoryStore(Store):
             self._closed = True
             self._values = {}
             self._used_bytes = 0
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"expected an open store, got {self.url} after close(); open it again")

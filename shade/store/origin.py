@@ -104,6 +104,7 @@ class ConcurrencyLimit:
             self._set(max(self.limit // 2, LEAST))
 
     def _set(self, limit: int) -> None:
+        # Reads begun under the old limit say nothing about the new one.
         self._stale = self.limit if limit != self.limit else 0
         self.limit = limit
 
@@ -152,6 +153,7 @@ class ReadPool:
     def _may_start(self) -> bool:
         if not self._waiting or self._running >= self.pace.limit:
             return False
+        # A file larger than the bound must still be read, alone.
         return self._running == 0 or self._bytes + self._waiting[0][3] <= self._most_bytes
 
     def _work(self) -> None:

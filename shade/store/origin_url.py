@@ -78,6 +78,7 @@ class UrlOrigin(FileOrigin):
 
     def _content(self, url: str) -> bytes:
         file_system = self._opened(url)
+        # None marks the last attempt, which raises.
         for pause in (*PAUSES_SECONDS, None):
             try:
                 return bytes(file_system.cat_file(url))

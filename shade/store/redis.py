@@ -51,8 +51,6 @@ class RedisStore(RemoteStore):
         return [placement_tags()[0]]
 
     @override
-    @override
-    @override
     def ping(self) -> None:
         """Reads a key too: a node of a cluster answers a PING and then refuses most keys."""
         self._check_open()

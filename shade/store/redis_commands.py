@@ -34,7 +34,7 @@ from typing import Any, Final, TypeAlias
 
 from typing_extensions import override
 
-from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreFullError, StoreUnavailableError
+from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
 from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.node import Node, exchange
 from shade.store.url import StoreURL
@@ -76,7 +76,6 @@ class RemoteStore(Store):
         self.url = str(url)
         self._url = url
         self._timeout_seconds = timeout_seconds
-        self._closed = False
         self._value_bytes = _FIRST_GUESS_BYTES
 
     def __reduce__(self) -> tuple[type[RemoteStore], tuple[StoreURL, float]]:
@@ -112,11 +111,13 @@ class RemoteStore(Store):
         self._check_open()
         values: list[bytes | None] = []
         while len(values) < len(keys):
+            # The values of the last round predict how many keys fill one.
             wanted = max(1, min(_ROUND_COMMANDS, ROUND_BYTES // self._value_bytes))
             part = keys[len(values) : len(values) + wanted]
             found = self._round(part, [(b"GET", key) for key in part])
             part_bytes = num_found = 0
             for value in found:
+                # `type(…) is` and not isinstance: this runs once a sample, and bytes have no subclass here.
                 if type(value) is bytes:
                     part_bytes += len(value)
                     num_found += 1
@@ -128,7 +129,6 @@ class RemoteStore(Store):
                 self._value_bytes = max(1, part_bytes // num_found)
         return values
 
-    @override
     @override
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
         """Reads one value a round trip: a server that prepares several large replies at once pushes them out of its
@@ -182,7 +182,6 @@ class RemoteStore(Store):
         return outcomes
 
     @override
-    @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
         """Length and removal are two commands side by side: if another client changes the length in between, the old
         one is returned."""
@@ -190,6 +189,7 @@ class RemoteStore(Store):
         removed: list[int] = []
         for start in range(0, len(keys), _ROUND_COMMANDS):
             part = keys[start : start + _ROUND_COMMANDS]
+            # STRLEN and UNLINK of a key share its slot, so both go to the same server, in this order.
             twice = [key for key in part for _ in range(2)]
             outcomes = iter(self._round(twice, [(verb, key) for key in part for verb in (b"STRLEN", b"UNLINK")]))
             for length, count in zip(outcomes, outcomes, strict=True):
@@ -267,10 +267,6 @@ class RemoteStore(Store):
     def close(self) -> None:
         self._closed = True
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"expected an open store, got {self.url} after close(); open it again")
-
     def _check_missed(self, outcome: Outcome) -> None:
         """Raises unless an outcome without a value is a miss."""
         if self._answer(outcome) is not None:
@@ -310,6 +306,7 @@ def _node_stats(node: Node, replies: Sequence[Reply]) -> NodeStats:
     def number(name: str) -> int:
         return int(facts.get(name, 0))
 
+    # Names differ between versions; a missing one counts as 0.
     not_data = ("used_memory_startup", "mem_clients_normal", "mem_clients_slaves", "mem_replication_backlog")
     overhead_bytes = sum(map(number, (*not_data, "mem_aof_buffer", "mem_cluster_links")))
     used_bytes = number("used_memory") - overhead_bytes

@@ -51,6 +51,7 @@ class Move:
         assert isinstance(source_id, bytes)
         assert isinstance(target_id, bytes)
         self._source_id, self._target_id = source_id.decode(), target_id.decode()
+        # The target first: a client that the source sends there must find it importing.
         self._set(self._target, "IMPORTING", self._source_id)
         self._set(self._source, "MIGRATING", self._target_id)
 
@@ -77,6 +78,7 @@ class Move:
 
     def finish(self) -> None:
         """Makes the target the owner; the source refuses while it still has keys."""
+        # The target first again: between the two commands both claim the slot, and none would refuse it.
         self._set(self._target, "NODE", self._target_id)
         self._set(self._source, "NODE", self._target_id)
 
@@ -113,6 +115,7 @@ def take_share(newcomer: Endpoint, num_primaries: int) -> int:
     num_moved = 0
     for address in sorted({owner for owner in owners if owner is not None and owner != (newcomer.host, newcomer.port)}):
         held = [slot for slot, owner in enumerate(owners) if owner == address]
+        # One more than the share stays: slots rarely divide evenly.
         surplus = held[share + 1 :]
         if not surplus:
             continue

@@ -45,6 +45,7 @@ LOOPBACK: Final = "127.0.0.1"
 MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
 
+# `read` returns when the owner closes the pipe, or when the kernel does it for a dead owner.
 _WATCHDOG: Final = """
 trap '' HUP INT TERM
 private=$1; shift
@@ -173,6 +174,7 @@ class LocalServer:
         _running.add(self)
         self._owner = os.getpid()
         assert self._watchdog.stdout is not None
+        # The watchdog prints the id before the server can answer, so a failed start can be ended too.
         self.process_id = int(self._watchdog.stdout.readline())
         self._watchdog.stdout.close()
         try:

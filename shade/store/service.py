@@ -107,6 +107,7 @@ def up(
         for endpoint in endpoints:
             records.append(_launch(binary, directory.resolve(), endpoint, memory_bytes, clustered=nodes > 1))
             _write(directory, url, records)
+            # Another server may listen at that port: the process id must be the one just started.
             _check_serving(records[-1], endpoint, directory)
         if nodes > 1:
             form_cluster(endpoints, nodes)
@@ -235,6 +236,7 @@ def _is_ours(record: ServerRecord) -> bool:
 
 
 def _write(directory: Path, url: StoreURL, records: Sequence[ServerRecord]) -> None:
+    # Written beside and renamed: a killed `up` leaves a whole record.
     new = directory / f"{_STATE}.new"
     new.touch(mode=0o600)
     new.write_text(json.dumps({"url": url.reveal(), "servers": [asdict(record) for record in records]}, indent=2))

@@ -99,6 +99,7 @@ class StoreURL:
         place, _, query = rest.partition("?")
         netloc, slash, path = place.partition("/")
         path = slash + path
+        # The last "@": a password may hold one.
         login, _, hosts = netloc.rpartition("@")
         options = _options(scheme, query, shown)
         if scheme in _SERVERLESS:

@@ -29,7 +29,7 @@ def script(out: Path, states: list[tuple[int, int] | None], status: int) -> Call
         state = states.pop(0)
         fields = {"samples_per_second": 1234.5, "hit_ratio": 0.25, "waiting_fraction": 0.5, "num_steps": 10}
         told = "{" if state is None else json.dumps({"epoch": state[0], "step": state[1], **fields})
-        (out / "ranks.json").write_text(told)
+        (out / "progress.json").write_text(told)
         return None
 
     return poll
@@ -48,7 +48,7 @@ STATES = [(0, 1), (0, 5), None, (0, 9), (1, 2), (1, 8), (2, 3)]
 def test_a_pipe_gets_nothing(config: RunConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert ranks.watch(script(tmp_path, list(STATES), 0), config) == 0
     assert capsys.readouterr() == ("", "")
-    assert not (tmp_path / "ranks.json").exists()
+    assert not (tmp_path / "progress.json").exists()
 
 
 @pytest.mark.parametrize(("status", "last"), [(0, "100% |"), (1, " 77% |")])

@@ -54,7 +54,7 @@ class Settings:
 
     def of_sparse(self) -> dict[str, Any]:
         """What hook and engine are told alike."""
-        from shade.gradient.density import WarmUp
+        from shade.gradient._engine.density import WarmUp
 
         return {
             "compressor": self.compressor,

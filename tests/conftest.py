@@ -17,8 +17,8 @@ from urllib.parse import quote
 import psutil
 import pytest
 
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.store.base import Store
 from shade.store.link import Endpoint
 from shade.store.local import LocalStore
@@ -92,7 +92,7 @@ def _flushers_end_with_the_tests() -> Iterator[None]:
     yield
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(mark[0]) == mark[1] and "shade.checkpoint.flush" in process.cmdline():
+            if process.environ().get(mark[0]) == mark[1] and "shade.checkpoint._flush.service" in process.cmdline():
                 process.kill()
 
 

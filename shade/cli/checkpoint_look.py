@@ -13,8 +13,8 @@ from shade.cli.checkpoint_verb import Places, Verb, add_places, moment, opened, 
 from shade.errors import StoreError
 
 if TYPE_CHECKING:
-    from shade.checkpoint.manifest import Manifest
-    from shade.checkpoint.reader import Snapshot
+    from shade.checkpoint._format.manifest import Manifest
+    from shade.checkpoint._restore.reader import Snapshot
 
 _LIST_EXAMPLES: Final = """\
 examples:

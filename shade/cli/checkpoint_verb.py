@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from shade.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from shade.checkpoint.memory_tier import MemoryTier
-    from shade.checkpoint.reader import Reader, Snapshot
-    from shade.checkpoint.storage_tier import StorageTier
-    from shade.checkpoint.tier import Tier
+    from shade.checkpoint._restore.reader import Reader, Snapshot
+    from shade.checkpoint._tiers.memory import MemoryTier
+    from shade.checkpoint._tiers.storage import StorageTier
+    from shade.checkpoint._tiers.tier import Tier
     from shade.storage import Volume
     from shade.store import Store
 
@@ -92,9 +92,9 @@ def opened(given: argparse.Namespace, *, own_memory: bool = False) -> Iterator[P
         StoreError: The store does not answer, and its runs have to be known.
         StorageError: The same of storage.
     """
-    from shade.checkpoint.memory_tier import MemoryTier
-    from shade.checkpoint.reader import Reader
-    from shade.checkpoint.storage_tier import StorageTier
+    from shade.checkpoint._restore.reader import Reader
+    from shade.checkpoint._tiers.memory import MemoryTier
+    from shade.checkpoint._tiers.storage import StorageTier
     from shade.storage import open_volume
     from shade.store import open_store
 
@@ -152,7 +152,7 @@ class _Once(logging.Handler):
 
 
 def _only_run(store: Store | None, volume: Volume | None) -> str:
-    from shade.checkpoint.runs import runs_in_store, runs_in_volume
+    from shade.checkpoint._tiers.run_lock import runs_in_store, runs_in_volume
 
     runs: set[str] = set()
     silent: StoreError | None = None
@@ -174,10 +174,10 @@ def _only_run(store: Store | None, volume: Volume | None) -> str:
 
 
 def _own_memory(run: str) -> list[Tier]:
-    from shade.checkpoint.own_memory import leftovers
-    from shade.checkpoint.stage import Stage
+    from shade.checkpoint._buffer.shared_memory_folder import leftovers
+    from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 
-    return [Stage(run, 0)] if run in {name for name, _ in leftovers()} else []
+    return [SharedMemoryTier(run, 0)] if run in {name for name, _ in leftovers()} else []
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> str:

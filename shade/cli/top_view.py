@@ -21,14 +21,14 @@ _COLUMNS: Final = (
 )  # fmt: skip
 """What matters least stands last: a narrow terminal cuts it off."""
 _ENDS: Final = {"process": "if killed now", "machine": "with this machine", "cluster": "with all machines"}
-"""As `shade.checkpoint.gauge.Gauge.row` names them."""
+"""As `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate.row` names them."""
 
 
 def of_server(state: Mapping[str, Any]) -> list[str]:
     """Every rank's steps, and the last decision.
 
     Args:
-        state: As `shade.control.history.History.state`.
+        state: As `shade.control.server.History.state`.
 
     Returns:
         Lines.
@@ -111,7 +111,7 @@ def gauge(row: Mapping[str, Any]) -> str:
     """What an end would cost, in a sentence; ends that cost the same are told once.
 
     Args:
-        row: As `shade.checkpoint.gauge.Gauge.row`.
+        row: As `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate.row`.
 
     Returns:
         ``if killed now: lose 3 steps / 1.2 s, recover in 0.40 s from own memory``.

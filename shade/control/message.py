@@ -1,6 +1,6 @@
-"""Reports and decisions as lines of JSON, and back; what comes back is looked at field by field, and never executed.
+"""Writes reports and decisions as lines of JSON, and reads them back with a check of every field.
 
-Invariant: ``read(line(x)) == x``; any other bytes are refused with `DataError`, which costs them nothing but the line.
+Invariant: ``read(line(x)) == x``; any other line is refused with `DataError`, and the lines after it are not affected.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MOST_COUNT: Final = 2**63
 _WHOLE: Final = {"step", "rank", "num_samples", "bytes_sent", "bytes_received", "effective_step"}
 
 
-def line(told: StepReport | Decision) -> bytes:
-    """One line of JSON, ended. A number that is none is written as null, and refused by the reader."""
-    kind = "report" if isinstance(told, StepReport) else "decision"
-    return json.dumps({kind: jsonable(asdict(told))}, separators=(",", ":")).encode() + b"\n"
+def line(item: StepReport | Decision) -> bytes:
+    """Returns one line of JSON with its end. A value that is not finite becomes null, which `read` refuses."""
+    kind = "report" if isinstance(item, StepReport) else "decision"
+    return json.dumps({kind: jsonable(asdict(item))}, separators=(",", ":")).encode() + b"\n"
 
 
 def read(data: bytes) -> StepReport | Decision:
@@ -32,22 +32,22 @@ def read(data: bytes) -> StepReport | Decision:
         data: With or without its end.
 
     Returns:
-        What was told.
+        The report or decision.
 
     Raises:
-        DataError: It is not a line that `line` writes.
+        DataError: `line` does not write such a line.
     """
     if len(data) > MOST_LINE_BYTES:
-        raise DataError.of(f"a line of at most {MOST_LINE_BYTES} bytes", len(data), "it is from something else")
+        raise DataError.of(f"a line of at most {MOST_LINE_BYTES} bytes", len(data), "another program sent it")
     try:
-        told = json.loads(data)
+        row = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DataError.of("a line of JSON", data[:80], f"{error}") from None
-    if isinstance(told, dict) and len(told) == 1:
-        if isinstance(told.get("report"), dict):
-            return StepReport(**_checked(StepReport, told["report"]))
-        if isinstance(told.get("decision"), dict):
-            return Decision(**_checked(Decision, told["decision"]))
+    if isinstance(row, dict) and len(row) == 1:
+        if isinstance(row.get("report"), dict):
+            return StepReport(**_checked(StepReport, row["report"]))
+        if isinstance(row.get("decision"), dict):
+            return Decision(**_checked(Decision, row["decision"]))
     raise DataError.of("a report or a decision", data[:80], "both sides must be of one version")
 
 
@@ -69,4 +69,4 @@ def _value(name: str, value: Any) -> Any:
     is_number = type(value) in (int, float) and abs(value) < _MOST_COUNT
     if name not in _WHOLE | {"reason", "batch_sizes"} and is_number:
         return float(value)
-    raise DataError.of(f"a number that {name} can be", value, "the sender measures something odd")
+    raise DataError.of(f"a possible value of {name}", value, "the sender's measurement is broken")

@@ -20,15 +20,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shade.checkpoint.certify import TRAIL_FILE, carry, differences, read_trail
-from shade.checkpoint.group import Alone
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.own_memory import own_folder
-from shade.checkpoint.reader import Reader, Snapshot
-from shade.checkpoint.recover import Recovered, recover
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Tier
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._interchange.certify import TRAIL_FILE, carry, differences, read_trail
+from shade.checkpoint._restore.reader import Reader, Snapshot
+from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Tier
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
 from shade.errors import CheckpointError, ConfigError, StorageError, StoreError
 from shade.launch.ranks import Ranks, free_port, watch
@@ -125,7 +125,7 @@ def _reader(config: RunConfig) -> Iterator[Reader]:
     with contextlib.ExitStack() as resources:
         tiers: list[Tier] = []
         if own_folder(config.run).is_dir():
-            tiers.append(Stage(config.run, 0))
+            tiers.append(SharedMemoryTier(config.run, 0))
         if config.checkpoint_url is not None:
             url = config.checkpoint_url.replace(":***@", "@").replace("//@", "//")
             tiers.append(MemoryTier(resources.enter_context(open_store(url)), config.run))
@@ -206,7 +206,7 @@ class _Only(Reader):
         return [self._snapshot]
 
 
-def _read(reader: Reader, step: int) -> Recovered | None:
+def _read(reader: Reader, step: int) -> ReadSnapshot | None:
     with contextlib.suppress(StorageError, StoreError):
-        return recover(reader, Alone(), step=step)
+        return read_newest(reader, SingleProcessGroup(), step=step)
     return None

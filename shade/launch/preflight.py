@@ -16,11 +16,11 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.own_memory import own_folder, own_records
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.schedule import Schedule
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._pacing.schedule import Schedule
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
 from shade.errors import ConfigError, DataError, ShadeError, StorageError, StoreUnavailableError
 from shade.launch.resolve import StoreURLs
@@ -183,7 +183,7 @@ def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
         Schedule(config.checkpoint_every)
     Keep.parse(config.checkpoint_keep)
     if config.checkpoint_strategy != RunConfig.checkpoint_strategy:
-        from shade.checkpoint.strategies import STRATEGIES
+        from shade.checkpoint._strategies import STRATEGIES
 
         STRATEGIES.get(config.checkpoint_strategy)
     if config.node_rank > 0:

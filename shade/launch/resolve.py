@@ -186,7 +186,7 @@ def _check(config: RunConfig) -> None:
     require(good, "--gradient beside its settings", None, "--gradient threshold-v16")
     require(0 < config.density <= 1, "--density in (0, 1]", config.density, "0.01 sends one element in a hundred")
     if config.gradient is not None:
-        from shade.gradient.compressor import COMPRESSORS
+        from shade.gradient._compress.compressor import COMPRESSORS
 
         COMPRESSORS.get(config.gradient)
     fraction = config.working_set_fraction

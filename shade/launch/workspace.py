@@ -18,7 +18,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.config import SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
 from shade.launch.preflight import has_snapshots

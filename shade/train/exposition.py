@@ -21,7 +21,7 @@ from typing import Any, Final
 from shade.cache.ledger import CAUSES, FIELDS
 from shade.config import RunConfig
 from shade.control.server import TelemetryServer
-from shade.gradient.meter import COUNTS
+from shade.gradient._engine.meter import COUNTS
 from shade.telemetry import Histogram, join_pages, prometheus_text
 
 MEANING: Final[dict[str, str]] = {

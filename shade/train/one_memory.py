@@ -32,9 +32,9 @@ from concurrent.futures import wait
 from typing import Final
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint.courier import Ticket
-from shade.checkpoint.group import current_group
-from shade.checkpoint.memory_tier import MemoryTier
+from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._save.async_writer import SaveHandle
+from shade.checkpoint._tiers.memory import MemoryTier
 from shade.errors import StoreError
 
 _ROUNDS: Final = 5
@@ -83,7 +83,7 @@ class OneMemory:
             self._shard_bytes = self._group.gather(num_bytes)
             self._divide(self._shard_bytes, at_most=self._cache.allowed_bytes)
 
-    def begin_epoch(self, *, due: bool, latest: Ticket | None) -> None:
+    def begin_epoch(self, *, due: bool, latest: SaveHandle | None) -> None:
         """Divides anew. On every rank before the epoch is planned.
 
         Args:

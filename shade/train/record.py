@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from shade.cache.ledger import Ledger
-from shade.checkpoint.certify import TRAIL_FILE, Trail
+from shade.checkpoint._interchange.certify import TRAIL_FILE, Trail
 from shade.config import ACCESS_LOG, RunConfig
-from shade.data.dataset import ShadeDataset
-from shade.data.sampler import ShadeSampler
+from shade.data._dataset.dataset import ShadeDataset
+from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError
 from shade.policy.trace import Trace, TraceRecorder
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable
@@ -115,7 +115,8 @@ class RunRecord:
         """A small file that the launcher turns into a progress bar, and that `shade top` shows.
 
         Args:
-            gauge: What an end would cost now: a row of `shade.checkpoint.gauge.Gauge`.
+            gauge: What an end would cost now: a row of
+            `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate`.
         """
         if self._exposition.is_due:
             self._expose()

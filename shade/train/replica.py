@@ -24,7 +24,7 @@ from shade.config import RunConfig
 from shade.control.controller import FLOOR, Controller
 from shade.control.profile import Profile
 from shade.errors import ConfigError
-from shade.gradient.engine import GradientEngine
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import LocalAdam, LocalAdamW, SparseSGD
 from shade.train.steering import Steering
 
@@ -79,7 +79,7 @@ class Replica(ABC):
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
-        """What was exchanged since this was last asked: `shade.gradient.meter.COUNTS`; empty where nobody counts."""
+        """Returns what was exchanged since the last call (`shade.gradient._engine.meter.COUNTS`)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from shade.config import RUN_FILE, RunConfig
-from shade.data.dataset import ShadeDataset
-from shade.data.randomness import set_generators
-from shade.data.sampler import ShadeSampler
+from shade.data._dataset.dataset import ShadeDataset
+from shade.data._sampler.sampler import ShadeSampler
+from shade.data._transforms.randomness import set_generators
 from shade.errors import ConfigError, PeerLostError, ShadeError
 from shade.process import die_with_parent
 from shade.train.record import RunRecord

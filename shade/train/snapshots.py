@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint.courier import Landing, Ticket
-from shade.checkpoint.group import current_group
-from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.train.one_memory import OneMemory
@@ -58,9 +58,9 @@ class Snapshots:
         self._one_memory = None
         if cache is not None and tiers.memory is not None:
             self._one_memory = OneMemory(cache, tiers.memory, flushed=tiers.storage is not None)
-        self._tickets: list[Ticket] = []
+        self._tickets: list[SaveHandle] = []
         self._blocked_seconds = 0.0
-        self._committed: tuple[int, Landing] | None = None
+        self._committed: tuple[int, CommitResult] | None = None
         self._durable_step = 0
 
     def restore(self) -> int:
@@ -127,17 +127,17 @@ class Snapshots:
             self._checkpointer.wait_copy_complete()
             wait([self._checkpointer.latest.landed])
 
-    def _follow(self, ticket: Ticket | None) -> None:
+    def _follow(self, ticket: SaveHandle | None) -> None:
         assert ticket is not None, "a save was begun"
         self._tickets.append(ticket)
         ticket.landed.add_done_callback(lambda _: self._landed(ticket))
 
-    def _landed(self, ticket: Ticket) -> None:
+    def _landed(self, ticket: SaveHandle) -> None:
         if ticket.landed.exception() is None:
             self._committed = (ticket.step, ticket.landed.result())
 
     def gauge(self) -> dict[str, Any]:
-        """What an end would cost now: `shade.checkpoint.gauge.Gauge`, as a row."""
+        """What an end would cost now: `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate`, as a row."""
         return self._checkpointer.gauge().row()
 
     def figures(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Snapshots:
         Returns:
             ``saves``, ``failed`` (nowhere at all), ``blocked_seconds`` (the training waited for them),
             ``committed_step`` (the newest that outlives this machine), ``durable_step`` (in storage), 0 for none, and
-            ``if_ended_now``: the `shade.checkpoint.gauge.Gauge`.
+            ``if_ended_now``: the `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate`.
         """
         done = [ticket for ticket in self._tickets if ticket.landed.done()]
         blocked_seconds = sum(ticket.blocked_seconds for ticket in self._tickets)

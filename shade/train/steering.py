@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from shade.checkpoint.group import current_group
+from shade.checkpoint._commit.process_group import current_group
 from shade.control.client import TelemetryClient
 from shade.control.controller import Controller
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer, is_loopback, token_given
-from shade.gradient.engine import GradientEngine
+from shade.gradient._engine.engine import GradientEngine
 
 logger = logging.getLogger("shade.train")
 

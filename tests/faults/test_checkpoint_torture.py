@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint import flusher, protocol, reader, rebuild, retention
-from shade.checkpoint.codecs.base import Piece
-from shade.checkpoint.codecs.xor_zstd import XorZstandard
-from shade.checkpoint.flusher import Flusher
-from shade.checkpoint.group import Group
-from shade.checkpoint.manifest import Commit, Manifest
-from shade.checkpoint.protocol import Agreed, Stored
-from shade.checkpoint.reader import Reader, Snapshot
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard, Tier
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._codecs.base import Piece
+from shade.checkpoint._codecs.xor_zstd import XorZstandard
+from shade.checkpoint._commit import protocol
+from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import Agreed, Stored
+from shade.checkpoint._flush import flusher
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format import retention
+from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._restore import reader
+from shade.checkpoint._restore.reader import Reader, Snapshot
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ShadeError
 from shade.storage.directory import DirectoryVolume
 from shade.store.server import LocalServer
@@ -92,7 +95,7 @@ def test_the_same_seed_gives_the_same_operations_and_another_other_turns() -> No
 
 
 def store_record_first(
-    tier: Tier, group: Group, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+    tier: Tier, group: ProcessGroup, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
 ) -> Stored:
     place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
     if group.rank == 0:
@@ -104,7 +107,7 @@ def store_record_first(
 
 
 def store_without_a_vote(
-    tier: Tier, group: Group, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+    tier: Tier, group: ProcessGroup, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
 ) -> Stored:
     place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
     with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
@@ -117,7 +120,7 @@ def store_without_a_vote(
 
 
 def put_without_a_vote(
-    tier: Tier, group: Group, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+    tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
 ) -> Stored:
     with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
         tier.put(place, Shard(manifest, chunks()))
@@ -157,7 +160,7 @@ def plant_clean_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_record_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Stage, "discard", lambda self, place: None)
+    patch.setattr(SharedMemoryTier, "discard", lambda self, place: None)
 
 
 def plant_no_sync(patch: pytest.MonkeyPatch) -> None:
@@ -217,7 +220,7 @@ def plant_difference_added_twice(patch: pytest.MonkeyPatch) -> None:
 
 def plant_twice_and_nobody_looks(patch: pytest.MonkeyPatch) -> None:
     plant_difference_added_twice(patch)
-    patch.setattr(rebuild, "is_right", lambda manifest, number, data: True)
+    patch.setattr(reader, "is_right", lambda manifest, number, data: True)
 
 
 def plant_difference_without_base(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from shade.store.local_cluster import free_ports
-from tests.integration.launching import make_images
+from tests.support.launching import make_images
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, SCRIPTS = ROOT / "benchmarks", ROOT / "scripts"

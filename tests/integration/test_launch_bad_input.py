@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import STREAM, make_images, rows, run, truncate
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
 from shade.config import RunConfig
 from shade.launch.run import main
 from shade.store.server import LocalServer
+from tests.support.launching import STREAM, make_images, rows, run, truncate
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, environment, make_images, rows
 
 from shade.launch import flags
+from tests.support.launching import ROOT, environment, make_images, rows
 
 TESTBED = ROOT / "scripts" / "testbed"
 SLURM = ROOT / "scripts" / "slurm.sbatch"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Family, forget, make_images, rows, run, saved_step, start, wait_for
 
 from shade.config import RunConfig
 from shade.launch.run import main
+from tests.support.launching import Family, forget, make_images, rows, run, saved_step, start, wait_for
 
 EPOCHS = 14
 WORDS = (

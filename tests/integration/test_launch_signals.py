@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import STREAM, Family, forget, make_images, saved_step, start, wait_for
+
+from tests.support.launching import STREAM, Family, forget, make_images, saved_step, start, wait_for
 
 WORKERS_NOTICE_SECONDS = 20.0
 """A worker looks after its rank every five seconds."""

@@ -32,8 +32,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shade.cache import breaker
-from shade.data.dataset import ShadeDataset
-from shade.data.sampler import ShadeSampler
+from shade.data._dataset.dataset import ShadeDataset
+from shade.data._sampler.sampler import ShadeSampler
 from shade.store import node, open_store
 from tests.simulation.cluster_chaos import Act, Chaos, RelayedCluster, schedule
 

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from typing_extensions import override
+
 from shade.errors import StoreError, StoreUnavailableError
 from shade.process import die_with_parent
 from shade.store.keys import NUM_SLOTS
@@ -54,8 +56,8 @@ class RelayedCluster(LocalCluster):
     _relay: subprocess.Popen[str] | None = None
     _doors: Sequence[int] = ()
 
+    @override
     def settings_of(self, port: int) -> Mapping[str, str]:
-        """See `LocalCluster`: the door's port is what a node tells others."""
         if self._relay is None:
             self._open_doors()
         door = self._doors[self.ports.index(port)]
@@ -92,8 +94,8 @@ class RelayedCluster(LocalCluster):
         """All nodes, by their doors."""
         return StoreURL("redis+cluster", tuple(("127.0.0.1", door) for door in self._doors), password=self._password)
 
+    @override
     def stop(self) -> None:
-        """See `LocalCluster`."""
         super().stop()
         relay, self._relay = self._relay, None
         if relay is not None:

@@ -94,7 +94,7 @@ def test_buffers_wait_for_the_next_turn(
     import strategy_methods
     from checkpoint_methods import run_id
 
-    from shade.checkpoint.own_memory import own_folder, shared_memory
+    from shade.checkpoint._buffer.shared_memory_folder import own_folder, shared_memory
 
     spare = shared_memory() / f"{tmp_path.name}-spare"
     monkeypatch.setenv(strategy_methods.SPARE, str(spare))

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shade.checkpoint.flusher import Flusher
-from shade.checkpoint.group import Group
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.protocol import Stored, agree, announce, commit, prepare, put, store
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Tier
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import Stored, agree, announce, commit, prepare, put, store
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError
 from shade.storage.directory import DirectoryVolume
 from tests.simulation.torture.disk import Disk, DiskView
@@ -129,11 +129,11 @@ class Bench:
         self._open.callback(tier.close)
         return tier
 
-    def own(self, rank: int) -> Stage | None:
+    def own(self, rank: int) -> SharedMemoryTier | None:
         """A rank's own memory."""
         if not self.setup.has_own or self.state.folder is None:
             return None
-        stage = Stage(RUN, rank, folder=self.state.folder)
+        stage = SharedMemoryTier(RUN, rank, folder=self.state.folder)
         self._open.callback(stage.close)
         return stage
 
@@ -144,8 +144,8 @@ class Bench:
 
     # ── what processes do ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def save(self, one: Saved, group: Group, actor: str) -> None:
-        """A rank's part in a save, as `shade.checkpoint.courier` does it.
+    def save(self, one: Saved, group: ProcessGroup, actor: str) -> None:
+        """A rank's part in a save, as `shade.checkpoint._save.async_writer` does it.
 
         Args:
             one: The snapshot.
@@ -180,14 +180,14 @@ class Bench:
             raise CheckpointError(f"save {one.record.sequence} landed nowhere")
         self.save(one.alone, group, actor)
 
-    def _put_early(self, tier: Tier, group: Group, one: Saved) -> Stored:
+    def _put_early(self, tier: Tier, group: ProcessGroup, one: Saved) -> Stored:
         """What is done with a shard that is sent while it is copied."""
         manifest, chunks = one.manifests[group.rank], one.chunks[group.rank]
         shard_bytes = announce(group, manifest, None)
         early = prepare(tier, group, manifest.step, shard_bytes)
         return early if early.place is None else put(tier, group, early.place, manifest, lambda: chunks)
 
-    def _copy(self, stage: Stage, actor: str, data: bytes) -> str:
+    def _copy(self, stage: SharedMemoryTier, actor: str, data: bytes) -> str:
         half = len(data) // 2
         begin = Act(stage.name, "begin", "", lambda: stage.begin(len(data)))
         place: str

@@ -137,7 +137,7 @@ def run(
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keeps the log of the code under torture to itself: it is full of what was done to it."""
-    loggers = [logging.getLogger(name) for name in ("shade.checkpoint", "shade.checkpoint.storage_tier")]
+    loggers = [logging.getLogger(name) for name in ("shade.checkpoint", "shade.checkpoint._tiers.storage")]
     levels = [each.level for each in loggers]
     try:
         for each in loggers:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from shade.checkpoint.codecs.base import CODECS, Delta, Piece
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.manifest import ChunkEntry, Manifest
+from shade.checkpoint._codecs.base import CODECS, Delta, Piece
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import ChunkEntry, Manifest
 from tests.simulation.torture.ledger import Saved, saved
 
 
@@ -44,7 +44,7 @@ def _changed(old: bytes, new: bytes) -> bytes:
 
 
 def _packed(fresh: Saved, data: tuple[bytes, ...], before: Saved | None) -> Saved:
-    """The shards of some data, as `shade.checkpoint.packing` makes them."""
+    """The shards of some data, as `shade.checkpoint._save.packing` makes them."""
     manifests, stored = [], []
     for rank, whole in enumerate(data):
         chunk_bytes = len(whole) // 3 + 1

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from typing_extensions import override
+
 from shade.storage.names import PARTIAL
 from tests.simulation.torture.world import Act, World
 
@@ -208,8 +210,8 @@ class DiskView:
         folder, _, name = path.rpartition("/")
         self.disk.folder(folder).put(name, node, before)
 
+    @override
     def make_directory(self, path: str) -> bool:
-        """See `FileOperations`."""
 
         def whole() -> bool:
             if isinstance(self.disk.node(path), _Folder):
@@ -219,8 +221,8 @@ class DiskView:
 
         return bool(self.do(Act("", "make_directory", path, whole)))
 
+    @override
     def create(self, path: str) -> OpenFile:
-        """See `FileOperations`."""
 
         def whole() -> _File:
             if self.disk.node(path) is not None:
@@ -233,12 +235,12 @@ class DiskView:
         assert isinstance(file, _File)
         return OpenFile(self, path, file)
 
+    @override
     def rename(self, old: str, new: str) -> None:
-        """See `FileOperations`; within one folder."""
         self.do(Act("", "rename", new, lambda: self._put(new, self.disk.file(old), old.rpartition("/")[2])))
 
+    @override
     def sync_directory(self, path: str) -> None:
-        """See `FileOperations`."""
 
         def whole() -> None:
             folder = self.disk.folder(path)
@@ -246,8 +248,8 @@ class DiskView:
 
         self.do(Act("", "sync_directory", path, whole))
 
+    @override
     def remove(self, path: str) -> bool:
-        """See `FileOperations`."""
 
         def whole() -> bool:
             there = isinstance(self.disk.node(path), _File)
@@ -257,8 +259,8 @@ class DiskView:
 
         return bool(self.do(Act("", "remove", path, whole)))
 
+    @override
     def remove_directory(self, path: str) -> bool:
-        """See `FileOperations`."""
 
         def whole() -> bool:
             node = self.disk.node(path)
@@ -269,8 +271,8 @@ class DiskView:
 
         return bool(self.do(Act("", "remove_directory", path, whole)))
 
+    @override
     def size_bytes(self, path: str) -> int | None:
-        """See `FileOperations`."""
 
         def whole() -> int | None:
             node = self.disk.node(path)
@@ -279,8 +281,8 @@ class DiskView:
         found = self.do(Act("", "size_bytes", path, whole, writes=False))
         return found if isinstance(found, int) else None
 
+    @override
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """See `FileOperations`."""
 
         def give(content: bytes | bytearray) -> int:
             buffer[: len(content)] = content
@@ -295,8 +297,8 @@ class DiskView:
         assert isinstance(found, int)
         return found
 
+    @override
     def entries(self, path: str) -> list[tuple[str, bool]]:
-        """See `FileOperations`."""
 
         def whole() -> list[tuple[str, bool]]:
             node = self.disk.node(path)
@@ -307,8 +309,8 @@ class DiskView:
         assert isinstance(found, list)
         return found
 
+    @override
     def free_bytes(self, path: str) -> int:
-        """See `FileOperations`."""
         found = self.do(Act("", "free_bytes", path, lambda: _ROOM_BYTES, writes=False))
         assert isinstance(found, int)
         return found
@@ -326,21 +328,22 @@ class OpenFile:
     def __init__(self, view: DiskView, path: str, file: _File) -> None:
         self._view, self._path, self._file = view, path, file
 
+    @override
     def write(self, part: memoryview) -> None:
-        """See `NewFile`."""
         content = bytes(part)
         act = Act("", "write", self._path, lambda: self._file.live.extend(content))
         act.part = lambda dice: self._file.live.extend(content[: dice.randint(0, len(content))])
         act.spoilt = lambda dice: self._file.live.extend(flipped(content, dice))
         self._view.do(act)
 
+    @override
     def sync(self) -> None:
-        """See `NewFile`."""
 
         def whole() -> None:
             self._file.kept = bytes(self._file.live)
 
         self._view.do(Act("", "sync", self._path, whole))
 
+    @override
     def close(self) -> None:
-        """See `NewFile`."""
+        pass

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from shade.checkpoint.group import Alone
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.rebuild import Rebuilt
-from shade.checkpoint.recover import recover
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.tier import Tier
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._restore.reader import Reader, Rebuilt
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
 from tests.simulation.torture.bench import Bench, Setup, State
 from tests.simulation.torture.ledger import Ledger, saved
@@ -55,7 +54,7 @@ def judge(setup: Setup, state: State, *, is_damaged: bool = False, goes_on: bool
 
 def _restore(reader: Reader, ledger: Ledger, floor: int, *, is_damaged: bool) -> list[str]:
     try:
-        found = recover(reader, Alone())
+        found = read_newest(reader, SingleProcessGroup())
     except CorruptCheckpointError as error:
         return [] if is_damaged else [f"nothing could be restored: {error}"]
     except CheckpointError as error:
@@ -74,7 +73,7 @@ def _wholeness(tier: Tier) -> Iterator[str]:
     reader = Reader([tier])
     for snapshot in reader.snapshots():
         ranks: Iterable[int] = range(snapshot.record.world_size)
-        if isinstance(tier, Stage):
+        if isinstance(tier, SharedMemoryTier):
             ranks = _own(tier, snapshot.sources[0].place, ranks)
         try:
             for rank in ranks:
@@ -84,7 +83,7 @@ def _wholeness(tier: Tier) -> Iterator[str]:
             yield f"a record without its snapshot: {error}"
 
 
-def _own(stage: Stage, place: str, ranks: Iterable[int]) -> list[int]:
+def _own(stage: SharedMemoryTier, place: str, ranks: Iterable[int]) -> list[int]:
     """In own memory each rank's record speaks of its own shard alone: the ranks that have one."""
     return [rank for rank in ranks if (stage.folder / f"rank-{rank}.{place}.commit").exists()]
 
@@ -110,7 +109,7 @@ def _going_on(setup: Setup, state: State, *, is_damaged: bool) -> list[str]:
         try:
             if not is_damaged:
                 _drain(bench)
-            bench.save(one, Alone(), "after")
+            bench.save(one, SingleProcessGroup(), "after")
             if not is_damaged:
                 _drain(bench)
         except (ShadeError, RuntimeError) as error:

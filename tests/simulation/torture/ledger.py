@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry
-from shade.checkpoint.protocol import Notes
-from shade.checkpoint.schedule import Pace
+from shade.checkpoint._commit.protocol import Notes
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
+from shade.checkpoint._pacing.schedule import Pace
 
 CHUNK_BYTES = 700
 _SHARD_BYTES = 1500

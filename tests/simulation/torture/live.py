@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shade.checkpoint.flusher import Flusher
-from shade.checkpoint.group import Alone
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.protocol import agree, store
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import recover
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Tier
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import agree, store
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError
 from shade.storage.base import open_volume
 from shade.store import open_store
@@ -168,7 +168,7 @@ def _start(role: str, where: Where, first: int) -> subprocess.Popen[str]:
 
 def _look(tiers: list[Tier], ledger: Ledger, floor: int, when: str) -> list[str]:
     try:
-        found = recover(Reader(tiers), Alone())
+        found = read_newest(Reader(tiers), SingleProcessGroup())
     except CheckpointError as error:
         return [f"{when}: nothing could be restored: {error}"]
     if found is None:
@@ -223,8 +223,8 @@ def _save(run: str, memory: MemoryTier | None, storage: StorageTier | None, sequ
 
 
 def _stored(tier: Tier, one: Saved) -> bool:
-    agreed = agree(Alone(), one.manifests[0], None, one.notes)
-    return store(tier, Alone(), agreed, one.manifests[0], lambda: one.chunks[0]).place is not None
+    agreed = agree(SingleProcessGroup(), one.manifests[0], None, one.notes)
+    return store(tier, SingleProcessGroup(), agreed, one.manifests[0], lambda: one.chunks[0]).place is not None
 
 
 def _flush(memory: MemoryTier, storage: StorageTier) -> None:

@@ -18,9 +18,9 @@ from typing import Final
 
 import torch
 
-from shade.checkpoint.own_memory import shared_memory
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._buffer.shared_memory_folder import shared_memory
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import ShadeError
 from tests.simulation.torture.bench import Bench, Setup, State
 from tests.simulation.torture.delta import built_on
@@ -91,7 +91,7 @@ class Stand:
     def _remember(self, folder: Path, one: Saved) -> None:
         """Puts a snapshot into own memory, as the save before has left it."""
         for rank, manifest in enumerate(one.manifests):
-            stage = Stage(RUN, rank, folder=folder)
+            stage = SharedMemoryTier(RUN, rank, folder=folder)
             place, buffer = stage.begin(manifest.num_bytes)
             buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(one.data[rank]), dtype=torch.uint8)
             stage.put(place, Shard(manifest, ()))

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from typing_extensions import override
+
 from shade.errors import StoreError, StoreUnavailableError
 from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
@@ -88,8 +90,8 @@ class ServersView(Store):
             found.append(away if owner in silent else ask(servers.contents[owner], key))
         return found
 
+    @override
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store`."""
 
         def whole() -> list[bytes | None]:
             return self._each(keys, None, lambda content, key: content.get(key))
@@ -103,8 +105,8 @@ class ServersView(Store):
 
         return self._do("get_many", keys, whole, writes=False, spoilt=spoilt)
 
+    @override
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        """See `Store`."""
 
         def give(content: dict[str, bytes], key: str) -> bool:
             found = content.get(key)
@@ -142,8 +144,8 @@ class ServersView(Store):
         full = {"full": lambda: [False] * len(keys)}
         return self._do(name, keys, whole, part=part, spoilt=spoilt, errors=full)
 
+    @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
 
         def put(content: dict[str, bytes], key: str) -> bool:
             content[key] = bytes(items[key])
@@ -151,16 +153,16 @@ class ServersView(Store):
 
         return self._write("set_many", items, put)
 
+    @override
     def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
-        """See `Store`."""
         silent = StoreUnavailableError(f"expected every server of {self.url}, got one that is silent; start it")
         return [
             silent if refusal and self.servers.owner(key) in self._away else refusal
             for key, refusal in zip(items, super().refusals(items), strict=True)
         ]
 
+    @override
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
 
         def put(content: dict[str, bytes], key: str) -> bool:
             added = key not in content
@@ -169,8 +171,8 @@ class ServersView(Store):
 
         return self._write("add_many", items, put)
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
-        """See `Store`."""
 
         def drop(content: dict[str, bytes], key: str) -> int:
             found = content.pop(key, None)
@@ -181,8 +183,8 @@ class ServersView(Store):
 
         return self._do("delete_many", keys, lambda: self._each(keys, -1, drop), part=part)
 
+    @override
     def increment(self, key: str, by: int) -> int:
-        """See `Store`."""
 
         def add(content: dict[str, bytes], key: str) -> int:
             content[key] = b"%d" % (int(content.get(key, b"0")) + by)
@@ -190,21 +192,21 @@ class ServersView(Store):
 
         return self._do("increment", [key], lambda: self._each([key], 0, add)[0])
 
+    @override
     def scan(self, prefix: str) -> Iterator[str]:
-        """See `Store`."""
         for content in self.servers.contents:
             yield from [key for key in content if key.startswith(prefix)]
 
+    @override
     def stored_bytes(self, key_length: int, value_length: int) -> int:
-        """See `Store`."""
         return key_length + value_length
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`."""
         return list(placement_tags()[:: -(-len(placement_tags()) // len(self.servers.contents))])
 
+    @override
     def stats(self) -> StoreStats:
-        """See `Store`."""
 
         def whole() -> StoreStats:
             up = [number for number in range(len(self.servers.contents)) if number not in self._away]
@@ -212,8 +214,8 @@ class ServersView(Store):
 
         return self._do("stats", [], whole, writes=False)
 
+    @override
     def ping(self) -> None:
-        """See `Store`."""
 
         def whole() -> None:
             if self._away:
@@ -221,5 +223,6 @@ class ServersView(Store):
 
         self._do("ping", [], whole, writes=False)
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
+        pass

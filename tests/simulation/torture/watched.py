@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shade.checkpoint.manifest import Commit, Manifest
-from shade.checkpoint.tier import Shard, Tier
+from typing_extensions import override
+
+from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.types import Bytes
 from tests.simulation.torture.ledger import Ledger
 from tests.simulation.torture.world import Act, World
@@ -36,40 +38,40 @@ class Watched(Tier):
             return whole()
         return self._world.perform(self._actor, Act(self.inner.name, name, "", whole))
 
+    @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """See `Tier`."""
         place: str = self._do("prepare", lambda: self.inner.prepare(step, shard_bytes))
         return place
 
+    @override
     def put(self, place: str, shard: Shard) -> None:
-        """See `Tier`."""
         self._do("put", lambda: self.inner.put(place, shard))
 
+    @override
     def commit(self, place: str, record: Commit) -> None:
-        """See `Tier`."""
         self._ledger.offered.add(record.digest)
         self._do("commit", lambda: self.inner.commit(place, record))
 
+    @override
     def held(self) -> Mapping[str, Commit]:
-        """See `Tier`."""
         return self.inner.held()
 
+    @override
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        """See `Tier`."""
         return self.inner.read_manifest(place, rank, copy)
 
+    @override
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """See `Tier`."""
         return self.inner.read_chunks(place, manifest, numbers, copy)
 
+    @override
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        """See `Tier`."""
         self.inner.repair(place, manifest, damaged)
 
+    @override
     def discard(self, place: str) -> None:
-        """See `Tier`."""
         self._do("discard", lambda: self.inner.discard(place))
 
+    @override
     def close(self) -> None:
-        """See `Tier`."""
         self.inner.close()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
+from typing_extensions import override
 
 T = TypeVar("T")
 _PATIENCE_SECONDS: Final = 60.0
@@ -299,7 +300,7 @@ class _Round:
 
 
 class SteppedGroup:
-    """One rank's end: a `shade.checkpoint.group.Group`.
+    """One rank's end: a `shade.checkpoint._commit.process_group.ProcessGroup`.
 
     Args:
         world: Whose turns it keeps.
@@ -311,18 +312,19 @@ class SteppedGroup:
         self._world, self._meeting = world, meeting
         self.rank, self.world_size = rank, meeting.world_size
 
+    @override
     def gather(self, message: Any) -> list[Any]:
-        """See `Group`."""
         return self._world.meet(self._meeting, self.rank, message)
 
+    @override
     def share(self, message: Any) -> Any:
-        """See `Group`."""
         return self.gather(message if self.rank == 0 else None)[0]
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """See `Group`."""
         told = self.gather(tensor.tolist() if self.rank == source else None)[source]
         tensor.copy_(torch.tensor(told, dtype=tensor.dtype))
 
+    @override
     def close(self) -> None:
-        """See `Group`."""
+        pass

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.autopilot.costs import Costs
-from shade.checkpoint.autopilot.trace import PreemptionTrace
+from shade.checkpoint._strategies.measure import Costs
 from shade.cli import main
+from shade.cli.checkpoint_replay import PreemptionTrace
 from shade.store.server import LocalServer
 
 Capture = pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint.gauge import Gauge, Loss
+from shade.checkpoint._preemption.recovery_estimate import Loss, RecoveryEstimate
 from shade.cli import main, top_view
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer
 from shade.store.server import LocalServer
@@ -26,9 +26,11 @@ from shade.types import Decision, StepReport
 
 Capture = pytest.CaptureFixture[str]
 GAUGES = [
-    Gauge(9, Loss(3, 1.25, 0.4, "own memory"), Loss(5, 2.0, None, "cluster memory"), Loss(9, 4.0, None, None)),
-    Gauge(9, Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage")),
-    Gauge(9, *[Loss(9, 30.0, None, None)] * 3),
+    RecoveryEstimate(
+        9, Loss(3, 1.25, 0.4, "own memory"), Loss(5, 2.0, None, "cluster memory"), Loss(9, 4.0, None, None)
+    ),
+    RecoveryEstimate(9, Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage")),
+    RecoveryEstimate(9, *[Loss(9, 30.0, None, None)] * 3),
 ]
 
 
@@ -124,7 +126,7 @@ def test_the_gauge_of_this_moment_comes_first(run: Path, capsys: Capture) -> Non
 
 
 @pytest.mark.parametrize("gauge", GAUGES)
-def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: Gauge) -> None:
+def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: RecoveryEstimate) -> None:
     assert top_view.gauge(gauge.row()) == str(gauge)
 
 

@@ -16,7 +16,7 @@ from shade.errors import StorageError, StorageFullError
 from shade.storage import Volume, open_volume
 from shade.storage.fsspec_volume import UPLOAD_BYTES
 from shade.storage.names import partial_name
-from tests.storage_servers import BUCKET, Cable, S3Server, point_at
+from tests.support.storage_servers import BUCKET, Cable, S3Server, point_at
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from shade.errors import ConfigError, DataError
 from shade.store.origin_url import UrlOrigin, describe_many, entry_of, list_files, root_of
-from tests.web_server import WebServer, serving
+from tests.support.web_server import WebServer, serving
 
 pytest.importorskip("aiohttp", reason="fsspec needs it for http://")
 

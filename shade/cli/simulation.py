@@ -1,4 +1,5 @@
-"""``shade simulate``: miss-ratio curves of a recorded run, as a table and a picture, and what they would be worth."""
+"""Implements ``shade simulate``: miss-ratio curves of a recorded run, as a table and a picture, and their worth in
+time."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def _answer(given: argparse.Namespace) -> int:
         try:
             plot_curves({where.name: curves}, given.plot)
         except (OSError, ValueError) as error:
-            raise ConfigError.of("a --plot that can be written", f"{given.plot}: {error}", "name a .png") from None
+            raise ConfigError.of(f"to write --plot {given.plot}", str(error), "name a .png") from None
     skipped = f", the first {skip_epochs} left out" if skip_epochs else ""
     curves_table = format_table(curves, markdown=not sys.stdout.isatty())
     sys.stdout.write(
@@ -79,9 +80,8 @@ def _answer(given: argparse.Namespace) -> int:
 
         sys.stdout.write("\n" + "".join(f"{line}\n" for line in what_if.lines(where, trace, more, given.add_workers)))
     elif more is not None or given.add_workers is not None:
-        raise ConfigError.of(
-            "a run directory, which has times, for --add-cache and --add-workers", str(where), "name it"
-        )
+        expected = "a run directory, which has times, for --add-cache and --add-workers"
+        raise ConfigError.of(expected, str(where), "name it")
     return 0
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from shade.cli.tables import table
 from shade.errors import ConfigError, DataError
-from shade.policy.forecast import STAGES, Epoch, Forecast, forecast
+from shade.policy.forecast import STAGES, EpochForecast, MeasuredEpoch, forecast
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
 from shade.report.rows import EpochSummary, Run, load_run
@@ -66,7 +66,7 @@ def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int
         cases += [(f"{add_workers} more workers ({hands})", capacity, hands)] if add_workers else []
         cases += [("both", more, hands)] if add_cache and add_workers else []
     rows = [("a later epoch", "hits", "reads", "seconds", "samples/s", "what it waits for")]
-    first: Forecast | None = None
+    first: EpochForecast | None = None
     for name, num_bytes, num_workers in cases:
         after = predict(steady, skip, policy, num_bytes, measured, num_workers)
         change = "" if first is None else f"  ({_change(after.seconds, first.seconds)})"
@@ -79,8 +79,8 @@ def lines(directory: Path, trace: Trace, add_cache: int | None, add_workers: int
 
 
 def predict(
-    steady: Trace, skip_epochs: int, policy: str, capacity_bytes: int, measured: Epoch, num_workers: int
-) -> Forecast:
+    steady: Trace, skip_epochs: int, policy: str, capacity_bytes: int, measured: MeasuredEpoch, num_workers: int
+) -> EpochForecast:
     """One epoch with this cache and these workers.
 
     Args:
@@ -135,7 +135,7 @@ def workers_of(plan: dict[str, Any]) -> int:
     return int(plan["workers"]) if isinstance(plan.get("workers"), int) else 2
 
 
-def measure(run: Run) -> tuple[Epoch, int]:
+def measure(run: Run) -> tuple[MeasuredEpoch, int]:
     """An epoch as the run had them: the mean of its later half, for the first ones fill the cache.
 
     Args:
@@ -156,7 +156,7 @@ def measure(run: Run) -> tuple[Epoch, int]:
     if not capacity:
         raise ConfigError.of("a run with a cache", str(run.directory), "run it with --cache local:// -wss 0.1")
     nodes = run.plan.get("nodes")
-    return Epoch(
+    return MeasuredEpoch(
         num_samples=_mean(later, "samples"),
         origin_reads=_mean(later, "origin_reads"),
         cache_reads=_mean(later, "cache_reads"),

@@ -1,9 +1,9 @@
-"""Starts Redis nodes on loopback ports and makes a cluster of them.
+"""Starts Redis nodes on loopback ports and forms a cluster of them.
 
-Life of a cluster: each node starts alone → primaries take equal shares of the slots, and an epoch of their own so that
-no election is needed → all meet the first → replicas follow their primary → everybody agrees (``cluster_state:ok`` and
-the full number of nodes seen from every node). That takes about two seconds, most of them Redis' own pause before a
-fresh primary accepts writes.
+Each node starts alone. The primaries take equal shares of the slots, and an epoch of their own so that no election is
+needed; all meet the first; replicas follow their primary. Then every node must agree: ``cluster_state:ok``, and all
+nodes seen. That takes two seconds, most of them Redis' own pause before a fresh primary accepts writes.
+``redis-cli --cluster create`` takes as long (decision 0025 says why it is not used).
 
 The settings are those for a cache (reasons in redis.conf): a missing node must not stop the others, and a replica that
 lost sight of its primary for long may still take over.
@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from shade.errors import ConfigError, StoreUnavailableError
+from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.store.cluster import SlotMap
 from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
-from shade.store.server import LOOPBACK, LocalServer, ask, quoted
+from shade.store.server import LOOPBACK, LocalServer, ask, ask_text, quoted
 from shade.store.url import StoreURL, format_address
 
 _FIRST_PORT, _LAST_PORT, _BUS_OFFSET = 10_000, 22_700, 10_000
@@ -36,15 +36,7 @@ _NODE_TIMEOUT_MILLISECONDS: Final = 2000
 
 
 def check_shape(nodes: int, replicas: int) -> None:
-    """Refuses what is no cluster.
-
-    Args:
-        nodes: Primaries.
-        replicas: Of each.
-
-    Raises:
-        ConfigError: Fewer than 3 nodes (no majority could decide on a failure), or fewer than no replicas.
-    """
+    """Raises ConfigError for fewer than 3 primaries (no majority could decide on a failure) or a negative number."""
     if nodes < 3:
         raise ConfigError.of("at least 3 primaries in a cluster", nodes, "use one server, or 3 nodes")
     if replicas < 0:
@@ -52,7 +44,7 @@ def check_shape(nodes: int, replicas: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine at which nobody listens now, neither there nor 10 000 above."""
+    """Finds ports of this machine that are free now, there and 10 000 above."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(_FIRST_PORT, _LAST_PORT)
@@ -71,16 +63,8 @@ def _is_free(port: int) -> bool:
 
 
 def node_settings(folder: Path, port: int, password: str | None) -> dict[str, str]:
-    """What makes a server a node of a cluster of caches.
-
-    Args:
-        folder: Where it keeps what it knows of the cluster.
-        port: Where it listens.
-        password: What replicas show to their primary; None for nothing.
-
-    Returns:
-        Names and values of a configuration file.
-    """
+    """Returns the settings that make a server a node of a cluster of caches; ``folder`` holds its file about the
+    cluster, and replicas show ``password`` to their primary."""
     return {
         "port": str(port),
         "cluster-enabled": "yes",
@@ -97,28 +81,21 @@ def node_settings(folder: Path, port: int, password: str | None) -> dict[str, st
     }
 
 
-def join(nodes: Sequence[Endpoint], num_primaries: int) -> None:
-    """Makes a cluster of nodes that are running and know nothing of each other.
-
-    Args:
-        nodes: On this machine; the first ``num_primaries`` share the slots, the others follow them in turn.
-        num_primaries: At least 3.
-
-    Raises:
-        StoreUnavailableError: They do not agree within a minute.
-    """
+def form_cluster(nodes: Sequence[Endpoint], num_primaries: int) -> None:
+    """Forms a cluster of running nodes that know nothing of each other; as `assign_slots`."""
+    # Distinct epochs, set before the nodes meet: else they would hold an election about them.
     for epoch, node in enumerate(nodes, start=1):
         ask(node, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
     for node in nodes[1:]:
         ask(node, "CLUSTER", "MEET", nodes[0].host, nodes[0].port)
-    found(nodes, num_primaries)
+    assign_slots(nodes, num_primaries)
 
 
-def found(nodes: Sequence[Endpoint], num_primaries: int) -> None:
-    """Deals out slots and places among nodes that have been told to meet.
+def assign_slots(nodes: Sequence[Endpoint], num_primaries: int) -> None:
+    """Assigns slots and roles to nodes that are meeting, and waits until they agree.
 
     Args:
-        nodes: All of them; as for `join`, but for being on this machine.
+        nodes: The first ``num_primaries`` share the slots, the others follow them in turn.
         num_primaries: At least 3.
 
     Raises:
@@ -131,34 +108,38 @@ def found(nodes: Sequence[Endpoint], num_primaries: int) -> None:
     deadline = time.monotonic() + _AGREE_SECONDS
     _wait(lambda: all(_fact(node, "cluster_known_nodes") == str(len(nodes)) for node in nodes), "meet", deadline)
     for position, node in enumerate(replicas):
-        primary = ask(primaries[position % num_primaries], "CLUSTER", "MYID")
-        assert isinstance(primary, bytes)
-        ask(node, "CLUSTER", "REPLICATE", primary.decode())
+        ask(node, "CLUSTER", "REPLICATE", ask_text(primaries[position % num_primaries], "CLUSTER", "MYID"))
     _wait(lambda: all(agrees(node) for node in nodes), "agree on the slots", deadline)
     _wait(lambda: all(_follows(node) for node in replicas), "copy their primaries", deadline)
-    _wait(lambda: all(_num_listed(node) == len(nodes) for node in nodes), "list each other", deadline)
+    _wait(lambda: all(num_listed(node) == len(nodes) for node in nodes), "list each other", deadline)
 
 
 def _fact(node: Endpoint, name: str) -> str:
-    reply = ask(node, "CLUSTER", "INFO")
-    assert isinstance(reply, bytes)
-    lines = (line.partition(":") for line in reply.decode().splitlines())
+    lines = (line.partition(":") for line in ask_text(node, "CLUSTER", "INFO").splitlines())
     return {key: value for key, _, value in lines}.get(name, "")
 
 
 def agrees(node: Endpoint) -> bool:
+    """Returns whether a node takes its cluster for complete."""
     return _fact(node, "cluster_state") == "ok" and _fact(node, "cluster_slots_assigned") == str(NUM_SLOTS)
 
 
 def _follows(node: Endpoint) -> bool:
-    reply = ask(node, "INFO", "replication")
-    assert isinstance(reply, bytes)
-    return b"role:slave" in reply and b"master_link_status:up" in reply
+    info = ask_text(node, "INFO", "replication")
+    return "role:slave" in info and "master_link_status:up" in info
 
 
-def _num_listed(node: Endpoint) -> int:
-    """How many nodes it tells clients of."""
-    slot_map = SlotMap.read(ask(node, "CLUSTER", "SLOTS"), (node.host, node.port))
+def read_slot_map(node: Endpoint) -> SlotMap:
+    """Asks a node for its slot map; raises StoreError if the reply is none."""
+    try:
+        return SlotMap.read(ask(node, "CLUSTER", "SLOTS"), (node.host, node.port))
+    except ValueError as error:
+        raise StoreError(f"expected a map of slots from {node}, got {error}; check that it is a cluster") from None
+
+
+def num_listed(node: Endpoint) -> int:
+    """Returns how many nodes it tells clients of."""
+    slot_map = read_slot_map(node)
     return len({*slot_map.primaries, *slot_map.replicas})
 
 
@@ -177,9 +158,9 @@ class LocalCluster:
 
     Args:
         nodes: Primaries, ≥ 3.
-        replicas: Of each primary.
+        replicas: Replicas of each primary.
         memory_bytes: ``maxmemory`` of each node; 0 for no limit.
-        password: Asked of everybody; None for none.
+        password: Required of clients; None for none.
         settings: Further lines of each node's configuration.
         binary: As for `LocalServer`.
     """
@@ -207,60 +188,53 @@ class LocalCluster:
         """In the order of ``ports``: the primaries, then their replicas in turn."""
 
     def start(self) -> None:
-        """Starts the nodes and returns when they are a cluster.
-
-        Raises:
-            ConfigError: No server binary.
-            StoreUnavailableError: A node does not start, or they do not agree.
-        """
+        """Starts the nodes and returns when they are a cluster; raises as `LocalServer.start` and `assign_slots` do."""
         self._folder = folder = Path(tempfile.mkdtemp(prefix="shade-cluster-", dir="/tmp"))
         self.ports = free_ports(self._num_nodes)
         try:
             for port in self.ports:
-                settings = node_settings(folder, port, self._password) | dict(self.settings_of(port))
-                name = format_address(LOOPBACK, port)
                 server = LocalServer(
                     self._memory_bytes,
                     directory=folder,
                     password=self._password,
-                    settings=settings,
-                    name=name,
+                    settings=node_settings(folder, port, self._password) | dict(self.settings_of(port)),
+                    name=format_address(LOOPBACK, port),
                     binary=self._binary,
                 )
                 self.servers.append(server)
                 server.start()
-            join([self.endpoint(port) for port in self.ports], self._num_primaries)
+            form_cluster([self.endpoint(port) for port in self.ports], self._num_primaries)
         except BaseException:
             self.stop()
             raise
 
     def settings_of(self, port: int) -> Mapping[str, str]:
-        """Lines of one node's configuration, beyond what makes it a node."""
+        """Hook: returns one node's further lines of configuration."""
         del port
         return self._settings
 
     def endpoint(self, port: int) -> Endpoint:
-        """One node, over TCP as clients see it."""
+        """Returns one node, over TCP as clients see it."""
         return Endpoint(host=LOOPBACK, port=port, password=self._password)
 
     @property
     def url(self) -> StoreURL:
-        """All nodes."""
+        """Returns the URL of all nodes."""
         addresses = tuple((LOOPBACK, port) for port in self.ports)
         return StoreURL("redis+cluster", addresses, password=self._password)
 
     @property
     def sockets(self) -> str:
-        """The directory of the nodes' unix sockets."""
+        """Returns the directory of the nodes' unix sockets."""
         return str(self._folder)
 
     @property
     def near_url(self) -> StoreURL:
-        """All nodes, to be spoken to over their unix sockets."""
+        """Returns the URL of all nodes, over their unix sockets."""
         return replace(self.url, options=(("sockets", self.sockets),))
 
     def stop(self) -> None:
-        """Ends all nodes and removes what they wrote. Safe to repeat."""
+        """Ends all nodes and removes what they wrote. Safe to call twice."""
         for server in self.servers:
             server.stop()
         self.servers = []

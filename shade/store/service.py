@@ -1,34 +1,32 @@
-"""Runs Redis for the cache in the background: `up`, `status`, `down`; also ``python -m shade.store.service``.
+"""Runs Redis for the cache in the background: `up`, `status`, `down` (``shade cache``).
 
-Unlike `server`, these servers outlive the command that started them, so what is known of them is in a file: one JSON
-object in a directory of mode 0700, written anew after each server that starts, so that `down` finds whatever a failed
-or killed `up` left running. One node is a plain server, three or more a cluster; all on loopback. For nodes on
-several machines see `hosts`, or write their own configuration after ``redis.conf``.
+Unlike those of `server`, these servers outlive the command that started them, so a file records them: one JSON object
+in a directory of mode 0700, rewritten after each server that starts, so that `down` finds whatever a failed or
+killed `up` left running. One node is a plain server, three or more are a cluster; all on loopback. For nodes on several
+machines see `cluster_bootstrap`, or configure your own after ``redis.conf``.
 
-A process id alone is no proof: ids are used again. A server is ended only if the process with its id began when the
-file says it began. Invariant: after `down` none of the recorded servers runs, and no other process was sent a signal.
+A process id alone is no proof, because ids are used again: `down` ends a process only if it began when the file says it
+began. Invariant: after `down` none of the recorded servers runs, and no other process was sent a signal.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shade.errors import ConfigError, ShadeError, StoreError, StoreUnavailableError
+from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.process import is_running, start_detached, start_of
 from shade.store.base import STORES, NodeStats
 from shade.store.link import Endpoint, socket_path
-from shade.store.local_cluster import check_shape, free_ports, join, node_settings
+from shade.store.local_cluster import check_shape, form_cluster, free_ports, node_settings
 from shade.store.server import (
     LOOPBACK,
     MAX_SOCKET_PATH,
@@ -39,7 +37,7 @@ from shade.store.server import (
     wait_until_serving,
     write_settings,
 )
-from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
+from shade.store.url import StoreURL
 
 _STATE: Final = "servers.json"
 _POLL_SECONDS: Final = 0.02
@@ -52,18 +50,18 @@ class ServerRecord:
     process_id: int
     port: int
     started: str
-    """When its process began, as the system tells it."""
+    """Start time of its process, as the system reports it."""
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """One recorded server, now."""
+    """The present state of one recorded server."""
 
     port: int
     process_id: int
     running: bool
     stats: NodeStats | None
-    """None where it does not answer."""
+    """None if it does not answer."""
 
 
 def up(
@@ -78,18 +76,18 @@ def up(
     """Starts a server, or a cluster, on loopback and leaves it running.
 
     Args:
-        directory: What is known of it goes here, with logs and settings; made if missing.
+        directory: Holds the record, logs and settings; made if missing.
         nodes: 1, or the primaries of a cluster, ≥ 3.
-        replicas: Of each primary of a cluster.
+        replicas: Replicas of each primary of a cluster.
         memory_bytes: ``maxmemory`` of each server; 0 for no limit.
         ports: One for each server, primaries first; by default free ones.
-        password: Asked of everybody; None for none.
+        password: Required of clients; None for none.
 
     Returns:
         Its address; ``reveal()`` has the password.
 
     Raises:
-        ConfigError: Servers are recorded there already, a shape that is no cluster, or no server binary.
+        ConfigError: Servers are recorded there already, an impossible shape, or no server binary.
         StoreUnavailableError: A server did not start; all were ended again.
     """
     if nodes != 1 or replicas:
@@ -109,9 +107,10 @@ def up(
         for endpoint in endpoints:
             records.append(_launch(binary, directory.resolve(), endpoint, memory_bytes, clustered=nodes > 1))
             _write(directory, url, records)
+            # Another server may listen at that port: the process id must be the one just started.
             _check_serving(records[-1], endpoint, directory)
         if nodes > 1:
-            join(endpoints, nodes)
+            form_cluster(endpoints, nodes)
     except BaseException:
         _write(directory, url, records)
         down(directory)
@@ -120,21 +119,9 @@ def up(
 
 
 def start_node(directory: Path, endpoint: Endpoint, memory_bytes: int) -> bool:
-    """Starts one node of a cluster at an address of this machine that others can reach; see `shade.store.hosts`. One
-    that died with its machine starts again as who it was.
-
-    Args:
-        directory: As for `up`.
-        endpoint: Where it shall listen, and its password.
-        memory_bytes: ``maxmemory``; 0 for no limit.
-
-    Returns:
-        Whether it knows its cluster already.
-
-    Raises:
-        ConfigError: Servers are recorded there and run, or no server binary.
-        StoreUnavailableError: It did not start.
-    """
+    """Starts one node of a cluster at an address that other machines can reach; see `cluster_bootstrap`. A node that
+    died with its machine starts with its old identity. Arguments and errors as for `up`; returns whether the node knows
+    its cluster already."""
     returns = (directory / f"nodes-{endpoint.port}.conf").exists()
     if not (returns and (directory / _STATE).exists() and not any(map(_is_ours, _read(directory)[1]))):
         _prepare(directory)
@@ -152,7 +139,7 @@ def start_node(directory: Path, endpoint: Endpoint, memory_bytes: int) -> bool:
 
 
 def remember(directory: Path, url: StoreURL) -> None:
-    """Notes the address of the cluster that the recorded servers have become part of."""
+    """Records the address of the cluster that the recorded servers have joined."""
     _write(directory, url, _read(directory)[1])
 
 
@@ -164,17 +151,8 @@ def _prepare(directory: Path) -> None:
 
 
 def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
-    """What became of the servers that `up` started there.
-
-    Args:
-        directory: As given to `up`.
-
-    Returns:
-        Their address, and each as it is now.
-
-    Raises:
-        ConfigError: None are recorded there.
-    """
+    """Returns the recorded address, and the present state of each server that `up` started in a directory; raises
+    ConfigError if none are recorded there."""
     url, records = _read(directory)
     found = []
     for record in records:
@@ -187,17 +165,11 @@ def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
 
 
 def down(directory: Path) -> int:
-    """Ends the servers that `up` started there, and forgets them. They are killed: asked politely, Redis 7 waits up to
-    10 s for replicas that are going too, and a cache has nothing to save.
+    """Ends the servers that `up` started in a directory, and forgets them; returns how many were still running. Raises
+    ConfigError if none are recorded there.
 
-    Args:
-        directory: As given to `up`.
-
-    Returns:
-        How many were still running.
-
-    Raises:
-        ConfigError: None are recorded there.
+    They are killed: asked to shut down, Redis 7 waits up to 10 s for replicas that are ending too, and a cache has
+    nothing to save.
     """
     _, records = _read(directory)
     ours = [record for record in records if _is_ours(record)]
@@ -239,16 +211,8 @@ def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int,
 
 
 def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) -> None:
-    """Waits until the server at that port answers, and makes sure that it is the one we started.
-
-    Args:
-        record: The one we started.
-        endpoint: Where it should answer.
-        directory: Where its log is.
-
-    Raises:
-        StoreUnavailableError: It is not, or there is none; the message has the end of its log.
-    """
+    """Waits until the server at a port answers, and raises StoreUnavailableError, with the end of its log, if that is
+    another server than the one that was started."""
     try:
         wait_until_serving(endpoint, lambda: not _is_ours(record))
         info = ask(endpoint, "INFO", "server")
@@ -260,11 +224,11 @@ def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) ->
 
 
 def _started(process_id: int) -> str:
-    """When a process began; empty where there is none."""
+    """Returns the start time of a process; empty if there is none."""
     if Path("/proc/self/stat").exists():
         return start_of(process_id) or ""
-    told = subprocess.run(["ps", "-o", "lstart=", "-p", str(process_id)], capture_output=True, text=True, check=False)
-    return told.stdout.strip()
+    listed = subprocess.run(["ps", "-o", "lstart=", "-p", str(process_id)], capture_output=True, text=True, check=False)
+    return listed.stdout.strip()
 
 
 def _is_ours(record: ServerRecord) -> bool:
@@ -272,6 +236,7 @@ def _is_ours(record: ServerRecord) -> bool:
 
 
 def _write(directory: Path, url: StoreURL, records: Sequence[ServerRecord]) -> None:
+    # Written beside and renamed: a killed `up` leaves a whole record.
     new = directory / f"{_STATE}.new"
     new.touch(mode=0o600)
     new.write_text(json.dumps({"url": url.reveal(), "servers": [asdict(record) for record in records]}, indent=2))
@@ -284,56 +249,3 @@ def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:
     except FileNotFoundError:
         raise ConfigError.of("a directory given to `up`", str(directory), "check the name, or start servers") from None
     return StoreURL.parse(state["url"]), [ServerRecord(**record) for record in state["servers"]]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``up | status | down`` on the command line.
-
-    Args:
-        arguments: Instead of the command line's own.
-
-    Returns:
-        0, or 2 where something could not be done: the reason is on standard error.
-    """
-    parser = argparse.ArgumentParser(prog="redis_cluster", description="Redis servers for the cache, on this machine.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("up", "status", "down"):
-        verbs.add_parser(verb).add_argument("--directory", type=Path, default=Path(".cache/redis"))
-    starting = verbs.choices["up"]
-    starting.add_argument("--nodes", type=int, default=1, help="1, or the primaries of a cluster (3 or more)")
-    starting.add_argument("--replicas", type=int, default=0, help="of each primary")
-    starting.add_argument("--memory", type=parse_bytes, default=0, help="of each server, such as 8GiB")
-    starting.add_argument("--ports", type=int, nargs="*", default=(), help="one for each server")
-    given = parser.parse_args(arguments)
-    try:
-        if given.verb == "up":
-            url = up(
-                given.directory,
-                nodes=given.nodes,
-                replicas=given.replicas,
-                memory_bytes=given.memory,
-                ports=given.ports,
-                password=os.environ.get(PASSWORD_VARIABLE),
-            )
-            lines = [str(url)]
-        elif given.verb == "status":
-            url, servers = status(given.directory)
-            lines = [str(url), *map(_line, servers)]
-        else:
-            lines = [f"{down(given.directory)} servers ended"]
-    except ShadeError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
-
-
-def _line(server: ServerStatus) -> str:
-    if server.stats is None:
-        return f"port {server.port}  pid {server.process_id}  {'silent' if server.running else 'gone'}"
-    stats = server.stats
-    return f"port {server.port}  pid {server.process_id}  {stats.role}  {stats.num_keys} keys  {stats.used_bytes} bytes"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -142,7 +142,7 @@ def test_the_launcher_takes_what_the_manifest_gives_it() -> None:
 
 def test_the_nodes_of_the_manifest_are_caches(tmp_path: Path) -> None:
     """Every line of its redis.conf is one that the server takes, and those that make a cache are all there."""
-    from shade.cli.cache_doctor import _WANTED, _WANTED_OF_NODES
+    from shade.cli.doctor import _WANTED, _WANTED_OF_NODES
     from shade.store.local_cluster import free_ports
     from shade.store.server import LocalServer
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from shade.errors import StoreClosedError
-from shade.store.origin_pool import ReadPool, Result
+from shade.store.origin import ReadPool, Result
 
 
 class Watched:

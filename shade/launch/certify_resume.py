@@ -1,12 +1,12 @@
-"""Certifies a resume: restores a snapshot in a fresh process, lets the run's own script go on, and compares by bits.
+"""Certifies a resume: restores a snapshot in a fresh process, continues with the run's own script, and compares bits.
 
-The replay is a run of its own in a folder of its own: it gets the one snapshot, takes as many steps as lie between it
-and the next, and touches nothing of the run that it certifies, which may be going on. It reads the data itself and not
+The replay is a run of its own in a folder of its own. It gets the one snapshot, takes as many steps as lie between it
+and the next, and touches nothing of the original run, which may still be running. It reads the data itself and not
 through the cache: samples do not depend on that (with ``--sampling pads`` they do, beyond the end of the epoch).
 
 Bits are the same only on the same kind of machine, with the same number of ranks, threads and versions, and with
-operations that are deterministic: on a GPU that needs ``torch.use_deterministic_algorithms``. A certificate that is
-refused names what was lost: a generator of one's own, a buffer that is in no ``state_dict``.
+deterministic operations: on a GPU that needs ``torch.use_deterministic_algorithms``. A failed certificate names what
+was lost: a private random generator, a buffer that is in no ``state_dict``.
 """
 
 from __future__ import annotations
@@ -31,38 +31,36 @@ from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Tier
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
 from shade.errors import CheckpointError, ConfigError, StorageError, StoreError
-from shade.launch.ports import free_port
-from shade.launch.progress import watch
-from shade.launch.ranks import Ranks
+from shade.launch.ranks import Ranks, free_port, watch
 from shade.storage import open_volume
 from shade.store import open_store
 
 STEPS = 10
-"""Replayed where no later snapshot says how far, and nobody else does."""
+"""Steps to replay if neither a later snapshot nor the caller says how many."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a replay has shown."""
+    """The result of a replay."""
 
     step: int
-    """Restored."""
+    """Step that was restored."""
     last_step: int
-    """Reached."""
+    """Step that was reached."""
     num_losses: int
-    """Compared with the trail."""
+    """Losses compared with the trail."""
     parted_at: int | None
     """First step with another loss; None: there is none."""
     losses: tuple[str, str] | None
-    """The run's and the replay's, there."""
+    """Losses of the run and of the replay at that step."""
     num_tensors: int
-    """Compared with the run's snapshot of the last step; 0: it has none."""
+    """Tensors compared with the run's snapshot of the last step; 0: it has none."""
     different: tuple[str, ...]
-    """Names of those that are not the same, in order, and paths of other state."""
+    """Names of tensors that differ, in order, and paths of other state."""
 
     @property
     def is_good(self) -> bool:
-        """Whether the run goes on bit for bit."""
+        """Returns whether the replay matches the run bit for bit."""
         return self.parted_at is None and not self.different
 
     def __str__(self) -> str:
@@ -88,11 +86,11 @@ def certify(out: Path, step: int, num_steps: int | None = None) -> Certificate:
 
     Args:
         out: The run directory.
-        step: Of the snapshot.
-        num_steps: To be replayed; None: to the next snapshot, or `STEPS`.
+        step: Step of the snapshot.
+        num_steps: Steps to replay; None: to the next snapshot, or `STEPS`.
 
     Returns:
-        What came of it.
+        The certificate.
 
     Raises:
         ConfigError: No run, no such snapshot, or nothing to compare with.
@@ -123,7 +121,7 @@ def certify(out: Path, step: int, num_steps: int | None = None) -> Certificate:
 
 @contextlib.contextmanager
 def _reader(config: RunConfig) -> Iterator[Reader]:
-    """Everything that may have snapshots of the run."""
+    """Opens every place that may hold snapshots of the run."""
     with contextlib.ExitStack() as resources:
         tiers: list[Tier] = []
         if own_folder(config.run).is_dir():
@@ -159,6 +157,7 @@ def _replay_of(config: RunConfig, start: Snapshot, last_step: int, out: Path) ->
         run=f"certify-{secrets.token_hex(6)}",
         processes=ranks,
         batch_size=config.batch_size * config.processes // ranks,
+        # The original run may still hold its own port.
         master_port=free_port(),
         cache="none",
         steps=last_step,
@@ -176,14 +175,14 @@ def _run(replay: RunConfig, log: Path) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // replay.processes)))
     with Ranks(replay, environment, log) as ranks:
         if watch(ranks.poll, replay) != 0:
-            told = [path.read_text().strip() for path in Path(replay.out).glob("failure-*.txt")]
-            raise CheckpointError(f"the replay failed: {next(filter(None, told), ranks.why())}")
+            failures = [path.read_text().strip() for path in Path(replay.out).glob("failure-*.txt")]
+            raise CheckpointError(f"the replay failed: {next(filter(None, failures), ranks.why())}")
 
 
 def _compare(run: Reader, replay: Reader, step: int) -> tuple[int, tuple[str, ...]]:
-    """How many tensors the run's newest snapshot of a step has, and what in the replay's is not the same.
+    """Counts the tensors in the run's newest snapshot of a step, and names what differs in the replay's.
 
-    A step may have two, from before and after the end of its epoch: the one that is more like it counts.
+    The replay may have two of that step, from before and after the end of its epoch: the more similar one counts.
     """
     theirs = _read(run, step)
     if theirs is None:
@@ -197,7 +196,7 @@ def _compare(run: Reader, replay: Reader, step: int) -> tuple[int, tuple[str, ..
 
 
 class _Only(Reader):
-    """One snapshot of a reader's."""
+    """Restricts a reader to one snapshot."""
 
     def __init__(self, reader: Reader, snapshot: Snapshot) -> None:
         super().__init__(reader.tiers)

@@ -1,13 +1,13 @@
 """Whatever fsspec reaches as a `Volume`: ``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``sftp://``, ``memory://`` …
 
-Two ways for a name to appear whole. An object store shows an object when its upload is completed, so the upload is
-held open and completed last. Everything else gets a file of an unfinished name, and a rename; where the rename refuses
-to overwrite (HDFS), the old file is removed just before, and a crash in that moment leaves neither: nothing in `shade`
-overwrites a name that counts. How durable a completed object is, is the service's word, not ours.
+A name appears complete in one of two ways. An object store shows an object when its upload is completed, so the upload
+is held open and completed last. Everything else gets an unfinished name, and a rename. Where the rename refuses to
+overwrite (HDFS), the old file is deleted just before, and a crash in that moment leaves neither; `shade` never
+overwrites a name that matters. The service decides how durable a completed object is.
 
 Login, region and endpoint come from where fsspec and the service's library look for them: its configuration files, and
-variables such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. What a URL itself holds
-between ``//`` and ``@`` is shown in no message.
+variables such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. No message shows what a URL
+holds between ``//`` and ``@``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import fsspec
+from typing_extensions import override
 
 from shade.errors import ConfigError, ShadeError, StorageError
 from shade.storage.base import VOLUMES, Volume
@@ -32,18 +33,18 @@ _PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "ad
 UPLOAD_BYTES: Final = 16 * 2**20
 """A part of an upload. S3 takes 10,000 of them, so 160 GB a shard, and none but the last below 5 MiB."""
 RANGE_BYTES: Final = 8 * 2**20
-"""A long read is asked for in pieces of this length, all at once where the library can."""
+"""A long read is split into ranges of this length, all requested at once if the library can."""
 
 
 @VOLUMES.register("*")
 class RemoteVolume(Volume):
-    """Names are paths below a URL.
+    """Names are paths below a URL. Connections belong to fsspec, which shares them within the process.
 
     Args:
-        url: As fsspec has it, such as ``s3://bucket/prefix``.
+        url: As in fsspec, such as ``s3://bucket/prefix``.
 
     Raises:
-        ConfigError: fsspec knows no such scheme, its library is not installed, or the URL lacks what it needs.
+        ConfigError: fsspec knows no such scheme, its library is not installed, or the URL is incomplete.
     """
 
     def __init__(self, url: str) -> None:
@@ -57,16 +58,16 @@ class RemoteVolume(Volume):
             wanted = _EXTRAS.get(scheme) or _PACKAGES.get(scheme) or error.name or "its library"
             raise ConfigError.of(f"the library for {scheme}://", "none", f"pip install '{wanted}'") from error
         except Exception as error:
-            raise ConfigError.of("a storage URL that fsspec understands", self.url, self._words(error)) from error
+            cure = f"correct it ({self._words(error)})"
+            raise ConfigError.of("a storage URL that fsspec understands", self.url, cure) from error
         self._fs: Any = file_system
         self._root = str(root).rstrip("/")
         self._is_object_store = scheme in _OBJECT_STORES
-        self._closed = False
         if not self._root.strip("/") and scheme in _EXTRAS:
             raise ConfigError.of("a bucket", self.url, f"write {scheme}://bucket/prefix")
 
+    @override
     def write(self, name: str, parts: Iterable[Bytes]) -> int:
-        """See `Volume`."""
         self._check_open()
         path, folder = self._path(check_name(name)), name.rpartition("/")[0]
         if self._is_object_store:
@@ -83,8 +84,8 @@ class RemoteVolume(Volume):
             raise
         return num_bytes
 
+    @override
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """See `Volume`."""
         self._check_open()
         path, stop = self._path(check_name(name)), start + len(buffer)
         starts = [*range(start, stop, RANGE_BYTES)]
@@ -94,14 +95,13 @@ class RemoteVolume(Volume):
         with self._translating(f"to read {name}"):
             pieces = self._fs.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
         if sum(map(len, pieces)) != len(buffer):
-            raise StorageError(
-                f"expected {stop} bytes in {name} of {self.url}, got fewer; it was cut off or is another file"
-            )
+            found = f"expected {stop} bytes in {name} of {self.url}, got fewer"
+            raise StorageError(f"{found}; it was cut off or is another file")
         for first, piece in zip(starts, pieces, strict=True):
             buffer[first - start : first - start + len(piece)] = piece
 
+    @override
     def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """See `Volume`."""
         self._check_open()
         paths = [self._path(check_name(name)) for name in names]
         if not paths:
@@ -114,27 +114,29 @@ class RemoteVolume(Volume):
                     raise content
         return [None if isinstance(content, FileNotFoundError) else bytes(content) for content in found]
 
+    @override
     def size_bytes(self, name: str) -> int | None:
-        """See `Volume`."""
         return self._size_of(check_name(name))
 
+    @override
     def list(self, prefix: str = "") -> list[str]:
-        """See `Volume`."""
         return sorted(name for name in self._find(prefix) if not is_partial(name) and name.startswith(prefix))
 
+    @override
     def leftovers(self, prefix: str = "") -> Sequence[str]:
-        """See `Volume`. In S3 these are uploads that were begun and neither completed nor aborted."""
+        """In S3 these are uploads that were neither completed nor aborted."""
         partial = (name for name in self._find(prefix) if is_partial(name))
         files = (name for name in partial if f"{name.rpartition('/')[0]}/".lstrip("/").startswith(prefix))
         return sorted([*files, *(name for name, _ in self._uploads(prefix))])
 
+    @override
     def delete_many(self, names: Sequence[str]) -> int:
-        """See `Volume`. Empty folders stay: some of these systems can only remove one with whatever is in it."""
+        """Empty folders stay: some of these systems can delete a folder only with its content."""
         self._check_open()
         return sum(self._remove(check_name(name)) for name in names)
 
+    @override
     def sweep(self, prefix: str = "") -> int:
-        """See `Volume`."""
         uploads = self._uploads(prefix)
         with self._translating("to abort uploads"):
             for name, upload in uploads:
@@ -142,8 +144,8 @@ class RemoteVolume(Volume):
                 self._fs.abort_mpu(bucket, key, upload)
         return len(uploads) + sum(self._remove(name) for name in self.leftovers(prefix) if is_partial(name))
 
+    @override
     def ping(self) -> None:
-        """See `Volume`."""
         self._check_open()
         name = partial_name("")
         path = self._path(name)
@@ -156,16 +158,8 @@ class RemoteVolume(Volume):
         if found != b"shade":
             raise StorageError(f"expected to read back what was written to {self.url}, got {found!r}; mend it")
 
-    def close(self) -> None:
-        """See `Volume`. Connections belong to fsspec, which shares them within the process."""
-        self._closed = True
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageError(f"expected an open volume, got {self.url} after close(); open it again")
 
     def _words(self, error: BaseException) -> str:
         words = f"{type(error).__name__}: {error}"
@@ -185,7 +179,7 @@ class RemoteVolume(Volume):
             raise failure(f"{expected} in {self.url}", error, cure, self._words(error)) from None
 
     def _upload(self, name: str, path: str, parts: Iterable[Bytes]) -> int:
-        """One request for what is small, and for what is not an upload that is completed last."""
+        """Writes a small object in one request, a large one as an upload that is completed last."""
         remaining, first = iter(parts), bytearray()
         for part in remaining:
             first += part
@@ -196,7 +190,8 @@ class RemoteVolume(Volume):
         return len(first)
 
     def _stream(self, name: str, path: str, parts: Iterable[Bytes], *, hold: bool) -> int:
-        """Writes as the parts come; with ``hold`` nothing can be seen before the last line has run."""
+        """Writes the parts as they come; with ``hold`` nothing is visible before the commit."""
+        # Without autocommit fsspec keeps the upload open until commit().
         options = {"autocommit": False} if hold else {}
         num_bytes = 0
         with self._translating(f"to write {name}"):
@@ -240,6 +235,7 @@ class RemoteVolume(Volume):
         self._check_open()
         folder = prefix.rpartition("/")[0]
         with self._translating("to list the files"):
+            # fsspec caches listings; another process may have written meanwhile.
             self._fs.invalidate_cache()
             try:
                 found = self._fs.find(self._path(folder) if folder else self._root)
@@ -250,7 +246,7 @@ class RemoteVolume(Volume):
             yield str(path).strip("/")[len(begin) :].lstrip("/")
 
     def _uploads(self, prefix: str) -> Sequence[tuple[str, str]]:
-        """Names and identifiers of uploads that are under way, where the service can list them."""
+        """Lists names and identifiers of unfinished uploads, if the service can list them."""
         if not hasattr(self._fs, "list_multipart_uploads"):
             return []
         self._check_open()

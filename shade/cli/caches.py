@@ -1,4 +1,4 @@
-"""Implements ``shade cache up|status|down`` on top of `shade.store.service` and `shade.store.cluster_bootstrap`.
+"""Implements ``shade cache up|status|down`` on top of `shade.store._servers`.
 
 The address that `up` prints lacks only the password, which is read from the environment, here and by the run.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shade.errors import ConfigError
-from shade.store import cluster_bootstrap, service
+from shade.store._servers import cluster_bootstrap, service
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 

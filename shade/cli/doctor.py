@@ -28,8 +28,8 @@ from typing import Final
 from shade.errors import ConfigError, DataError, ShadeError, StoreError, StoreUnavailableError
 from shade.launch.preflight import check_folder
 from shade.store import open_store
+from shade.store._servers.server import ask, find_server_binary
 from shade.store.link import Endpoint
-from shade.store.server import ask, find_server_binary
 from shade.store.url import StoreURL, format_address
 
 MIB, GIB = 2**20, 2**30

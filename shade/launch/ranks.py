@@ -27,7 +27,7 @@ from types import FrameType
 
 from shade.config import RunConfig
 from shade.process import die_with_parent
-from shade.store.cluster_bootstrap import own_address
+from shade.store._servers.cluster_bootstrap import own_address
 from shade.terminal import progress_bar
 
 GRACE_SECONDS = 40.0

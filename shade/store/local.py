@@ -13,9 +13,9 @@ from typing import Final
 
 from typing_extensions import override
 
+from shade.store._servers.server import LocalServer
 from shade.store.base import STORES
 from shade.store.redis import RedisStore
-from shade.store.server import LocalServer
 from shade.store.url import StoreURL
 
 _HEADROOM_BYTES: Final = 64 << 20

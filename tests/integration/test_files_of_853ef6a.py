@@ -26,7 +26,7 @@ from torchvision.datasets import ImageFolder
 from shade import Checkpointer, GradientEngine, ShadeDataset, ShadeSampler, SparseSGD, open_store
 from shade.checkpoint.dcp import ShadeReader
 from shade.cli import main
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, run, stream_of
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures_853ef6a"

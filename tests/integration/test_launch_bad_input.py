@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 from shade import ShadeDataset, ShadeSampler
 from shade.config import RunConfig
 from shade.launch.run import main
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, make_images, rows, run, truncate
 
 

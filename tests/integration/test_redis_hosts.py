@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shade.errors import ConfigError, StoreUnavailableError
-from shade.store import cluster_bootstrap, service
-from shade.store.local_cluster import free_ports
+from shade.store._servers import cluster_bootstrap, service
+from shade.store._servers.local_cluster import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTBED = ROOT / "scripts" / "testbed"

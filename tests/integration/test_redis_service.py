@@ -19,10 +19,10 @@ from shade.cli import main
 from shade.errors import ConfigError, StoreError
 from shade.process import is_running
 from shade.store import open_store
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer, find_server_binary, wait_until_serving
+from shade.store._servers.service import down, status, up
 from shade.store.link import Endpoint
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer, find_server_binary, wait_until_serving
-from shade.store.service import down, status, up
 from tests.conftest import REPOSITORY
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.store.origin import LEAST, ConcurrencyLimit
+from shade.data._dataset.origin import LEAST, ConcurrencyLimit
 
 
 class Link:

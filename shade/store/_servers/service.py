@@ -24,10 +24,8 @@ from typing import Any, Final
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.process import is_running, start_detached, start_of
-from shade.store.base import STORES, NodeStats
-from shade.store.link import Endpoint, socket_path
-from shade.store.local_cluster import check_shape, form_cluster, free_ports, node_settings
-from shade.store.server import (
+from shade.store._servers.local_cluster import check_shape, form_cluster, free_ports, node_settings
+from shade.store._servers.server import (
     LOOPBACK,
     MAX_SOCKET_PATH,
     ask,
@@ -37,6 +35,8 @@ from shade.store.server import (
     wait_until_serving,
     write_settings,
 )
+from shade.store.base import STORES, NodeStats
+from shade.store.link import Endpoint, socket_path
 from shade.store.url import StoreURL
 
 _STATE: Final = "servers.json"

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Final
 
 from shade.errors import StoreError, StoreUnavailableError
+from shade.store._servers.local_cluster import read_slot_map
 from shade.store.link import Endpoint
-from shade.store.local_cluster import read_slot_map
 from shade.store.node import Node
 from shade.store.wire import Command, Reply, ServerError
 

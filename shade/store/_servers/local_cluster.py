@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
+from shade.store._servers.server import LOOPBACK, LocalServer, ask, ask_text, quoted
 from shade.store.cluster import SlotMap
 from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
-from shade.store.server import LOOPBACK, LocalServer, ask, ask_text, quoted
 from shade.store.url import StoreURL, format_address
 
 _FIRST_PORT, _LAST_PORT, _BUS_OFFSET = 10_000, 22_700, 10_000

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Final
 
 from shade.errors import ConfigError, StoreUnavailableError
-from shade.store import service
+from shade.store._servers import service
+from shade.store._servers.local_cluster import agrees, assign_slots, check_shape, num_listed, read_slot_map
+from shade.store._servers.resharding import take_share
+from shade.store._servers.server import ask, ask_text
 from shade.store.link import Endpoint
-from shade.store.local_cluster import agrees, assign_slots, check_shape, num_listed, read_slot_map
-from shade.store.resharding import take_share
-from shade.store.server import ask, ask_text
 from shade.store.url import PASSWORD_VARIABLE, Address, StoreURL, format_address
 
 _MEET_SECONDS: Final = 600.0

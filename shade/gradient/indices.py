@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import PayloadError
-from shade.gradient.kernels.compiling import choose
+from shade.gradient.kernels.choice import choose
 
 Octets = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.uint32]
@@ -33,7 +33,7 @@ MIDDLE, WIDE = 254, 255
 
 
 class Arrays:
-    """The two loops in numpy; see `shade.gradient.kernels.delta`."""
+    """The two loops in numpy; see `shade.gradient.kernels.index_loops`."""
 
     @staticmethod
     def split(indices_K: Places, codes_K: Octets, middle_K: npt.NDArray[np.uint16], wide_K: Places) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class Arrays:
 @functools.cache
 def loops() -> Any:
     """Those in use."""
-    return choose("shade.gradient.kernels.delta", Arrays)
+    return choose("shade.gradient.kernels.index_loops", Arrays)
 
 
 def encode(indices_K: Places) -> Octets:

@@ -5,7 +5,7 @@ order and holds the same bits afterwards, on whatever processor (no product is f
 starts at zero and takes rank 0's share first. Weighted, because the mean over samples is what training on one machine
 would use, and ranks need not have equal batches.
 
-The work is that of the elements, not of the bucket (`shade.gradient.kernels.merging`).
+The work is that of the elements, not of the bucket (`shade.gradient.kernels.index_loops`).
 
 Legend: D bucket · K kept · W world.
 """
@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError, PayloadError
-from shade.gradient.kernels.compiling import choose
+from shade.gradient.kernels.choice import choose
 from shade.gradient.sparse import Sparse
 from shade.types import Floats, Indices
 
 
 class Arrays:
-    """The loop in numpy; see `shade.gradient.kernels.merging`."""
+    """The loop in numpy; see `shade.gradient.kernels.index_loops`."""
 
     @staticmethod
     def merge_parts(
@@ -52,7 +52,7 @@ class Arrays:
 @functools.cache
 def loops() -> Any:
     """Those in use."""
-    return choose("shade.gradient.kernels.merging", Arrays)
+    return choose("shade.gradient.kernels.index_loops", Arrays)
 
 
 def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from shade.gradient.kernels import lanes
-from shade.gradient.kernels.compiling import compiled
+from shade.gradient.kernels.arrays import LINE
+from shade.gradient.kernels.choice import compiled
 
-_LINE, _AHEAD, _U64 = lanes.LINE, 64, np.uint64
+_LINE, _AHEAD, _U64 = LINE, 64, np.uint64
 # Intrinsics are called without their first argument, which no type checker knows.
 add_linear: Any = lanes.add_linear
 advance_adam: Any = lanes.advance_adam

@@ -38,7 +38,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shade.errors import ConfigError, GradientError
 from shade.gradient.bucket import Bucket
 from shade.gradient.correction import AdamCorrection, Correction
-from shade.gradient.kernels.compiling import choose
+from shade.gradient.kernels.choice import choose
 from shade.gradient.optim import arrays
 from shade.gradient.optim.memory import Memory
 from shade.gradient.sparse import Sparse

@@ -51,7 +51,7 @@ from measures import commit
 
 from shade.gradient.bucket import Bucket
 from shade.gradient.compressor import aligned_zeros
-from shade.gradient.kernels import step as loops
+from shade.gradient.kernels import step_loops as loops
 from shade.gradient.kernels.choice import compiled
 from shade.gradient.kernels.lanes import fetch
 from shade.gradient.merge import merge

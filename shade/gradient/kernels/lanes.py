@@ -1,17 +1,17 @@
 """The few operations on 16 elements that numba cannot express, written as LLVM IR.
 
 Everything else in this folder is plain numba. These are here because plain numba was measured and is too slow
-(decision 0015 has the table):
+(decision 0015 has the tables):
 
 * Stores past the caches (`stream_line`, `add_line`) and requests for a line ahead of its use (`fetch`): numba has
   neither.
 * The lowest bit of a mask (`trailing_zeros`): one instruction, which numba has no function for.
-* The optimizers' arithmetic on one line. LLVM turns a plain loop over 16 elements of three arrays into vector code only
+* The energy of a line with a fixed order of additions (`add_line`), and the optimizers' arithmetic on one line. LLVM turns a plain loop over 16 elements of three arrays into vector code only
   behind a check at run time that the arrays do not overlap, and that check costs more than the line does.
 
-All arithmetic is IEEE's, in the order of `shade.gradient.kernels.arrays` and `shade.gradient.optim.arrays`, so the
-results are the same to the last bit on every processor. Arrays are numba's. Offsets are in elements and multiples of
-16, unless a function says otherwise.
+All arithmetic is IEEE's, in the order of `shade.gradient.kernels.arrays` and `shade.gradient.kernels.step_arrays`, so
+the results are the same to the last bit on every processor. Arrays are numba's. Offsets are in elements and multiples
+of 16, unless a function says otherwise.
 
 An intrinsic is a function that numba calls twice: for its types, where it gets types, and for its code, where it gets
 LLVM's values. The first argument of each is numba's typing context, which a caller does not pass.
@@ -190,11 +190,11 @@ def add_linear(typing: Any, x: Any, b: Any, offset: Any, values: Any, first: Any
     """Sets ``x -= gain_x·values`` and ``b += gain_b·values`` of a line, with the 16 values from ``first`` on."""
 
     def write(lines: _LineBuilder) -> Any:
-        at_x, at_b, given = lines.address(0, 2), lines.address(1, 2), lines.load(lines.address(3, 4))
+        at_x, at_b, added = lines.address(0, 2), lines.address(1, 2), lines.load(lines.address(3, 4))
         old_x, old_b = lines.load(at_x), lines.load(at_b)
         gain_x, gain_b = lines.scalars(5)
-        lines.store(lines.builder.fsub(old_x, lines.builder.fmul(gain_x, given)), at_x)
-        lines.store(lines.builder.fadd(old_b, lines.builder.fmul(gain_b, given)), at_b)
+        lines.store(lines.builder.fsub(old_x, lines.builder.fmul(gain_x, added)), at_x)
+        lines.store(lines.builder.fadd(old_b, lines.builder.fmul(gain_b, added)), at_b)
         return lines.nothing()
 
     return _declare(write, (x, b, _OFFSET, values, _OFFSET), 2, numba.types.void)

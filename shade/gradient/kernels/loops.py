@@ -1,14 +1,17 @@
-"""The passes over a bucket in numba; the same bits as `shade.gradient.kernels.arrays`, several times as fast.
+"""The passes over a bucket in numba, several times as fast as numpy.
+
+The functions have the names, arguments and results of those in `shade.gradient.kernels.arrays`, which documents them.
 
 A pass over a bucket reads two arrays and writes one, as ``e += g`` does, so it should cost what memory costs:
 
 * The result is written past the caches (`stream_line`). A plain store first reads the line that it overwrites, a third
   more traffic.
-* numba's own loops cannot store past the caches. So a part of `_PART` elements is computed into a scratch array, which
+* A plain loop of numba cannot store past the caches. So a part of the bucket is computed into a scratch array, which
   stays in the first-level cache, and is copied out from there.
 * Which elements are picked is decided 64 at a time: one vector comparison, one flag. Most blocks of 64 have none, or
   one. Only a block with a hit is looked at closely, as a mask with a bit an element. The blocks with a hit are listed
-  first and worked off afterwards: a branch inside the first loop would be predicted wrongly every second time.
+  first and worked off afterwards: at 1 % every second block has one, so the processor would mispredict a branch in the
+  first loop half of the time.
 
 The loops over single places read or write here and there, so what counts is how many accesses are under way at once.
 numpy starts a loop of its own for each line, and widens indices before it uses them.

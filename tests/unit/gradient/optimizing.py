@@ -11,7 +11,8 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 
 from shade.gradient.bucket import Bucket
-from shade.gradient.optim import adam, arrays, sgd
+from shade.gradient.kernels import step_arrays
+from shade.gradient.optim import adam, sgd
 from shade.gradient.optim.base import SparseOptimizer
 from shade.gradient.sparse import Sparse
 
@@ -22,7 +23,7 @@ SIZE = 203
 def use_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces the loops in numpy."""
     for module in (sgd, adam):
-        monkeypatch.setattr(module, "loops", lambda: arrays)
+        monkeypatch.setattr(module, "loops", lambda: step_arrays)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

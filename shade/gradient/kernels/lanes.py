@@ -6,7 +6,8 @@ Everything else in this folder is plain numba. These are here because plain numb
 * Stores past the caches (`stream_line`, `add_line`) and requests for a line ahead of its use (`fetch`): numba has
   neither.
 * The lowest bit of a mask (`trailing_zeros`): one instruction, which numba has no function for.
-* The energy of a line with a fixed order of additions (`add_line`), and the optimizers' arithmetic on one line. LLVM turns a plain loop over 16 elements of three arrays into vector code only
+* The energy of a line with a fixed order of additions (`add_line`): LLVM leaves a tree of additions scalar.
+* The optimizers' arithmetic on one line: LLVM turns a plain loop over 16 elements of three arrays into vector code only
   behind a check at run time that the arrays do not overlap, and that check costs more than the line does.
 
 All arithmetic is IEEE's, in the order of `shade.gradient.kernels.arrays` and `shade.gradient.kernels.step_arrays`, so

@@ -255,7 +255,9 @@ class SparseOptimizer(Optimizer, ABC):
         for first, earlier in list(self._memories.items()):
             if not set(bucket.parameters).isdisjoint(earlier.bucket.parameters):
                 if earlier.is_behind:
-                    raise ConfigError.of("the buckets of before, or buckets that are up to date", "new buckets that lag", _FLUSH)
+                    raise ConfigError.of(
+                        "the buckets of before, or buckets that are up to date", "new buckets that lag", _FLUSH
+                    )
                 del self._memories[first]
         states = [self.state.get(parameter, {}) for parameter in bucket.parameters]
         steps = {int(state["step"]) if "step" in state else 0 for state in states}

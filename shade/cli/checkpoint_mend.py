@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, opened, table
+from shade.cli.checkpoint_verb import Places, Verb, add_places, opened
+from shade.cli.tables import table
 from shade.errors import CorruptCheckpointError, StorageError, StoreError
 
 if TYPE_CHECKING:

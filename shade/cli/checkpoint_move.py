@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, opened, size
+from shade.cli.checkpoint_verb import Places, Verb, add_places, opened
+from shade.cli.tables import size
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shade.cli.checkpoint_verb import Verb, size, table
+from shade.cli.checkpoint_verb import Verb
+from shade.cli.tables import size, table
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:

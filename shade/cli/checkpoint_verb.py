@@ -1,4 +1,4 @@
-"""What the verbs of ``shade checkpoint`` have in common: where to look, how to choose a snapshot, how a table looks."""
+"""Shared by the verbs of ``shade checkpoint``: opens the places to look, chooses a snapshot, writes moments as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -178,32 +178,6 @@ def _own_memory(run: str) -> list[Tier]:
     from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 
     return [SharedMemoryTier(run, 0)] if run in {name for name, _ in leftovers()} else []
-
-
-def table(rows: Sequence[Sequence[str]], align: str) -> str:
-    """Columns side by side, two spaces apart.
-
-    Args:
-        rows: Of cells, the first row a heading.
-        align: ``<`` or ``>`` for each column.
-
-    Returns:
-        Lines.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)) for row in rows
-    )
-    return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of ten, as disks are sold and rates are told."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
 
 
 def moment(seconds: float) -> str:

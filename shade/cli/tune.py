@@ -89,7 +89,7 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _report(study: Study, done: list[Evaluation], folder: Path) -> int:
-    from shade.cli.checkpoint_verb import table
+    from shade.cli.tables import table
 
     rows = [("number", "batch", "density", "quality", "seconds", "")]
     for each in done:

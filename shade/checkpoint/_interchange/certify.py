@@ -1,7 +1,7 @@
 """What a certificate is made of: a trail of the run's losses, a snapshot carried elsewhere, a comparison by bits.
 
 A run that is resumed bit for bit goes through the same losses to the same tensors. So whoever wants to know replays
-some steps from a snapshot in a fresh process (`shade.launch.certify`) and compares twice: the loss of every step with
+some steps from a snapshot in a fresh process (`shade.launch.certify_resume`) and compares twice: each step's loss with
 the trail, which says *when* the two part; and every tensor with the run's next snapshot, which says *what* is not the
 same.
 

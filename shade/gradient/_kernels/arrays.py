@@ -20,7 +20,16 @@ TILE = 2**14
 OVERFLOW = -1
 """Returned instead of a count when the room did not suffice."""
 
+ALIGNMENT_BYTES = 64
+"""Where the memory for a rest begins: streaming stores write whole lines of the cache."""
 Places = npt.NDArray[np.uint32]
+
+
+def aligned_zeros(size: int) -> Floats:
+    """Returns zeros, float32 (size,), that begin at a multiple of `ALIGNMENT_BYTES`."""
+    room = np.zeros(size + ALIGNMENT_BYTES // 4, dtype=np.float32)
+    start = -room.ctypes.data % ALIGNMENT_BYTES // 4
+    return room[start : start + size]
 
 
 def pick_elements(

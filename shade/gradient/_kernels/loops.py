@@ -28,9 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from shade.gradient._compress.compressor import aligned_zeros
 from shade.gradient._kernels import lanes
-from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places
+from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, aligned_zeros
 from shade.gradient._kernels.choice import compiled
 from shade.types import Bools, Floats
 

@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shade.gradient._compress.compressor import aligned_zeros
 from shade.gradient._compress.correction import AdamCorrection
 from shade.gradient._kernels import choice
-from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, as_lines
+from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, aligned_zeros, as_lines
 from shade.gradient._kernels.choice import ARRAYS, Kernels, candidates, prepare
 
 SIZES = (0, 1, 15, 16, 17, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 33)

@@ -16,7 +16,7 @@ Method
     of hours has otherwise.
 
     lost        share of the time that does not end up as training, saves and failures together, by the exact formula
-                (shade.checkpoint.autopilot.interval); the mean time between failures is --mtbf.
+                (shade.checkpoint._pacing.schedule); the mean time between failures is --mtbf.
     ratio       lost with the autopilot's choice, over lost with the exhaustive best. The bar: 1.10 on 5 of 6 models.
     flown       the same of the saves of the second half, in the mean.
     overhead    the flight from its second save on, trials included, over as many of its quiet steps, less 1. A step is
@@ -51,9 +51,8 @@ from strategy_report import Report
 from strategy_run import FIRST_STEPS, Training
 
 from shade import Checkpointer
-from shade.checkpoint.autopilot.choose import judge
-from shade.checkpoint.autopilot.pilot import candidates
-from shade.checkpoint.autopilot.predict import Prediction
+from shade.checkpoint._strategies.pilot import candidates
+from shade.checkpoint._strategies.predict import Prediction, judge
 
 FLOWN = "autopilot.jsonl"
 STEP_OF_GRID = 1.05

@@ -279,7 +279,7 @@ def table(result: dict[str, Any]) -> str:
 
 def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict[str, list[float]]:
     """Seconds until a new process has the state again, by where it was; the disk is cold."""
-    from shade.checkpoint.stage import Stage
+    from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 
     run_child("--prepare", "restore", folder, environment)
     found: dict[str, list[float]] = {}
@@ -292,7 +292,7 @@ def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict
                     raise RuntimeError(f"expected to restore from {way}, got {figures['tier']}")
                 found.setdefault(way, []).append(figures["seconds"])
         if "own memory" in ways:
-            Stage("restore", 0).remove()
+            SharedMemoryTier("restore", 0).remove()
     return found
 
 
@@ -310,7 +310,7 @@ def measure(given: argparse.Namespace) -> None:
     """All rounds, and the report."""
     from checkpoint_methods import USUAL
 
-    from shade.store.server import LocalServer
+    from shade.store._servers.server import LocalServer
 
     names = given.methods or [name for name in USUAL if not given.slow or name in SLOW_METHODS]
     names = ["none", *(name for name in names if name != "none")]

@@ -49,14 +49,14 @@ import redis
 from measures import commit
 from redis.connection import PythonRespSerializer
 
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.erasure import ErasureCode
-from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
+from shade.checkpoint._tiers.erasure import ErasureCode
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.store import open_store
-from shade.store.local_cluster import LocalCluster, free_ports
-from shade.store.server import LocalServer, find_server_binary
+from shade.store._servers.local_cluster import LocalCluster, free_ports
+from shade.store._servers.server import LocalServer, find_server_binary
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_CHUNKS = 64
@@ -193,7 +193,7 @@ class Saver:
         assert all(self._tier.read_chunks_into(self._place, self._manifest, numbers, self._buffers, copy))
 
     def load_new(self) -> None:
-        """Out, sixteen chunks at a time, as `shade.checkpoint.reader` asks for them."""
+        """Out, sixteen chunks at a time, as `shade.checkpoint._restore.reader` asks for them."""
         for first in range(0, NUM_CHUNKS, 16):
             found = self._tier.read_chunks(self._place, self._manifest, range(first, first + 16))
             assert None not in found

@@ -7,8 +7,8 @@ Question
 
 Method
     A GPT-2 of 11 M parameters with AdamW (130 MB of state, random weights, random tokens), saved every ``--every``
-    steps, ``--saves`` times. For each codec the same states are packed by `shade.checkpoint.packing.Packer`, stored in
-    a folder and read back by `shade.checkpoint.recover`.
+    steps, ``--saves`` times. For each codec the same states are packed by `shade.checkpoint._save.packing.Packer`,
+    stored in a folder and read back by `shade.checkpoint._restore.restore`.
 
     keyframe, delta   stored bytes over the state's.
     pack, build       MB of state a second, of the courier's thread and of a restore, keyframes apart from deltas.
@@ -40,17 +40,17 @@ import numpy as np
 import torch
 from measures import publish
 
-from shade.checkpoint.codecs.base import CODECS
-from shade.checkpoint.codecs.kmeans import cluster
-from shade.checkpoint.group import Alone
-from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.packing import Packer
-from shade.checkpoint.protocol import Notes, agree, store
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import recover
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.state import dismantle
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._codecs.base import CODECS
+from shade.checkpoint._codecs.excp import cluster
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import Notes, agree, store
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._save.packing import Packer
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.storage import open_volume
 
 KEYFRAME_EVERY = 4
@@ -69,7 +69,7 @@ def states(saves: int, every: int) -> Iterator[tuple[Any, dict[str, torch.Tensor
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        yield dismantle({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        yield flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
 class Slow:
@@ -96,15 +96,18 @@ def run(
     found: dict[str, list[float]] = {name: [] for name in ("keyframe", "delta", "pack_keyframe", "pack_delta")}
     found |= {name: [] for name in ("build_keyframe", "build_delta", "off_weight", "off_moment", "save")}
     for number, (tree, tensors) in enumerate(saved):
-        layout = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+        layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         buffer = torch.cat([bytes_of(tensors[name].contiguous()) for name in layout.entries])
         wanted = buffer.clone()
         begun = time.perf_counter()
         packed = packer.pack(number, buffer, layout.num_bytes, layout.entries, tree)
         seconds = time.perf_counter() - begun
         notes = Notes(number + 1, 0.0, {}, Pace(), "")
-        agreed = agree(Alone(), packed.manifest, None, notes, packed.base)
-        assert store(tier, Alone(), agreed, packed.manifest, lambda chunks=packed.chunks: chunks).place is not None
+        agreed = agree(SingleProcessGroup(), packed.manifest, None, notes, packed.base)
+        assert (
+            store(tier, SingleProcessGroup(), agreed, packed.manifest, lambda chunks=packed.chunks: chunks).place
+            is not None
+        )
         packer.landed(packed, agreed.record.digest, buffer)
         kind = "keyframe" if packed.base is None else "delta"
         found[kind].append(packed.manifest.stored_bytes / layout.num_bytes)
@@ -113,7 +116,7 @@ def run(
         if slow is not None:
             continue
         begun = time.perf_counter()
-        back = recover(Reader([tier]), Alone())
+        back = read_newest(Reader([tier]), SingleProcessGroup())
         assert back is not None
         found[f"build_{kind}"].append(layout.num_bytes / 1e6 / (time.perf_counter() - begun))
         for name, bound in back.bounds.items():

@@ -1,16 +1,16 @@
 """How many chunks should a flusher fetch at once? Every number, and the one that the formula gives.
 
 Question
-    `shade.checkpoint.flush_batch` fetches n* = √(N·T_d / T_c) chunks at once, N chunks in the snapshot, T_d and T_c
+    `shade.checkpoint._flush.fetch` fetches n* = √(N·T_d / T_c) chunks at once, N chunks in the snapshot, T_d and T_c
     measured as it goes: AsymCheck's B* = √(C·T_d·C_i / T_c) in chunks. Is the flush then as fast as with the best fixed
     number?
 
 Method
-    A snapshot of random bytes in a private Redis server, flushed to a folder by `shade.checkpoint.flusher.Flusher`, as
-    in production: verified, read ahead, written, synced, renamed. Two kinds: 256 chunks of 4 MiB (codec none), and 4096
-    of 40 kB (what topk-delta leaves of 16 GiB). For each kind the fixed numbers 1, 2, 4 … and the measured one take
-    turns, in a new random order each round; before the first round the measured one flushes once, so that it has its
-    line. The folder is emptied after each.
+    A snapshot of random bytes in a private Redis server, flushed to a folder by
+    `shade.checkpoint._flush.flusher.Flusher`, as in production: verified, read ahead, written, synced, renamed. Two
+    kinds: 256 chunks of 4 MiB (codec none), and 4096 of 40 kB (what topk-delta leaves of 16 GiB). For each kind the
+    fixed numbers 1, 2, 4 … and the measured one take turns, in a new random order each round; before the first round
+    the measured one flushes once, so that it has its line. The folder is emptied after each.
 
     seconds     of one flush, median of the rounds, and their interquartile range.
     over best   the measured one's median over that of the best fixed number, minus one. To hold: ≤ 5 %.
@@ -36,18 +36,18 @@ from unittest import mock
 
 from measures import publish
 
-from shade.checkpoint import flush_batch
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.flush_batch import FetchPace
-from shade.checkpoint.flusher import Flusher
-from shade.checkpoint.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._flush import fetch
+from shade.checkpoint._flush.fetch import FetchPace
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.storage import open_volume
 from shade.store import open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 KINDS = {"4 MiB": (256, CHUNK_BYTES), "40 kB": (4096, 40_000)}
 MEASURED = 0
@@ -84,8 +84,8 @@ def fill(tier: MemoryTier, num_chunks: int, chunk_bytes: int) -> None:
 def flush(tier: MemoryTier, folder: Path, pace: FetchPace) -> float:
     """Seconds of one flush; the slot is dirty again, and the folder empty."""
     storage = StorageTier(open_volume(str(folder)), "run")
-    most = ROOM_BYTES if isinstance(pace, Fixed) else flush_batch.MOST_BYTES
-    with mock.patch.object(flush_batch, "MOST_BYTES", most):
+    most = ROOM_BYTES if isinstance(pace, Fixed) else fetch.MOST_BYTES
+    with mock.patch.object(fetch, "MOST_BYTES", most):
         flusher = Flusher(tier, storage, Keep.parse("last=1"))
         flusher._pace = pace
         begun = time.perf_counter()

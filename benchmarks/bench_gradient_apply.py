@@ -10,7 +10,7 @@ Method
     what else the machine does hits both alike. Ours runs on one thread, in one call, as in the engine; PyTorch's fused
     dense step on one thread and on all.
 
-    touched      The loop over the touched elements alone, their lines caught up exactly (`shade.gradient.kernels`).
+    touched      The loop over the touched elements alone, their lines caught up exactly (`shade.gradient._kernels`).
     in lines     The same over as many elements in whole cache lines, as threshold-v16 picks them.
     apply        All of `SparseOptimizer.apply`: that, the tables, and the part of the sweep that keeps every element
                  within ``flush_every`` steps.
@@ -49,17 +49,16 @@ import numpy as np
 import torch
 from measures import commit
 
-from shade.gradient.bucket import Bucket
-from shade.gradient.compressor import aligned_zeros
-from shade.gradient.kernels import step as loops
-from shade.gradient.kernels.compiling import compiled
-from shade.gradient.kernels.lanes import fetch
-from shade.gradient.merge import merge
+from shade.gradient._comm.message import MessageHeader, pack, unpack
+from shade.gradient._comm.sparse_all_reduce import merge
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import Sparse, aligned_zeros
+from shade.gradient._compress.quantiser import QUANTISERS
+from shade.gradient._kernels import step as loops
+from shade.gradient._kernels.compiling import compiled
+from shade.gradient._kernels.lanes import fetch
+from shade.gradient._optim.base import SparseOptimizer
 from shade.gradient.optim import SparseAdamW, SparseSGD
-from shade.gradient.optim.base import SparseOptimizer
-from shade.gradient.quantiser import QUANTISERS
-from shade.gradient.sparse import Sparse
-from shade.gradient.wire import Header, pack, unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE, DENSITY, NUM_GRADIENTS = 25_000_000, 0.01, 4
@@ -207,7 +206,7 @@ def message() -> tuple[dict[str, Way], float]:
     """Packing and unpacking; and bytes an element."""
     (given,) = gradients(1)
     coder = QUANTISERS.get("bf16")()
-    header = Header(0, 0, 0, given.size, given.count, 1.0, "bf16")
+    header = MessageHeader(0, 0, 0, given.size, given.count, 1.0, "bf16")
     data = pack(header, given, coder)
     return {"pack": lambda: pack(header, given, coder), "unpack": lambda: unpack(data)}, len(data) / given.count
 

@@ -46,10 +46,10 @@ import numpy as np
 import torch
 from measures import commit
 
-from shade.gradient import COMPRESSORS, QUANTISERS, Key
-from shade.gradient.compressor import aligned_zeros
-from shade.gradient.error_feedback import ErrorFeedback
-from shade.gradient.kernels import choice
+from shade.gradient._compress.compressor import COMPRESSORS, Key, aligned_zeros
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
+from shade.gradient._kernels import choice
 
 SIZE, DENSITY, QUALITY_SIZE, QUALITY_STEPS, SEED = 25_000_000, 0.01, 1_000_000, 60, 0
 FLOOR, TORCH = "e += g", "error feedback + torch.topk"

@@ -2,15 +2,15 @@
 
 Question
     A kept library is to be preferred where it does not lose by more than a tenth. Does building the loader on SPDL's
-    `PipelineBuilder` lose, against the 150 lines of `shade.data.pipeline`?
+    `PipelineBuilder` lose, against the 150 lines of `shade.data._loader.pipeline`?
 
 Method
-    The same fetch and the same rendering (`shade.data.loader_parts.FusedParts`) over JPEGs of 400 × 300 pixels on local
-    disk, without a cache, batches of 64, RandomResizedCrop 224, flip, normalise; two workers. Three engines: ours; SPDL
-    with one stage for fetching and one that renders a batch a thread; SPDL with parts of a batch as items, as ours
-    cuts them (the source yields parts, a last stage puts batches together). SPDL's output is in input order. Rounds
-    interleave the engines; an epoch each to warm up; medians and the spread over the rounds. An engine with no work at
-    all in it (empty batches) shows what a batch costs in hand-over alone.
+    The same fetch and the same rendering (`shade.data._loader.batch_parts.FusedParts`) over JPEGs of 400 × 300 pixels
+    on local disk, without a cache, batches of 64, RandomResizedCrop 224, flip, normalise; two workers. Three engines:
+    ours; SPDL with one stage for fetching and one that renders a batch a thread; SPDL with parts of a batch as items,
+    as ours cuts them (the source yields parts, a last stage puts batches together). SPDL's output is in input order.
+    Rounds interleave the engines; an epoch each to warm up; medians and the spread over the rounds. An engine with no
+    work at all in it (empty batches) shows what a batch costs in hand-over alone.
 
     The machine has to be idle: both engines use every core.
 
@@ -35,9 +35,8 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset
-from shade.data.loader_buffers import Buffers
-from shade.data.loader_parts import FusedParts
-from shade.data.pipeline import Pipeline
+from shade.data._loader.batch_parts import Buffers, FusedParts
+from shade.data._loader.pipeline import LoaderPipeline
 
 BATCH, WORKERS, DEPTH, FETCHERS = 64, 2, 4, 2
 
@@ -95,8 +94,8 @@ class Empty:
 
 
 def ours(work: Work) -> Iterator[Any]:
-    """shade.data.pipeline."""
-    pipeline = Pipeline(work.begin, FETCHERS, WORKERS)
+    """shade.data._loader.pipeline."""
+    pipeline = LoaderPipeline(work.begin, FETCHERS, WORKERS)
     order = iter(work.batches)
     jobs = [pipeline.submit(indices) for _, indices in zip(range(DEPTH), order, strict=False)]
     while jobs:

@@ -36,8 +36,8 @@ import torch
 from measures import publish
 
 from shade import Checkpointer
-from shade.checkpoint.strategies.asymmetric import Asymmetric
-from shade.checkpoint.strategies.windows import PROFILED_STEPS
+from shade.checkpoint._strategies.asymmetric import Asymmetric
+from shade.checkpoint._strategies.windows import PROFILED_STEPS
 
 LAYERS = 24
 LAYER_BYTES = 48 * 2**20

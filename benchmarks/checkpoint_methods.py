@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from shade import Checkpointer
-from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint._strategies import STRATEGIES
 
 State = dict[str, Any]
 
@@ -264,7 +264,7 @@ class ShadeMemory(Shade):
 
 
 def shade_with(strategy: str) -> type[Shade]:
-    """Ours, by one of its strategies: shade.checkpoint.strategies says what each does."""
+    """Ours, by one of its strategies: shade.checkpoint._strategies says what each does."""
     return type(f"Shade, {strategy}", (Shade,), {"strategy": strategy})
 
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from shade import Checkpointer
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._strategies import STRATEGIES
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
-from shade.checkpoint.own_memory import own_folder
-from shade.checkpoint.strategies import STRATEGIES
 
 RUN = "strategies"
 SPARE = "BENCH_SPARE"

@@ -18,8 +18,8 @@ import torch
 from strategy_methods import METHODS, with_store
 from strategy_models import batches, build, optimizer_of
 
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._strategies import STRATEGIES
 
 FIRST_STEPS = 5
 """Of a training, before its first turn."""

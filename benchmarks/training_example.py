@@ -30,7 +30,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 import shade
-from shade.checkpoint.acute import TrainNode
+from shade.checkpoint import TrainNode
 
 DIGITS = Path(__file__).resolve().parent.parent / ".cache" / "digits" / "train"
 

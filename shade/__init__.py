@@ -1,40 +1,12 @@
-"""shade: a training-aware distributed caching data loader for PyTorch.
-
-The public names, loaded when first used (PEP 562): ``import shade`` alone loads neither torch nor redis.
-"""
+"""shade: a training-aware distributed caching data loader for PyTorch."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Checkpointer": "shade.checkpoint.manager",
-    "DiLoCo": "shade.gradient.local_sgd",
-    "ElasticEngine": "shade.gradient.elastic",
-    "GradientEngine": "shade.gradient.engine",
-    "LocalAdam": "shade.gradient.optim",
-    "LocalAdamW": "shade.gradient.optim",
-    "LocalSGD": "shade.gradient.local_sgd",
-    "Membership": "shade.gradient.membership",
-    "RemoteImageFolder": "shade.data.remote",
-    "ShadeDataset": "shade.data.dataset",
-    "ShadeLoader": "shade.data.loader",
-    "ShadeSampler": "shade.data.sampler",
-    "SampleCache": "shade.cache.cache",
-    "SparseAdam": "shade.gradient.optim",
-    "SparseAdamW": "shade.gradient.optim",
-    "SparseSGD": "shade.gradient.optim",
-    "SparseState": "shade.gradient.comm_hook",
-    "TrainSession": "shade.train",
-    "open_store": "shade.store",
-    "simulate": "shade.policy.simulator",
-    "sparse_hook": "shade.gradient.comm_hook",
-    "init_acute": "shade.checkpoint.acute",
-    "init_dash": "shade.checkpoint.acute",
-    "destroy_acute": "shade.checkpoint.acute",
-    "destroy_dash": "shade.checkpoint.acute",
-}
+from shade._lazy import lazy
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Checkpointer",
@@ -64,16 +36,35 @@ __all__ = [
     "simulate",
     "sparse_hook",
 ]
-__version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> Any:
-    """Loads a public name on first use."""
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'shade' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return sorted(__all__)
+if TYPE_CHECKING:
+    from shade.cache import SampleCache
+    from shade.checkpoint import Checkpointer, destroy_acute, destroy_dash, init_acute, init_dash
+    from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
+    from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
+    from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdam, SparseAdamW, SparseSGD
+    from shade.policy.simulator import simulate
+    from shade.store import open_store
+    from shade.train import TrainSession
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "shade.cache": ["SampleCache"],
+            "shade.checkpoint": ["Checkpointer", "destroy_acute", "destroy_dash", "init_acute", "init_dash"],
+            "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler"],
+            "shade.gradient": [
+                "DiLoCo",
+                "ElasticEngine",
+                "GradientEngine",
+                "LocalSGD",
+                "Membership",
+                "SparseState",
+                "sparse_hook",
+            ],
+            "shade.gradient.optim": ["LocalAdam", "LocalAdamW", "SparseAdam", "SparseAdamW", "SparseSGD"],
+            "shade.policy.simulator": ["simulate"],
+            "shade.store": ["open_store"],
+            "shade.train": ["TrainSession"],
+        },
+    )

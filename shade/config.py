@@ -1,8 +1,8 @@
-"""One run, fully resolved: what the launcher decided and every rank reads.
+"""Holds one run, fully resolved: the launcher decides, and every rank reads.
 
-The launcher turns flags into a `RunConfig`, writes it to ``run.json`` in the run directory and names that file to the
-ranks in one environment variable, so that script, launcher and report speak of the very same run. Passwords never get
-into it: a store's URL with a password travels in the environment alone.
+The launcher turns flags into a `RunConfig`, writes it to ``run.json`` in the run directory, and gives the ranks its
+path in one environment variable, so that script, launcher and report read the same run. The file never holds a
+password: the environment alone carries a store's URL with its password.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from shade.errors import ConfigError
 RUN_FILE = "SHADE_RUN"
 """Environment variable: path of the run's ``run.json``."""
 CACHE_URL = "SHADE_CACHE"
-"""Environment variable: the cache URL as the ranks shall use it, password included."""
+"""Environment variable: the cache URL that the ranks use, password included."""
 CHECKPOINT_URL = "SHADE_CHECKPOINT"
-"""Environment variable: the URL of the store for snapshots as the ranks shall use it, password included."""
+"""Environment variable: the URL of the store for snapshots that the ranks use, password included."""
 ACCESS_LOG = "SHADE_ACCESS_LOG"
 """Environment variable: the file that gets a ``hitting <index>`` or ``miss <index>`` line for every sample."""
 SNAPSHOTS = "checkpoints"
-"""Folder of the run directory for snapshots, where no other place was named."""
+"""Folder of the run directory for snapshots, if the flags name no other place."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run was asked to do."""
+    """The settings of a run, from its flags."""
 
     out: str
     """The run directory."""
@@ -79,12 +79,12 @@ class RunConfig:
     steps: int | None = None
     """Stop after so many steps in all; None: run the epochs out."""
     resume: bool = False
-    """Go on from the run's newest snapshot."""
+    """Resume from the run's newest snapshot."""
     on_bad_sample: str = "stop"
     """``stop`` or ``skip``."""
 
     run: str = ""
-    """Id that the run's snapshots are kept under: made up with the run, kept in ``run.json``, its own for ever."""
+    """Id of the run's snapshots: made with the run, kept in ``run.json``, never changed."""
     checkpoint: str | None = None
     """URL, its password hidden, of the store whose memory takes snapshots; None: storage alone."""
     persist: str | None = None
@@ -94,7 +94,7 @@ class RunConfig:
     checkpoint_keep: str = "last=2"
     """Which snapshots stay in durable storage."""
     checkpoint_strategy: str = "overlap"
-    """At which moments a snapshot is copied."""
+    """Name of the strategy that copies a snapshot."""
     gradient: str | None = None
     """How a rank picks the elements of its gradient that it sends; None: whole gradients are averaged."""
     density: float = 0.01
@@ -104,13 +104,13 @@ class RunConfig:
     controller: bool = False
     """Rank 0 adapts the density to what the link carries (``gradient``)."""
     profile: str | None = None
-    """What `shade tune` has found out about this training: the controller's prior."""
+    """Path of a profile of `shade tune`: the controller's prior."""
     restarts: int = 0
-    """Times that all ranks are started anew, from the newest snapshot, after one was lost."""
+    """How often all ranks restart from the newest snapshot after a rank was lost."""
     min_nodes: int | None = None
-    """Machines with which the run goes on when others are lost; None: with all of them or not at all."""
+    """Fewest machines with which the run continues when others are lost; None: it needs all of them."""
     notice: str | None = None
-    """What announces, besides SIGTERM, that this machine will be taken away: a path that appears, or an address."""
+    """Preemption notice besides SIGTERM: a path that appears, or an address."""
     metrics_port: int | None = None
     """Port of 127.0.0.1 where each machine serves its ranks' Prometheus page, 0 for any; None: in files alone."""
 
@@ -120,16 +120,16 @@ class RunConfig:
             object.__setattr__(self, "run", f"{name}-{secrets.token_hex(4)}")
 
     def shared_by(self, ranks: int) -> RunConfig:
-        """The run on as many ranks: they share the global batch, which is what decides the stream.
+        """Returns the run on a number of ranks: they share the global batch, which decides the sample stream.
 
         Args:
-            ranks: Of all machines together.
+            ranks: Ranks of all machines together.
 
         Returns:
-            The run with the batch of one of them.
+            The run with the batch of one rank.
 
         Raises:
-            ConfigError: They cannot share it equally.
+            ConfigError: The ranks cannot share the batch equally.
         """
         global_batch = self.batch_size * self.processes * self.nodes
         if global_batch % ranks:
@@ -139,22 +139,22 @@ class RunConfig:
 
     @property
     def keeps_beside(self) -> bool:
-        """Whether snapshots go into the run directory: nothing else was named."""
+        """Returns whether snapshots go into the run directory: the flags name no other place."""
         return self.checkpoint is None and self.persist is None
 
     @property
     def persist_to(self) -> str | None:
-        """Durable storage for snapshots, or None."""
+        """Returns the durable storage for snapshots, or None."""
         return str(Path(self.out) / SNAPSHOTS) if self.keeps_beside else self.persist
 
     @property
     def checkpoint_url(self) -> str | None:
-        """The store for snapshots as a rank shall open it, or None."""
+        """Returns the URL with which a rank opens the store for snapshots, or None."""
         return None if self.checkpoint is None else os.environ.get(CHECKPOINT_URL, self.checkpoint)
 
     @property
     def cache_url(self) -> str | None:
-        """The cache URL as a rank shall open it, or None for no cache."""
+        """Returns the URL with which a rank opens the cache, or None for no cache."""
         url = os.environ.get(CACHE_URL, self.cache)
         return None if url == "none" else url
 
@@ -169,13 +169,13 @@ class RunConfig:
         """Reads ``run.json``.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Returns:
-            The run as it was resolved.
+            The resolved run.
 
         Raises:
-            ConfigError: Not there, or not one of ours.
+            ConfigError: The file is not there, or is not a run.json.
         """
         try:
             fields: dict[str, Any] = json.loads(Path(path).read_text())

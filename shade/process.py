@@ -1,8 +1,8 @@
-"""Processes that we start: most must not outlive the one that started them, a few must.
+"""Starts processes: most of them end with the process that started them, a few outlive it.
 
-A launcher that is killed outright cannot tidy up, so its children ask the kernel to be told. Linux only; elsewhere
-children of a killed launcher have to be ended by hand. Servers and flushers are started by a shell that ends at once,
-in a session of their own: they are nobody's children, and no terminal's end reaches them.
+A launcher that is killed outright cannot stop its children, so each child asks the kernel for a signal at that moment.
+Linux only; elsewhere a user has to end the children of a killed launcher. A shell that ends at once starts servers and
+flushers in a session of their own: they have no parent of ours, and the end of a terminal does not reach them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _ENDED = ("Z", "X")
-"""States of which nothing comes any more."""
+"""States of a process that has ended."""
 _LAUNCH = '"$@" >/dev/null & echo "$!"'
 
 
 def die_with_parent(parent_pid: int, by: int = signal.SIGTERM) -> None:
-    """Asks to be sent a signal when the parent (strictly: the thread of it that started us) ends.
+    """Asks the kernel for a signal when the parent (strictly: the thread of it that started this process) ends.
 
     Args:
-        parent_pid: Who is expected to be the parent; if that one has died already, this process ends at once.
+        parent_pid: Id of the expected parent; if it has ended already, this process gets the signal at once.
         by: The signal.
     """
     if sys.platform != "linux":
@@ -41,8 +41,8 @@ def start_detached(command: Sequence[str], log: IO[bytes], environment: Mapping[
 
     Args:
         command: Program and arguments.
-        log: Where its standard error goes.
-        environment: Its variables; None: as here.
+        log: File for its standard error.
+        environment: Its variables; None: those of this process.
 
     Returns:
         Its process id.
@@ -60,7 +60,7 @@ def start_detached(command: Sequence[str], log: IO[bytes], environment: Mapping[
 
 
 def this_machine() -> str:
-    """What two processes have in common that can see each other; empty where the system does not say."""
+    """Returns a text that is equal for processes that see each other's ids; empty if the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -69,30 +69,30 @@ def this_machine() -> str:
 
 
 def start_of(process_id: int) -> str | None:
-    """When a live process of this machine started, as the kernel counts; None where there is none.
+    """Returns when a live process of this machine started, as the kernel counts; None if there is no such process.
 
     Args:
         process_id: Its id.
 
     Returns:
-        Something that another process with that id would not have.
+        A text that another process with the same id would not have.
     """
-    told = _told(process_id)
-    return None if told is None or told[0] in _ENDED else told[19]
+    status = _status(process_id)
+    return None if status is None or status[0] in _ENDED else status[19]
 
 
 def is_running(process_id: int) -> bool:
-    """True while a process does, or could do, anything: a zombie cannot."""
+    """Returns whether a process runs; a zombie does not."""
     if not _exists(process_id):
         return False
-    told = _told(process_id)
-    if told is None:  # gone since it was asked for; or a system that does not show it
+    status = _status(process_id)
+    if status is None:  # gone since it was asked for; or a system that does not show it
         return _exists(process_id)
-    return told[0] not in _ENDED
+    return status[0] not in _ENDED
 
 
-def _told(process_id: int) -> list[str] | None:
-    """What proc(5) has of a process from its state on; None where there is no process, or no proc."""
+def _status(process_id: int) -> list[str] | None:
+    """Returns the fields of proc(5) from the state on; None if there is no such process, or no proc."""
     try:
         status = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

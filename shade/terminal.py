@@ -1,4 +1,4 @@
-"""A bar on the terminal for whatever takes long; silence where nobody looks."""
+"""Draws progress bars on the terminal, for work that takes long; prints nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tqdm import tqdm
 
 
 def progress_bar(total: float, **options: Any) -> tqdm[Any]:
-    """A bar on standard error; nothing where that is no terminal.
+    """Returns a bar on standard error; a silent one if that is no terminal.
 
     Args:
-        total: How much there is to do.
+        total: The amount of work.
         **options: As tqdm takes them.
 
     Returns:
-        To be told of progress, and closed.
+        A bar to update, and to close.
     """
-    width, height = shutil.get_terminal_size()  # tqdm's own look at a terminal that knows no size comes to nothing
+    width, height = shutil.get_terminal_size()  # tqdm itself reads no size from a terminal that has none
     silent = not sys.stderr.isatty()
     return tqdm(total=total, file=sys.stderr, disable=silent, ncols=width, nrows=height, **options)

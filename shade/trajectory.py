@@ -1,8 +1,8 @@
-"""What every sample's loss was in every epoch: one small file an epoch, for the quality report.
+"""Records the loss of every sample in every epoch, one small file an epoch, for the quality report.
 
 A folder in the run directory: ``00003.npy`` holds epoch 3, half a float a sample, NaN where the sample was not used;
-``samples.json.gz`` names the samples and their targets, so that whoever reads it needs neither the data set nor the
-training script. Why files and not statistics kept in memory: the losses were computed anyway, a file is written once an
+``samples.json.gz`` names the samples and their targets, so that a reader needs neither the data set nor the training
+script. Why files and not statistics kept in memory: the losses were computed anyway, a file is written once an
 epoch, and what makes a sample suspicious can be decided later, again and differently.
 
 Price: two bytes a sample and epoch on disk (230 MB for 90 epochs of ImageNet), four a sample in memory. float16 keeps
@@ -41,26 +41,26 @@ _CURE = "name the folder of a run whose script reports its losses (sampler.repor
 
 @dataclass(frozen=True)
 class Samples:
-    """Who the samples are."""
+    """Names and targets of the samples."""
 
     names: tuple[str, ...] = ()
     """By sample index: paths; empty where the samples have none."""
     targets: tuple[int, ...] = ()
-    """By sample index; empty where they are no classes."""
+    """By sample index; empty if the targets are no classes."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The losses of a run; epochs are read when they are asked for."""
+    """The losses of a run; reads an epoch when it is iterated over."""
 
     folder: Path
     epochs: tuple[int, ...]
-    """Those that there are, ascending."""
+    """Recorded epochs, ascending."""
     num_samples: int
     samples: Samples = field(default_factory=Samples)
 
     def losses(self) -> Iterator[Floats]:
-        """float32 (N,) for each epoch; NaN where the sample was not used."""
+        """Yields float32 (N,) for each epoch; NaN where the sample was not used."""
         for epoch in self.epochs:
             yield _read(self.folder / _file(epoch)).astype(np.float32)
 
@@ -69,13 +69,13 @@ class Trajectory:
         """Reads a folder.
 
         Args:
-            folder: That a `LossRecorder` wrote.
+            folder: Folder that a `LossRecorder` wrote.
 
         Returns:
-            What is in it.
+            The losses.
 
         Raises:
-            DataError: Nothing is, or it does not belong together.
+            DataError: The folder has no losses, or losses of different data sets.
         """
         epochs = sorted(int(path.stem) for path in folder.glob("*.npy") if re.fullmatch(r"\d{5,}", path.stem))
         if not epochs:
@@ -89,25 +89,25 @@ class Trajectory:
 
 
 class LossRecorder:
-    """Writes the folder while the run goes on.
+    """Writes the folder during the run.
 
     Args:
         folder: Made when there is something to write.
-        samples: Asked once, when the first epoch is written.
+        samples: Called once, when the first epoch is written.
     """
 
     def __init__(self, folder: Path, samples: Callable[[], Samples]) -> None:
         self._folder, self._samples = folder, samples
 
     def end_epoch(self, epoch: int, loss_N: Floats) -> None:
-        """Writes an epoch; what an earlier part of it has written stays, where this one knows nothing.
+        """Writes an epoch; keeps what an earlier part of it has written for samples that this part did not use.
 
         Args:
             epoch: Its number.
-            loss_N: float32 (N,), NaN where nothing was reported; an epoch of which nothing was is left out.
+            loss_N: float32 (N,), NaN where no loss was reported; an epoch without any loss is left out.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The file cannot be written.
         """
         if np.isnan(loss_N).all():
             return
@@ -149,11 +149,11 @@ def _write_samples(path: Path, samples: Samples) -> None:
 
 
 def _read_samples(path: Path) -> Samples:
-    """Nobody, where the file is missing or damaged: samples then go by their index."""
+    """Returns the samples; empty if the file is missing or damaged, so that samples go by their index."""
     with contextlib.suppress(OSError, ValueError, EOFError, KeyError, TypeError):
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            told = json.load(file)
-        names, targets = (_sequence(told[name]) for name in ("names", "targets"))
+            found = json.load(file)
+        names, targets = (_sequence(found[name]) for name in ("names", "targets"))
         return Samples(tuple(map(str, names)), tuple(map(int, targets)))
     return Samples()
 

@@ -17,13 +17,13 @@ from urllib.parse import quote
 import psutil
 import pytest
 
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.store._servers.local_cluster import LocalCluster, free_ports
+from shade.store._servers.server import LocalServer, find_server_binary
 from shade.store.base import Store
 from shade.store.link import Endpoint
 from shade.store.local import LocalStore
-from shade.store.local_cluster import LocalCluster, free_ports
-from shade.store.server import LocalServer, find_server_binary
 from shade.store.url import PASSWORD_VARIABLE, USERNAME_VARIABLE, StoreURL
 
 PASSWORD = "s3cr€t p@ss:/#?word"
@@ -92,7 +92,7 @@ def _flushers_end_with_the_tests() -> Iterator[None]:
     yield
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(mark[0]) == mark[1] and "shade.checkpoint.flush" in process.cmdline():
+            if process.environ().get(mark[0]) == mark[1] and "shade.checkpoint._flush.service" in process.cmdline():
                 process.kill()
 
 

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from shade.cache.board import Board
+from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreError
 from shade.types import Clock
 
@@ -64,7 +64,7 @@ class Breaker:
 
     def __init__(
         self,
-        board: Board,
+        board: ResidencyMap,
         ask: Callable[[], object],
         clock: Clock = time.monotonic,
         background: Callable[[Callable[[], None]], threading.Thread | None] = in_thread,

@@ -5,9 +5,9 @@ batch, which samples are in the cache and which shall stay there (`begin_epoch`,
 fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the store for the planned hits,
 one call to the origin for all the rest, then departures, and only then arrivals.
 
-The capacity is a promise in bytes; `shade.cache.room` keeps it. An entry that fails its checksum is a miss, and is
+The capacity is a promise in bytes; `shade.cache.admission` keeps it. An entry that fails its checksum is a miss, and is
 repaired in place: it has its room already. Jobs that use the cache at the same time share it by slots:
-`shade.cache.jobs` says how, and `shade.cache.sharing` decides in the policy's place while they do.
+`shade.cache.job_registry` says how, and `shade.cache.sharing` decides in the policy's place while they do.
 
 Invariant: `fetch_many` returns the origin's bytes for every sample, whatever the store does.
 
@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shade.cache.board import Board
+from shade.cache.admission import COUNTER, Admission, SharedCounter
 from shade.cache.breaker import Breaker
 from shade.cache.entry import HEADER_BYTES
 from shade.cache.fetch import Fetch, ReadOrigin
+from shade.cache.job_registry import EntryNames
 from shade.cache.ledger import Ledger
-from shade.cache.room import COUNTER, Room
-from shade.cache.slots import Slots
-from shade.cache.tally import Tally
+from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreError, StoreUnavailableError
 from shade.policy.base import EMPTY, CachePolicy, EpochWindow
 from shade.store.base import Store
@@ -65,8 +64,8 @@ class SampleCache:
         self.store = store
         self.keys = SampleKeys(namespace)
         """Those of slot 0: what a job that is alone uses."""
-        self.board = Board(len(payload_bytes_N))
-        self.slots = Slots(namespace, self.board)
+        self.board = ResidencyMap(len(payload_bytes_N))
+        self.slots = EntryNames(namespace, self.board)
         self.capacity_bytes = capacity_bytes
         self._form = form
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
@@ -82,7 +81,7 @@ class SampleCache:
         self._pid, self._worker = os.getpid(), worker
         self.ledger: Ledger = self.board.ledger(worker)
         self._breaker = Breaker(self.board, self._ask_store)
-        self._room: Room | None = None
+        self._room: Admission | None = None
         self._fetcher: Fetch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,10 +142,10 @@ class SampleCache:
         self.board.capacity_bytes = min(self._quota_bytes, self._allowed_bytes)
 
     @property
-    def room(self) -> Room:
+    def room(self) -> Admission:
         """This process's departures and arrivals."""
         if self._room is None:
-            self._room = Room(
+            self._room = Admission(
                 self.store,
                 self.slots,
                 self.board,
@@ -242,14 +241,14 @@ class SampleCache:
             StoreError: The store failed; what was not counted is found by `find_residents`.
         """
         found, _ = self._found_in(slot)
-        Tally(self.store, self.slots.of(slot), COUNTER).put(0)
+        SharedCounter(self.store, self.slots.of(slot), COUNTER).put(0)
         if len(found):
-            Tally(self.store, self.slots.keys, COUNTER).add(int(self.size_bytes_N[found].sum()))
+            SharedCounter(self.store, self.slots.keys, COUNTER).add(int(self.size_bytes_N[found].sum()))
             self.board.held_N[found] = 1
         self.needs_count = True
 
     def use_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
-        """Says whose slots are whose from now on, see `shade.cache.jobs`; after another home nothing is held or owed.
+        """Sets the slots of this job and of others (`shade.cache.job_registry`); in a new home nothing is held or owed.
 
         Args:
             owned: This job's; it writes in the first.

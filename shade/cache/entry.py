@@ -24,9 +24,9 @@ from shade.types import Bytes, SampleIndex
 FORM_ENCODED = 0
 """The payload is the origin's own bytes (a file)."""
 FORM_ITEM = 1
-"""The payload was made by an item codec: `shade.data.codec` or the user's ``encode``."""
+"""The payload was made by an item codec: `shade.data._dataset.item_codec` or the user's ``encode``."""
 FORM_PICTURE = 2
-"""The payload is a decoded picture, see `shade.data.form`."""
+"""The payload is a decoded picture, see `shade.data._decode.cached_format`."""
 
 _HEADER = struct.Struct("<2sBBIQ")
 _MAGIC, _VERSION = b"SH", 1

@@ -35,7 +35,7 @@ from typing import Final
 import numpy as np
 
 from shade.cache.cache import SampleCache
-from shade.cache.jobs import BEAT_SECONDS, Jobs, Note, View
+from shade.cache.job_registry import BEAT_SECONDS, JobRecord, JobRegistry, SharedCacheView
 from shade.errors import ConfigError, StoreError
 from shade.policy.streams import NEVER, Seconds, Stream, latest_used, seconds_to_next_use
 from shade.types import Bools, Clock, Indices
@@ -67,7 +67,7 @@ class Sharing:
     def __init__(
         self,
         cache: SampleCache,
-        jobs: Jobs,
+        jobs: JobRegistry,
         rank: int,
         world_size: int,
         clock: Clock = time.monotonic,
@@ -85,7 +85,7 @@ class Sharing:
         self._horizon_seconds = NEVER
         self._batches_to_sweep = 0
         self._coming: deque[tuple[int, Indices]] = deque()
-        self.view = View({}, {})
+        self.view = SharedCacheView({}, {})
         """What was found at the last look."""
         self._beat_seconds = beat_seconds
         self._stop = threading.Event()
@@ -162,7 +162,7 @@ class Sharing:
             self._cache.store.delete_many([key for epoch in over for key in self._jobs.epoch_keys(mine[0], epoch)])
         return tuple(sorted(orders))
 
-    def _settle_quota(self, view: View) -> bool:
+    def _settle_quota(self, view: SharedCacheView) -> bool:
         """Finds this job's share. A smaller one counts at once; True when there is a larger one to be claimed."""
         jobs, cache = self._jobs, self._cache
         share, quota = self._share(view), jobs.note.quota_bytes
@@ -176,14 +176,14 @@ class Sharing:
         jobs.note = replace(jobs.note, claim_bytes=max(target, jobs.note.claim_bytes))
         return True
 
-    def _settle_claim(self, view: View) -> None:
+    def _settle_claim(self, view: SharedCacheView) -> None:
         """Takes of what was claimed as much as fits beside the claims of others; the rest is claimed again later."""
         jobs, cache = self._jobs, self._cache
         target = min(self._share(view), cache.capacity_bytes - self._claimed(view))
         quota = max(target, jobs.note.quota_bytes)
         jobs.note = replace(jobs.note, quota_bytes=quota, claim_bytes=max(quota, min(target, jobs.note.claim_bytes)))
 
-    def _share(self, view: View) -> int:
+    def _share(self, view: SharedCacheView) -> int:
         """What this job may keep: an equal part. Those who follow one stream are one, and its leader keeps for all."""
         jobs = self._jobs
         groups = {note.group or note.owner for note in view.living.values()}
@@ -191,7 +191,7 @@ class Sharing:
             return 0
         return self._cache.capacity_bytes // len(groups)
 
-    def _claimed(self, view: View) -> int:
+    def _claimed(self, view: SharedCacheView) -> int:
         """What others have or still hold."""
         return sum(note.claim_bytes for note in (*view.others(self._jobs.owner).values(), *view.left.values()))
 
@@ -215,7 +215,7 @@ class Sharing:
             self._jobs.release(slot)
             self._inherited.remove(slot)
 
-    def _learn(self, others: Mapping[int, Note]) -> None:
+    def _learn(self, others: Mapping[int, JobRecord]) -> None:
         """Takes in the orders of other jobs, where they are in them, and how fast."""
         living = {note.owner for note in others.values()}
         for slot, note in others.items():

@@ -5,8 +5,8 @@
 included; that it is hashed, verified, mended, committed whole or not at all, and not pickled, is ours.
 """
 
-from shade.checkpoint.dcp_reader import ShadeReader
-from shade.checkpoint.dcp_stager import ShadeStager
-from shade.checkpoint.dcp_writer import ShadeWriter
+from shade.checkpoint._integrations.dcp_reader import ShadeReader
+from shade.checkpoint._integrations.dcp_stager import ShadeStager
+from shade.checkpoint._integrations.dcp_writer import ShadeWriter
 
 __all__ = ["ShadeReader", "ShadeStager", "ShadeWriter"]

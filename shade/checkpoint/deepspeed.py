@@ -17,7 +17,7 @@ How far a save has come when `save_checkpoint` returns is the strategy's word: `
 machine (without a store: durable); ``sync``, durable; ``copy``, copied and on its way. DeepSpeed's file ``latest`` is
 written then; with ``copy`` it may name a snapshot that never came to be, which loading says, with those that did.
 
-A closed list of types goes in, as always here (`shade.checkpoint.state`), and of DeepSpeed's own classes those that its
+A closed list of types goes in, as always here (`_capture.flatten`), and of DeepSpeed's own classes those that its
 optimizers put into their states, field by field. No pickle, neither way.
 """
 
@@ -33,13 +33,12 @@ from typing import Any, Final
 
 import torch
 
-from shade.checkpoint.arena import Arena
-from shade.checkpoint.assembly import assemble
-from shade.checkpoint.given import GivenCheckpointer
-from shade.checkpoint.layout import chunks_of
-from shade.checkpoint.parts import part_of, tensors_in
-from shade.checkpoint.reader import Snapshot
-from shade.checkpoint.recover import fill_arena
+from shade.checkpoint._capture.layout import chunks_of
+from shade.checkpoint._capture.unflatten import part_of, tensors_in, unflatten
+from shade.checkpoint._restore.arena import Arena
+from shade.checkpoint._restore.reader import Snapshot
+from shade.checkpoint._restore.restore import fill_arena
+from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 try:
@@ -68,7 +67,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         persist_to: Path or URL of durable storage; None: memory alone.
         run: Id under which the snapshots are kept; one live run each.
         strategy: How far a save has come when `save_checkpoint` returns; see the top of the file.
-        keep: What stays in storage: see `shade.checkpoint.retention.Keep`; DeepSpeed itself never removes any.
+        keep: What stays in storage: see `_format.retention.Keep`; DeepSpeed itself never removes any.
         **options: As `Checkpointer`.
 
     Raises:
@@ -87,7 +86,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
     ) -> None:
         super().__init__()
         self.name = "shade"
-        self.checkpointer = GivenCheckpointer(
+        self.checkpointer = StateDictCheckpointer(
             store, persist_to=persist_to, run=run, strategy=strategy, keep=keep, **options
         )
         self._files: dict[str, tuple[Path, Any]] = {}
@@ -190,7 +189,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         reader = self.checkpointer.tiers.reader
         tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
         whole = part_of(_only(tree), ["tag", "files"])
-        tag, files = assemble(part_of(whole, ["tag"]), {})["tag"], _only(part_of(whole, ["files"]))
+        tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only(part_of(whole, ["files"]))
         if tag != note["tag"]:
             cure = "another was saved under the same number: give tags of one run different numbers"
             raise CheckpointError.of(f"step {note['step']} to be {note['tag']!r}", tag, cure)
@@ -204,7 +203,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
                 arena = Arena(manifest.num_bytes)
                 fill_arena(reader, snapshot, manifest, arena, chunks_of(manifest, entries))
                 tensors |= arena.tensors(entries)
-        return assemble(wanted, tensors)[note["file"]]
+        return unflatten(wanted, tensors)[note["file"]]
 
     # ── the rest of the interface ───────────────────────────────────────────────────────────────────────────────────
 

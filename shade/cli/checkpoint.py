@@ -17,7 +17,6 @@ from shade.cli import (
     checkpoint_mend,
     checkpoint_move,
     checkpoint_simulate,
-    checkpoint_torture,
 )
 from shade.cli.checkpoint_verb import Verb
 from shade.errors import CorruptCheckpointError
@@ -34,7 +33,6 @@ VERBS: Final[tuple[Verb, ...]] = (
     checkpoint_move.IMPORT,
     checkpoint_flush.FLUSH,
     checkpoint_simulate.SIMULATE,
-    checkpoint_torture.TORTURE,
 )
 """In the order in which they are listed; a new verb is a new line."""
 _DESCRIPTION: Final = "Snapshots of training runs: in this machine's memory, in a cluster's, in durable storage."

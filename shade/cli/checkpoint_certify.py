@@ -27,7 +27,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    from shade.launch.certify import certify
+    from shade.launch.certify_resume import certify
     from shade.launch.ranks import Ended, signals_as_exceptions
 
     try:

@@ -38,8 +38,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    from shade.checkpoint.flush import flush
-    from shade.checkpoint.retention import DEFAULT
+    from shade.checkpoint._flush.service import flush
+    from shade.checkpoint._format.retention import DEFAULT
 
     return flush(
         given.store, given.persist, given.run, given.keep or DEFAULT, once=given.once, until_ended=given.until_ended

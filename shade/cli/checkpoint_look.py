@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, moment, opened, size, table
+from shade.cli.checkpoint_verb import Places, Verb, add_places, moment, opened
+from shade.cli.tables import size, table
 from shade.errors import StoreError
 
 if TYPE_CHECKING:
-    from shade.checkpoint.manifest import Manifest
-    from shade.checkpoint.reader import Snapshot
+    from shade.checkpoint._format.manifest import Manifest
+    from shade.checkpoint._restore.reader import Snapshot
 
 _LIST_EXAMPLES: Final = """\
 examples:

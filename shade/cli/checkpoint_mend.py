@@ -12,11 +12,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, opened, table
+from shade.cli.checkpoint_verb import Places, Verb, add_places, opened
+from shade.cli.tables import table
 from shade.errors import CorruptCheckpointError, StorageError, StoreError
 
 if TYPE_CHECKING:
-    from shade.checkpoint.reader import Damage, Snapshot
+    from shade.checkpoint._restore.reader import Damage, Snapshot
 
 _VERIFY_EXAMPLES: Final = """\
 examples:
@@ -65,8 +66,8 @@ class _Finding:
 
 def _examine(places: Places, snapshot: Snapshot) -> _Finding:
     """Reads everything; damage in places that were given to another snapshot meanwhile is none."""
-    from shade.checkpoint.progress import Bar
-    from shade.checkpoint.rebuild import check
+    from shade.checkpoint._flush.progress import Bar
+    from shade.checkpoint._restore.reader import check
 
     record, bar = snapshot.record, Bar()
     finding = _Finding(record.step)

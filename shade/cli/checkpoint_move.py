@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, opened, size
+from shade.cli.checkpoint_verb import Places, Verb, add_places, opened
+from shade.cli.tables import size
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ Nothing in the file is executed. exit code: 0 done; 1 the file is damaged; 2 it 
 
 @dataclass
 class _Restored:
-    """What `shade.checkpoint.export` takes."""
+    """What `shade.checkpoint._interchange.export` takes."""
 
     tree: Any
     found: dict[str, torch.Tensor]
@@ -84,9 +85,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _restore(given: argparse.Namespace) -> int:
-    from shade.checkpoint.export import export
-    from shade.checkpoint.group import Alone
-    from shade.checkpoint.recover import recover
+    from shade.checkpoint._commit.process_group import SingleProcessGroup
+    from shade.checkpoint._interchange.export import export
+    from shade.checkpoint._restore.restore import read_newest
 
     form = given.format or _format_of(given.to)
     if given.to.exists():
@@ -97,7 +98,9 @@ def _restore(given: argparse.Namespace) -> int:
         sharded = _sharded(places, given.step)
         if sharded is not None:
             return _restore_sharded(given, places, sharded, form)
-        found = recover(places.reader, Alone(), None if given.only is None else [given.only], given.step)
+        found = read_newest(
+            places.reader, SingleProcessGroup(), None if given.only is None else [given.only], given.step
+        )
         if found is None:
             sys.stderr.write(f"no snapshot of run {places.run}\n")
             return 1
@@ -108,7 +111,7 @@ def _restore(given: argparse.Namespace) -> int:
 
 def _sharded(places: Places, step: int | None) -> int | None:
     """The step, if the snapshot was saved through DCP."""
-    from shade.checkpoint.dcp_whole import is_sharded
+    from shade.checkpoint._integrations.dcp_reader import is_sharded
 
     chosen = [snapshot for snapshot in places.snapshots() if step in (None, snapshot.record.step)]
     return chosen[0].record.step if chosen and is_sharded(places.reader, chosen[0]) else None
@@ -116,9 +119,9 @@ def _sharded(places: Places, step: int | None) -> int | None:
 
 def _restore_sharded(given: argparse.Namespace, places: Places, step: int, form: str) -> int:
     """Puts what ranks had in parts together."""
+    from shade.checkpoint._integrations.dcp_reader import whole_state
+    from shade.checkpoint._interchange.export import save_state
     from shade.checkpoint.dcp import ShadeReader
-    from shade.checkpoint.dcp_whole import whole_state
-    from shade.checkpoint.export import save_state
 
     with ShadeReader(given.store, persist_to=given.persist, run=places.run, step=step) as reader:
         state = whole_state(reader)
@@ -141,9 +144,10 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(given: argparse.Namespace) -> int:
-    from shade.checkpoint.adopt import adopt
-    from shade.checkpoint.export import load_state
-    from shade.checkpoint.storage_tier import StorageTier
+    from shade.checkpoint._interchange.export import load_state
+    from shade.checkpoint._interchange.import_state import import_state
+    from shade.checkpoint._tiers.run_lock import RunLock
+    from shade.checkpoint._tiers.storage import StorageTier
     from shade.storage import open_volume
 
     if given.step < 0:
@@ -153,8 +157,11 @@ def _import(given: argparse.Namespace) -> int:
         state = {given.name: state}
     elif not isinstance(state, dict):
         raise ConfigError.of("a dict of attached things", type(state).__name__, "name what it is with --as model")
-    with open_volume(given.persist) as volume:
-        record = adopt(state, StorageTier(volume, given.run), given.run, given.step)
+    with (
+        open_volume(given.persist) as volume,
+        RunLock(volume, given.run),
+    ):  # a run that begins sweeps what has no record
+        record = import_state(state, StorageTier(volume, given.run), given.run, given.step)
         sys.stdout.write(f"step {record.step} of run {record.run}: {size(record.num_bytes)} in {volume.url}\n")
     return 0
 

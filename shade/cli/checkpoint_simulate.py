@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shade.cli.checkpoint_verb import Verb, size, table
+from shade.cli.checkpoint_verb import Verb
+from shade.cli.tables import size, table
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shade.checkpoint.autopilot.costs import Costs
-    from shade.checkpoint.autopilot.predict import Prediction
-    from shade.checkpoint.autopilot.trace import PreemptionTrace
+    from shade.checkpoint._strategies.measure import Costs
+    from shade.checkpoint._strategies.predict import Prediction
+    from shade.cli.checkpoint_replay import PreemptionTrace
 
 _EXAMPLES: Final = """\
 examples:
@@ -90,9 +91,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    from shade.checkpoint.autopilot.choose import interval_steps
-    from shade.checkpoint.autopilot.rendering import plot, rows
-    from shade.checkpoint.autopilot.replay import Habit, replay, replay_all
+    from shade.checkpoint._strategies.predict import interval_steps
+    from shade.cli.checkpoint_rendering import plot, rows
+    from shade.cli.checkpoint_replay import Habit, replay, replay_all
 
     trace = _trace(given)
     costs = _costs(given)
@@ -120,7 +121,7 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _trace(given: argparse.Namespace) -> PreemptionTrace:
-    from shade.checkpoint.autopilot.trace import PreemptionTrace
+    from shade.cli.checkpoint_replay import PreemptionTrace
 
     if (given.trace is None) == (given.mtbf is None):
         got = "both" if given.trace is not None else "neither"
@@ -141,7 +142,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _costs(given: argparse.Namespace) -> Costs:
-    from shade.checkpoint.autopilot.costs import Costs
+    from shade.checkpoint._strategies.measure import Costs
 
     if given.costs is not None:
         return Costs.load(given.costs)
@@ -155,8 +156,7 @@ def _costs(given: argparse.Namespace) -> Costs:
 
 
 def _measured(given: argparse.Namespace) -> Costs:
-    from shade.checkpoint.autopilot.costs import Costs
-    from shade.checkpoint.autopilot.measure import memory_rates, storage_rates, store_rates
+    from shade.checkpoint._strategies.measure import Costs, memory_rates, storage_rates, store_rates
     from shade.storage import open_volume
     from shade.store import open_store
     from shade.store.url import parse_bytes
@@ -186,10 +186,10 @@ def _measured(given: argparse.Namespace) -> Costs:
 
 def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str, Prediction]:
     """Of the strategies that were named, or of all that restore bit for bit and whose codec has been measured."""
-    from shade.checkpoint.autopilot.measure import codec_cost
-    from shade.checkpoint.autopilot.pilot import candidates
-    from shade.checkpoint.autopilot.predict import predict
-    from shade.checkpoint.strategies import STRATEGIES
+    from shade.checkpoint._strategies import STRATEGIES
+    from shade.checkpoint._strategies.measure import codec_cost
+    from shade.checkpoint._strategies.pilot import candidates
+    from shade.checkpoint._strategies.predict import predict
 
     if names is not None:
         found = {name.strip(): STRATEGIES.get(name.strip()).terms for name in names.split(",")}

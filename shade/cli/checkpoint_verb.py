@@ -1,4 +1,4 @@
-"""What the verbs of ``shade checkpoint`` have in common: where to look, how to choose a snapshot, how a table looks."""
+"""Shared by the verbs of ``shade checkpoint``: opens the places to look, chooses a snapshot, writes moments as text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shade.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from shade.checkpoint.memory_tier import MemoryTier
-    from shade.checkpoint.reader import Reader, Snapshot
-    from shade.checkpoint.storage_tier import StorageTier
-    from shade.checkpoint.tier import Tier
+    from shade.checkpoint._restore.reader import Reader, Snapshot
+    from shade.checkpoint._tiers.memory import MemoryTier
+    from shade.checkpoint._tiers.storage import StorageTier
+    from shade.checkpoint._tiers.tier import Tier
     from shade.storage import Volume
     from shade.store import Store
 
@@ -92,9 +92,9 @@ def opened(given: argparse.Namespace, *, own_memory: bool = False) -> Iterator[P
         StoreError: The store does not answer, and its runs have to be known.
         StorageError: The same of storage.
     """
-    from shade.checkpoint.memory_tier import MemoryTier
-    from shade.checkpoint.reader import Reader
-    from shade.checkpoint.storage_tier import StorageTier
+    from shade.checkpoint._restore.reader import Reader
+    from shade.checkpoint._tiers.memory import MemoryTier
+    from shade.checkpoint._tiers.storage import StorageTier
     from shade.storage import open_volume
     from shade.store import open_store
 
@@ -152,7 +152,7 @@ class _Once(logging.Handler):
 
 
 def _only_run(store: Store | None, volume: Volume | None) -> str:
-    from shade.checkpoint.runs import runs_in_store, runs_in_volume
+    from shade.checkpoint._tiers.run_lock import runs_in_store, runs_in_volume
 
     runs: set[str] = set()
     silent: StoreError | None = None
@@ -174,36 +174,10 @@ def _only_run(store: Store | None, volume: Volume | None) -> str:
 
 
 def _own_memory(run: str) -> list[Tier]:
-    from shade.checkpoint.own_memory import leftovers
-    from shade.checkpoint.stage import Stage
+    from shade.checkpoint._buffer.shared_memory_folder import leftovers
+    from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 
-    return [Stage(run, 0)] if run in {name for name, _ in leftovers()} else []
-
-
-def table(rows: Sequence[Sequence[str]], align: str) -> str:
-    """Columns side by side, two spaces apart.
-
-    Args:
-        rows: Of cells, the first row a heading.
-        align: ``<`` or ``>`` for each column.
-
-    Returns:
-        Lines.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)) for row in rows
-    )
-    return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of ten, as disks are sold and rates are told."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
+    return [SharedMemoryTier(run, 0)] if run in {name for name, _ in leftovers()} else []
 
 
 def moment(seconds: float) -> str:

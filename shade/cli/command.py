@@ -1,7 +1,7 @@
-"""What may be typed after ``shade``, and who answers it.
+"""Defines the command ``shade`` and its verbs.
 
 Each verb imports what it needs when it is used, so ``shade --help`` is quick. Every error is one line on standard error
-and exit code 2; ``shade doctor`` exits with 1 when something would stop a run.
+and exit code 2; ``shade doctor`` exits with 1 if something would stop a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ examples:
   SHADE_REDIS_PASSWORD=… shade cache up                 with a password; the run reads it from the same place
   shade cache status
   shade cache down
-  shade cache chaos                                     does training notice what happens to a cache?
 
 Without --join servers listen on this machine only. For servers of your own see redis.conf.
 """
@@ -57,19 +56,6 @@ suspicion   0: the model believes in the label as it does in others of the class
 confidence  the probability that the model gave the label, averaged over the run
 
 The most suspicious come first. Three epochs will do; ten are better.
-"""
-_CHAOS_EXAMPLES: Final = """\
-examples:
-  shade cache chaos                       20 schedules of faults, some minutes
-  shade cache chaos --runs 200            a soak
-  shade cache chaos --seed 17 --runs 1    one of them, again
-
-A schedule: two to seven faults, several at once, on the nodes of a private cluster. Nodes are killed and come back
-empty, stop, answer late, are cut off, refuse, fill up, move slots, hand over to replicas; entries are damaged, flushed,
-replaced. Compared with the same training without a cache: the samples of every step, every byte of them; and whether
-anything was raised or left behind, and the cache is as good as before one epoch after the last fault.
-
-exit code: 0 training noticed nothing; 1 it did: the line to see it again is printed
 """
 _DOCTOR_EXAMPLES: Final = """\
 examples:
@@ -92,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        argv: What was typed after ``shade``; the process's own when None.
+        argv: What was typed after ``shade``; the process's own if None.
 
     Returns:
         The exit code.
@@ -110,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"shade {words[0]}: {' '.join(str(error).split())}\n")
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nobody is there to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has closed the pipe
         return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all verbs but ``run``, which has its own."""
+    """Makes the parser of all verbs but ``run``, which has its own."""
     whole = _Parser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
     whole.add_argument("--version", action="version", version=f"shade {__version__}")
     verbs = whole.add_subparsers(metavar="VERB", required=True)
@@ -155,7 +141,7 @@ def _add_cache(verbs: Any) -> None:
         description="Redis servers for the cache, on this machine, in the background.",
         epilog=_CACHE_EXAMPLES,
     )
-    actions = cache.add_subparsers(metavar="up|status|down|chaos", required=True)
+    actions = cache.add_subparsers(metavar="up|status|down", required=True)
     for name, what in (("up", "start"), ("status", "show"), ("down", "stop")):
         action = actions.add_parser(name, help=what, epilog=_CACHE_EXAMPLES)
         action.add_argument(
@@ -170,15 +156,6 @@ def _add_cache(verbs: Any) -> None:
     up.add_argument(
         "--join", metavar="HOST:PORT", help="start one node of a cluster on several machines: the same address on all"
     )
-    chaos = actions.add_parser(
-        "chaos",
-        help="train through a cluster to which everything happens",
-        description="Trains through private clusters while nodes die, stall, fill up, move and lie; does it show?",
-        epilog=_CHAOS_EXAMPLES,
-    )
-    chaos.add_argument("--runs", type=int, default=20, metavar="N", help="schedules to live through (20)")
-    chaos.add_argument("--seed", type=int, default=0, metavar="N", help="of the first of them (0)")
-    chaos.set_defaults(answer=_chaos)
 
 
 def _report(given: argparse.Namespace) -> int:
@@ -201,12 +178,6 @@ def _cache(given: argparse.Namespace) -> int:
     if given.action == "up":
         return caches.up(given.dir, given.nodes, given.replicas, given.memory, given.ports, given.join)
     return caches.status(given.dir) if given.action == "status" else caches.down(given.dir)
-
-
-def _chaos(given: argparse.Namespace) -> int:
-    from shade.cli import cache_chaos
-
-    return cache_chaos.answer(given.seed, given.runs)
 
 
 def _doctor(given: argparse.Namespace) -> int:

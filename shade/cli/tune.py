@@ -1,11 +1,14 @@
-"""``shade tune``: finds out which global batch and density a training does well with, once, before it is run for long.
+"""``shade tune`` finds the global batch and the density that train best, before the long run.
 
-Each evaluation is a short run of the user's own command. What comes of it is a profile, which the controller reads.
+Each evaluation is a short run of the user's own command. The result is a profile, which the controller reads, and a
+picture of it: the expected quality, the points that were measured, and a cut at the best batch. Optuna's own plots
+show neither the fit nor the density below which the quality falls (decision 0019).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,31 +16,33 @@ from typing import TYPE_CHECKING, Any, Final
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from shade.control.profile import Profile
     from shade.control.study import Evaluation, Study
 
 JOURNAL, PROFILE, PLOT = "evaluations.jsonl", "profile.json", "profile.png"
+_INK: Final = "#22303c"
 _EXAMPLES: Final = """\
 examples:
   shade tune --command "python train.py --batch-size {batch} --density {density} --epochs 2" --metric accuracy
   shade tune --command "python train.py -b {batch} -d {density}" --metric-regex "val loss ([0-9.]+)" --loss
   shade tune --command "sh train.sh {batch} {density}" --metric accuracy --batch 64:1024 --density 0.001:0.1 --out tune
 
-The command trains for a fraction of the whole (a tenth is plenty) and tells how well that went:
+The command trains for a fraction of the whole run (a tenth is plenty) and prints how well that went:
   --metric NAME       a line of JSON on its output, as {"accuracy": 0.71}; the last one counts
   --metric-regex RE   or the one group of a regular expression; the last match counts
 
-Killed, it goes on where it was when the same command is typed again. In the folder --out:
-  evaluations.jsonl   a line each, written when it ends
-  batch-…-….log       its output
-  profile.json        for the controller: quality over batch and density
-  profile.png         the same for people
+A search that was killed resumes when the same command is typed again. The folder --out holds:
+  evaluations.jsonl   one line for each evaluation, written when it ends
+  batch-…-….log       the output of one evaluation
+  profile.json        quality over batch and density, for the controller
+  profile.png         the same as a picture
 
-exit code: 0; 1 when not one evaluation succeeded; 2 when what was asked cannot be done
+exit code: 0; 1 when no evaluation succeeded; 2 when the arguments are wrong
 """
 
 
 def add(verbs: Any) -> None:
-    """Adds ``tune`` to the command."""
+    """Adds the verb ``tune`` to the command's parser."""
     parser = verbs.add_parser(
         "tune",
         help="find the batch and density that train best",
@@ -60,8 +65,8 @@ def add(verbs: Any) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    from shade.control.space import Space
-    from shade.control.study import Study, run
+
+    from shade.control.study import Space, Study, run
     from shade.control.trial import CommandObjective
     from shade.terminal import progress_bar
 
@@ -80,22 +85,21 @@ def _answer(given: argparse.Namespace) -> int:
             if best is not None:
                 bar.set_postfix_str(f"best {best.quality:.5g} at {best.batch}, {best.density:g}", refresh=False)
             bar.update()
-    return _tell(study, done, given.out)
+    return _report(study, done, given.out)
 
 
-def _tell(study: Study, done: list[Evaluation], folder: Path) -> int:
-    from shade.cli.checkpoint_verb import table
-    from shade.control.drawing import best_batch, draw
+def _report(study: Study, done: list[Evaluation], folder: Path) -> int:
+    from shade.cli.tables import table
 
     rows = [("number", "batch", "density", "quality", "seconds", "")]
     for each in done:
         quality = "failed" if each.quality is None else f"{each.quality:.6g}"
-        told = " ".join((each.failure or "").split())[:80]
-        rows.append((f"{each.number}", f"{each.batch}", f"{each.density:g}", quality, f"{each.seconds:.1f}", told))
+        failure = " ".join((each.failure or "").split())[:80]
+        rows.append((f"{each.number}", f"{each.batch}", f"{each.density:g}", quality, f"{each.seconds:.1f}", failure))
     sys.stdout.write(table(rows, ">>>>><"))
     best = study.best(done)
     if best is None:
-        sys.stderr.write(f"shade tune: not one evaluation succeeded; look into {folder}\n")
+        sys.stderr.write(f"shade tune: no evaluation succeeded; look into {folder}\n")
         return 1
     profile = study.profile(done)
     profile.save(folder / PROFILE)
@@ -105,12 +109,69 @@ def _tell(study: Study, done: list[Evaluation], folder: Path) -> int:
         note += f", {folder / PLOT}"
     except ConfigError as error:
         note += f" (no picture: {error})"
-    batch = best_batch(profile)
+    batch = profile.best_batch()
     sys.stdout.write(
         f"\nbest measured: {best.quality:.6g} at batch {best.batch}, density {best.density:g}\n"
         f"at batch {batch}, below density {profile.floor(batch):g} the quality falls by more than 2 %\n{note}\n"
     )
     return 0
+
+
+def draw(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Writes a picture of a profile, on a canvas of its own, so that no display is needed.
+
+    Args:
+        profile: With its evaluations.
+        path: The suffix says the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("matplotlib is not installed; pip install 'shade[tune]' brings it") from None
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    both, cut = figure.subplots(1, 2)
+    _draw_surface(figure, both, profile)
+    _draw_cut(cut, profile)
+    try:
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+    except (OSError, ValueError) as error:
+        raise ConfigError.of("a picture that can be written", f"{os.fspath(path)}: {error}", "name a .png") from None
+
+
+def _draw_surface(figure: Any, axes: Any, profile: Profile) -> None:
+    good = [each for each in profile.evaluations if each.get("quality") is not None]
+    failed = [each for each in profile.evaluations if each.get("quality") is None]
+    if len(profile.batches) > 1 and len(profile.densities) > 1:
+        columns = list(zip(*profile.quality, strict=True))
+        colours = "viridis_r" if profile.is_loss else "viridis"
+        filled = axes.contourf(profile.batches, profile.densities, columns, levels=20, cmap=colours)
+        figure.colorbar(filled, ax=axes, label="expected loss" if profile.is_loss else "expected quality")
+    for those, marker, label in ((good, "o", "measured"), (failed, "x", "failed")):
+        if those:
+            x, y = [each["batch"] for each in those], [each["density"] for each in those]
+            axes.scatter(x, y, marker=marker, s=22, color="white" if marker == "o" else "#c8553d",
+                         edgecolors=_INK if marker == "o" else None, label=label)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="global batch", ylabel="density", title="Quality")
+    if profile.evaluations:
+        axes.legend(fontsize="small", loc="lower right")
+
+
+def _draw_cut(axes: Any, profile: Profile) -> None:
+    from shade.control.profile import ALLOWED_SHORTFALL_FRACTION
+
+    batch = profile.best_batch()
+    expected = [profile.expected(batch, density) for density in profile.densities]
+    axes.plot(profile.densities, expected, color="#2f6fb0", label=f"expected at batch {batch}")
+    floor = profile.floor(batch)
+    axes.axvline(floor, color="#e08a2e", ls="--", label=f"{ALLOWED_SHORTFALL_FRACTION:.0%} worse below {floor:.3g}")
+    axes.set(xscale="log", xlabel="density", title="What density costs")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
 
 
 def _range(flag: str, text: str) -> tuple[float, float]:

@@ -1,1 +1,1 @@
-"""Control: what was measured on every rank goes in, one decision for all ranks comes out. Arithmetic; no transport."""
+"""Control: chooses density and batches from every rank's measurements, serves telemetry, and tunes offline."""

@@ -1,10 +1,10 @@
-"""Sends a rank's reports to the telemetry server, and never makes the training wait for it.
+"""Sends a rank's reports to the telemetry server, without making the training wait.
 
-`TelemetryClient.report` puts a report into a queue of bounded length and returns; a thread sends what is there twice a
-second, in one request. A server that is slow, gone or not there yet changes nothing for the training: it is said once,
-tried again at growing intervals, and what no longer fits the queue is dropped, oldest first, and counted.
+`TelemetryClient.report` puts a report into a bounded queue and returns; a thread sends the queue twice a second, in one
+request. A server that is slow or absent does not affect the training: the client logs one warning, retries at growing
+intervals, and drops and counts the oldest reports that no longer fit the queue.
 
-A request that timed out may have arrived; it is sent again, and the server knows reports that it has seen.
+A request that timed out may have arrived; it is sent again, and the server ignores reports that it has seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shade.errors import ConfigError
 from shade.types import StepReport
 
 QUEUE_LENGTH: Final = 1024
-"""Minutes of training; 0.5 MB."""
+"""Reports: minutes of training, 0.5 MB."""
 _BATCH: Final = 256
 _INTERVAL_SECONDS: Final = 0.5
 _MOST_INTERVAL_SECONDS: Final = 30.0
@@ -33,14 +33,14 @@ logger = logging.getLogger("shade.control")
 
 
 class TelemetryClient:
-    """One rank's line to the server. Does not connect before there is something to send.
+    """Sends one rank's reports. Connects only when there is something to send.
 
     Args:
-        url: Of the server, ``http://host:port``.
-        token: That it asks for; by default the environment's.
+        url: The server's, ``http://host:port``.
+        token: The server's token; by default the environment's.
 
     Raises:
-        ConfigError: The URL is none, or the token cannot be sent.
+        ConfigError: The URL is not valid, or the token cannot be sent.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -53,12 +53,12 @@ class TelemetryClient:
         self._is_lost = False
         self.num_sent = 0
         self.num_dropped = 0
-        """Reports that the server will never see. Not 0: it was away for long, or the link is full."""
+        """Reports that were never sent. Not 0: the server was away for long, or the link is full."""
         self._thread = threading.Thread(target=self._run, name="shade-telemetry-client", daemon=True)
         self._thread.start()
 
     def report(self, report: StepReport) -> None:
-        """Hands a report over; returns at once."""
+        """Queues a report and returns at once."""
         with self._lock:
             if len(self._queue) >= QUEUE_LENGTH:
                 self._queue.popleft()
@@ -67,10 +67,10 @@ class TelemetryClient:
         self._wake.set()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Sends what is left, if it can be sent in time. Safe to call twice.
+        """Sends the rest of the queue if there is time. Safe to call twice.
 
         Args:
-            timeout_seconds: After which the rest is left to the thread, which ends with the process.
+            timeout_seconds: How long to wait for the thread, which ends with the process at the latest.
         """
         self._closing.set()
         self._wake.set()
@@ -104,7 +104,7 @@ class TelemetryClient:
             self._queue.clear()
 
     def _send(self) -> bool:
-        """Sends the oldest; whether nothing went wrong."""
+        """Sends the oldest reports; returns False if that failed."""
         with self._lock:
             batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
         if not batch:
@@ -120,12 +120,12 @@ class TelemetryClient:
                 self._is_lost = True
                 what = f"http://{self._host}:{self._port}"
                 logger.warning(
-                    "telemetry cannot be sent to %s (%s); training goes on, and it is tried again", what, error
+                    "telemetry cannot be sent to %s (%s); training continues, and the client retries", what, error
                 )
             return False
         if self._is_lost:
             self._is_lost = False
-            logger.info("telemetry is sent again; %d reports were dropped", self.num_dropped)
+            logger.info("telemetry is sent again after %d dropped reports", self.num_dropped)
         self.num_sent += len(batch)
         return True
 
@@ -134,23 +134,23 @@ class TelemetryClient:
 
 
 def fetch_state(url: str, *, token: str | None = None) -> dict[str, Any]:
-    """Asks a server for the latest state.
+    """Fetches a server's latest state.
 
     Args:
-        url: Of the server, ``http://host:port``.
-        token: That it asks for; by default the environment's.
+        url: The server's, ``http://host:port``.
+        token: The server's token; by default the environment's.
 
     Returns:
-        As `shade.control.history.History.state`.
+        As `shade.control.server.History.state`.
 
     Raises:
-        ConfigError: The URL is none, nobody answers there, or it is somebody else.
+        ConfigError: The URL is not valid, or no telemetry server answers there.
     """
     host, port = _address(url)
     try:
         state = json.loads(_request(host, port, "GET", "/state", _headers(token)))
         if not isinstance(state, dict) or not isinstance(state.get("ranks"), list):
-            raise ValueError("it speaks of something else")
+            raise ValueError("its answer is not a telemetry state")
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise ConfigError.of("a telemetry server", url, f"{error}; see the run's log for its address") from None
     return state
@@ -173,14 +173,14 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 def _request(host: str, port: int, method: str, path: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
-    """One request on a connection of its own; `OSError` if it is not answered with 200."""
+    """Sends one request on a new connection and returns the body; raises `OSError` unless the answer is 200."""
     connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
-        told = answer.read(64 << 20)
+        content = answer.read(64 << 20)
         if answer.status != 200:
-            raise OSError(f"{answer.status}: {' '.join(told[:200].decode(errors='replace').split())}")
-        return told
+            raise OSError(f"{answer.status}: {' '.join(content[:200].decode(errors='replace').split())}")
+        return content
     finally:
         connection.close()

@@ -1,26 +1,29 @@
-"""Decides from what was measured how much of the gradient all ranks send, and how many samples each computes.
+"""Decides from measurements how much of the gradient all ranks send, and how many samples each rank computes.
 
-Density. A step on all ranks takes the slowest rank's compute and the exchange. The exchange takes density times the
-bytes that a density of 1 would be, over the bandwidth: all three measured. Of all densities from floor to ceiling, the
-one with the most progress per second (`shade.control.curve`):
+Density. A step on all ranks takes the slowest rank's compute and the exchange. The exchange takes the density times the
+bytes at density 1, divided by the bandwidth; all three are measured. The controller chooses the density between floor
+and ceiling with the most progress per second (`shade.control.curve`):
 
-* staleness 1, the exchange of a step runs beside the next compute: the step takes the longer of the two. Both jitter,
-  and who is late makes the step late, so two that are equally long take more than either: see `OVERLAP`. The curve's
-  steepness a decides how much of the compute the exchange fills, ``(a / (1 - a)) ** (1 / OVERLAP)``; 0.58 at a = 0.1.
-* staleness 0, one after the other: the step takes the sum, and the exchange gets a / (1 - a) of the compute.
+* With staleness 1 the exchange of a step runs beside the next compute, so the step takes the longer of the two. Both
+  vary, and the later one delays the step; two equal times therefore cost more than either, see `OVERLAP`. The curve's
+  exponent a decides how much of the compute the exchange fills, ``(a / (1 - a)) ** (1 / OVERLAP)``; 0.58 at a = 0.1.
+* With staleness 0 they run one after the other: the step takes the sum, and the exchange gets a / (1 - a) of the
+  compute.
 
-Bandwidth is bytes over wall time of the slowest hop. A rank that is early waits in the collective for one that is late;
-that is not the link's fault and is taken off. What does not shrink with density (small dense tensors, latency) is seen
-as less bandwidth; as it is measured again at each new density, a few decisions settle it. Compute may grow with
-density, if choosing and merging take from the processor that the model computes on; how much shows when it changes.
+Bandwidth is bytes over wall time of the slowest hop. An early rank waits in the collective for a late one; this wait is
+subtracted, because the link does not cause it. What does not shrink with density (small dense tensors, latency) looks
+like less bandwidth; bandwidth is measured again at each new density, so a few decisions correct it. Compute may grow
+with density, where selection and merging use the processor of the model; the change of density shows how much.
 
-Batches go by the samples that each rank computes in a second (`shade.control.split`); the global batch stays. What a
-step costs whatever its batch makes few samples look slow; each division is measured again, and they close in on equal
-times. That a rank which is only disturbed does not lose all its samples on the way, limits see to.
+Batches are proportional to the samples that each rank computes in a second (`split`), and the global batch stays the
+same: the optimizer's step, its noise and its learning rate keep their meaning. The weighted mean of the gradients
+(`Header.weight` on the wire) equals that of one big batch, however it is divided. A fixed cost per step makes a rank
+with few samples look slow; each division is measured again, and the times converge. Limits keep a rank that is only
+disturbed for a moment from losing all its samples.
 
-A decision is made when it changes something by more than `HYSTERESIS_FRACTION`, only after the last one has taken
-effect, and takes effect `LEAD_STEPS` later: by then every rank has it. Arithmetic on reports, no clock, no randomness:
-the same reports give the same decisions, also after a resume.
+A decision must change something by more than `HYSTERESIS_FRACTION`. It is made only after the last one has taken effect
+and takes effect `LEAD_STEPS` later, when every rank has it. The controller is arithmetic on reports, without clock or
+randomness: the same reports give the same decisions, also after a resume.
 """
 
 from __future__ import annotations
@@ -29,47 +32,49 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from shade.control.curve import Curve, power
 from shade.control.smoothing import Slope, Smoothed
-from shade.control.split import Limits, split
 from shade.errors import ConfigError
 from shade.types import Decision, StepReport
 
+Limits: TypeAlias = tuple[int, int]
+"""Least and most samples of one rank."""
+
 FLOOR, CEILING = 0.0005, 0.10
-"""Densities between which it chooses. Below, error feedback brings back most of a gradient too late; above, the indices
-cost as much as a dense exchange, and a user on such a link needs no sparse one."""
+"""Least and greatest density. Below, error feedback returns most of a gradient too late; above, the indices cost as
+much as a dense exchange, and a user with such a link needs no sparse one."""
 OVERLAP: Final = 4.0
-"""Compute c beside exchange e takes (c^4 + e^4)^(1/4): where one is long as it, where they are equal 1.19 of either."""
+"""Compute c beside exchange e takes (c^4 + e^4)^(1/4): the longer one if they differ much, 1.19 of either if equal."""
 HYSTERESIS_FRACTION: Final = 0.10
 PAUSE: Final = 2.0
-"""Times the compute that is expected: a step of that length had an evaluation in it, and says nothing of density."""
+"""A step of this many times the expected compute contained an evaluation, and says nothing about density."""
 LEAD_STEPS: Final = 2
-"""From the newest step that anybody reported to the one that a decision takes effect at."""
+"""Steps from the newest reported one to the one at which a decision takes effect."""
 LEAST_REPORTS: Final = 3
-"""Whole steps before the first decision, and before compute says anything of density: the first ones compile, allocate
-and connect."""
+"""Complete steps before the first decision, and before compute is compared with density: the first steps compile,
+allocate and connect."""
 _MOST_OPEN: Final = 16
-"""Steps of which some ranks have reported and some have not; older ones are given up: their reports were dropped."""
+"""Incomplete steps that are kept; an older one will not be completed, because its missing reports were dropped."""
 _CANDIDATES: Final = 120
-"""From floor to ceiling, each 4.5 % above the one before: finer than the hysteresis."""
+"""Densities to choose from, each 4.5 % above the one before: finer than the hysteresis."""
 
 
 class Controller:
-    """One run's controller; lives on rank 0, whose decisions the others get with the exchange.
+    """Chooses density and batches for one run; lives on rank 0, and the exchange carries its decisions to the others.
 
     Args:
         world_size: Ranks that report.
-        density: That the run begins with.
-        staleness: 0 or 1, as the engine's.
-        curve: What a step is worth at a density.
-        floor: Least density; a profile's, where there is one.
-        batch_sizes: Samples for each rank at the beginning; empty: batches are left alone.
-        batch_limits: Least and most of each rank; empty: from a quarter of its first batch to the global one.
+        density: The density at the start of the run.
+        staleness: The engine's, 0 or 1.
+        curve: Progress of a step over density.
+        floor: Least density; a profile's, if there is one.
+        batch_sizes: Samples of each rank at the start; empty to leave batches alone.
+        batch_limits: Least and most samples of each rank; empty for a quarter of its first batch to the global batch.
 
     Raises:
-        ConfigError: One of them is out of range.
+        ConfigError: An argument is out of range.
     """
 
     def __init__(
@@ -88,11 +93,11 @@ class Controller:
         if not (0 < density <= 1 and 0 < floor <= 1):
             raise ConfigError.of("0 < density ≤ 1, and the floor too", (density, floor), "write 0.01 for 1 %")
         if batch_sizes and (len(batch_sizes) != world_size or min(batch_sizes) < 0):
-            raise ConfigError.of(f"{world_size} batch sizes", batch_sizes, "give one of each rank, or none")
+            raise ConfigError.of(f"{world_size} batch sizes", batch_sizes, "give one for each rank, or none")
         self.density = density
         self.batch_sizes = tuple(batch_sizes)
         self.num_ignored = 0
-        """Reports that cannot be true (negative, not finite) or are of no rank. Not 0: a clock is broken."""
+        """Reports with impossible values (negative, not finite) or of an unknown rank. Not 0: a clock is broken."""
         self._world_size = world_size
         self._staleness = staleness
         self._curve = curve or power()
@@ -106,36 +111,36 @@ class Controller:
         self._open: dict[int, dict[int, StepReport]] = {}
         self._newest_step = -1
         self._effective_step = 0
-        self._forget()
+        self._reset_measurements()
 
-    def _forget(self) -> None:
+    def _reset_measurements(self) -> None:
         self._num_steps = 0
         self._seconds_per_byte = Smoothed()
         self._bytes_per_density: float | None = None
         self._seconds_per_sample = [Smoothed() for _ in range(self._world_size)]
         self._compute_seconds = [Smoothed() for _ in range(self._world_size)]
-        """Both as they would be at a density of 0."""
+        """Both corrected to a density of 0."""
         self._seconds_per_density = Slope()
         self._num_samples_W: list[int] = []
-        """Of the last step: with other batches compute lies higher or lower, whatever the density."""
+        """Batches of the last step: other batches change the compute at every density."""
 
-    # ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── measurements ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def observe(self, report: StepReport) -> None:
-        """Takes in what one rank tells of one step; when all ranks have told of it, it counts."""
+        """Adds one rank's report of one step; a step is used once all ranks have reported it."""
         if not _is_possible(report) or report.rank >= self._world_size:
             self.num_ignored += 1
             return
         self._newest_step = max(self._newest_step, report.step)
-        told = self._open.setdefault(report.step, {})
-        told[report.rank] = report
-        if len(told) == self._world_size:
+        reports = self._open.setdefault(report.step, {})
+        reports[report.rank] = report
+        if len(reports) == self._world_size:
             del self._open[report.step]
-            self._take_in([told[rank] for rank in range(self._world_size)])
+            self._add_step([reports[rank] for rank in range(self._world_size)])
         while len(self._open) > _MOST_OPEN:
             del self._open[min(self._open)]
 
-    def _take_in(self, step_W: list[StepReport]) -> None:
+    def _add_step(self, step_W: list[StepReport]) -> None:
         self._num_steps += 1
         if self._num_steps == 1:
             return
@@ -166,21 +171,21 @@ class Controller:
 
     @property
     def bandwidth(self) -> float | None:
-        """Of the slowest hop, in bytes per second; None while nothing is known."""
+        """Bandwidth of the slowest hop in bytes per second, or None before the first measurement."""
         slowness = self._seconds_per_byte.value
         return 1 / slowness if slowness else None
 
-    # ── what to do ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── decisions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def decide(self, step: int) -> Decision | None:
-        """Whether anything shall change.
+        """Decides whether density or batches should change.
 
         Args:
-            step: That the training is at.
+            step: The current step of the training.
 
         Returns:
-            For all ranks, with their batches, changed or not, if it divides them; None: all stays. It is taken as
-            carried out.
+            The decision for all ranks, with their batches if the controller divides them, or None for no change. The
+            controller assumes that the caller carries it out.
         """
         now = max(step, self._newest_step)
         if self._num_steps < LEAST_REPORTS or now < self._effective_step:
@@ -194,7 +199,7 @@ class Controller:
         return Decision(density, sizes, self._effective_step, reason)
 
     def _better_sizes(self) -> tuple[tuple[int, ...], str]:
-        """The batches as they are and no reason, or better ones and why."""
+        """Returns better batches and the reason, or the present batches and no reason."""
         old = self.batch_sizes
         seconds = [each.value for each in self._seconds_per_sample]
         known = [value for value in seconds if value]
@@ -206,11 +211,11 @@ class Controller:
         if after >= before * (1 - HYSTERESIS_FRACTION):
             return old, ""
         slow, fast = known.index(max(known)), known.index(min(known))
-        told = f"rank {slow} takes {max(known) / min(known):.2f} times as long for a sample as rank {fast}"
-        return new, f"batches {_words(old)} → {_words(new)}: {told}"
+        why = f"rank {slow} takes {max(known) / min(known):.2f} times as long for a sample as rank {fast}"
+        return new, f"batches {_listed(old)} → {_listed(new)}: {why}"
 
     def _better_density(self, sizes: tuple[int, ...]) -> tuple[float, str]:
-        """The density as it is and no reason, or a better one and why."""
+        """Returns a better density and the reason, or the present density and no reason."""
         slowness, bulk = self._seconds_per_byte.value, self._bytes_per_density
         compute = self._expected_compute(sizes)
         if not slowness or not bulk or not compute:
@@ -219,25 +224,25 @@ class Controller:
         if abs(new / self.density - 1) <= HYSTERESIS_FRACTION:
             return self.density, ""
         bound = {self._floor: ", the floor", self._ceiling: ", the ceiling"}.get(new, "")
-        told = (
+        why = (
             f"density {self.density:.3%} → {new:.3%}{bound}: the slowest hop carries {1e-6 / slowness:.3g} MB/s, "
             f"a step computes {self._compute_at(new, compute):.3g} s and would exchange {new * bulk * slowness:.3g} s"
         )
-        return new, told
+        return new, why
 
     def _expected_compute(self, sizes: tuple[int, ...]) -> float:
-        """Of the slowest rank with these batches, at a density of 0."""
+        """Returns the compute seconds of the slowest rank with these batches, at a density of 0."""
         if sizes:
             known = zip(sizes, self._seconds_per_sample, strict=True)
             return max(size * (each.value or 0.0) for size, each in known)
         return max(each.value or 0.0 for each in self._compute_seconds)
 
     def _best(self, compute_seconds: float, exchange_seconds: float) -> float:
-        """The density with most progress per second, if density 1 takes so long to exchange."""
+        """Returns the density with the most progress per second; `exchange_seconds` is the exchange at density 1."""
         return max((self._rate(each, compute_seconds, exchange_seconds), each) for each in self._densities)[1]
 
     def _rate(self, density: float, compute_seconds: float, exchange_seconds: float) -> float:
-        """Progress per second at a density."""
+        """Returns the progress per second at a density."""
         compute, exchange = self._compute_at(density, compute_seconds), density * exchange_seconds
         power = OVERLAP if self._staleness else 1.0
         return self._curve.at(density) / float((compute**power + exchange**power) ** (1 / power))
@@ -245,10 +250,10 @@ class Controller:
     def _compute_at(self, density: float, compute_seconds: float) -> float:
         return compute_seconds + density * self._seconds_per_density.value
 
-    # ── a life ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def resize(self, world_size: int, batch_sizes: Sequence[int] = (), batch_limits: Sequence[Limits] = ()) -> None:
-        """Goes on with other ranks: the density stays, all measurements are of a ring that is no more.
+        """Continues with other ranks: keeps the density and discards all measurements, which describe the old ring.
 
         Args:
             world_size: Ranks that report from now on.
@@ -261,10 +266,10 @@ class Controller:
         )  # fmt: skip
         self._world_size, self.batch_sizes, self._limits = world_size, fresh.batch_sizes, fresh._limits
         self._open.clear()
-        self._forget()
+        self._reset_measurements()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and dicts; what follows from them is what would have followed."""
+        """Returns the state as numbers, lists and dicts; a controller that loads it makes the same decisions."""
         return {
             "world_size": self._world_size,
             "density": self.density,
@@ -279,11 +284,11 @@ class Controller:
             "compute_seconds": [each.state_dict() for each in self._compute_seconds],
             "seconds_per_density": self._seconds_per_density.state_dict(),
             "num_samples": list(self._num_samples_W),
-            "open": [asdict(report) for told in self._open.values() for report in told.values()],
+            "open": [asdict(report) for reports in self._open.values() for report in reports.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes it back; from a run with another number of ranks only the density."""
+        """Restores the state; from a run with another number of ranks, only the density."""
         self.density = float(state["density"])
         if int(state["world_size"]) != self._world_size:
             return
@@ -306,19 +311,66 @@ class Controller:
 
 
 def _is_possible(report: StepReport) -> bool:
-    """Whether all that is reckoned with can be true."""
+    """Returns whether every value that the controller uses is possible."""
     counts = (report.step, report.rank, report.num_samples, report.bytes_sent, report.bytes_received)
     seconds = (report.compute_seconds, report.exchange_seconds)
     return min(counts) >= 0 and all(0 <= each < math.inf for each in seconds) and 0 < report.density <= 1
 
 
 def _slowest_hop_seconds(step_W: list[StepReport]) -> float:
-    """How long the exchange took, without the time that early ranks waited in it for the last."""
+    """Returns how long the exchange took, without the time that early ranks waited in it for the last rank."""
     latest = max(report.compute_seconds for report in step_W)
     shortest = min(report.exchange_seconds for report in step_W)
     alone = (report.exchange_seconds - (latest - report.compute_seconds) for report in step_W)
     return max(shortest, *alone)
 
 
-def _words(sizes: Sequence[int]) -> str:
+def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
+
+
+def split(total: int, speeds: Sequence[float], limits: Sequence[Limits]) -> tuple[int, ...]:
+    """Divides a batch in proportion to speeds, with largest-remainder rounding.
+
+    Args:
+        total: Samples in the global batch.
+        speeds: Samples per second of each rank, above 0.
+        limits: Limits of each rank; what one rank's limits cut off goes to the others.
+
+    Returns:
+        Samples for each rank: within the limits, together exactly ``total``; of equal ranks the first gets the odd one.
+
+    Raises:
+        ConfigError: No division satisfies the limits.
+    """
+    if len(speeds) != len(limits) or not all(speed > 0 for speed in speeds):
+        raise ConfigError.of("a speed above 0 and limits for each rank", (speeds, limits), "give one of each per rank")
+    least, most = sum(low for low, _ in limits), sum(high for _, high in limits)
+    if any(not 0 <= low <= high for low, high in limits) or not least <= total <= most:
+        raise ConfigError.of(
+            f"a batch from {least} to {most}, the sums of the limits", total, "widen the limits or change the batch"
+        )
+    shares = _shares(total, speeds, limits)
+    sizes = [int(share) for share in shares]
+    by_remainder = sorted(range(len(sizes)), key=lambda rank: (sizes[rank] - shares[rank], rank))
+    while sum(sizes) < total:
+        for rank in by_remainder:
+            if sum(sizes) < total and sizes[rank] < limits[rank][1]:
+                sizes[rank] += 1
+    return tuple(sizes)
+
+
+def _shares(total: int, speeds: Sequence[float], limits: Sequence[Limits]) -> list[float]:
+    """Returns the shares clip(speed * level) at the level where they sum to the total, found by bisection.
+
+    All shares grow with the level, so one exists; a hundred halvings exhaust the precision of a float.
+    """
+    low, high = 0.0, max(most for _, most in limits) / min(speeds)
+    for _ in range(100):
+        level = (low + high) / 2
+        low, high = (low, level) if sum(_at(level, speeds, limits)) > total else (level, high)
+    return _at(low, speeds, limits)
+
+
+def _at(level: float, speeds: Sequence[float], limits: Sequence[Limits]) -> list[float]:
+    return [min(max(speed * level, least), most) for speed, (least, most) in zip(speeds, limits, strict=True)]

@@ -1,13 +1,12 @@
-"""How much a step is worth at a density: the one thing that a measurement of the link cannot tell.
+"""Maps density to the progress of one step, which no measurement of the link shows.
 
-A step that exchanges more of the gradient takes longer and gets further. To weigh one against the other a controller
-needs to know how much further: a `Curve` maps density to progress, in steps that exchange everything. Without better
-knowledge it is a power law, density to the `DEFAULT_EXPONENT`. With a profile of ``shade tune`` it is what the profile
-says (`shade.control.profile`).
+A step that exchanges more of the gradient takes longer and makes more progress. To weigh one against the other, a
+controller needs a `Curve`: progress over density, in steps that exchange everything. By default it is a power law,
+density to the `DEFAULT_EXPONENT`. A profile of ``shade tune`` has a measured one (`shade.control.profile`).
 
-Why a curve and not a constant: where the exchange hides behind the compute (staleness 1), every growing curve that is
-less than proportional gives the same answer, fill the time there is; where it does not (staleness 0), the answer is
-the curve's steepness and nothing else. The price: a wrong curve costs speed at staleness 0, never correctness.
+Why a curve and not a constant: where the exchange overlaps the compute (staleness 1), every growing curve that is less
+than proportional gives the same answer, to fill the available time. Where it does not (staleness 0), the answer depends
+only on the curve's slope. The price: a wrong curve costs speed at staleness 0, never correctness.
 
 Invariant: progress never falls when density grows, and is above 0.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -29,14 +27,14 @@ DEFAULT_EXPONENT: Final = 0.1
 
 @dataclass(frozen=True)
 class Curve:
-    """Progress a step at some densities; between them a line on doubly logarithmic paper, level outside.
+    """Progress of a step at some densities: log-log linear between them, constant outside.
 
     Args:
         densities: Ascending, each above 0 and at most 1.
-        progress: What a step is worth there; above 0. Dips, which are noise, are filled up.
+        progress: Progress of a step there; above 0. Dips are noise and are filled.
 
     Raises:
-        ConfigError: They are not that.
+        ConfigError: An argument is not as described.
     """
 
     densities: tuple[float, ...]
@@ -57,13 +55,13 @@ class Curve:
         object.__setattr__(self, "progress", tuple(filled))
 
     def at(self, density: float) -> float:
-        """What one step is worth, in the curve's unit.
+        """Returns the progress of one step, in the curve's unit.
 
         Args:
             density: Above 0.
 
         Returns:
-            Above 0; never less than at a smaller density.
+            A value above 0, never less than at a smaller density.
         """
         place = bisect.bisect_right(self.densities, density)
         if place in (0, len(self.densities)):
@@ -74,23 +72,17 @@ class Curve:
 
 
 def power(exponent: float = DEFAULT_EXPONENT) -> Curve:
-    """Progress is density to some power, between a hundred-thousandth and 1; a step that exchanges all is worth 1.
+    """Returns the curve density ** exponent, from a density of 1e-5 to 1.
 
     Args:
-        exponent: From 0, density does not matter, to 1, half the density is worth half.
+        exponent: From 0, density does not matter, to 1, half the density makes half the progress.
 
     Returns:
         The curve.
 
     Raises:
-        ConfigError: The exponent is neither.
+        ConfigError: The exponent is outside this range.
     """
     if not 0 <= exponent <= 1:
         raise ConfigError.of("an exponent from 0 to 1", exponent, f"leave it at {DEFAULT_EXPONENT}")
     return Curve((1e-5, 1.0), (float(1e-5**exponent), 1.0))
-
-
-def points(values: Sequence[tuple[float, float]]) -> Curve:
-    """A curve through pairs of density and progress, in whatever order they come."""
-    ordered = sorted(values)
-    return Curve(tuple(density for density, _ in ordered), tuple(progress for _, progress in ordered))

@@ -1,14 +1,16 @@
-"""What ``shade tune`` found out about a training: the quality that a global batch and a density come to, as JSON.
+"""The result of ``shade tune``: the quality that a training reaches with a global batch and a density, as JSON.
 
-A profile is a grid of expected quality over batch and density (the mean of the Gaussian process that the search ended
-with), what was really measured, and how. The controller reads from it two things: below which density the quality falls
-by more than it may (`Profile.floor`), and what a step is worth (`Profile.curve`): with h the relative shortfall of the
-quality, training needs ``1 + 50 h`` times as many samples (StellaTrain's objective), and a step is worth the inverse.
+A profile is a grid of expected quality over batch and density (the mean of a Gaussian process), the evaluations that it
+was fitted to, and the settings of the search. The controller reads two things from it. `Profile.floor` is the density
+below which the quality falls by more than is allowed. `Profile.curve` is the progress of one step: with h the relative
+shortfall of the quality, training needs ``1 + 50 h`` times as many samples (StellaTrain's objective), and the progress
+is the inverse.
 
-JSON and never pickle: a profile is passed around, and reading one must run nothing. The grid is in the file, so that
-reading it takes no library either. The price: between grid points it is interpolated, and outside it is the edge.
+The format is JSON and not pickle: profiles are passed around, and reading one must run nothing. The grid is in the
+file, so reading it needs no library. The price: values between grid points are interpolated, and outside the grid they
+are those of its edge.
 
-Invariant: what `save` wrote, `load` reads back equal; a file that is anything else is refused with what is wrong.
+Invariant: `load` returns what `save` wrote; any other file is refused with a message that says what is wrong.
 
 References:
     Lim et al., "Accelerating Model Training in Multi-cluster Environments with Consumer-grade GPUs", SIGCOMM 2024:
@@ -33,9 +35,9 @@ from shade.telemetry import jsonable
 
 FORMAT: Final = "shade-profile-1"
 SHORTFALL_COST: Final = 50.0
-"""Samples that a shortfall costs: 2 % worse means that it has to train twice as long."""
+"""Samples that a shortfall costs: a quality that is 2 % worse means twice as much training."""
 ALLOWED_SHORTFALL_FRACTION: Final = 0.02
-"""Of the best quality; what a density may cost, where nothing else is said."""
+"""What a low density may cost by default, as a fraction of the best quality."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,15 @@ class Profile:
     """Quality over global batch and density.
 
     Args:
-        batches: Of the grid, ascending, in samples.
-        densities: Of the grid, ascending.
-        quality: Expected; a row for each batch, a column for each density.
+        batches: The grid's batches, ascending, in samples.
+        densities: The grid's densities, ascending.
+        quality: Expected quality; a row for each batch, a column for each density.
         is_loss: Whether less is better.
         evaluations: What was measured: ``batch``, ``density``, ``quality`` or a failure; for people and plots.
-        settings: How: command, seed, …; for people.
+        settings: Command, seed and so on; for people.
 
     Raises:
-        ConfigError: The grid is not a grid.
+        ConfigError: The grid is not valid.
     """
 
     batches: tuple[int, ...]
@@ -72,17 +74,17 @@ class Profile:
         if shape != [len(self.densities)] * len(self.batches):
             raise ConfigError.of("a row a batch and a column a density", shape, "run shade tune again")
         if not all(math.isfinite(value) for row in self.quality for value in row):
-            raise ConfigError.of("a quality everywhere", "one that is no number", "run shade tune again")
+            raise ConfigError.of("a finite quality everywhere", "a value that is not finite", "run shade tune again")
 
     def expected(self, batch: float, density: float) -> float:
-        """Quality in the metric's own unit, between grid points by logarithms of batch and density.
+        """Returns the expected quality in the metric's own unit, interpolated over the logarithms of both arguments.
 
         Args:
             batch: Global, in samples.
             density: Kept fraction.
 
         Returns:
-            The quality; at the edge's, outside the grid.
+            The quality; outside the grid, that of its edge.
         """
         row, along = _place(self.batches, batch)
         column, across = _place(self.densities, density)
@@ -93,7 +95,7 @@ class Profile:
         return top * (1 - along) + bottom * along
 
     def shortfall(self, batch: float, density: float) -> float:
-        """How much worse than the best of the grid, as a fraction of it; at least 0."""
+        """Returns how much worse the quality is than the grid's best, as a fraction of the best; at least 0."""
         values = [value for row in self.quality for value in row]
         best = min(values) if self.is_loss else max(values)
         unit = max(abs(best), max(values) - min(values)) or 1.0
@@ -101,14 +103,14 @@ class Profile:
         return max(0.0, (worse if self.is_loss else -worse) / unit)
 
     def floor(self, batch: int, allowed_fraction: float = ALLOWED_SHORTFALL_FRACTION) -> float:
-        """The least density that costs no more quality than it may, compared with the best density at this batch.
+        """Returns the least density that costs at most the allowed quality, compared with this batch's best density.
 
         Args:
             batch: Global, in samples.
-            allowed_fraction: Of the best quality.
+            allowed_fraction: What it may cost, as a fraction of the best quality.
 
         Returns:
-            A density of the grid; none from there up to the best costs more either.
+            A density of the grid; no density from there up to the best one costs more.
 
         Raises:
             ConfigError: The fraction is negative.
@@ -122,20 +124,24 @@ class Profile:
         return self.densities[too_sparse[-1] + 1 if too_sparse else 0]
 
     def curve(self, batch: int) -> Curve:
-        """What a step is worth at this global batch, for a controller."""
-        worth = (1 / (1 + SHORTFALL_COST * self.shortfall(batch, density)) for density in self.densities)
-        return Curve(self.densities, tuple(worth))
+        """Returns the progress of a step over density at this global batch, for a controller."""
+        progress = (1 / (1 + SHORTFALL_COST * self.shortfall(batch, density)) for density in self.densities)
+        return Curve(self.densities, tuple(progress))
 
-    # ── as a file ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def best_batch(self) -> int:
+        """Returns the batch of the grid with the best expected quality at any density."""
+        return min(self.batches, key=lambda batch: min(self.shortfall(batch, each) for each in self.densities))
+
+    # ── the file ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it, whole or not at all.
+        """Writes the profile, whole or not at all.
 
         Args:
-            path: Replaced if there.
+            path: Replaced if it exists.
 
         Raises:
-            ConfigError: It cannot be written there.
+            ConfigError: The file cannot be written.
         """
         beside = Path(f"{os.fspath(path)}.part")
         try:
@@ -146,7 +152,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads one.
+        """Reads a profile.
 
         Args:
             path: As `save` wrote it.
@@ -155,19 +161,19 @@ class Profile:
             The profile.
 
         Raises:
-            ConfigError: It cannot be read, or is none.
+            ConfigError: The file cannot be read, or is not a profile.
         """
         try:
-            told = json.loads(Path(path).read_bytes())
-            if not isinstance(told, dict) or told.get("format") != FORMAT:
+            found = json.loads(Path(path).read_bytes())
+            if not isinstance(found, dict) or found.get("format") != FORMAT:
                 raise ValueError(f"it is not {FORMAT}")
             return cls(
-                tuple(int(batch) for batch in told["batches"]),
-                tuple(float(density) for density in told["densities"]),
-                tuple(tuple(float(value) for value in row) for row in told["quality"]),
-                bool(told["is_loss"]),
-                tuple(dict(each) for each in told.get("evaluations", ())),
-                dict(told.get("settings") or {}),
+                tuple(int(batch) for batch in found["batches"]),
+                tuple(float(density) for density in found["densities"]),
+                tuple(tuple(float(value) for value in row) for row in found["quality"]),
+                bool(found["is_loss"]),
+                tuple(dict(each) for each in found.get("evaluations", ())),
+                dict(found.get("settings") or {}),
             )
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             what = f"{os.fspath(path)}: {' '.join(str(error).split())}"
@@ -175,7 +181,7 @@ class Profile:
 
 
 def _place(axis: tuple[float, ...] | tuple[int, ...], value: float) -> tuple[int, float]:
-    """The point of the axis below the value, and how far it is from there to the next, 0 to 1, in logarithms."""
+    """Returns the index of the axis point below the value, and the fraction of the way to the next, in logarithms."""
     inside = min(max(value, axis[0]), axis[-1])
     place = max(min(bisect.bisect_right(axis, inside) - 1, len(axis) - 2), 0)
     if len(axis) == 1:

@@ -1,13 +1,16 @@
-"""Hears from every rank what its steps cost, and tells whoever asks: the controller, ``shade top``, Prometheus.
+"""Receives every rank's step reports and serves them to the controller, to ``shade top`` and to Prometheus.
 
-HTTP, from the standard library: ranks ``POST /reports`` lines of JSON, ``GET /state`` is the latest as JSON,
-``GET /metrics`` a page for Prometheus. One small server, usually in a thread of rank 0, asked a few times a second. The
-controller takes the new reports out with `TelemetryServer.drain`.
+HTTP, from the standard library: ranks ``POST /reports`` with lines of JSON, ``GET /state`` returns the latest state as
+JSON, ``GET /metrics`` a page for Prometheus. It is one small server, usually in a thread of rank 0, with a few requests
+a second. The controller takes new reports with `TelemetryServer.drain`.
 
-Safe to leave running: memory is bounded (steps per rank, ranks, bytes per request, requests at once), a connection that
-says nothing is dropped, nothing is unpickled. Beyond this machine it listens only with a token, from the environment
-(`TOKEN_VARIABLE`), which every request must bear. The price of plain HTTP: whoever can read the wire can read the token
-and the metrics. They are no secrets, but a network that is not yours wants a tunnel.
+The state has medians of each rank's last `NUM_STEPS` and not means: one step with an evaluation or a checkpoint is not
+typical of the rank. Totals since the start are kept as well, because Prometheus wants counters.
+
+The server is safe to leave running: memory is bounded (steps per rank, ranks, bytes per request, requests at once), an
+idle connection is dropped, and nothing is unpickled. It listens beyond this machine only with a token, from the
+environment (`TOKEN_VARIABLE`), which every request must carry. The price of plain HTTP: anyone who can read the traffic
+can read the token and the metrics. They are no secrets, but use a tunnel over a network that is not yours.
 """
 
 from __future__ import annotations
@@ -18,39 +21,160 @@ import json
 import logging
 import os
 import socket
+import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any, Final
 
 from shade.control import message
-from shade.control.history import History
 from shade.errors import ConfigError, DataError
 from shade.types import Clock, Decision, StepReport
 
 TOKEN_VARIABLE: Final = "SHADE_TELEMETRY_TOKEN"
-"""Environment variable: what every request must bear, where it is set."""
+"""Environment variable: the token that every request must carry, if it is set."""
 MOST_BODY_BYTES: Final = 1 << 20
 _MOST_CONNECTIONS: Final = 64
 _MOST_UNREAD: Final = 4096
-"""Reports for the controller; where there is none, the oldest make room."""
+"""Reports that wait for the controller; the oldest are dropped first."""
 _TIMEOUT_SECONDS: Final = 5.0
+
+NUM_STEPS: Final = 64
+"""Steps that are kept of each rank."""
+MOST_RANKS: Final = 4096
+"""A sender with more ranks is not a training."""
+COUNTERS: Final = {
+    "samples": "Samples trained on.",
+    "sent_bytes": "Bytes of compressed gradients sent.",
+    "received_bytes": "Bytes of compressed gradients received.",
+    "compute_seconds": "Forward and backward.",
+    "compress_seconds": "Choosing, coding, decoding and merging; beside the compute.",
+    "exchange_seconds": "In collectives; beside the compute where they overlap.",
+    "wait_seconds": "Training waited for the exchange: what a better link would save.",
+}
+"""Totals of each rank, and their help lines."""
+GAUGES: Final = {
+    "step": "Optimizer steps done.",
+    "density": "Kept fraction of the gradient in the last step.",
+    "gradient_norm": "Of the last merged gradient.",
+    "silent_seconds": "Since this rank's last report. Grows when it is dead, or its reports are dropped.",
+}
+"""Present values of each rank, and their help lines."""
+_SECONDS: Final = ("compute_seconds", "compress_seconds", "exchange_seconds", "wait_seconds")
 
 logger = logging.getLogger("shade.control")
 
 
+class _Rank:
+    def __init__(self) -> None:
+        self.recent: deque[StepReport] = deque(maxlen=NUM_STEPS)
+        self.totals: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self.received_at = 0.0
+
+
+class History:
+    """The last reports of every rank, in bounded memory.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ranks: dict[int, _Rank] = {}
+        self._decision: Decision | None = None
+        self._num_decisions = 0
+
+    def add(self, report: StepReport) -> bool:
+        """Adds a report.
+
+        Args:
+            report: Of any rank and step.
+
+        Returns:
+            False if it was known (its sender did not get the answer) or its rank exceeds `MOST_RANKS`.
+        """
+        if report.rank not in self._ranks and len(self._ranks) >= MOST_RANKS:
+            return False
+        rank = self._ranks.setdefault(report.rank, _Rank())
+        rank.received_at = self._clock()
+        if report in rank.recent:
+            return False
+        rank.recent.append(report)
+        added = (report.num_samples, report.bytes_sent, report.bytes_received)
+        for name, value in zip(COUNTERS, (*added, *(getattr(report, name) for name in _SECONDS)), strict=True):
+            rank.totals[name] += value
+        return True
+
+    def decided(self, decision: Decision) -> None:
+        """Records the latest decision."""
+        self._decision = decision
+        self._num_decisions += 1
+
+    def state(self) -> dict[str, Any]:
+        """Returns plain JSON: ``ranks`` in order, with medians over their last steps, and the last ``decision``."""
+        return {
+            "ranks": [self._summary(number, self._ranks[number]) for number in sorted(self._ranks)],
+            "decision": None if self._decision is None else asdict(self._decision),
+            "num_decisions": self._num_decisions,
+        }
+
+    def _summary(self, number: int, rank: _Rank) -> dict[str, Any]:
+        def median(name: str) -> float:
+            return float(statistics.median(getattr(report, name) for report in rank.recent))
+
+        last = rank.recent[-1]
+        seconds = {name: median(name) for name in _SECONDS}
+        step_seconds = seconds["compute_seconds"] + seconds["wait_seconds"]
+        return {
+            "rank": number,
+            "step": last.step,
+            "num_samples": last.num_samples,
+            "density": last.density,
+            "gradient_norm": last.gradient_norm,
+            "silent_seconds": max(0.0, self._clock() - rank.received_at),
+            "samples_per_second": median("num_samples") / step_seconds if step_seconds > 0 else 0.0,
+            "wait_fraction": seconds["wait_seconds"] / step_seconds if step_seconds > 0 else 0.0,
+            "bytes_sent": median("bytes_sent"),
+            "bytes_received": median("bytes_received"),
+            **seconds,
+        }
+
+    def prometheus(self) -> str:
+        """Returns the state in Prometheus' text format: ``shade_gradient_density{rank="0"} 0.01``."""
+        lines: list[str] = []
+
+        def add(name: str, kind: str, meaning: str, values: dict[int, float]) -> None:
+            lines.extend((f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"))
+            lines.extend(f'{name}{{rank="{number}"}} {value!r}' for number, value in sorted(values.items()))
+
+        for name, meaning in COUNTERS.items():
+            totals = {number: rank.totals[name] for number, rank in self._ranks.items()}
+            add(f"shade_gradient_{name}_total", "counter", meaning, totals)
+        summaries = {number: self._summary(number, rank) for number, rank in self._ranks.items()}
+        for name, meaning in GAUGES.items():
+            add(f"shade_gradient_{name}", "gauge", meaning, {number: each[name] for number, each in summaries.items()})
+        lines += [
+            "# HELP shade_gradient_decisions_total Times that the controller changed density or batches.",
+            "# TYPE shade_gradient_decisions_total counter",
+            f"shade_gradient_decisions_total {self._num_decisions}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
 class TelemetryServer:
-    """Listens from the moment it is made, until it is closed.
+    """Listens from its construction until `close`.
 
     Args:
         host: Address to listen at.
         port: 0 for a free one.
-        token: What requests must bear; by default the environment's.
-        clock: Seconds that only grow.
-        page: What `/metrics` answers; by default what was reported here.
+        token: The token that requests must carry; by default the environment's.
+        clock: A monotonic clock, in seconds.
+        page: Makes the answer of `/metrics`; by default the reports of this server.
 
     Raises:
         ConfigError: It would listen beyond this machine without a token, or cannot listen there.
@@ -73,35 +197,35 @@ class TelemetryServer:
         self._unread: deque[StepReport] = deque(maxlen=_MOST_UNREAD)
         self._lock = threading.Lock()
         self.num_refused = 0
-        """Lines that were no reports. Not 0: something else is sending, or another version is."""
+        """Lines that were not reports. Not 0: another program or another version is sending."""
         try:
             self._http = _Http(host, port, self, token)
         except (OSError, OverflowError) as error:
             raise ConfigError.of("an address to listen at", f"{host}:{port}", f"{error}; name another") from None
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._http.server_address[1]}"
-        """Where clients find it; with a wildcard address, put this machine's name in its place."""
+        """The address for clients; replace a wildcard address by this machine's name."""
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, name="shade-telemetry", daemon=True
         )
         self._thread.start()
 
-    def hear(self, told: StepReport | Decision) -> None:
-        """Takes in a report or a decision, from the network or from this process."""
+    def hear(self, item: StepReport | Decision) -> None:
+        """Adds a report or a decision, from the network or from this process."""
         with self._lock:
-            if isinstance(told, Decision):
-                self._history.decided(told)
-            elif self._history.add(told):
-                self._unread.append(told)
+            if isinstance(item, Decision):
+                self._history.decided(item)
+            elif self._history.add(item):
+                self._unread.append(item)
 
     def hear_lines(self, body: bytes) -> int:
-        """Takes in lines; those that are none are counted.
+        """Adds lines, and counts those that are not reports or decisions.
 
         Args:
             body: Lines of JSON.
 
         Returns:
-            How many were good.
+            The number of good lines.
         """
         good = 0
         for data in body.splitlines():
@@ -113,30 +237,30 @@ class TelemetryServer:
                     self.num_refused += 1
                     is_first = self.num_refused == 1
                 if is_first:
-                    logger.warning("a line of telemetry is refused, and others will be without a word: %s", error)
+                    logger.warning("refused a line of telemetry; later ones are refused silently: %s", error)
         return good
 
     def drain(self) -> list[StepReport]:
-        """The reports that came in since the last call, in the order in which they came."""
+        """Returns the reports since the last call, in order of arrival."""
         with self._lock:
             found = list(self._unread)
             self._unread.clear()
         return found
 
     def state(self) -> dict[str, Any]:
-        """As `History.state`, and how many lines were refused."""
+        """Returns `History.state` and the number of refused lines."""
         with self._lock:
             return {**self._history.state(), "num_refused": self.num_refused}
 
     def prometheus(self) -> str:
-        """The page that was given, or else as `History.prometheus`."""
+        """Returns the page of the constructor, by default `History.prometheus`."""
         if self._page is not None:
             return self._page()
         with self._lock:
             return self._history.prometheus()
 
     def close(self) -> None:
-        """Stops listening; drops who is connected. Safe to call twice."""
+        """Stops listening and drops all connections. Safe to call twice."""
         self._http.shutdown()
         self._thread.join()
         self._http.drop_all()
@@ -150,16 +274,16 @@ class TelemetryServer:
 
 
 def token_given(token: str | None) -> str | None:
-    """The token, or else the environment's, or else None.
+    """Returns the caller's token, else the environment's, else None.
 
     Args:
-        token: From the caller.
+        token: The caller's, if any.
 
     Returns:
-        What requests shall bear.
+        The token that requests must carry.
 
     Raises:
-        ConfigError: A header of HTTP cannot carry it; it is not shown.
+        ConfigError: An HTTP header cannot carry it. The message does not show it.
     """
     token = token or os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and not (token.isascii() and token.isprintable() and token == token.strip()):
@@ -168,7 +292,7 @@ def token_given(token: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Returns whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -176,7 +300,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Http(ThreadingMixIn, HTTPServer):
-    """A thread a request, at most so many at once; who comes when all are busy is hung up on, and comes again."""
+    """Serves each request in a thread; closes a connection beyond `_MOST_CONNECTIONS`, whose client tries again."""
 
     daemon_threads = False
     request_queue_size = 128
@@ -190,7 +314,7 @@ class _Http(ThreadingMixIn, HTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of its own name, which may take seconds."""
+        """Binds without looking up the machine's own name, which may take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -198,10 +322,10 @@ class _Http(ThreadingMixIn, HTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._guard:
-            is_welcome = len(self._connected) < _MOST_CONNECTIONS
-            if is_welcome:
+            has_place = len(self._connected) < _MOST_CONNECTIONS
+            if has_place:
                 self._connected.add(request)
-        if is_welcome:
+        if has_place:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -212,7 +336,7 @@ class _Http(ThreadingMixIn, HTTPServer):
         super().shutdown_request(request)
 
     def drop_all(self) -> None:
-        """Hangs up, so that no thread is left waiting for somebody to speak."""
+        """Closes all connections, so that no thread waits for input."""
         with self._guard:
             for each in self._connected:
                 try:
@@ -221,7 +345,7 @@ class _Http(ThreadingMixIn, HTTPServer):
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever hangs up in mid-sentence is none of our business."""
+        """Logs a connection that its client has broken; that is not our error."""
         logger.debug("a telemetry connection from %s broke", client_address, exc_info=True)
 
 
@@ -230,7 +354,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Http
 
     def do_GET(self) -> None:
-        if not self._may():
+        if not self._is_authorised():
             return
         if self.path == "/state":
             self._answer(200, "application/json", json.dumps(self.server.telemetry.state()))
@@ -240,7 +364,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", "there are /state and /metrics\n")
 
     def do_POST(self) -> None:
-        if not self._may():
+        if not self._is_authorised():
             return
         length = self.headers.get("Content-Length", "")
         if self.path != "/reports":
@@ -249,10 +373,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(413, "text/plain", f"say how many bytes, at most {MOST_BODY_BYTES}\n")
         else:
             body = self.rfile.read(int(length))
-            if len(body) == int(length):  # else the sender is gone, and will say it all again
+            if len(body) == int(length):  # else the sender is gone, and sends everything again
                 self._answer(200, "application/json", json.dumps({"good": self.server.telemetry.hear_lines(body)}))
 
-    def _may(self) -> bool:
+    def _is_authorised(self) -> bool:
         wanted, given = self.server.authorization, self.headers.get("Authorization", "")
         if wanted is None or hmac.compare_digest(given.encode("utf-8", "replace"), wanted):
             return True

@@ -1,14 +1,12 @@
-"""Makes numbers one can act on out of measurements that jump.
+"""Smooths noisy measurements.
 
-`Smoothed` is one quantity: the median of the last three, then a moving average.
+`Smoothed` is one quantity: the median of the last three measurements, then a moving average. The median removes a
+single outlier; the average removes the rest of the noise. The average is slow while the medians stay near it, so noise
+does not move it, and quick once they do not. Bandwidth is smoothed as seconds per byte: a link that breaks down is
+followed within two steps, and one that recovers within about four. This order is right, because a step on an
+overestimated link takes long, and a step on an underestimated one only carries less. The price is that lag.
 
-The median keeps a single hiccup out altogether; the average takes the rest of the noise. It is slow while the medians
-stay near it, so that noise moves nothing, and quick once they do not. Bandwidth goes in upside down, as seconds per
-byte: then a link that breaks down is believed within two steps, and one that recovers within about four. That is the
-right way round, as a step on a link that is overestimated takes long, and one on a link that is underestimated only
-carries less. The price is that lag.
-
-`Slope` is how one quantity grows with another: a line through all that was measured, of which old measurements fade.
+`Slope` is how one quantity grows with another: a line through all measurements, in which old ones lose weight.
 """
 
 from __future__ import annotations
@@ -21,28 +19,28 @@ from typing import Any, Final
 
 WINDOW: Final = 3
 QUICK_WEIGHT, STEADY_WEIGHT = 0.8, 0.1
-"""Of the newest median in the average: when it is off by more than `NOISE_FRACTION`, and when it is not."""
+"""Weight of the newest median in the average: when it differs by more than `NOISE_FRACTION`, and when not."""
 NOISE_FRACTION: Final = 0.2
-"""A median that is further off than that is a change, not noise."""
+"""A median that differs by more is a change, not noise."""
 
 FADING: Final = 0.99
-"""What a measurement's weight in a slope shrinks by with each one after it: a hundred of them count."""
+"""Factor of a measurement's weight in a slope with each newer one: about a hundred count."""
 DOUBT: Final = 5 * 0.1**2
-"""A slope begins as if five measurements, each a tenth of x off the mean, had shown no growth."""
+"""A slope starts as if five measurements, each a tenth of x from the mean, had shown no growth."""
 
 
 class Smoothed:
-    """One quantity; `value` is None until something came in."""
+    """One quantity; `value` is None before the first measurement."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self.value: float | None = None
 
     def add(self, measured: float) -> None:
-        """Takes in a measurement.
+        """Adds a measurement.
 
         Args:
-            measured: Finite; what is not is left out, as a broken clock must not steer.
+            measured: A value that is not finite is ignored: a broken clock must not steer.
         """
         if not math.isfinite(measured):
             return
@@ -55,29 +53,29 @@ class Smoothed:
         self.value += (STEADY_WEIGHT if is_noise else QUICK_WEIGHT) * (median - self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it goes on from."""
+        """Returns the state."""
         return {"recent": list(self._recent), "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes it back."""
+        """Restores the state."""
         self._recent = deque(map(float, state["recent"]), maxlen=WINDOW)
         self.value = None if state["value"] is None else float(state["value"])
 
 
 class Slope:
-    """How much y grows with x; never below 0, and 0 as long as it may be noise."""
+    """Estimates how much y grows with x; at least 0, and 0 while the growth may be noise."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = self._yy = 0.0
         self._level_weight = 0.0
-        """Of the measurements that x and y are means of."""
+        """Total weight of the measurements in the means of x and y."""
 
     def add(self, x: float, y: float) -> None:
-        """Takes in a measurement.
+        """Adds a measurement.
 
         Args:
             x: Finite.
-            y: What belongs to it; finite.
+            y: The value measured at x; finite.
         """
         kept = FADING * self._level_weight
         self._weight, self._level_weight = FADING * self._weight + 1, kept + 1
@@ -89,12 +87,12 @@ class Slope:
         self._yy = FADING * self._yy + share * step_y * step_y
 
     def start_level(self) -> None:
-        """From now on y lies higher or lower for another reason; how much it grows with x stays."""
+        """Starts a new level of y, which changed for another reason than x; keeps the slope."""
         self._level_weight = 0.0
 
     @property
     def value(self) -> float:
-        """Of the line, drawn towards 0 where x has hardly varied, less its standard error."""
+        """The slope of the line minus its standard error; shrunk towards 0 if x has hardly varied."""
         spread = self._xx + DOUBT * self._x**2
         if self._weight <= 2 or not spread:
             return 0.0
@@ -103,10 +101,10 @@ class Slope:
         return max(0.0, slope - math.sqrt(unexplained / (self._weight - 2) / spread))
 
     def state_dict(self) -> dict[str, Any]:
-        """What it goes on from."""
+        """Returns the state."""
         return {"sums": [self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes it back."""
+        """Restores the state."""
         sums = map(float, state["sums"])
         self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy = sums

@@ -1,13 +1,16 @@
-"""Looks for the global batch and the density that train best: tries, writes down, decides what to try next.
+"""Searches for the global batch and the density that train best.
 
-Every evaluation is a line of JSON in a journal, written when it ends; failures and timeouts too, so that a point that
-crashes is not tried for ever. The journal's first line says what is looked for. Running the same study again reads the
-journal and goes on behind its last whole line: killed at any moment, it comes to the same points as if it had not been,
-and an evaluation that was under way is done again. Another study does not go on with this one's journal.
+Optuna's Gaussian process chooses each next point. scikit-learn's fits the expected quality of a profile, because
+Optuna keeps its own fit private. Both are imported when a search runs. Decision 0019 compares the samplers.
+
+Every evaluation is one line of JSON in a journal, written when the evaluation ends. Failures are written too and count
+as the worst quality so far, so the search avoids their neighbourhood. The journal is the only state: each next point is
+a function of the journal and the seed. A study that is killed at any moment therefore resumes with the points that it
+would have tried, and repeats only the evaluation that was running. The price is a new fit for every point, about 0.1 s.
 
 References:
-    Lim et al., SIGCOMM 2024: Bayesian optimisation of (global batch, compression) over a fraction of the training, 10
-    evaluations to look around and 31 in all, as here.
+    Lim et al., SIGCOMM 2024: Bayesian optimisation of (global batch, compression) over a fraction of the training, with
+    10 initial evaluations and 31 in all, as here.
 """
 
 from __future__ import annotations
@@ -16,28 +19,109 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from shade.control.profile import Profile
-from shade.control.search import suggest, surface
-from shade.control.space import Point, Space
 from shade.errors import ConfigError, DataError
 from shade.telemetry import JsonlSink, jsonable
 
 NUM_EVALUATIONS, NUM_FIRST = 31, 10
 FORMAT: Final = "shade-study-1"
+_GRID: Final = (9, 25)
+"""Batches and densities of a profile."""
+_MOST_DRAWS: Final = 500
+"""Random points that are drawn in search of one that was not tried."""
 
 
 class EvaluationError(Exception):
-    """An objective could not be evaluated at this point: it is written down, and the study goes on."""
+    """The objective has no quality at this point. The study records the failure and continues."""
+
+
+class Point(NamedTuple):
+    """What one evaluation tries."""
+
+    batch: int
+    """Global, in samples."""
+    density: float
+    """Kept fraction of the gradient."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The points that a study may try, on a logarithmic scale in both dimensions.
+
+    Args:
+        batches: Least and greatest global batch, in samples.
+        densities: Least and greatest density.
+        batch_multiple: Every batch is a multiple of it, for example of the number of ranks.
+
+    Raises:
+        ConfigError: The space is empty.
+    """
+
+    batches: tuple[int, int]
+    densities: tuple[float, float]
+    batch_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.densities[0] <= self.densities[1] <= 1:
+            raise ConfigError.of("0 < least density ≤ greatest ≤ 1", self.densities, "write 0.0005:0.1")
+        if self.batch_multiple < 1 or not 0 < self._multiples[0] <= self._multiples[1]:
+            got = (self.batches, self.batch_multiple)
+            raise ConfigError.of("multiples between the least batch and the greatest", got, "widen --batch")
+
+    @property
+    def _multiples(self) -> tuple[int, int]:
+        return -(-self.batches[0] // self.batch_multiple), self.batches[1] // self.batch_multiple
+
+    def distributions(self) -> dict[str, Any]:
+        """Returns the space as Optuna's distributions of `Point`'s fields; the batch is counted in multiples."""
+        from optuna.distributions import FloatDistribution, IntDistribution
+
+        return {"batch": IntDistribution(*self._multiples, log=True),
+                "density": FloatDistribution(*self.densities, log=True)}  # fmt: skip
+
+    def rounded(self, num_multiples: float, density: float) -> Point:
+        """Returns the nearest point that can be tried.
+
+        Args:
+            num_multiples: The batch, in multiples of `batch_multiple`.
+            density: Rounded to three digits, so that a line of a log identifies it.
+
+        Returns:
+            A point inside the space.
+        """
+        (low, high), (least, most) = self._multiples, self.densities
+        batch = min(max(round(num_multiples), low), high) * self.batch_multiple
+        return Point(batch, min(max(float(f"{density:.3g}"), least), most))
+
+    def point(self, across: float, up: float) -> Point:
+        """Returns the point at a place of the unit square, where 0 is the least batch or density and 1 the greatest."""
+        (low, high), (least, most) = self._multiples, self.densities
+        return self.rounded(low * (high / low) ** across, least * (most / least) ** up)
+
+    def unit(self, point: Point) -> tuple[float, float]:
+        """Returns the place of a point in the unit square."""
+        low, high = (each * self.batch_multiple for each in self._multiples)
+        return _fraction(point.batch, low, high), _fraction(point.density, *self.densities)
+
+    def first(self, num: int, seed: int) -> list[Point]:
+        """Returns a Latin hypercube: each row and each column of a num × num grid holds one point."""
+        draw = np.random.default_rng([seed, 0])
+        across, up = ((draw.permutation(num) + draw.random(num)) / num for _ in range(2))
+        return [self.point(float(x), float(y)) for x, y in zip(across, up, strict=True)]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One try."""
+    """One evaluation and its result."""
 
     number: int
     batch: int
@@ -55,18 +139,18 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Study:
-    """What is looked for.
+    """What is searched for, and how.
 
     Args:
-        space: Where.
+        space: The points that may be tried.
         is_loss: Whether a smaller quality is better.
-        seed: Of everything that is drawn.
+        seed: Seed of all random draws.
         num_evaluations: In all, failures included.
-        num_first: Of those, how many only look around.
-        about: Whatever else makes this study this one, as the command; JSON-plain.
+        num_first: How many of them are spread evenly, before the search uses results.
+        about: What else identifies this study, as the command; plain JSON.
 
     Raises:
-        ConfigError: Less than one evaluation.
+        ConfigError: There is less than one evaluation, or the seed is negative.
     """
 
     space: Space
@@ -82,63 +166,144 @@ class Study:
             raise ConfigError.of("at least one evaluation, and a seed of 0 or more", got, "write --evaluations 31")
 
     def identity(self) -> dict[str, Any]:
-        """What two studies must have in common to be one; how long it goes on is not part of it."""
-        told: dict[str, Any] = jsonable({**asdict(self), "format": FORMAT})
-        del told["num_evaluations"]
-        return told
+        """Returns what two runs of one study have in common: everything but the number of evaluations."""
+        identity: dict[str, Any] = jsonable({**asdict(self), "format": FORMAT})
+        del identity["num_evaluations"]
+        return identity
+
+    @property
+    def _sign(self) -> float:
+        return -1.0 if self.is_loss else 1.0
 
     def next_point(self, evaluations: list[Evaluation]) -> Point:
-        """What to try after these."""
-        sign = -1.0 if self.is_loss else 1.0
-        tried = [(each.point, None if each.quality is None else sign * each.quality) for each in evaluations]
+        """Returns the point to try after these evaluations."""
+        tried = [(each.point, None if each.quality is None else self._sign * each.quality) for each in evaluations]
         return suggest(self.space, tried, seed=self.seed, num_first=self.num_first)
 
     def profile(self, evaluations: list[Evaluation]) -> Profile:
-        """What was learnt.
+        """Fits the expected quality over a grid.
 
         Args:
-            evaluations: All.
+            evaluations: All of the study.
 
         Returns:
-            Expected quality over a grid, and what it was made from.
+            The fit, and what it was made from.
 
         Raises:
-            DataError: None of them succeeded.
+            DataError: No evaluation succeeded.
         """
-        sign = -1.0 if self.is_loss else 1.0
-        measured = [(each.point, sign * each.quality) for each in evaluations if each.quality is not None]
+        measured = [(each.point, self._sign * each.quality) for each in evaluations if each.quality is not None]
         if not measured:
             why = evaluations[-1].failure if evaluations else "none was made"
             raise DataError.of("at least one evaluation that succeeded", why, "run the command by hand")
-        batches, densities, gains = surface(self.space, measured, seed=self.seed)
-        quality = tuple(tuple(sign * gain for gain in row) for row in gains)
-        told = tuple(asdict(each) for each in evaluations)
-        return Profile(batches, densities, quality, self.is_loss, told, self.identity())
+        batches, densities, gains = _surface(self.space, measured, self.seed)
+        quality = tuple(tuple(self._sign * float(gain) for gain in row) for row in gains)
+        records = tuple(asdict(each) for each in evaluations)
+        return Profile(tuple(batches), tuple(densities), quality, self.is_loss, records, self.identity())
 
     def best(self, evaluations: list[Evaluation]) -> Evaluation | None:
-        """The best that was measured; the first of equals; None if nothing was."""
-        sign = -1.0 if self.is_loss else 1.0
+        """Returns the evaluation with the best quality, the first of equals, or None if none succeeded."""
         return max(
             (each for each in evaluations if each.quality is not None),
-            key=lambda each: (sign * (each.quality or 0.0), -each.number),
+            key=lambda each: (self._sign * (each.quality or 0.0), -each.number),
             default=None,
         )
 
 
-def run(study: Study, objective: Callable[[Point], float], journal: str | os.PathLike[str]) -> Iterator[Evaluation]:
-    """Goes through a study, from the beginning or from where it was left; gives each evaluation, old ones first.
+def suggest(space: Space, tried: Sequence[tuple[Point, float | None]], *, seed: int, num_first: int) -> Point:
+    """Chooses the point to try next.
 
     Args:
-        study: What is looked for.
-        objective: Takes a point, gives its quality. `EvaluationError`, or a quality that is no number, is a failure;
-            whatever else it raises ends the study, which can be gone on with.
-        journal: Where evaluations are written; made if it is not there.
+        space: The points to choose from.
+        tried: Every point so far, in order, with its gain (greater is better), or None where it failed.
+        seed: Seed of all random draws.
+        num_first: How many points are a Latin hypercube.
+
+    Returns:
+        A point that was not tried, unless none can be found.
+
+    Raises:
+        ConfigError: Optuna or scipy is not installed.
+    """
+    if len(tried) < num_first:
+        return space.first(num_first, seed)[len(tried)]
+    gains = [gain for _, gain in tried if gain is not None]
+    known = {point for point, _ in tried}
+    if len(gains) >= 2:
+        point = _sampled(space, [(point, min(gains) if gain is None else gain) for point, gain in tried], seed)
+        if point not in known:
+            return point
+    # Measuring a point twice teaches less than a random new one, and both would write to the same log.
+    draw = np.random.default_rng([seed, 1, len(tried)])
+    places = draw.random((_MOST_DRAWS, 2))
+    points = [space.point(float(across), float(up)) for across, up in places]
+    return next((point for point in points if point not in known), points[0])
+
+
+def _sampled(space: Space, tried: Sequence[tuple[Point, float]], seed: int) -> Point:
+    """Returns what Optuna's Gaussian process suggests; a new sampler each time, because an old one carries state."""
+    try:
+        import optuna
+        import scipy  # type: ignore[import-untyped]  # noqa: F401  # GPSampler needs it, and would say so much later
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install 'shade[tune]' brings it") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    draw = int(np.random.SeedSequence([seed, len(tried)]).generate_state(1)[0])
+    sampler = optuna.samplers.GPSampler(seed=draw, n_startup_trials=1)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    names = space.distributions()
+    for point, gain in tried:
+        params = {"batch": point.batch // space.batch_multiple, "density": point.density}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=names, value=gain))
+    found = study.ask(names).params
+    return space.rounded(found["batch"], found["density"])
+
+
+def _surface(
+    space: Space, measured: Sequence[tuple[Point, float]], seed: int
+) -> tuple[list[int], list[float], npt.NDArray[np.float64]]:
+    """Returns the batches and the densities of a grid, and the expected gain there, a row for each batch."""
+    try:
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        raise ConfigError("scikit-learn is not installed; pip install 'shade[tune]' brings it") from None
+    noise = WhiteKernel(1e-3, (1e-6, 0.3))
+    kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern([0.5, 0.5], (0.05, 10.0), nu=2.5) + noise
+    model = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=1, random_state=seed)
+    with warnings.catch_warnings(), threadpool_limits(1):  # matrices of 30 × 30: more threads only wait for each other
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound: that side does not matter
+        model.fit([space.unit(point) for point, _ in measured], [gain for _, gain in measured])
+    num_batches, num_densities = _GRID
+    batches = sorted({space.point(float(place), 0.0).batch for place in np.linspace(0, 1, num_batches)})
+    densities = sorted({space.point(0.0, float(place)).density for place in np.linspace(0, 1, num_densities)})
+    gains = model.predict([space.unit(Point(batch, density)) for batch in batches for density in densities])
+    return batches, densities, np.reshape(gains, (len(batches), len(densities)))
+
+
+def _fraction(value: float, low: float, high: float) -> float:
+    return 0.5 if low == high else math.log(value / low) / math.log(high / low)
+
+
+# ── running a study, and its journal ────────────────────────────────────────────────────────────────────────────────
+
+
+def run(study: Study, objective: Callable[[Point], float], journal: str | os.PathLike[str]) -> Iterator[Evaluation]:
+    """Runs a study from its beginning, or resumes it, and yields each evaluation, old ones first.
+
+    Args:
+        study: What is searched for.
+        objective: Returns the quality of a point. `EvaluationError`, or a quality that is not finite, is a failure;
+            any other exception ends the run, and the study can be resumed.
+        journal: File to which evaluations are written; made if it is absent.
 
     Yields:
         Evaluations, in order, each when it is done.
 
     Raises:
-        ConfigError: The journal is another study's, or cannot be written.
+        ConfigError: The journal belongs to another study, or cannot be written.
     """
     done = read_journal(journal, study)[: study.num_evaluations]
     yield from done
@@ -159,17 +324,17 @@ def run(study: Study, objective: Callable[[Point], float], journal: str | os.Pat
 
 
 def read_journal(journal: str | os.PathLike[str], study: Study) -> list[Evaluation]:
-    """What was done so far.
+    """Reads the evaluations so far.
 
     Args:
         journal: As `run` wrote it; may be absent.
-        study: Whose it must be.
+        study: The study that it must belong to.
 
     Returns:
-        Evaluations, in order; a line that a kill has torn is none.
+        Evaluations, in order; a line that was cut short by a kill is skipped.
 
     Raises:
-        ConfigError: It is another study's, or no journal.
+        ConfigError: It belongs to another study, or is not a journal.
     """
     rows = _lines(journal)
     if not rows:
@@ -211,7 +376,7 @@ def _lines(journal: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _write(sink: JsonlSink, row: dict[str, Any]) -> None:
     sink.write(row)
     if sink.lost_rows:
-        raise ConfigError.of("room for a line of the journal", f"{sink.path} is full", "make room and go on with it")
+        raise ConfigError.of("space for a line of the journal", f"{sink.path} is full", "free some and run it again")
 
 
 def _evaluate(number: int, point: Point, objective: Callable[[Point], float]) -> Evaluation:

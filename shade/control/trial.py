@@ -1,7 +1,7 @@
-"""Runs somebody's training command once, for `shade.control.study`, and reads from its output how well it went.
+"""Runs the user's training command once, for `shade.control.study`, and reads the quality from its output.
 
-The output goes to a file, line by line, never into memory; the last line that names the metric counts. A command that
-takes too long is killed with all that it started; so is one that is under way when the study ends, however it ends.
+The output goes to a file and is read line by line; the last line with the metric counts. A command that takes too long
+is killed together with its child processes. So is a command that is running when the study ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from shade.control.space import Point
-from shade.control.study import EvaluationError
+from shade.control.study import EvaluationError, Point
 from shade.errors import ConfigError
 
 _MOST_LINE_BYTES: Final = 1 << 16
-_TOLD: Final = 200
-_LEASH: Final = """\
+_SHOWN: Final = 200
+"""Characters of a last line that a message shows."""
+_TIED: Final = """\
 import os, signal, sys
 from shade.process import die_with_parent
 die_with_parent(int(sys.argv[1]), signal.SIGKILL)
@@ -34,21 +34,21 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error.strerror}")
 """
-"""Becomes the command, tied to this process. Not between fork and exec, as a fit may have left threads here."""
+"""Becomes the command and dies with this process. A `preexec_fn` would be unsafe: the search has started threads."""
 
 
 class CommandObjective:
-    """Quality of a point = what a command says.
+    """The quality of a point as a command prints it.
 
     Args:
-        command: Words as for a shell, but no shell reads them; ``{batch}`` and ``{density}`` are put in.
-        folder: Gets the output of each evaluation, ``batch-64-density-0.01.log``; made if it is not there.
+        command: Words as for a shell, but run without one; ``{batch}`` and ``{density}`` are replaced.
+        folder: Holds the output of each evaluation, ``batch-64-density-0.01.log``; made if it is absent.
         metric: Name of a number in a line of JSON on standard output; the last one counts.
         pattern: Instead: a regular expression with one group, which is the number.
-        timeout_seconds: After which a command is killed; None: never.
+        timeout_seconds: After which a command is killed; None for never.
 
     Raises:
-        ConfigError: One of them cannot be used.
+        ConfigError: An argument cannot be used.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class CommandObjective:
         """Runs the command.
 
         Args:
-            point: What to put in.
+            point: Replaces the placeholders.
 
         Returns:
-            Its quality.
+            The point's quality.
 
         Raises:
-            EvaluationError: It failed, took too long, or told no number; the message ends with its last line.
+            EvaluationError: The command failed, took too long or printed no number; the message shows its last line.
         """
         values = {"{batch}": str(point.batch), "{density}": f"{point.density:g}"}
         words = [functools.reduce(lambda word, name: word.replace(name, values[name]), values, w) for w in self._words]
@@ -113,13 +113,13 @@ class CommandObjective:
             found = found if number is None else number
         if found is None:
             wanted = repr(self._metric or (self._pattern and self._pattern.pattern))
-            raise EvaluationError(f"it told nothing of {wanted}{_last_words(log)}")
+            raise EvaluationError(f"it printed no {wanted}{_last_words(log)}")
         return found
 
     def _run(self, words: list[str], output: int) -> int | None:
-        """Exit code; None if time was up."""
+        """Returns the exit code, or None after a timeout."""
         process = subprocess.Popen(
-            [sys.executable, "-c", _LEASH, str(os.getpid()), *words],
+            [sys.executable, "-c", _TIED, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -131,7 +131,7 @@ class CommandObjective:
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
+                os.killpg(process.pid, signal.SIGKILL)  # also the children that it left behind
             process.wait()
 
     def _number(self, line: str) -> float | None:
@@ -155,7 +155,7 @@ def _last_words(log: Path) -> str:
     last = ""
     for line in _lines(log):
         last = line or last
-    return f"; its last line: {last[:_TOLD]}" if last else "; it said nothing"
+    return f"; its last line: {last[:_SHOWN]}" if last else "; it printed nothing"
 
 
 def _ending(code: int) -> str:

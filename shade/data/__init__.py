@@ -1,5 +1,35 @@
-"""What a training script touches: `ShadeSampler` draws and steers, `ShadeDataset` fetches and decodes.
+"""What a script uses: `ShadeSampler` draws, `ShadeDataset` fetches through the cache, `ShadeLoader` loads.
 
-Read `sampler`, then `steering` (what it tells the cache); `dataset`, then `source` (where samples come from) and
-`codec` (items to bytes without pickle).
+The private packages: `_sampler` draws an epoch and plans the cache; `_dataset` reads samples from their source;
+`_loader` is the pipeline of threads; `_decode` and `_transforms` make pixels of files.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shade._lazy import lazy
+
+__all__ = [
+    "ForgottenCallWarning",
+    "RemoteImageFolder",
+    "ShadeDataset",
+    "ShadeLoader",
+    "ShadeSampler",
+]
+
+if TYPE_CHECKING:
+    from shade.data._dataset.dataset import ShadeDataset
+    from shade.data._dataset.source import RemoteImageFolder
+    from shade.data._loader.loader import ShadeLoader
+    from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "shade.data._dataset.dataset": ["ShadeDataset"],
+            "shade.data._dataset.source": ["RemoteImageFolder"],
+            "shade.data._loader.loader": ["ShadeLoader"],
+            "shade.data._sampler.sampler": ["ForgottenCallWarning", "ShadeSampler"],
+        },
+    )

@@ -1,33 +1,47 @@
-"""Gradients across a slow link: choose what matters, keep the rest for later, send, merge, apply.
+"""Gradients across a slow link: each rank sends its largest elements and keeps the rest for later steps.
 
-One file a compressor or a quantiser; importing this room registers them all.
+`GradientEngine` takes the place of ``optimizer.step()``; `sparse_hook` keeps DistributedDataParallel. The private
+packages, from the bottom: `_kernels` (compiled loops), `_compress` (choose, quantise, keep the residual), `_comm`
+(message, topology, transport), `_optim` (sparse optimizers; public names in `shade.gradient.optim`), `_engine`,
+`_elastic`.
 """
 
-from shade.gradient import (
-    quantise_bf16,
-    quantise_int8,
-    quantise_none,
-    random_k,
-    threshold_v,
-    threshold_v16,
-    topk,
-)
-from shade.gradient.compressor import COMPRESSORS, Compressor, Key
-from shade.gradient.quantiser import QUANTISERS, Quantiser
-from shade.gradient.sparse import Sparse
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shade._lazy import lazy
 
 __all__ = [
     "COMPRESSORS",
     "QUANTISERS",
-    "Compressor",
-    "Key",
-    "Quantiser",
-    "Sparse",
-    "quantise_bf16",
-    "quantise_int8",
-    "quantise_none",
-    "random_k",
-    "threshold_v",
-    "threshold_v16",
-    "topk",
+    "DiLoCo",
+    "ElasticEngine",
+    "GradientEngine",
+    "LocalSGD",
+    "Membership",
+    "SparseState",
+    "sparse_hook",
 ]
+
+if TYPE_CHECKING:
+    from shade.gradient._compress.compressor import COMPRESSORS
+    from shade.gradient._compress.quantiser import QUANTISERS
+    from shade.gradient._elastic.engine import ElasticEngine
+    from shade.gradient._elastic.membership import Membership
+    from shade.gradient._engine.comm_hook import SparseState, sparse_hook
+    from shade.gradient._engine.engine import GradientEngine
+    from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "shade.gradient._compress.compressor": ["COMPRESSORS"],
+            "shade.gradient._compress.quantiser": ["QUANTISERS"],
+            "shade.gradient._elastic.engine": ["ElasticEngine"],
+            "shade.gradient._elastic.membership": ["Membership"],
+            "shade.gradient._engine.comm_hook": ["SparseState", "sparse_hook"],
+            "shade.gradient._engine.engine": ["GradientEngine"],
+            "shade.gradient._engine.local_sgd": ["DiLoCo", "LocalSGD"],
+        },
+    )

@@ -1,8 +1,8 @@
 """Turns a run directory into something to read: ``epochs.csv``, ``report.txt``, ``report.png`` and ``report.html``.
 
-In reading order: `rows` (what the file says, added up), `text` (the tables and what they mean), `plot` (the picture),
-`page` and `svg` (the page). `samples` answers `shade quality`: what the recorded losses say of each sample (`quality`),
-which files are there twice (`duplicates`), and the `sheet` to look at.
+In reading order: `rows` (reads the file and adds it up), `text` (the tables and what they mean), `plot` (the picture),
+`page` (the page, over ``templates/``). `quality` judges the samples of a run by their recorded losses, and `samples`
+writes the answer to `shade quality`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["EpochSummary", "Run", "load_run", "write_report"]
 
 
 def write_report(directory: str | os.PathLike[str]) -> str:
-    """Reads a run and writes the four files beside its ``metrics.jsonl``; running it again replaces them.
+    """Reads a run and writes the four files beside its ``metrics.jsonl``; a second call replaces them.
 
     Args:
-        directory: Holds ``metrics.jsonl`` and, if the launcher wrote one, ``run.json``.
+        directory: The folder with ``metrics.jsonl`` and, if the launcher wrote one, ``run.json``.
 
     Returns:
         The text of ``report.txt``.
 
     Raises:
-        DataError: No ``metrics.jsonl`` there, or not one epoch in it.
+        DataError: There is no ``metrics.jsonl``, or no epoch in it.
     """
     run = load_run(directory)
     (run.directory / "epochs.csv").write_text(text.render_csv(run), encoding="utf-8")

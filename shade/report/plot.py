@@ -1,6 +1,6 @@
 """Draws a run as one picture of four panels: reads, stalls, loss, accuracy.
 
-Needs matplotlib, imported when a picture is drawn and never before; without it the report says so and goes on. The
+Needs matplotlib, imported only when a picture is drawn; without it the report says so. The
 figure is built on its own canvas (no pyplot), so no global state, window or display is touched.
 """
 
@@ -23,7 +23,7 @@ def write_png(run: Run, path: Path) -> str:
     """Draws the run.
 
     Args:
-        run: What was read.
+        run: The run that the picture shows.
         path: Where the PNG goes; replaced if there.
 
     Returns:

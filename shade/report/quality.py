@@ -1,13 +1,13 @@
-"""Which samples to look at: by how the loss of each went while the model learned the others.
+"""Finds samples worth a look by the course of their losses while the model learned the others.
 
 A model learns what is regular first. A sample whose label is wrong keeps a large loss while the rest of its class is
-learned, so ``exp(-loss)``, the probability that the model gave its label, averaged over the run, stays low: its
-*confidence*. What is low depends on the class, so *suspicion* is measured against it: 0 where the confidence is as is
-usual there (the median), 1 where the model never believed in the label at all. The first epoch is left out when there
-are three or more: everybody is wrong then.
+learned, so the probability ``exp(-loss)`` that the model gave its label, averaged over the run, stays low: its
+*confidence*. What is low depends on the class, so *suspicion* compares it with the class: 0 where the confidence equals
+the median of the class, 1 where the model gave the label no probability at all. The first epoch is left out when there
+are three or more, because every sample has a large loss then.
 
-No verdict: a rare view, a hard class or a broken file look the same. That is what the contact sheet is for. Nothing is
-flagged in a class that is not learned itself. Assumes cross-entropy; for another loss the order still tells.
+This is no verdict: a rare view, a hard class or a broken file look the same. The contact sheet is for that. Nothing is
+flagged in a class that is not learned itself. The flags assume cross-entropy; for another loss the order still tells.
 
 Price: nothing while training, for the losses are computed anyway; here a pass over two bytes a sample and epoch.
 
@@ -45,7 +45,7 @@ Counts = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What the losses say of each sample; arrays (N,). NaN where a sample was never used."""
+    """Statistics of each sample's losses; arrays (N,). NaN where a sample was never used."""
 
     uses_N: Counts
     """Epochs in which it was used, the first left out where the averages leave it out."""
@@ -67,31 +67,31 @@ class Verdicts:
 
     @property
     def mislabelled_N(self) -> Bools:
-        """Likely mislabelled."""
+        """Returns which samples are likely mislabelled."""
         return self._known_N & (self.suspicion_N >= SUSPICIOUS)
 
     @property
     def never_learned_N(self) -> Bools:
-        """Never learned: at no use did its label get an even chance, though its class was learned."""
+        """Returns which samples never gave their label an even chance, though their class was learned."""
         return self._known_N & (self.best_N < EVEN_CHANCE)
 
     @property
     def by_suspicion(self) -> Indices:
-        """Sample indices, the most suspicious first; among equals the larger mean loss."""
+        """Returns sample indices, the most suspicious first; among equals the larger mean loss."""
         return np.lexsort((-np.nan_to_num(self.mean_loss_N), -self.suspicion_N)).astype(np.int64)
 
     @property
     def _known_N(self) -> Bools:
-        """Used often enough, in a class that was learned."""
+        """Returns which samples were used often enough, in a class that was learned."""
         return (self.uses_N >= FEWEST_USES) & (self.usual_N >= EVEN_CHANCE)
 
 
 def judge(losses: Iterable[Floats], num_epochs: int, target_N: npt.ArrayLike | None = None) -> Verdicts:
-    """Goes through the epochs once.
+    """Judges every sample, in one pass over the epochs.
 
     Args:
         losses: float32 (N,) an epoch, NaN where a sample was not used.
-        num_epochs: How many there are.
+        num_epochs: Number of epochs.
         target_N: Integers (N,), the classes; None: all are one.
 
     Returns:
@@ -107,7 +107,7 @@ def judge(losses: Iterable[Floats], num_epochs: int, target_N: npt.ArrayLike | N
 
 
 class _Tally:
-    """Running sums over the epochs."""
+    """Keeps running sums over the epochs."""
 
     def __init__(self, num_samples: int) -> None:
         self._uses_N, self._judged_N, self._forgotten_N = (np.zeros(num_samples, np.int32) for _ in range(3))
@@ -116,7 +116,7 @@ class _Tally:
         self._learned_N = np.zeros(num_samples, dtype=bool)
 
     def add(self, loss_N: Floats, *, counts: bool) -> None:
-        """An epoch's losses; ``counts`` says whether they count towards the confidence."""
+        """Adds an epoch's losses; ``counts`` says whether they count towards the confidence."""
         used = np.flatnonzero(~np.isnan(loss_N))
         loss = loss_N[used].astype(np.float64)
         belief = np.exp(-np.maximum(loss, 0.0))
@@ -135,7 +135,7 @@ class _Tally:
             self._best_N[used] = np.fmax(self._best_N[used], belief)
 
     def verdicts(self, target_N: npt.ArrayLike | None) -> Verdicts:
-        """See `judge`."""
+        """Returns the verdicts over the epochs that were added."""
         mean_loss_N = _ratio(self._loss_N, self._uses_N)
         confidence_N = _ratio(self._sum_N, self._judged_N)
         variance_N = _ratio(self._square_N, self._judged_N) - confidence_N**2
@@ -158,14 +158,14 @@ class _Tally:
 
 
 def _ratio(sum_N: npt.NDArray[np.float64], count_N: Counts) -> npt.NDArray[np.float64]:
-    """Means; NaN where there is nothing to average."""
+    """Returns means; NaN where there is nothing to average."""
     ratio_N = np.full(len(sum_N), np.nan)
     np.divide(sum_N, count_N, out=ratio_N, where=count_N > 0)
     return ratio_N
 
 
 def _medians(confidence_N: npt.NDArray[np.float64], target_N: npt.ArrayLike | None) -> npt.NDArray[np.float64]:
-    """(N,) the median confidence of each sample's class; 0 in a class of which nothing is known."""
+    """Returns (N,) the median confidence of each sample's class; 0 in a class without a known sample."""
     class_N = np.zeros(len(confidence_N), np.int64) if target_N is None else np.unique(target_N, return_inverse=True)[1]
     median_C = np.zeros(int(class_N.max()) + 1)
     order = np.argsort(class_N, kind="stable")

@@ -31,7 +31,7 @@ COUNTERS = (
 
 @dataclass
 class EpochSummary:
-    """One epoch over all ranks; None where no row said anything."""
+    """One epoch over all ranks; None where no row has the number."""
 
     epoch: int
     ranks: int
@@ -47,7 +47,7 @@ class EpochSummary:
     val_accuracy: float | None
     learning_rate: float | None
     resident_bytes: float | None
-    """Held at the end of the epoch, as the rank that saw most of it says: ranks share one cache."""
+    """Held at the end of the epoch; the largest number of any rank, because ranks share one cache."""
     capacity_bytes: float | None
     receipt: dict[str, Any]
     step_seconds: float | None = None
@@ -63,20 +63,20 @@ class EpochSummary:
 
     @property
     def hit_ratio(self) -> float | None:
-        """Hits / (hits + misses): the share of samples whose bytes did not come from the origin."""
+        """Returns hits / (hits + misses): the share of samples whose bytes did not come from the origin."""
         hits, misses = self.counts.get("hits"), self.counts.get("misses")
         return None if hits is None or misses is None or hits + misses == 0 else hits / (hits + misses)
 
     @property
     def samples_per_second(self) -> float | None:
-        """All ranks together, whole epoch, validation included if the epoch's clock includes it."""
+        """Returns samples of all ranks over the epoch's time, which includes the validation if its clock does."""
         samples = self.counts.get("samples")
         return samples / self.epoch_seconds if samples is not None and self.epoch_seconds else None
 
 
 @dataclass
 class Run:
-    """A run as it lies on disk."""
+    """A run directory, read."""
 
     directory: Path
     plan: dict[str, Any]
@@ -93,7 +93,7 @@ class Run:
     """N, the size of the data set, as the last row that names ``num_samples`` has it, or else the plan."""
 
     def total(self, name: str) -> int | None:
-        """A counter over all epochs; None when no epoch has it."""
+        """Returns a counter over all epochs; None if no epoch has it."""
         known = [e.counts[name] for e in self.epochs if name in e.counts]
         return sum(known) if known else None
 
@@ -102,13 +102,13 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     """Reads a run directory.
 
     Args:
-        directory: Holds ``metrics.jsonl`` and perhaps ``run.json``.
+        directory: The folder with ``metrics.jsonl`` and perhaps ``run.json``.
 
     Returns:
         The run, epochs in ascending order.
 
     Raises:
-        DataError: No ``metrics.jsonl``, or no epoch row in it.
+        DataError: There is no ``metrics.jsonl``, or no epoch row in it.
     """
     directory = Path(directory)
     path = directory / "metrics.jsonl"
@@ -118,10 +118,10 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         raise DataError.of(
             "metrics.jsonl in a run directory", str(directory), f"{error.strerror}: name a run"
         ) from None
-    rows, told, num_torn = [], [], 0
+    rows, saves, num_torn = [], [], 0
     for line in lines:
         row = _parse(line)
-        told += [row] if row is not None and isinstance(row.get("checkpoint"), dict) else []
+        saves += [row] if row is not None and isinstance(row.get("checkpoint"), dict) else []
         if row is not None and row.get("kind", "epoch") == "epoch" and isinstance(row.get("epoch"), int):
             rows.append(row)
         elif row is None and line.strip():
@@ -139,11 +139,11 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     summaries = [_summarize(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)]
     num_samples = _last([plan, *rows], "num_samples")
     samples = int(num_samples) if num_samples else None
-    return Run(directory, plan, summaries, num_torn, _snapshots(told), samples, _gradient(rows))
+    return Run(directory, plan, summaries, num_torn, _snapshots(saves), samples, _gradient(rows))
 
 
 def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Counts as rank 0 has them, the wait of the slowest rank, the newest steps."""
+    """Returns the counts of rank 0, the wait of the slowest rank, the newest steps."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         by_rank.setdefault(int(row.get("rank") or 0), []).append(row["checkpoint"])
@@ -159,12 +159,12 @@ def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _gradient(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Sums over the run, of the rank that has most of each."""
+    """Returns sums over the run, each of the rank that has most of it."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        told = row.get("gradient")
-        if isinstance(told, dict) and told.get("gradient_steps"):
-            by_rank.setdefault(int(row.get("rank") or 0), []).append(told)
+        sums = row.get("gradient")
+        if isinstance(sums, dict) and sums.get("gradient_steps"):
+            by_rank.setdefault(int(row.get("rank") or 0), []).append(sums)
     names = ("gradient_steps", "gradient_chosen", "gradient_elements", "gradient_bytes_sent", "gradient_wait_seconds")
     known = {name: _largest(_sum(each, name) for each in by_rank.values()) for name in names}
     return {name: value for name, value in known.items() if value is not None}
@@ -209,7 +209,7 @@ def _summarize(epoch: int, rows: list[dict[str, Any]]) -> EpochSummary:
 
 
 def _inner(rows: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """What rows hold under a name that stands for several numbers."""
+    """Returns the objects that rows hold under a name."""
     return [row[name] for row in rows if isinstance(row.get(name), dict)]
 
 
@@ -236,7 +236,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _weighted(parts: list[list[dict[str, Any]]], name: str) -> float | None:
-    """Mean over ranks of each rank's last value, weighted by the samples that rank trained on."""
+    """Returns the mean over ranks of each rank's last value, weighted by the samples that rank trained on."""
     pairs = [(value, _sum(part, "samples") or 0) for part in parts if (value := _last(part, name)) is not None]
     weight = sum(samples for _, samples in pairs)
     return sum(v * samples for v, samples in pairs) / weight if weight else _mean(v for v, _ in pairs)

@@ -1,6 +1,6 @@
 """Writes a run as text a person reads top to bottom, and as CSV a spreadsheet reads.
 
-Each number in ``report.txt`` stands beside the sentence that says what to make of it. A value that no row held is a
+Each number in ``report.txt`` stands beside a sentence that says how to read it. A value that no row held is a
 dash, never a zero. Columns are cut to 120 characters, so that the table survives a terminal, a mail and a log.
 """
 
@@ -21,7 +21,7 @@ TROUBLES = {
     "store_errors": "calls to the store failed; the samples were read from the origin, nothing was lost but time",
     "bad_samples": "samples could not be read or decoded and were left out; the log names them",
     "yielded": "samples left the cache early to make room for snapshots; a larger maxmemory would have kept them",
-    "declined": "samples were to be admitted but the store had no room; is somebody else using it?",
+    "declined": "samples were to be admitted but the store had no room; does another program use it?",
 }
 
 LEGEND = """\
@@ -38,11 +38,11 @@ How to read it
 
 
 def render(run: Run, note: str = "") -> str:
-    """The whole of ``report.txt``.
+    """Returns the whole of ``report.txt``.
 
     Args:
-        run: What was read.
-        note: A line about the picture, if there is something to say.
+        run: The run that the report shows.
+        note: A line about the picture; may be empty.
 
     Returns:
         Text ending in a newline.
@@ -60,7 +60,7 @@ def render(run: Run, note: str = "") -> str:
 
 
 def render_csv(run: Run) -> str:
-    """One line per epoch, every column always there, empty where nothing is known."""
+    """Returns one line an epoch; every column is always there, empty where the number is unknown."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     plain = ("loss", "train_accuracy", "val_loss", "val_accuracy", "learning_rate", "resident_bytes", "capacity_bytes")
@@ -81,7 +81,7 @@ def render_csv(run: Run) -> str:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """A curve in one line of text, lowest ▁ to highest █; a gap where nothing is known."""
+    """Returns a curve in one line of text, lowest ▁ to highest █; a gap where the value is unknown."""
     known = [v for v in values if v is not None]
     if not known:
         return ""
@@ -99,7 +99,7 @@ def _header(run: Run) -> Iterator[str]:
 
 
 def flatten(plan: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The plan's settings as name and text, without those that are None and without passwords."""
+    """Yields the plan's settings as name and text, without those that are None and without passwords."""
     for name, value in plan.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
@@ -145,7 +145,7 @@ def _trends(run: Run) -> Iterator[str]:
 
 
 def totals(run: Run) -> Iterator[str]:
-    """A headline, and the run in sentences."""
+    """Yields a headline, then the run in sentences."""
     yield "Altogether"
     samples, reads = run.total("samples"), run.total("origin_reads")
     hits, misses = run.total("hits"), run.total("misses")
@@ -214,8 +214,8 @@ def _gradient(run: Run) -> str:
     share = f" ({waited / seconds:.1%} of the time)" if seconds else ""
     sent = known.get("gradient_chosen", 0.0) / known["gradient_elements"]
     step_bytes = known.get("gradient_bytes_sent", 0.0) / known["gradient_steps"]
-    told = f"{sent:.2%} of the gradient was sent, {human_bytes(step_bytes)} a step and rank"
-    return f"{told}; training waited {waited:.2f} s for it{share}."
+    exchanged = f"{sent:.2%} of the gradient was sent, {human_bytes(step_bytes)} a step and rank"
+    return f"{exchanged}; training waited {waited:.2f} s for it{share}."
 
 
 def _fewer(part: int, whole: int) -> str:
@@ -223,7 +223,7 @@ def _fewer(part: int, whole: int) -> str:
 
 
 def reads_per_n(run: Run, e: EpochSummary) -> float | None:
-    """Origin reads over the size of the data set."""
+    """Returns origin reads over the size of the data set."""
     reads = e.counts.get("origin_reads")
     return reads / run.num_samples if run.num_samples and reads is not None else None
 
@@ -237,7 +237,7 @@ def _cell(value: float | None, width: int, form: str) -> str:
 
 
 def human_bytes(value: float) -> str:
-    """Bytes with the unit that suits them."""
+    """Returns bytes with a unit of powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
             return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"

@@ -1,8 +1,8 @@
 """A folder of a file system as a `Volume`: written beside, synced, renamed over, the folders synced too.
 
-The order is the whole of it, and `shade.storage.operations` names what it relies on. A crash leaves the old content or
-the new one under the name, and perhaps a file that `sweep` recognises. Price: one fsync of the file and one of each
-folder from there to the root, 0.3 ms apiece on a disk that has nothing else to write.
+The order is everything; `shade.storage.file_operations` names its assumptions. A crash leaves the old content or the
+new one under the name, and perhaps a file that `sweep` recognises. Price: one fsync of the file and one of each folder
+from there to the root, 0.3 ms each on an otherwise idle disk.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
+from typing_extensions import override
+
 from shade.errors import ConfigError, StorageError
 from shade.storage.base import VOLUMES, Volume
+from shade.storage.file_operations import FileOperations, NewFile, OSFileOperations
 from shade.storage.names import check_name, failure, is_partial, partial_name
-from shade.storage.operations import FileOperations, NewFile, OSFileOperations
 from shade.types import Bytes
 
 _TRIES: Final = 5
-"""How often a folder may be removed by others between its making and its use."""
+"""How often other processes may delete a folder between its making and its use."""
 _Paths: TypeAlias = list[str]
 
 
 @VOLUMES.register("local")
 @VOLUMES.register("file")
 class DirectoryVolume(Volume):
-    """Names are paths below a folder, which is made by the first write.
+    """Names are paths below a folder, which the first write makes.
 
     Args:
         url: A path, or ``file://`` and a path; ``~`` is the home folder.
-        operations: Whom it asks to do things; the real file system by default.
+        operations: The file system; the real one by default.
 
     Raises:
         ConfigError: Not a path.
@@ -43,11 +45,11 @@ class DirectoryVolume(Volume):
             raise ConfigError.of("the path of a folder", url, "write one such as /mnt/checkpoints")
         self._root = os.path.abspath(os.path.expanduser(path))
         self._operations: FileOperations = operations or OSFileOperations()
-        self._closed = False
         self.url = f"file://{self._root}"
 
+    @override
     def write(self, name: str, parts: Iterable[Bytes]) -> int:
-        """See `Volume`. A failure of the very last step, the folders' sync, may leave the new content in place."""
+        """A failure of the very last step, the folders' sync, may leave the new content in place."""
         self._check_open()
         folder = check_name(name).rpartition("/")[0]
         partial = self._path(partial_name(folder))
@@ -58,6 +60,7 @@ class DirectoryVolume(Volume):
             with self._translating(f"to write {name}"):
                 self._operations.rename(partial, self._path(name))
         except BaseException:
+            # The original error matters more than a failed cleanup; `sweep` finds the rest.
             with contextlib.suppress(OSError):
                 self._operations.remove(partial)
             raise
@@ -65,8 +68,8 @@ class DirectoryVolume(Volume):
             self._sync_up(folder, made)
         return num_bytes
 
+    @override
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """See `Volume`."""
         self._check_open()
         with self._translating(f"to read {name}"):
             num_bytes = self._operations.read_into(self._path(check_name(name)), start, buffer)
@@ -76,35 +79,36 @@ class DirectoryVolume(Volume):
                 "it was cut off or is another file"
             )
 
+    @override
     def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """See `Volume`."""
         return [self._read_whole(name) for name in names]
 
+    @override
     def size_bytes(self, name: str) -> int | None:
-        """See `Volume`."""
         self._check_open()
         with self._translating(f"to look for {name}"):
             return self._operations.size_bytes(self._path(check_name(name)))
 
+    @override
     def list(self, prefix: str = "") -> list[str]:
-        """See `Volume`."""
         return sorted(name for name in self._walk(prefix) if not is_partial(name))
 
+    @override
     def leftovers(self, prefix: str = "") -> Sequence[str]:
-        """See `Volume`."""
         return sorted(name for name in self._walk(prefix) if is_partial(name))
 
+    @override
     def delete_many(self, names: Sequence[str]) -> int:
-        """See `Volume`; each removal is on the medium before the next one begins."""
+        """Each removal is on the medium before the next one begins."""
         self._check_open()
         return sum(self._remove(check_name(name)) for name in names)
 
+    @override
     def sweep(self, prefix: str = "") -> int:
-        """See `Volume`."""
         return sum(self._remove(name) for name in self.leftovers(prefix))
 
+    @override
     def free_bytes(self) -> int | None:
-        """See `Volume`."""
         self._check_open()
         path = self._root
         with self._translating("to ask for free space"):
@@ -116,8 +120,8 @@ class DirectoryVolume(Volume):
                         raise
                     path = os.path.dirname(path)
 
+    @override
     def ping(self) -> None:
-        """See `Volume`."""
         self._check_open()
         probe, content = self._path(partial_name("")), bytearray(5)
         with self._translating("to write a small file"):
@@ -134,16 +138,8 @@ class DirectoryVolume(Volume):
         if content != b"shade":
             raise StorageError(f"expected to read back what was written to {self.url}, got {bytes(content)!r}; mend it")
 
-    def close(self) -> None:
-        """See `Volume`."""
-        self._closed = True
-
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageError(f"expected an open volume, got {self.url} after close(); open it again")
 
     @contextlib.contextmanager
     def _translating(self, expected: str) -> Iterator[None]:
@@ -153,7 +149,7 @@ class DirectoryVolume(Volume):
             raise failure(f"{expected} in {self.url}", error, "see the system's log about this disk") from error
 
     def _create(self, path: str) -> tuple[NewFile, _Paths]:
-        """A new file, its folders made; also those made."""
+        """Creates a file and its missing folders; returns the file and the folders made."""
         made: _Paths = []
         for remaining in reversed(range(_TRIES)):
             try:
@@ -177,7 +173,7 @@ class DirectoryVolume(Volume):
                 made.append(path)
 
     def _fill(self, file: NewFile, parts: Iterable[Bytes], name: str) -> int:
-        """Writes and syncs; what the parts themselves raise goes through unchanged."""
+        """Writes and syncs; exceptions of the parts themselves pass through unchanged."""
         num_bytes = 0
         try:
             for part in parts:
@@ -192,9 +188,9 @@ class DirectoryVolume(Volume):
         return num_bytes
 
     def _sync_up(self, folder: str, made: Sequence[str]) -> None:
-        """Syncs the folder, those above it to the root, and those that hold a folder that was just made.
+        """Syncs the folder, those above it to the root, and those that hold a folder just made.
 
-        Those above too, made by us or not: another writer may have made them a moment ago and not synced them yet.
+        All of those above, because another writer may have made them a moment ago and not synced them yet.
         """
         parts = folder.split("/") if folder else []
         within = ["/".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -203,7 +199,7 @@ class DirectoryVolume(Volume):
             self._operations.sync_directory(path)
 
     def _remove(self, name: str) -> bool:
-        """Removes a file, then the folders that it leaves empty."""
+        """Deletes a file, then the folders that become empty."""
         folder = name.rpartition("/")[0]
         with self._translating(f"to remove {name}"):
             there = self._operations.remove(self._path(name))
@@ -215,7 +211,7 @@ class DirectoryVolume(Volume):
         return there
 
     def _walk(self, prefix: str) -> Iterator[str]:
-        """Every file whose name, or for an unfinished one whose folder, starts with the prefix."""
+        """Yields every file whose name, or for an unfinished one whose folder, starts with the prefix."""
         self._check_open()
         folders = [prefix.rpartition("/")[0]]
         while folders:

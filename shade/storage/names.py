@@ -1,8 +1,8 @@
-"""What a name may be, what unfinished things are called, and how a failure is put into words.
+"""Checks names, names unfinished files, and words failures.
 
-A name is a relative path with ``/`` that means the same in a folder, in a bucket and in HDFS. What is being written has
-a name that no caller can use, beginning with `PARTIAL`, in the folder of the name it will get: so it can be recognised
-and swept after a crash, and a rename never crosses file systems.
+A name is a relative path with ``/`` that means the same in a folder, in a bucket and in HDFS. An unfinished file has a
+name that no caller can use, beginning with `PARTIAL`, in the folder of its final name. So a sweep after a crash
+recognises it, and a rename never crosses file systems.
 """
 
 from __future__ import annotations
@@ -19,17 +19,8 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_name(name: str) -> str:
-    """The name itself, if it is one.
-
-    Args:
-        name: Relative path with ``/``.
-
-    Returns:
-        The same.
-
-    Raises:
-        StorageError: Absolute, with an empty component, ``.``, ``..``, a NUL, or one that begins like unfinished files.
-    """
+    """Returns the name, or raises StorageError if it is absolute, or has a NUL or a component that is empty, ``.``,
+    ``..`` or named like an unfinished file."""
     components = name.split("/")
     if "\0" in name or any(each in ("", ".", "..") or each.startswith(PARTIAL) for each in components):
         raise StorageError(f"expected a relative name such as run/step-1/rank-0.json, got {name!r}; correct the name")
@@ -37,33 +28,26 @@ def check_name(name: str) -> str:
 
 
 def partial_name(folder: str) -> str:
-    """A name for something unfinished in that folder; no two are alike.
-
-    Args:
-        folder: Of the name to come; empty for the root.
-
-    Returns:
-        ``<folder>/.partial-<16 hex digits>``.
-    """
+    """Makes a unique name for an unfinished file in a folder: ``<folder>/.partial-<16 hex digits>``."""
     return f"{folder}/{PARTIAL}{secrets.token_hex(8)}" if folder else f"{PARTIAL}{secrets.token_hex(8)}"
 
 
 def is_partial(name: str) -> bool:
-    """Whether a crash, or a writer still alive, left it unfinished."""
+    """Returns whether a name is that of an unfinished file."""
     return name.rpartition("/")[2].startswith(PARTIAL)
 
 
 def failure(expected: str, error: BaseException, cure: str, shown: str = "") -> StorageError:
-    """The one-line error of a volume.
+    """Makes the one-line error of a volume: `StorageFullError` if space or quota ran out, else `StorageError`.
 
     Args:
         expected: What was tried, as a state: ``"to write run/x in file:///data"``.
-        error: What came instead; its kind decides the class.
-        cure: What to do about it where the error itself does not tell.
-        shown: The error in words that are safe to print; by default the system's own.
+        error: The cause; its kind decides the class.
+        cure: What to do if the cause has no cure of its own.
+        shown: The cause in words that are safe to print; by default the system's own.
 
     Returns:
-        `StorageFullError` where space or quota ran out, else `StorageError`.
+        The error.
     """
     number = error.errno if isinstance(error, OSError) else None
     words = shown or (os.strerror(number) if number else f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The hall: where the rooms meet for a training run.
+"""Joins data, checkpoints and gradients for a training run.
 
 `session` is the part of a training script that is the same in every script; `record` writes down what happened.
 """

@@ -1,12 +1,15 @@
-"""Exposition: a rank's totals as a Prometheus page, in a file for a collector and behind a URL for a scraper.
+"""Writes a rank's totals as a Prometheus page: to a file for a collector, and behind a URL for a scraper.
 
-Every rank keeps ``rank<r>.prom`` in the run directory fresh, for a node exporter's textfile collector; with
-``--metrics-port`` the first rank of each machine also serves the pages of all its ranks as one at
-``http://127.0.0.1:PORT/metrics``. The file is how ranks of a machine meet: no port a rank, no connection between them.
+Every rank rewrites ``rank<r>.prom`` in the run directory, for a node exporter's textfile collector. With
+``--metrics-port`` the first rank of each machine also serves the pages of all ranks of the machine as one page, at
+``http://127.0.0.1:PORT/metrics``. It reads their files: no port a rank, no connection between ranks.
 
-A page is written every few seconds between two steps, some 40 µs of the training thread; what is served is at most that
-old. The server is the one that the gradient plane reports to (`shade.control.server`): bounded, and closed to other
-machines, which ask through the machine's own Prometheus or a tunnel.
+A rank writes its page every two seconds between two steps, about 1 ms of the training thread; a served page is at most
+that old. The server is that of the gradient telemetry (`shade.control.server`): its memory is bounded, and it does not
+listen to other machines. They ask through the machine's own Prometheus, or a tunnel.
+
+`prometheus_client` renders the pages (`shade.telemetry.prometheus_text`), without its multiprocess mode: that adds up
+the counters of all processes, and these pages show each rank (decision 0035).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any, Final
 from shade.cache.ledger import CAUSES, FIELDS
 from shade.config import RunConfig
 from shade.control.server import TelemetryServer
-from shade.gradient.meter import COUNTS
+from shade.gradient._engine.meter import COUNTS
 from shade.telemetry import Histogram, join_pages, prometheus_text
 
 MEANING: Final[dict[str, str]] = {
@@ -30,6 +33,7 @@ MEANING: Final[dict[str, str]] = {
         f"stall_{cause}_seconds": f"time the training waited for data while the loading was busy with: {cause}"
         for cause in CAUSES
     },
+    "wait_seconds": "time the training waited for each batch",
     "stall_wait_seconds": "time the training waited for data that no counted work explains: workers start, hand over",
     "step_seconds": "time the script had a batch in hand: transfer, forward, backward, optimizer",
     "snapshots": "snapshots that reached a place or failed",
@@ -50,7 +54,7 @@ MEANING: Final[dict[str, str]] = {
     "val_loss": "after the last whole epoch",
     "learning_rate": "of the last whole epoch",
 }
-"""Every number on the page, and how to read it."""
+"""Every number on the page, and a sentence that says how to read it."""
 EVERY_SECONDS: Final = 2.0
 _SNAPSHOT_TOTALS: Final = {
     "saves": "snapshots", "failed": "snapshots_failed", "blocked_seconds": "snapshot_blocked_seconds"
@@ -63,20 +67,20 @@ logger = logging.getLogger("shade.train")
 
 
 def page_name(rank: int) -> str:
-    """Of a rank's file in the run directory."""
+    """Returns the name of a rank's page in the run directory."""
     return f"rank{rank}.prom"
 
 
 class Exposition:
-    """One rank's page, and perhaps the URL for all of this machine's.
+    """Writes one rank's page, and serves the pages of its machine where asked to.
 
     Args:
         config: The resolved run.
-        rank: This rank.
-        local_rank: Its number on this machine.
+        rank: Number of this rank.
+        local_rank: Number of this rank on its machine.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: Another program listens on the port.
     """
 
     def __init__(self, config: RunConfig, rank: int, local_rank: int) -> None:
@@ -93,11 +97,11 @@ class Exposition:
 
     @property
     def url(self) -> str | None:
-        """Of the page; None where nobody serves it."""
+        """Returns the URL of the page; None if this rank does not serve it."""
         return None if self._server is None else f"{self._server.url}/metrics"
 
     def joined(self) -> str:
-        """The pages of this machine's ranks as one; of those that there are."""
+        """Returns the pages of this machine's ranks as one page; a rank that has not written one yet is missing."""
         pages = []
         for rank in self._here:
             with contextlib.suppress(OSError):
@@ -105,30 +109,30 @@ class Exposition:
         return join_pages(pages)
 
     def end_epoch(self, row: Mapping[str, Any]) -> None:
-        """Adds an epoch's row, as it goes into the metrics, to the totals.
+        """Adds an epoch's row, as in ``metrics.jsonl``, to the totals.
 
         Args:
-            row: Of this rank, with what `RunRecord` derives from it.
+            row: This rank's row, with the quotients that `RunRecord` adds.
         """
         for name, value in row["gradient"].items():
             if name in COUNTS:
                 self._totals[name] = self._totals.get(name, 0) + value
-        for told, name in _SNAPSHOT_TOTALS.items():
-            self._totals[name] = self._totals.get(name, 0) + row["checkpoint"].get(told, 0)
+        for key, name in _SNAPSHOT_TOTALS.items():
+            self._totals[name] = self._totals.get(name, 0) + row["checkpoint"].get(key, 0)
         self._last = {name: float(row[name]) for name in _LAST_EPOCH if row.get(name) is not None}
 
     @property
     def is_due(self) -> bool:
-        """Whether the page is old."""
+        """Returns whether the page is older than `EVERY_SECONDS`."""
         return time.monotonic() - self._written_at >= EVERY_SECONDS
 
     def write(self, totals: Mapping[str, float], now: Mapping[str, float], waits: Histogram) -> None:
         """Writes the page.
 
         Args:
-            totals: Since the run began; of names that `MEANING` does not know nothing is said.
-            now: What is so at present.
-            waits: For batches.
+            totals: Totals since the run began; names that `MEANING` lacks are left out.
+            now: Present values.
+            waits: Waiting times for batches.
         """
         self._written_at = time.monotonic()
         counts = {name: value for name, value in {**totals, **self._totals}.items() if name in MEANING}
@@ -137,14 +141,14 @@ class Exposition:
         replace(self._out / page_name(self._rank), page)
 
     def close(self) -> None:
-        """Ends the serving; the file stays. Safe to call twice."""
+        """Stops the server; the file stays. Safe to call twice."""
         if self._server is not None:
             self._server.close()
         self._server = None
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file that readers only ever see whole."""
+    """Writes a file so that readers only ever see it whole."""
     aside = path.with_name(path.name + ".new")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)

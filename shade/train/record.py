@@ -1,8 +1,8 @@
-"""RunRecord: what one rank saw of a run, written where people and tools look for it.
+"""Records what one rank saw of a run, in files that people and tools read.
 
 ``metrics.jsonl`` and TensorBoard get a row per epoch and rank, ``train.log`` a line, ``rank<r>.prom`` (and a URL) the
 totals as a Prometheus page, ``progress.json`` the present moment for the launcher's bar and `shade top`, ``trace.npz``
-the order of every epoch for `shade simulate`, ``losses`` what each sample's loss was for `shade quality`,
+the order of every epoch for `shade simulate`, ``losses`` the loss of each sample for `shade quality`,
 ``trail.jsonl`` the loss of every step for `shade checkpoint certify`.
 
 Rank 0 writes the rows of all ranks: the machines need no file system in common. The trace costs eight bytes a sample an
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from shade.cache.ledger import Ledger
-from shade.checkpoint.certify import TRAIL_FILE, Trail
+from shade.checkpoint._interchange.certify import TRAIL_FILE, Trail
 from shade.config import ACCESS_LOG, RunConfig
-from shade.data.dataset import ShadeDataset
-from shade.data.sampler import ShadeSampler
+from shade.data._dataset.dataset import ShadeDataset
+from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError
 from shade.policy.trace import Trace, TraceRecorder
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable
@@ -39,17 +39,17 @@ _PROGRESS_SECONDS = 0.2
 
 
 class RunRecord:
-    """One rank's record.
+    """Writes one rank's record.
 
     Args:
         config: The resolved run.
-        dataset: Its cache's ledger is what is recorded.
-        sampler: Says which epoch and step it is.
+        dataset: The data set; the ledger of its cache is recorded.
+        sampler: The sampler; it knows epoch and step.
         rank: This rank.
         local_rank: Its number on this machine.
         host_group: A gloo group of all ranks, or None when there is one rank.
-        snapshots: What became of the snapshots since it was last asked.
-        gradient: What was exchanged since it was last asked; empty where nobody counts.
+        snapshots: Returns the outcome of the snapshots since its last call.
+        gradient: Returns what was exchanged since its last call; empty without an exchange.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunRecord:
         self._traced = False
 
     def batch_came(self, waited_seconds: float) -> None:
-        """A batch was waited for so long."""
+        """Adds the time that the training waited for a batch."""
         self._wait_seconds += waited_seconds
         self._waits.observe(waited_seconds)
         if self._recorder is not None and not self._traced:
@@ -99,7 +99,7 @@ class RunRecord:
             self._recorder.begin_epoch(sampler.epoch, sampler.order_of(sampler.epoch), score_N)
 
     def batch_done(self, seconds: float) -> None:
-        """The script had a batch in hand for so long."""
+        """Adds the time that the script worked on a batch."""
         self._step_seconds += seconds
 
     def track(self, step: int, losses_B: torch.Tensor, correct_B: torch.Tensor) -> None:
@@ -112,10 +112,10 @@ class RunRecord:
         self._num_seen += len(losses_B)
 
     def show_progress(self, gauge: Callable[[], dict[str, Any]]) -> None:
-        """A small file that the launcher turns into a progress bar, and that `shade top` shows.
+        """Writes the small file that the launcher's progress bar and `shade top` show.
 
         Args:
-            gauge: What an end would cost now: a row of `shade.checkpoint.gauge.Gauge`.
+            gauge: Returns what the end of a process would cost now, as `RecoveryEstimate.row` does.
         """
         if self._exposition.is_due:
             self._expose()
@@ -181,7 +181,7 @@ class RunRecord:
         self._expose()
 
     def end_run(self) -> None:
-        """Accounts for what was read and not used (the prefetch of a run stopped by ``--steps``), and for the snapshots
+        """Writes rows for reads that no step used (the prefetch of a run that ``--steps`` ended), and for the snapshots
         since the last epoch's row. Collective."""
         self._flush_trail()
         row = self._row(self._sampler.epoch, self._ledger_since())
@@ -220,7 +220,7 @@ class RunRecord:
                 self._boards.write(each | _derived(each))
 
     def _gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's row, in rank order, on every rank."""
+        """Returns every rank's row, in rank order, on every rank."""
         if self._host_group is None:
             return [row]
         mine = torch.frombuffer(bytearray(json.dumps(jsonable(row)).encode()), dtype=torch.uint8)
@@ -232,7 +232,7 @@ class RunRecord:
         return [json.loads(bytes(each[: int(length)].numpy())) for each, length in zip(rows, lengths, strict=True)]
 
     def _log(self, row: dict[str, Any]) -> None:
-        """A line beside the accesses, for people who look into train.log."""
+        """Appends a line to ``train.log``, beside the accesses."""
         path = os.environ.get(ACCESS_LOG)
         if path is None or self._local_rank != 0:
             return
@@ -245,7 +245,7 @@ class RunRecord:
             log.write(line)
 
     def _expose(self) -> None:
-        """The totals so far, and this moment, on the Prometheus page."""
+        """Writes the totals so far, and the present values, to the Prometheus page."""
         ledger = self._ledger_now()
         counts, cache = ledger - self._ledger, self._dataset.cache
         stalls = dict(self._stalls)
@@ -262,11 +262,11 @@ class RunRecord:
         if counts["samples"]:
             now["epoch_samples_per_second"] = self._num_seen / elapsed
             now["epoch_hit_ratio"] = counts["hits"] / counts["samples"]
-        told = {f"stall_{cause}_seconds": seconds for cause, seconds in stalls.items()}
-        self._exposition.write({**ledger.as_dict(), **told, "step_seconds": steps}, now, self._waits)
+        waits = {f"stall_{cause}_seconds": seconds for cause, seconds in stalls.items()}
+        self._exposition.write({**ledger.as_dict(), **waits, "step_seconds": steps}, now, self._waits)
 
     def _keep_losses(self, epoch: int) -> None:
-        """Of every sample, as all ranks reported them."""
+        """Writes the epoch's loss of every sample, as all ranks reported it."""
         table = self._sampler.table
         if self._losses is not None and table.takes_losses:
             self._sampler.merger.flush()
@@ -274,7 +274,7 @@ class RunRecord:
                 self._losses.end_epoch(epoch, table.take_losses())
 
     def _samples(self) -> Samples:
-        """Who the samples are, for people."""
+        """Returns names and targets of the samples."""
         source = self._dataset.source
         first = source.name_of(0)
         is_named = os.path.isabs(first) or "://" in first  # a path or a URL, and not a number for want of one
@@ -283,7 +283,7 @@ class RunRecord:
         return Samples(tuple(names), tuple(targets))
 
     def _ledger_since(self) -> Ledger:
-        """What was counted since this was last asked for; every access is in exactly one answer."""
+        """Returns the counts since the last call; every access is in exactly one answer."""
         now = self._ledger_now()
         since, self._ledger = now - self._ledger, now
         return since
@@ -293,7 +293,7 @@ class RunRecord:
         return Ledger() if cache is None else cache.board.totals()
 
     def _open_trace(self, resume: bool) -> TraceRecorder:
-        """Starts recording; a resumed run goes on with what was recorded, if that is whole."""
+        """Returns a recorder of the trace; that of a resumed run continues the recorded trace, if it is whole."""
         path, dataset = self._out / TRACE_FILE, self._dataset
         size_bytes_N = dataset.source.payload_bytes_N if dataset.cache is None else dataset.cache.size_bytes_N
         before: Trace | None = None
@@ -308,7 +308,7 @@ class RunRecord:
 
 
 def _derived(row: dict[str, Any]) -> dict[str, float]:
-    """What people look for first, of a row; TensorBoard cannot divide."""
+    """Returns the quotients that people look for first in a row; TensorBoard cannot divide."""
     seconds, uses = row.get("epoch_seconds"), row["hits"] + row["misses"]
     known = {"hit_ratio": row["hits"] / uses} if uses else {}
     known["origin_reads_per_sample"] = row["origin_reads"] / max(1, row["num_samples"])
@@ -316,7 +316,7 @@ def _derived(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _tensorboard(folder: Path) -> TensorBoardSink | None:
-    """TensorBoard is an extra: a run without it is a whole run."""
+    """Returns a TensorBoard sink, or None if TensorBoard, an extra, is not installed."""
     try:
         return TensorBoardSink(folder)
     except ConfigError:

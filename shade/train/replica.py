@@ -1,32 +1,105 @@
-"""A rank's replica of the model, and the step that all ranks take together: dense as DDP does it, or sparse.
+"""Holds a rank's replica of the model, and takes the step of all ranks: with dense gradients as DDP, or sparse ones.
 
-A script calls the replica as it would call the model, ``backward()`` as ever, and `Replica.step` where
-``optimizer.step()`` was. What happens there is the launcher's choice: without ``--gradient`` DDP averages whole
-gradients; with it, the gradient engine exchanges the largest elements, and with ``--controller`` rank 0 decides how
-many from what the link carries.
+A script calls the replica as it would call the model, then ``backward()``, then `Replica.step` instead of
+``optimizer.step()``. The launcher's flags choose the exchange: without ``--gradient`` DDP averages whole gradients;
+with it, the gradient engine exchanges the largest elements. With ``--controller`` every rank reports its steps to rank
+0 (`ControlClient`), and rank 0 decides how much is sent. Rank 0 sends its address to the other ranks; beyond this
+machine it requires a token, from the environment or made up for the run. To watch such a run with `shade top`, set
+one.
 
-`sparse_optimizer` stands beside: the engine needs an optimizer that takes sparse gradients, and a scheduler wants to
-know it from the beginning.
+`sparse_optimizer` is a function of its own, because a scheduler needs the optimizer before there is a replica.
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
+from shade.checkpoint._commit.process_group import current_group
 from shade.config import RunConfig
+from shade.control.client import TelemetryClient
 from shade.control.controller import FLOOR, Controller
 from shade.control.profile import Profile
+from shade.control.server import TOKEN_VARIABLE, TelemetryServer, is_loopback, token_given
 from shade.errors import ConfigError
-from shade.gradient.engine import GradientEngine
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import LocalAdam, LocalAdamW, SparseSGD
-from shade.train.steering import Steering
+
+logger = logging.getLogger("shade.train")
+
+
+class ControlClient:
+    """Reports one rank's steps, and on rank 0 decides. Collective to make.
+
+    Args:
+        engine: Its steps are reported; on rank 0 it also gets the decisions.
+        make: Makes the controller for a number of ranks; called on rank 0.
+        host: Name or address of rank 0's machine, as the other ranks reach it.
+    """
+
+    def __init__(self, engine: GradientEngine, make: Callable[[int], Controller], host: str) -> None:
+        self._engine = engine
+        self._controller: Controller | None = None
+        self._server: TelemetryServer | None = None
+        self._client: TelemetryClient | None = None
+        group = current_group()
+        if group.rank == 0:
+            given = token_given(None)
+            token = given or (None if is_loopback(host) else secrets.token_hex(16))
+            self._server, self._controller = TelemetryServer(host, token=token), make(group.world_size)
+            hint = "" if given == token else f", with a {TOKEN_VARIABLE} of your own"
+            logger.info("telemetry at %s (shade top %s%s)", self._server.url, self._server.url, hint)
+            shared: Any = [self._server.url, token]
+        else:
+            shared = None
+        url, token = group.share(shared)
+        group.close()
+        if self._server is None:
+            self._client = TelemetryClient(url, token=token)
+
+    def steer(self) -> None:
+        """Reports the step that ended; on rank 0, takes in the reports of all ranks and decides."""
+        report = self._engine.report()
+        if report is None:
+            return
+        if self._client is not None:
+            self._client.report(report)
+        if self._server is None or self._controller is None:
+            return
+        self._server.hear(report)
+        for each in self._server.drain():
+            self._controller.observe(each)
+        decision = self._controller.decide(self._engine.step_count)
+        if decision is not None:
+            self._server.hear(decision)
+            self._engine.propose(decision)
+            logger.info("from step %d: %s", decision.effective_step, decision.reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the controller's state; empty on other ranks than 0."""
+        return {} if self._controller is None else self._controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the controller's state, where there is a controller."""
+        if self._controller is not None and state:
+            self._controller.load_state_dict(state)
+
+    def close(self) -> None:
+        """Closes client and server. Safe to call twice."""
+        for end in (self._client, self._server):
+            if end is not None:
+                end.close()
+        self._client = self._server = None
+
 
 _SPARSE: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.SGD: SparseSGD,
@@ -36,16 +109,16 @@ _SPARSE: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
 
 
 def sparse_optimizer(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The optimizer that takes its place where gradients are sparse.
+    """Returns the optimizer that computes the same from sparse gradients.
 
     Args:
-        kind: One of PyTorch's.
+        kind: An optimizer of PyTorch.
 
     Returns:
-        Ours, of the same settings.
+        Its sparse counterpart, with the same settings.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: It has no sparse counterpart.
     """
     if kind not in _SPARSE:
         known = ", ".join(each.__name__ for each in _SPARSE)
@@ -56,11 +129,11 @@ def sparse_optimizer(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 
 class Replica(ABC):
-    """One rank's part; all ranks step together."""
+    """Trains one rank's copy of the model; all ranks step together."""
 
     @abstractmethod
     def __call__(self, inputs_B: torch.Tensor) -> Any:
-        """Forward.
+        """Runs the model forward.
 
         Args:
             inputs_B: This rank's batch.
@@ -71,23 +144,23 @@ class Replica(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Ends a step: gradients come together, weights change, gradients are cleared."""
+        """Ends a step: exchanges the gradients, updates the weights, clears the gradients."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Brings weights and buffers up to date, before they are judged or kept. On all ranks."""
+        """Brings weights and buffers up to date, before they are evaluated or saved. On all ranks."""
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
-        """What was exchanged since this was last asked: `shade.gradient.meter.COUNTS`; empty where nobody counts."""
+        """Returns what was exchanged since the last call (`shade.gradient._engine.meter.COUNTS`)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What is neither the model's nor the optimizer's."""
+        """Returns the state that neither the model nor the optimizer has."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it back."""
+        """Restores the state."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,12 +168,12 @@ class Replica(ABC):
 
 
 class DenseReplica(Replica):
-    """Whole gradients, averaged by DDP where there are several ranks.
+    """Averages whole gradients with DDP, where there are several ranks.
 
     Args:
-        model: On its device.
-        optimizer: Any.
-        scaler: Of mixed precision; may be disabled.
+        model: The model, on its device.
+        optimizer: Any optimizer.
+        scaler: Scaler of mixed precision; may be disabled.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -108,46 +181,49 @@ class DenseReplica(Replica):
         self._model = DistributedDataParallel(model) if is_many else model
         self._optimizer, self._scaler = optimizer, scaler
 
+    @override
     def __call__(self, inputs_B: torch.Tensor) -> Any:
-        """See `Replica`."""
         return self._model(inputs_B)
 
+    @override
     def step(self) -> None:
-        """See `Replica`."""
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
 
+    @override
     def settle(self) -> None:
-        """See `Replica`; nothing ever lags."""
+        pass  # DDP leaves nothing late
 
+    @override
     def figures(self) -> dict[str, float]:
-        """See `Replica`."""
         return {}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Replica`."""
         return {}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Replica`."""
+        pass
 
+    @override
     def close(self) -> None:
-        """See `Replica`."""
+        pass
 
 
 class SparseReplica(Replica):
-    """The gradient engine, its telemetry, and on rank 0 its controller.
+    """Exchanges sparse gradients: the gradient engine, its telemetry, and on rank 0 its controller.
 
     Args:
-        model: On its device.
-        optimizer: From `sparse_optimizer`.
-        scaler: Of mixed precision; may be disabled.
+        model: The model, on its device.
+        optimizer: An optimizer from `sparse_optimizer`.
+        scaler: Scaler of mixed precision; may be disabled.
         config: The resolved run, ``config.gradient`` not None.
         host: Name or address of rank 0's machine, as the other ranks reach it.
 
     Raises:
-        ConfigError: On every rank: a setting cannot be, or the ranks' models differ.
+        ConfigError: On every rank: a setting is out of range, or the ranks' models differ.
     """
 
     def __init__(
@@ -170,63 +246,66 @@ class SparseReplica(Replica):
             seed=config.seed,
         )
         self._counted: dict[str, float] = {}
-        self._steering: Steering | None = None
+        self._steering: ControlClient | None = None
         if config.controller:
-            self._steering = Steering(self._engine, lambda world_size: _controller(config, world_size), host)
+            self._steering = ControlClient(self._engine, lambda world_size: _controller(config, world_size), host)
 
+    @override
     def __call__(self, inputs_B: torch.Tensor) -> Any:
-        """See `Replica`; the batch's length is the weight of this rank's gradient."""
+        # The length of the batch weighs this rank's gradient.
         if torch.is_grad_enabled():
             self._engine.num_samples = len(inputs_B)
         return self._model(inputs_B)
 
+    @override
     def step(self) -> None:
-        """See `Replica`."""
         self._engine.step()
         if self._steering is not None:
             self._steering.steer()
 
+    @override
     def settle(self) -> None:
-        """See `Replica`: the last gradient, weights that lag, buffers."""
+        # The last gradient, late weights, buffers.
         self._engine.finish()
 
+    @override
     def figures(self) -> dict[str, float]:
-        """See `Replica`."""
         counts, before = self._engine.counts, self._counted
         self._counted = counts
         return {name: count - before.get(name, 0) for name, count in counts.items()}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Replica`: residuals, what is still to be applied, what has been decided."""
+        # Residuals, pending gradients, decisions.
         state: dict[str, Any] = {"engine": self._engine.state_dict()}
         if self._steering is not None:
             state["controller"] = self._steering.state_dict()
         return state
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Replica`."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Takes back what all ranks had: where there were more, what the others had kept back is shared out here.
+        """Restores the states of all ranks; where there were more ranks, shares out their residuals among these.
 
         Args:
-            states: Of all ranks that there were.
+            states: States of all ranks of the saved run.
         """
         self._engine.load_state_dicts([state["engine"] for state in states])
         if self._steering is not None:
             first: dict[str, Any] = next((state["controller"] for state in states if state.get("controller")), {})
             self._steering.load_state_dict(first)
 
+    @override
     def close(self) -> None:
-        """See `Replica`."""
         self._engine.close()
         if self._steering is not None:
             self._steering.close()
 
 
 def _controller(config: RunConfig, world_size: int) -> Controller:
-    """With what `shade tune` knows of the training, or with what is true of most."""
+    """Returns a controller with the profile of `shade tune`, or with the defaults."""
     if config.profile is None:
         return Controller(world_size, density=config.density, staleness=config.staleness)
     profile, batch = Profile.load(config.profile), config.batch_size * world_size

@@ -1,14 +1,14 @@
-"""TrainSession: the part of a training script that is the same in every script.
+"""Runs the part of a training script that is the same in every script: `TrainSession`.
 
-It sets up the ranks, times the waiting for data, has snapshots kept and resumes from them (`shade.train.snapshots`),
-has the record kept (`shade.train.record`), and turns a deliberate error into the one line that the launcher shows. What
-a user should see and copy (data set, sampler, loss, backward, report) stays in the script.
+It sets up the ranks, times the waiting for data, saves snapshots and resumes from them (`shade.train.snapshots`), keeps
+the record (`shade.train.record`), and turns a deliberate error into the one line that the launcher shows. What a user
+should see and copy (data set, sampler, loss, backward, report) stays in the script.
 
 A snapshot is taken between two steps, when ``--checkpoint-every`` says so, and at every epoch's end; it travels while
-training goes on. Steps are counted by `ShadeSampler.report`, once a step. Before each step the random generators are
+the training continues. `ShadeSampler.report` counts the steps, once a step. Before each step the random generators are
 set from (seed, step, rank), before each batch's transforms from (seed, epoch, batch), whatever a snapshot says of them:
-so a run may go on with other ranks. Invariant: a run killed at any moment and resumed takes the steps it would have
-taken, from its last snapshot on, and on the same number of CPU ranks with the same parameters, bit for bit.
+so a run may resume with other ranks. Invariant: a run that is killed at any moment and resumed takes the steps that it
+would have taken, from its last snapshot on, and on the same number of CPU ranks with the same parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from shade.config import RUN_FILE, RunConfig
-from shade.data.dataset import ShadeDataset
-from shade.data.randomness import set_generators
-from shade.data.sampler import ShadeSampler
+from shade.data._dataset.dataset import ShadeDataset
+from shade.data._sampler.sampler import ShadeSampler
+from shade.data._transforms.randomness import set_generators
 from shade.errors import ConfigError, PeerLostError, ShadeError
 from shade.process import die_with_parent
 from shade.train.record import RunRecord
@@ -40,16 +40,16 @@ from shade.types import Stateful
 logger = logging.getLogger("shade.train")
 
 LOST_SECONDS = 120
-"""A rank that is silent for so long is taken for lost, where the run can go on without its machine (``min_nodes``). One
-whose process ends is noticed at once; this is for a machine that loses its power or its network."""
+"""Silence after which a rank counts as lost, where the run can continue without its machine (``min_nodes``). The end of
+a process is noticed at once; this is for a machine that loses its power or its network."""
 
 
 class _Place:
-    """Where between two steps a run is, besides what the sampler knows."""
+    """The place of a run between two steps, besides what the sampler knows."""
 
     def __init__(self) -> None:
         self.epoch_ended = False
-        """Whether `TrainSession.end_epoch` has been through: the next epoch is due, though no step of it was taken."""
+        """Whether `TrainSession.end_epoch` has run: the next epoch is due, though no step of it was taken."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -59,7 +59,7 @@ class _Place:
 
 
 class TrainSession:
-    """One rank's part in a run; use as a context manager.
+    """Runs one rank's part of a run; use as a context manager.
 
     Args:
         config: The resolved run; `from_environment` reads the launcher's.
@@ -85,13 +85,13 @@ class TrainSession:
 
     @classmethod
     def from_environment(cls) -> TrainSession:
-        """The session of the launcher that started this process.
+        """Returns the session of the launcher that started this process.
 
         Returns:
             The session, not yet entered.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: No launcher started this process.
         """
         path = os.environ.get(RUN_FILE)
         if path is None:
@@ -122,7 +122,9 @@ class TrainSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, ShadeError) and not isinstance(error, PeerLostError):  # that one is not what went wrong
+        if isinstance(error, ShadeError) and not isinstance(
+            error, PeerLostError
+        ):  # PeerLostError follows from an error elsewhere
             (Path(self.config.out) / f"failure-{self.rank}.txt").write_text(_one_line(error) + "\n")
         try:
             if error is None and self._record is not None:
@@ -140,7 +142,7 @@ class TrainSession:
     # ── what is trained ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self, dataset: ShadeDataset, sampler: ShadeSampler, **stateful: Stateful) -> None:
-        """Takes what has state under its care and, with ``--resume``, brings it back. On every rank.
+        """Registers the objects to save and, with ``--resume``, restores them. On every rank.
 
         Args:
             dataset: Its cache's ledger goes into the metrics.
@@ -148,7 +150,7 @@ class TrainSession:
             **stateful: Model, optimizer, scheduler, scaler … by name.
 
         Raises:
-            ConfigError: The places for snapshots cannot be used, or there is none to resume from.
+            ConfigError: The places for snapshots cannot be used, or there is no snapshot to resume from.
             CheckpointError: No snapshot fits, or none is whole.
         """
         self._dataset, self._sampler = dataset, sampler
@@ -174,36 +176,36 @@ class TrainSession:
         )
 
     def optimizer(self, kind: type[torch.optim.Optimizer], *parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-        """Makes an optimizer: as asked, or under ``--gradient`` the one that computes the same from sparse gradients.
+        """Returns an optimizer: of this class, or under ``--gradient`` its counterpart for sparse gradients.
 
         Args:
             kind: A class of ``torch.optim``.
-            *parameters: As it takes them.
-            **settings: As it takes them.
+            *parameters: Positional arguments of the class.
+            **settings: Keyword arguments of the class.
 
         Returns:
             The optimizer.
 
         Raises:
-            ConfigError: There is no sparse one of that kind, or not with these settings.
+            ConfigError: The class has no sparse counterpart, or not with these settings.
         """
         return (sparse_optimizer(kind) if self._exchanges else kind)(*parameters, **settings)
 
     def replica(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
     ) -> Replica:
-        """This rank's part in training together; before `attach`, which keeps it with the rest.
+        """Returns this rank's replica of the model; call it before `attach`, which saves the replica too.
 
         Args:
             model: On `device`.
-            optimizer: From `optimizer`.
-            scaler: Of mixed precision; may be disabled.
+            optimizer: An optimizer from `optimizer`.
+            scaler: Scaler of mixed precision; may be disabled.
 
         Returns:
             DDP, or under ``--gradient`` the gradient engine.
 
         Raises:
-            ConfigError: On all ranks: a setting cannot be, or the ranks' models differ.
+            ConfigError: On all ranks: a setting is out of range, or the ranks' models differ.
         """
         if self._exchanges:
             host = self.config.master_address if self.config.nodes > 1 else "127.0.0.1"
@@ -217,17 +219,17 @@ class TrainSession:
         return self.config.gradient is not None and self.world_size > 1
 
     def save(self) -> None:
-        """Takes a snapshot now, between two steps, and returns when it outlives this process. On every rank.
+        """Saves a snapshot now, between two steps, and returns when it outlives this process. On every rank.
 
         Raises:
-            CheckpointError: It is nowhere.
+            CheckpointError: No tier has it.
         """
         snapshots = self._attached()[3]
         self._begin_save(again=True)
         snapshots.wait_committed()
 
     def _begin_save(self, metrics: Mapping[str, float] | None = None, *, again: bool = False) -> None:
-        """Takes a snapshot, unless this very moment has one already."""
+        """Begins a save, unless this very moment has a snapshot already."""
         moment = (self.total_steps, self._place.epoch_ended)
         if again or moment != self._saved:
             self._attached()[3].save(self.total_steps, metrics)
@@ -236,9 +238,9 @@ class TrainSession:
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def epochs(self) -> Iterator[int]:
-        """The epochs still to run; after a resume, first the one that was interrupted.
+        """Yields the epochs still to run; after a resume, first the interrupted one.
 
-        One that was interrupted between its last step and `end_epoch` has no batches left, and is ended again.
+        An epoch that was interrupted between its last step and `end_epoch` has no batches left, and is ended again.
         """
         assert self._sampler is not None, "attach() comes first"
         first = self._sampler.epoch + self._place.epoch_ended
@@ -249,7 +251,7 @@ class TrainSession:
 
     @property
     def total_steps(self) -> int:
-        """Steps taken in the whole run: those whose losses were reported."""
+        """Returns the steps of the whole run whose losses were reported."""
         if self._sampler is not None and self._sampler.steps_done:
             self._epoch_steps = self._sampler.steps_done
         return self._steps_before + self._epoch_steps
@@ -280,7 +282,7 @@ class TrainSession:
             yield batch
             record.batch_done(time.monotonic() - came)
             taken += 1
-            self._epoch_steps = max(self._epoch_steps, taken)  # counts scripts, too, that have nothing to report
+            self._epoch_steps = max(self._epoch_steps, taken)  # a script may have nothing to report
             record.show_progress(snapshots.gauge)
             snapshots.step(self.total_steps)
         if self._out_of_steps():
@@ -322,7 +324,7 @@ class TrainSession:
 
 
 def _one_line(error: ShadeError) -> str:
-    """The message of an error as one line; one from a worker process comes wrapped in the worker's traceback."""
+    """Returns the message of an error as one line; an error of a worker process contains the worker's traceback."""
     text = str(error).strip()
     _, name, message = text.rpartition(f"{type(error).__module__}.{type(error).__qualname__}: ")
     return " ".join((message if name else text).split())

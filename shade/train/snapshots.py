@@ -1,34 +1,173 @@
-"""Snapshots: a run's Checkpointer as its session uses it, and what the metrics say of it.
+"""Runs the Checkpointer of a training session, and counts its saves for the metrics.
 
-Where nothing was named, snapshots go into the run directory. On several machines that directory is each one's own, so
-there rank 0 alone saves what all ranks hold alike, and gives it to the others when the run is resumed: no file system
-in common is needed, as for everything else that the session writes.
+Without flags, snapshots go into the run directory. Each of several machines has its own, so there rank 0 alone saves
+what all ranks hold alike, and sends it to the others when the run resumes. No shared file system is needed, as for
+everything else that the session writes.
+
+Where samples and snapshots share servers' memory, samples yield to snapshots, never the reverse. A run resumes from a
+snapshot; a sample in the cache saves one read. So before a save all ranks together, after the same step, reduce the
+cache's capacity by the missing bytes. The policy names the entries of least use; they are gone before the first byte
+of the snapshot is sent, and nothing takes their place. Only rank 0 looks at the servers and shares what it found, so
+the ranks' plans stay equal.
+
+The capacity is set again when an epoch begins, because a plan is made then anyway:
+
+* A save falls due in the epoch: samples get the memory that is left when that save is in memory, so that the plan of
+  the epoch fits from the start. Slots keep their bytes from save to save: a run that saves often reaches a balance
+  after its first saves, and then deletes nothing.
+* None does: slots whose snapshots are in storage, and are not the newest, are emptied, and samples get everything.
+
+(docs/decisions/0014-one-memory.md.) If a cluster is full of other data, a save goes to storage; the async writer logs
+it. Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
+same, or have no limit. Invariant: samples and the snapshot to come fit together when its first byte is sent, or there
+are no samples left.
+
+Story: the capacity of a rank also depends on its job's share among other jobs (`shade.cache.sharing`). A thread of each
+rank learns it at its own time. Two ranks once read that here, between two updates; one saw a reason to divide and the
+other did not, and each waited for the other in another collective. So only `allowed_bytes` decides: `resize` alone
+changes it, on all ranks alike.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import secrets
 from collections.abc import Mapping
 from concurrent.futures import wait
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint.courier import Landing, Ticket
-from shade.checkpoint.group import current_group
-from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.memory import MemoryTier
 from shade.config import RunConfig
-from shade.errors import ConfigError
-from shade.train.one_memory import OneMemory
+from shade.errors import ConfigError, StoreError
 from shade.types import Stateful
+
+_ROUNDS: Final = 5
+LANDING_SECONDS: Final = 5.0
+"""How long the beginning of an epoch waits for the save in flight, to learn which slots it leaves behind."""
+
+logger = logging.getLogger("shade.train")
+
+
+class OneMemory:
+    """Divides the servers' memory. Collective, as are its methods.
+
+    Args:
+        cache: The cache of samples.
+        tier: The memory tier of snapshots.
+        flushed: Whether a flusher takes snapshots to storage.
+    """
+
+    def __init__(self, cache: SampleCache, tier: MemoryTier, *, flushed: bool) -> None:
+        self._cache, self._tier, self._flushed = cache, tier, flushed
+        self._group = current_group()
+        self._shard_bytes: list[int] = []
+        self._divided = bool(self._group.share(self._is_one() if self._group.rank == 0 else None))
+
+    def _is_one(self) -> bool:
+        """Returns whether samples and snapshots share servers that have a memory limit: writes a key and reads it."""
+        key = f"shade:checkpoint:{self._tier.run}:{secrets.token_hex(8)}"
+        try:
+            if self._tier.spare_bytes(()) is None:
+                return False
+            self._tier.store.set_many({key: b"here"})
+            found = self._cache.store.get_many([key]) == [b"here"]
+            self._tier.store.delete_many([key])
+        except StoreError as error:
+            logger.debug("not known whether samples and snapshots share a memory: %s", error)
+            return False
+        return found
+
+    def make_room(self, num_bytes: int) -> None:
+        """Makes samples yield to a snapshot. On every rank after the same step, before the save begins.
+
+        Args:
+            num_bytes: Length of this rank's shard.
+        """
+        if self._divided:
+            self._shard_bytes = self._group.gather(num_bytes)
+            self._divide(self._shard_bytes, at_most=self._cache.allowed_bytes)
+
+    def begin_epoch(self, *, due: bool, latest: SaveHandle | None) -> None:
+        """Divides the memory for an epoch. On every rank before the epoch is planned.
+
+        Args:
+            due: Whether a save falls due in it.
+            latest: The newest save.
+        """
+        is_whole = self._cache.allowed_bytes == self._cache.capacity_bytes
+        if not self._divided or (is_whole and not (due and self._shard_bytes)):
+            return
+        if not due and self._group.rank == 0 and latest is not None:
+            wait([latest.landed], LANDING_SECONDS)
+            if latest.landed.done():
+                self._empty_slots()
+        self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
+
+    def _empty_slots(self) -> None:
+        """Empties slots whose snapshot is in storage, but for the newest and bases of others. No save is in flight."""
+        with contextlib.suppress(StoreError):
+            held = self._tier.held()
+            newest = max((record.sequence for record in held.values()), default=0)
+            needed = {record.base for record in held.values()}
+            for place, record in held.items():
+                is_needed = record.sequence >= newest or record.digest in needed
+                if self._flushed and not is_needed and not self._tier.is_dirty(place):
+                    self._tier.discard(place)
+
+    def _divide(self, shard_bytes: list[int], at_most: int) -> None:
+        """Sets the cache's capacity, on all ranks alike.
+
+        The size of an entry is known to some per cent only, so the servers are asked again after entries were removed.
+        """
+        before, num_left = self._cache.allowed_bytes, 0
+        for _ in range(_ROUNDS):
+            allowed = self._group.share(self._allowed(shard_bytes, at_most) if self._group.rank == 0 else None)
+            if allowed == self._cache.allowed_bytes:
+                break
+            num_left += self._cache.resize(allowed, self._group.rank, self._group.world_size)
+            self._group.gather(None)  # every rank has removed its part
+            at_most = min(at_most, allowed)
+        after = self._cache.allowed_bytes
+        if after != before and self._group.rank == 0:
+            logger.info(
+                "the cache may hold %.1f MB now, not %.1f; %d samples left", after / 1e6, before / 1e6, num_left
+            )
+
+    def _allowed(self, shard_bytes: list[int], at_most: int) -> int:
+        """Returns the bytes that samples may occupy while a snapshot comes in; unchanged if the servers do not say.
+
+        Entries that the plan has dropped and workers have not removed yet still take room, so they count twice.
+        """
+        try:
+            spare = self._tier.spare_bytes(shard_bytes)
+            counted = self._cache.room.counted_bytes()
+        except (StoreError, ValueError) as error:
+            logger.debug("samples keep their room: %s", error)
+            return min(at_most, self._cache.allowed_bytes)
+        if spare is None or counted + spare >= at_most:
+            return at_most
+        policy = self._cache.policy
+        leaving = max(0, counted - policy.used_bytes) if policy is not None else 0
+        return max(0, counted + spare - leaving)
+
+    def close(self) -> None:
+        """Closes the process group."""
+        self._group.close()
 
 
 class Snapshots:
-    """What keeps a run. Collective, as are all its methods.
+    """Saves and restores a run. Collective, as are all its methods.
 
     Args:
-        config: The resolved run; machine 0's run id counts.
-        things: What shall survive, by name.
-        cache: What may share the store with snapshots, or None.
+        config: The resolved run; the run id of machine 0 counts.
+        things: The objects to save, by name.
+        cache: The cache that may share the store with snapshots, or None.
 
     Raises:
         ConfigError: The places for snapshots cannot be used.
@@ -40,7 +179,7 @@ class Snapshots:
         self._is_elastic = config.min_nodes is not None
         run, resumes = group.share([config.run, config.resume or self._is_elastic])
         self.resumes: bool = resumes
-        """Whether the run goes on from a snapshot; what machine 0 says, which sees them."""
+        """Whether the run resumes from a snapshot. Machine 0 decides, because it sees them."""
         group.close()
         self._checkpointer = Checkpointer(
             config.checkpoint_url,
@@ -58,20 +197,20 @@ class Snapshots:
         self._one_memory = None
         if cache is not None and tiers.memory is not None:
             self._one_memory = OneMemory(cache, tiers.memory, flushed=tiers.storage is not None)
-        self._tickets: list[Ticket] = []
+        self._tickets: list[SaveHandle] = []
         self._blocked_seconds = 0.0
-        self._committed: tuple[int, Landing] | None = None
+        self._committed: tuple[int, CommitResult] | None = None
         self._durable_step = 0
 
     def restore(self) -> int:
-        """Brings everything back from the newest snapshot that is whole.
+        """Restores everything from the newest snapshot that is whole.
 
         Returns:
-            Steps done in the whole run; 0 where nothing is there yet, if ranks come and go.
+            Steps done in the whole run; 0 if there is no snapshot yet and ranks come and go.
 
         Raises:
-            ConfigError: There is none.
-            CheckpointError: There is none that can be used; the message says why.
+            ConfigError: There is no snapshot.
+            CheckpointError: No snapshot can be used; the message says why.
         """
         restored = self._checkpointer.restore_latest()
         if not restored and not self._is_elastic:
@@ -86,67 +225,67 @@ class Snapshots:
         """Divides the memory for an epoch, before it is planned.
 
         Args:
-            total_steps: In the whole run so far.
-            num_steps: That the epoch has at most.
+            total_steps: Steps of the whole run so far.
+            num_steps: Most steps of the epoch.
         """
         if self._one_memory is not None:
             due = self._checkpointer.is_due(total_steps + num_steps - 1)
             self._one_memory.begin_epoch(due=due, latest=self._checkpointer.latest)
 
     def step(self, total_steps: int) -> None:
-        """A step has been taken, everything attached is between two steps: saves if a save is due.
+        """Saves if a save is due; call it between two steps.
 
         Args:
-            total_steps: In the whole run, this one included.
+            total_steps: Steps of the whole run, this one included.
         """
         self._checkpointer.step_count = total_steps - 1
         if self._checkpointer.step():
             self._follow(self._checkpointer.latest)
 
     def save(self, total_steps: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Saves now; returns when the training may go on.
+        """Saves now; returns when the training may continue.
 
         Args:
-            total_steps: In the whole run.
-            metrics: To choose the best by.
+            total_steps: Steps of the whole run.
+            metrics: Numbers to choose the best snapshot by.
         """
         self._checkpointer.step_count = total_steps
         self._follow(self._checkpointer.save(metrics))
 
     def wait_committed(self) -> None:
-        """Returns when the save begun last is where it outlives this process.
+        """Returns when the newest save lies where it outlives this process.
 
         Raises:
-            CheckpointError: It is nowhere.
+            CheckpointError: No tier has it.
         """
         self._checkpointer.wait_committed()
 
     def settle(self) -> None:
-        """Returns when the save begun last has landed or failed."""
+        """Returns when the newest save has landed or failed."""
         if self._checkpointer.latest is not None:
             self._checkpointer.wait_copy_complete()
             wait([self._checkpointer.latest.landed])
 
-    def _follow(self, ticket: Ticket | None) -> None:
+    def _follow(self, ticket: SaveHandle | None) -> None:
         assert ticket is not None, "a save was begun"
         self._tickets.append(ticket)
         ticket.landed.add_done_callback(lambda _: self._landed(ticket))
 
-    def _landed(self, ticket: Ticket) -> None:
+    def _landed(self, ticket: SaveHandle) -> None:
         if ticket.landed.exception() is None:
             self._committed = (ticket.step, ticket.landed.result())
 
     def gauge(self) -> dict[str, Any]:
-        """What an end would cost now: `shade.checkpoint.gauge.Gauge`, as a row."""
+        """Returns what the end of a process would cost now, as `RecoveryEstimate.row` does."""
         return self._checkpointer.gauge().row()
 
     def figures(self) -> dict[str, Any]:
-        """What became of saves since this was last asked; numbers of steps as of now.
+        """Returns the outcome of the saves since the last call, and the present steps.
 
         Returns:
             ``saves``, ``failed`` (nowhere at all), ``blocked_seconds`` (the training waited for them),
             ``committed_step`` (the newest that outlives this machine), ``durable_step`` (in storage), 0 for none, and
-            ``if_ended_now``: the `shade.checkpoint.gauge.Gauge`.
+            ``if_ended_now``: the `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate`.
         """
         done = [ticket for ticket in self._tickets if ticket.landed.done()]
         blocked_seconds = sum(ticket.blocked_seconds for ticket in self._tickets)
@@ -169,15 +308,15 @@ class Snapshots:
         return self._durable_step
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends it as ``with`` does: after an error own memory stays, for a restart on this machine.
+        """Closes the Checkpointer. After an error shared memory stays, for a restart on this machine.
 
         Args:
-            kind: Of the error, or None.
-            error: That ends the run, or None.
-            trace: Its.
+            kind: Class of the error, or None.
+            error: The error that ends the run, or None.
+            trace: Traceback of the error, or None.
 
         Raises:
-            CheckpointError: There was no error, but the last save is nowhere.
+            CheckpointError: There was no error, but no tier has the last save.
         """
         try:
             self._checkpointer.__exit__(kind, error, trace)

@@ -18,23 +18,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint import packing
-from shade.checkpoint.codecs.base import CODECS, Alone, Delta, Piece, Span, standing_alone
-from shade.checkpoint.group import Alone as OneRank
-from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.manifest import EXACT_CODECS, TensorEntry
-from shade.checkpoint.packing import Packed, Packer
-from shade.checkpoint.protocol import Notes, agree, store
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import Recovered, recover
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.state import dismantle
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standing_alone
+from shade.checkpoint._commit.process_group import SingleProcessGroup as OneRank
+from shade.checkpoint._commit.protocol import Notes, agree, store
+from shade.checkpoint._format.manifest import EXACT_CODECS, TensorEntry
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
+from shade.checkpoint._save import packing
+from shade.checkpoint._save.packing import PackedShard, Packer
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import ConfigError, CorruptCheckpointError
 from shade.storage.base import open_volume
 
 CHUNK_BYTES = 2**16
-ALONE = [name for name in CODECS if issubclass(CODECS.get(name), Alone)]
+ALONE = [name for name in CODECS if issubclass(CODECS.get(name), Standalone)]
 DELTAS = [name for name in CODECS if issubclass(CODECS.get(name), Delta)]
 ROUGH = [name for name in DELTAS if not CODECS.get(name).is_exact]
 
@@ -238,7 +238,7 @@ class Run:
         self.tier = StorageTier(open_volume(str(folder)), "run")
         self.packer = Packer("run", 0, 1, codec, **more)
         self.sequence = 0
-        self.packed: Packed | None = None
+        self.packed: PackedShard | None = None
 
     def train(self) -> None:
         weight, moments = self.state["model"]["weight"], self.state["optimizer"]["state"][0]
@@ -254,8 +254,8 @@ class Run:
     def save(self) -> str | None:
         """Its base."""
         self.sequence += 1
-        tree, tensors = dismantle(self.state)
-        layout = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+        tree, tensors = flatten(self.state)
+        layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         buffer = torch.cat([bytes_of(tensors[name]) for name in layout.entries])
         packed = self.packed = self.packer.pack(self.sequence, buffer, layout.num_bytes, layout.entries, tree)
         notes = Notes(self.sequence, float(self.sequence), {}, Pace(), "")
@@ -265,8 +265,8 @@ class Run:
         self.packer.landed(packed, agreed.record.digest, buffer)
         return packed.base
 
-    def restored(self) -> Recovered:
-        found = recover(Reader([self.tier]), OneRank())
+    def restored(self) -> ReadSnapshot:
+        found = read_newest(Reader([self.tier]), OneRank())
         assert found is not None
         assert found.record.sequence == self.sequence
         return found
@@ -274,7 +274,7 @@ class Run:
     def check(self) -> dict[str, float]:
         """Compares what comes back with what was to be saved; what is off, by tensor."""
         found, off = self.restored(), {}
-        _, tensors = dismantle(self.state)
+        _, tensors = flatten(self.state)
         assert found.tensors.keys() == tensors.keys()
         for name, tensor in tensors.items():
             if torch.equal(found.tensors[name], tensor):

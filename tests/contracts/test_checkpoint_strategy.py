@@ -21,25 +21,25 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint import tiers as tiers_module
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
-from shade.checkpoint.group import Alone, Group
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.manifest import CHUNK_BYTES
-from shade.checkpoint.own_memory import own_folder
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import Recovered, recover
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.strategies import STRATEGIES, Strategy, Terms
-from shade.checkpoint.tiers import Tiers
-from shade.checkpoint.torture.disk import OUTCOMES, Disk, DiskView
-from shade.checkpoint.torture.world import NOTHING, Act, CrashedError, Fault, World
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup
+from shade.checkpoint._format.manifest import CHUNK_BYTES
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
+from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
+from shade.checkpoint._session import open_tiers as tiers_module
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._session.open_tiers import Tiers
+from shade.checkpoint._strategies import STRATEGIES, Strategy, Terms
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
-from shade.store.local_cluster import free_ports
-from tests.contracts.strategy_ranks import train_on_two_ranks
+from shade.store._servers.local_cluster import free_ports
+from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
+from tests.simulation.torture.world import NOTHING, Act, CrashedError, Fault, World
+from tests.support.strategy_ranks import train_on_two_ranks
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
@@ -90,7 +90,7 @@ class Wide(Training):
         return {f"model/{name}": tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
 
 
-def assert_holds(found: Recovered | None, saved: dict[str, bytes], strategy: str, said: str = "") -> None:
+def assert_holds(found: ReadSnapshot | None, saved: dict[str, bytes], strategy: str, said: str = "") -> None:
     """Every bit is there; of a strategy that is not exact, each number within the bound that comes with it."""
     assert found is not None, said
     assert strategy not in EXACT or not found.bounds, said
@@ -156,7 +156,7 @@ def test_a_state_of_many_chunks_is_saved_while_training_goes_on(
         snapshots = checkpointer.list()
         assert [each.record.step for each in snapshots] == [5, 4, 3, 2, 1]
         for snapshot in snapshots:
-            found = recover(checkpointer.tiers.reader, Alone(), step=snapshot.record.step)
+            found = read_newest(checkpointer.tiers.reader, SingleProcessGroup(), step=snapshot.record.step)
             assert_holds(found, right[snapshot.record.step], strategy)
 
 
@@ -201,21 +201,21 @@ class Place(World):
 def mortal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Place]:
     """Makes places that checkpointers save to. What a dead process would not say, a live one that plays dead fails."""
     places: list[Place] = []
-    deliver, landed = Courier._deliver, Tiers.landed
+    deliver, landed = AsyncWriter._deliver, Tiers.landed
 
-    def delivering(self: Courier, parcel: Parcel, group: Group) -> Landing:
+    def delivering(self: AsyncWriter, parcel: SaveRequest, group: ProcessGroup) -> CommitResult:
         try:
             return deliver(self, parcel, group)
         except CrashedError as error:
             raise CheckpointError("dead") from error
 
-    def landing(self: Tiers, one: Landing) -> None:
+    def landing(self: Tiers, one: CommitResult) -> None:
         try:
             landed(self, one)
         except CrashedError as error:
             raise CheckpointError("dead") from error
 
-    monkeypatch.setattr(Courier, "_deliver", delivering)
+    monkeypatch.setattr(AsyncWriter, "_deliver", delivering)
     monkeypatch.setattr(Tiers, "landed", landing)
     monkeypatch.setattr(tiers_module, "_volume", lambda url: places[-1].volume("rank 0"))
     monkeypatch.setattr(tiers_module, "_lead", lambda *words: None)
@@ -267,12 +267,12 @@ def test_killed_at_every_write_the_snapshot_before_loads(
             place = mortal()
             saved, landed = two_saves(place, run, strategy, Fault(operation.number, "crash", moment))
             assert place.struck is not None
-            outcome = next(outcomes)  # all four of each operation: shade checkpoint torture
+            outcome = next(outcomes)  # all four of each operation: scripts/torture
             left = place.disk.after_power_failure(outcome, dice)
             with contextlib.closing(
                 StorageTier(DirectoryVolume("/disk", DiskView(World(0), left, "look")), run)
             ) as tier:
-                found = recover(Reader([tier]), Alone())
+                found = read_newest(Reader([tier]), SingleProcessGroup())
             said = f"{operation}, {moment}, {outcome}"
             assert found is not None, said
             assert landed <= found.record.step <= 2, said
@@ -358,7 +358,7 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
     training = Wide()
     checkpointer = begin(training, strategy=strategy)
     terms = checkpointer.terms
-    begun: list[Ticket] = []
+    begun: list[SaveHandle] = []
 
     def save() -> None:
         for number in range(terms.in_flight + 2):
@@ -425,7 +425,7 @@ def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
         assert written.wait(PATIENCE_SECONDS)
         held.set()
         checkpointer.wait_durable()
-        found = recover(checkpointer.tiers.reader, Alone())
+        found = read_newest(checkpointer.tiers.reader, SingleProcessGroup())
         assert found is not None
         assert {name: each.numpy().tobytes() for name, each in found.tensors.items() if "model/" in name} == (
             training.tensors()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from PIL import Image
 
-from shade.data.codec import decode, encode
+from shade.data._dataset.item_codec import decode, encode
 from shade.errors import ConfigError, CorruptEntryError
 
 DTYPES = [

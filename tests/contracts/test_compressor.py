@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shade.errors import ConfigError, NonFiniteGradientError
-from shade.gradient import COMPRESSORS, QUANTISERS, Key, Sparse
-from shade.gradient.compressor import aligned_zeros, wanted_count
-from shade.gradient.correction import AdamCorrection, Correction, MomentumCorrection
-from shade.gradient.error_feedback import ErrorFeedback
+from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse, aligned_zeros, wanted_count
+from shade.gradient._compress.correction import AdamCorrection, Correction, MomentumCorrection
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
 from shade.types import Floats
 
 every_compressor = pytest.mark.parametrize("name", list(COMPRESSORS))

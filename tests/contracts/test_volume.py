@@ -14,7 +14,7 @@ import pytest
 
 from shade.errors import ConfigError, StorageError
 from shade.storage import VOLUMES, Volume, open_volume
-from tests.storage_servers import BUCKET, S3Server, point_at
+from tests.support.storage_servers import BUCKET, S3Server, point_at
 
 KINDS = ["disk", "tmpfs", "memory", "renaming", "refusing", "s3"]
 _numbers = itertools.count()

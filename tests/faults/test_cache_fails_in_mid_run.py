@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from shade.process import is_running
-from tests.faults.fault_plane import Patient, patient
-from tests.integration.plane import Job, Outcome, make_pictures, train
+from tests.support.data_plane import Job, Outcome, make_pictures, train
+from tests.support.fault_plane import Patient, patient
 
 N, BATCH, EPOCHS = 320, 16, 5
 STRIKE = 50

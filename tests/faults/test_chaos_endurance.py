@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shade.cli import cache_chaos
-from shade.store.chaos import Act, Chaos, RelayedCluster, schedule
+from tests.simulation import chaos_training
+from tests.simulation.cluster_chaos import Act, Chaos, RelayedCluster, schedule
 
-STEPS_AN_EPOCH = cache_chaos.NUM_SAMPLES // cache_chaos.BATCH
+STEPS_AN_EPOCH = chaos_training.NUM_SAMPLES // chaos_training.BATCH
 WINDOW = 100
 """Steps from one schedule to the next; the last third of each is calm."""
 SPARE_DESCRIPTORS = 6
@@ -45,14 +45,14 @@ class Level:
         return cls(threading.active_count(), children, len(os.listdir("/proc/self/fd")), process.memory_info().rss)
 
 
-def endure(num_batches: int, workers: int, seed: int) -> tuple[list[Level], Counter[str], cache_chaos.Outcome]:
+def endure(num_batches: int, workers: int, seed: int) -> tuple[list[Level], Counter[str], chaos_training.Outcome]:
     """Trains under one schedule after another; the levels after each window, in calm."""
     epochs = num_batches // STEPS_AN_EPOCH
     acts: list[Act] = []
     for number, start in enumerate(range(2 * STEPS_AN_EPOCH, num_batches - WINDOW, WINDOW)):
         acts += schedule(seed + number, range(start, start + WINDOW * 2 // 3), 3, has_replicas=False)
     levels: list[Level] = []
-    with cache_chaos.short_pauses(), RelayedCluster(3) as cluster:
+    with chaos_training.short_pauses(), RelayedCluster(3) as cluster:
         chaos = Chaos(cluster, acts, "shade:", {}, seed)
 
         def hook(step: int) -> None:
@@ -61,11 +61,11 @@ def endure(num_batches: int, workers: int, seed: int) -> tuple[list[Level], Coun
                 chaos.settle()
                 levels.append(Level.now())
 
-        outcome = cache_chaos.train(cluster.url.reveal(), "uniform", workers, hook, epochs)
+        outcome = chaos_training.train(cluster.url.reveal(), "uniform", workers, hook, epochs)
     return levels, chaos.struck, outcome
 
 
-def check(levels: list[Level], outcome: cache_chaos.Outcome) -> None:
+def check(levels: list[Level], outcome: chaos_training.Outcome) -> None:
     assert outcome.num_wrong == 0
     first, rest = levels[len(levels) // 4], levels[len(levels) // 4 + 1 :]
     assert max(level.threads for level in rest) <= first.threads + 1, levels  # a question to the cache may be under way

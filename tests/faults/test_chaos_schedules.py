@@ -1,8 +1,7 @@
-"""A handful of seeded schedules of faults against a whole cluster; `scripts/soak` and `shade cache chaos` play
-hundreds.
+"""A handful of seeded schedules of faults against a whole cluster; `scripts/soak` and `scripts/chaos` play hundreds.
 
 Each run trains through three nodes, sometimes with replicas, while nodes are killed, stopped, cut off, slowed, filled,
-flushed, resharded, damaged and replaced, several at once. What is promised is in `shade.cli.cache_chaos`.
+flushed, resharded, damaged and replaced, several at once. What is promised is in `tests.simulation.chaos_training`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections import Counter
 
 import pytest
 
-from shade.cli.cache_chaos import play
-from shade.store.chaos import LASTING, SUDDEN, Act, schedule
+from tests.simulation.chaos_training import play
+from tests.simulation.cluster_chaos import LASTING, SUDDEN, Act, schedule
 
 QUICK_SEEDS = range(4)
 SOAK_SEEDS = range(int(os.environ.get("SHADE_CHAOS_FIRST", "1000")), int(os.environ.get("SHADE_CHAOS_END", "1200")))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from shade.cli import cache_chaos
-from shade.cli.cache_chaos import EPOCHS, FIRST_EPOCH, live, train, troubled, undisturbed
-from shade.store.chaos import Act, RelayedCluster
+from tests.simulation import chaos_training
+from tests.simulation.chaos_training import EPOCHS, FIRST_EPOCH, live, train, troubled, undisturbed
+from tests.simulation.cluster_chaos import Act, RelayedCluster
 
 MODE = "uniform"
 COUNTED = {
@@ -61,7 +61,7 @@ def _from(step: int, action: Callable[[], None]) -> Callable[[int], None]:
 def test_a_node_that_is_lost_for_good_costs_its_share_and_no_more(node: int) -> None:
     """Whichever of the three it is: one of them has the counter, and what the others have must remain of use."""
     bare, healthy = undisturbed(MODE)
-    with cache_chaos.short_pauses(), RelayedCluster(3) as cluster:
+    with chaos_training.short_pauses(), RelayedCluster(3) as cluster:
         hook = _from(troubled(MODE).start + 5, cluster.servers[node].stop)
         outcome = train(cluster.url.reveal(), MODE, 0, hook)
         assert not cluster.servers[node].process_id, "the fault fired"

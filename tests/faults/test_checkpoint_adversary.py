@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint import stillness
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.group import Alone
-from shade.checkpoint.layout import TensorSpec, plan
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.recover import recover
-from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint._buffer import torn_read
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._strategies import STRATEGIES
 from shade.errors import CheckpointError, TornSnapshotError
 
 SIZES = (2_000_000, 500, 300_000, 7)
@@ -50,7 +50,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def copying_of(live: dict[str, torch.Tensor]) -> Copying:
-    layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+    layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
     return Copying(live, layout.entries, torch.zeros(layout.num_bytes, dtype=torch.uint8))
 
 
@@ -126,8 +126,8 @@ def test_a_thread_that_may_be_in_the_middle_of_writing_costs_the_snapshot(
 ) -> None:
     copying = copying_of(tensors())
     before(copying)  # whoever has copied it, and when
-    monkeypatch.setattr(stillness, "LONGEST_SECONDS", 0.01)
-    monkeypatch.setattr(stillness, "_may_be_writing", lambda thread: True)
+    monkeypatch.setattr(torn_read, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(torn_read, "_may_be_writing", lambda thread: True)
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()
@@ -209,7 +209,7 @@ def test_no_torn_snapshot_is_ever_committed(
                 assert "expected 'model/weights." in told, told
                 continue
             committed += 1
-            found = recover(checkpointer.tiers.reader, Alone())
+            found = read_newest(checkpointer.tiers.reader, SingleProcessGroup())
             assert found is not None
             assert found.record.step == checkpointer.step_count
             weights = [found.tensors[f"model/weights.{place}"].numpy() for place in range(len(SIZES))]

@@ -15,18 +15,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint.group import Alone
-from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.packing import Packer
-from shade.checkpoint.protocol import Notes, agree, store
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import Recovered, recover
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.state import dismantle
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.torture.bench import retire
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import Notes, agree, store
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
+from shade.checkpoint._save.packing import Packer
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.storage.base import open_volume
+from tests.simulation.torture.bench import retire
 
 CODECS = ["topk-delta", "int8-delta", "excp", "xor-zstd", "dedup"]
 NUM_ITEMS = 4000
@@ -44,21 +44,21 @@ class Cycle:
     def save(self) -> bool:
         """Whether it is a keyframe."""
         self.sequence += 1
-        tree, tensors = dismantle({"model": {name.removeprefix("model/"): each for name, each in self.tensors.items()}})
-        layout = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+        tree, tensors = flatten({"model": {name.removeprefix("model/"): each for name, each in self.tensors.items()}})
+        layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         buffer = torch.cat([bytes_of(tensors[name]) for name in layout.entries])
         packed = self.packer.pack(self.sequence, buffer, layout.num_bytes, layout.entries, tree)
         notes = Notes(self.sequence, float(self.sequence), {}, Pace(), "")
-        agreed = agree(Alone(), packed.manifest, None, notes, packed.base)
-        stored = store(self.tier, Alone(), agreed, packed.manifest, lambda: packed.chunks)
+        agreed = agree(SingleProcessGroup(), packed.manifest, None, notes, packed.base)
+        stored = store(self.tier, SingleProcessGroup(), agreed, packed.manifest, lambda: packed.chunks)
         assert stored.place is not None, stored.reason
         self.packer.landed(packed, agreed.record.digest, buffer)
         retire(self.tier, self.keep)
         return packed.base is None
 
-    def restored(self) -> Recovered:
+    def restored(self) -> ReadSnapshot:
         """As a process that comes after has it."""
-        found = recover(Reader([self.tier]), Alone())
+        found = read_newest(Reader([self.tier]), SingleProcessGroup())
         assert found is not None
         assert found.record.sequence == self.sequence
         return found

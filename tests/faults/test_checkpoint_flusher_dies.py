@@ -5,6 +5,8 @@ Real processes, a real server, real files.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -13,24 +15,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
-from shade.checkpoint.flush import mark_begun, mark_ended, serving, start_flusher
-from shade.checkpoint.flush_service import Until, serve
-from shade.checkpoint.lease import Lease
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.presence import FLUSHER, spread_keys
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
+from shade.checkpoint._flush.service import Until, mark_begun, mark_ended, serve, serving, start_flusher
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.run_lock import FLUSHER, RunLock, spread_keys
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import CheckpointError, ConfigError
 from shade.process import is_running
 from shade.storage import open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.conftest import PASSWORD, REPOSITORY
-from tests.snapshots import Snapshot, damages, make, save
+from tests.support.snapshots import Snapshot, damages, make, save
 
 WAIT_SECONDS = 60.0
 RUN = "vgg"
@@ -167,10 +172,10 @@ def test_it_outlives_a_trainer_that_is_killed_and_makes_its_last_snapshot_durabl
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from shade.checkpoint.flush import start_flusher\n"
-        "from shade.checkpoint.memory_tier import MemoryTier\n"
+        "from shade.checkpoint._flush.service import start_flusher\n"
+        "from shade.checkpoint._tiers.memory import MemoryTier\n"
         "from shade.store import open_store\n"
-        "from tests.snapshots import make, save\n"
+        "from tests.support.snapshots import make, save\n"
         "url, folder = sys.argv[1:]\n"
         f"pid = start_flusher(url, folder, {RUN!r}, 'all', log=Path(folder).parent / 'flusher.log')\n"
         "print(pid, flush=True)\n"
@@ -219,6 +224,92 @@ def test_one_that_cannot_begin_says_why(server: LocalServer, tmp_path: Path, fol
         start_flusher(server.url.reveal(), str(tmp_path / "file" / "x"), RUN, log=tmp_path / "log")
     with pytest.raises(ConfigError, match="outlives this process"):
         start_flusher("local://", str(folder), RUN, log=tmp_path / "log")
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a machine of the test's own."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr("shade.checkpoint._buffer.shared_memory_folder.shared_memory", lambda: folder)
+    return folder
+
+
+def checkpointer(server: LocalServer, folder: Path, run: str) -> Checkpointer:
+    return Checkpointer(server.url.reveal(), persist_to=str(folder), run=run, every="never")
+
+
+def flusher_of(run: str) -> int:
+    (found,) = [
+        process.pid for process in psutil.process_iter(["cmdline"]) if f"--run={run}" in (process.info["cmdline"] or ())
+    ]
+    return found
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_clean_end_leaves_nothing_in_shared_memory(
+    server: LocalServer, folder: Path, started: list[int], shared_memory: Path
+) -> None:
+    with checkpointer(server, folder, RUN) as saving:
+        saving.attach(model=torch.nn.Linear(8, 8))
+        saving.save()
+        started.append(flusher_of(RUN))
+        assert flusher_log(RUN).is_file()
+        saving.wait_durable()
+    until(lambda: not is_running(started[0]))
+    assert files_below(shared_memory) == []
+
+
+def test_the_log_of_a_killed_flusher_goes_when_another_run_begins_and_that_of_a_live_one_stays(
+    server: LocalServer, folder: Path, started: list[int], shared_memory: Path
+) -> None:
+    with checkpointer(server, folder, "killed") as first, checkpointer(server, folder, "live") as second:
+        started += [flusher_of("killed"), flusher_of("live")]
+        kill(started[0])
+        assert flusher_log("killed").is_file(), "it tells why, until something else begins"
+        with checkpointer(server, folder, "third"):
+            started.append(flusher_of("third"))
+            assert not flusher_log("killed").exists()
+            assert flusher_log("live").is_file()
+            assert flusher_log("third").is_file()
+        del first, second
+    until(lambda: not any(map(is_running, started)))
+    assert files_below(shared_memory) == []
+
+
+def test_a_flusher_that_ends_leaves_the_log_that_another_one_of_the_run_has_open(tmp_path: Path) -> None:
+    path = tmp_path / "flusher.log"
+    with open_log(path) as ending, open_log(path) as beginning:
+        remove_log(path, ending.fileno())
+        assert path.exists()
+        beginning.close()
+        remove_log(path, ending.fileno())
+        assert not path.exists()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(open_log, path)  # another file of that name, which nobody removes
+            with waiting.result(WAIT_SECONDS) as again:
+                assert os.path.samestat(os.fstat(again.fileno()), path.stat())
+                remove_log(path, ending.fileno())
+                assert path.exists(), "it is not the one that has ended"
+
+
+def test_a_log_that_is_removed_while_it_is_opened_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "flusher.log"
+    with ThreadPoolExecutor(1) as pool:
+        with open_log(path) as ending:
+            fcntl.flock(ending, fcntl.LOCK_EX)
+            waiting = pool.submit(open_log, path)
+            with contextlib.suppress(TimeoutError):
+                waiting.result(0.2)
+            assert not waiting.done(), "it waits for the one that removes it"
+            path.unlink()
+        with waiting.result(WAIT_SECONDS) as again:
+            again.write(b"here")
+            again.flush()
+            assert path.read_bytes() == b"here"
 
 
 class Serving:
@@ -309,7 +400,7 @@ def test_a_storage_that_fails_is_waited_for_and_said_once(
 def test_a_run_that_is_silent_for_long_is_over_and_one_that_beats_is_not(
     server: LocalServer, store: Store, memory: MemoryTier, folder: Path
 ) -> None:
-    trainer = Lease(store, RUN)
+    trainer = RunLock(store, RUN)
     trainer.acquire()
     with Serving(server, folder, Until.ENDED, patience=2.0) as each:
         save(memory, make(RUN, 1))

@@ -8,6 +8,8 @@ import random
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,15 +18,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from shade.checkpoint.own_memory import own_folder
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
-from tests.faults.killed_training import Job, train
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
+from tests.support.killed_training import Job, train
 
 PATIENCE_SECONDS = 120.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.faults.killed_training"])
+_context.set_forkserver_preload(["tests.support.killed_training"])
 
 
 @dataclass
@@ -140,6 +144,15 @@ def flushers(job: Job) -> list[psutil.Process]:
     return found
 
 
+def half_written(job: Job) -> list[str]:
+    """Folders of saves in storage that have no record."""
+    return [
+        folder.name
+        for folder in (Path(str(job.persist)) / job.run).glob("step-*")
+        if not (folder / "commit.json").exists()
+    ]
+
+
 def undisturbed(job: Job) -> list[Told]:
     """The same training, never saved and never killed."""
     folder = job.folder / "undisturbed"
@@ -185,6 +198,7 @@ def test_a_rank_is_killed_at_random_moments(
         ranks.kill(first=dice.randrange(world_size))
     Ranks(job).finish()
     (told, *_) = check(job, num_kills + 1)
+    assert half_written(job) == []
     for step, _, tiers in told.restored:
         assert not step or set(tiers.split(",")) <= {"own-memory", "storage"}
     assert told.restored[-1][0] > 0
@@ -280,3 +294,31 @@ def test_another_number_of_ranks_restores_the_parameters(make: Callable[..., Job
             assert all(told.restored[-1][:2] == (step, digest) for told in found)
         assert found[0].end is not None
         ends.append((num_steps, found[0].end))
+
+
+KILLED_IN_A_SAVE = """
+import os, signal, sys
+import torch
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.storage import StorageTier
+checkpointer = Checkpointer(persist_to=sys.argv[1], run=sys.argv[2], every="never")
+checkpointer.attach(model=torch.nn.Linear(8, 8))
+for checkpointer.step_count in (10, 20):
+    if checkpointer.step_count == 20:
+        StorageTier.commit = lambda *words: os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer.save()
+    checkpointer.wait_durable()
+"""
+
+
+def test_what_a_killed_save_left_in_storage_goes_when_the_run_goes_on(make: Callable[..., Job]) -> None:
+    job = make()
+    command = [sys.executable, "-c", KILLED_IN_A_SAVE, str(job.persist), job.run]
+    assert subprocess.run(command, timeout=PATIENCE_SECONDS, check=False).returncode == -signal.SIGKILL
+    assert half_written(job) == ["step-0000000020"], "it was killed with its shard written and no record"
+    shutil.rmtree(own_folder(job.run))  # the machine is gone, too
+    model = torch.nn.Linear(8, 8)
+    with Checkpointer(persist_to=str(job.persist), run=job.run, every="never") as checkpointer:
+        assert half_written(job) == []
+        checkpointer.attach(model=model)
+        assert checkpointer.restore_latest().step == 10

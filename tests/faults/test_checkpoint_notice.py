@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.flush import serving
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._flush.service import serving
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.store import open_store
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
-from tests.faults.noticed_training import build, digest, run_of
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
+from tests.support.noticed_training import build, digest, run_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).parent / "noticed_training.py"
+PROGRAM = ROOT / "tests" / "support" / "noticed_training.py"
 PATIENCE_SECONDS = 120.0
 EXIT_CODE = 143
 

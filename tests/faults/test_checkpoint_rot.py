@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.group import Alone
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import recover
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture.ledger import RUN, Saved, saved
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError
 from shade.storage import open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
+from tests.simulation.torture.ledger import RUN, Saved, saved
 
 NUM_RANKS = 2
 SAVES = [saved(10, 1, NUM_RANKS), saved(20, 2, NUM_RANKS)]
@@ -82,7 +82,7 @@ def storage(tmp_path: Path) -> Patient:
 @pytest.fixture
 def own_memory(tmp_path_factory: pytest.TempPathFactory) -> Patient:
     tmp_path = tmp_path_factory.mktemp("own")
-    stages = [Stage(RUN, rank, num_buffers=2, folder=tmp_path) for rank in range(NUM_RANKS)]
+    stages = [SharedMemoryTier(RUN, rank, num_buffers=2, folder=tmp_path) for rank in range(NUM_RANKS)]
     for one in SAVES:
         for stage, manifest, chunks in zip(stages, one.manifests, one.chunks, strict=True):
             place, buffer = stage.begin(manifest.num_bytes)
@@ -95,7 +95,7 @@ def own_memory(tmp_path_factory: pytest.TempPathFactory) -> Patient:
     files = sorted(str(path) for path in stages[0].folder.iterdir())
     assert len(files) == 2 * 3 * NUM_RANKS
     return Patient(
-        lambda: Stage(RUN, 0, folder=tmp_path),
+        lambda: SharedMemoryTier(RUN, 0, folder=tmp_path),
         lambda: files,
         lambda name: Path(name).read_bytes(),
         lambda name, new: Path(name).write_bytes(new) and None,
@@ -158,7 +158,7 @@ def suffer(patient: Patient, num_times: int, seed: int) -> Counter[str]:
             patient.write(name, wrong)
             said = loudness.num_said
             try:
-                found = recover(Reader([patient.open()]), Alone())
+                found = read_newest(Reader([patient.open()]), SingleProcessGroup())
             except CorruptCheckpointError:
                 outcomes["refused"] += 1
             else:
@@ -171,7 +171,7 @@ def suffer(patient: Patient, num_times: int, seed: int) -> Counter[str]:
                     outcomes["older"] += 1
                     assert loudness.num_said > said, f"{name}: went back to an older one without a word"
             patient.write(name, content)
-        found = recover(Reader([patient.open()]), Alone())
+        found = read_newest(Reader([patient.open()]), SingleProcessGroup())
         assert found is not None
         assert found.record.sequence == 2
     finally:
@@ -198,7 +198,7 @@ def test_what_one_tier_has_lost_comes_from_another(own_memory: Patient, storage:
         name = dice.choice(own_memory.pieces())
         content = own_memory.read(name)
         own_memory.write(name, damage(content, dice, own_memory.num_bytes))
-        found = recover(Reader([own_memory.open(), storage.open()]), Alone())
+        found = read_newest(Reader([own_memory.open(), storage.open()]), SingleProcessGroup())
         assert found is not None
         assert found.record.sequence == 2
         assert {key: tensor.numpy().tobytes() for key, tensor in found.tensors.items()} == SAVES[1].tensors
@@ -213,4 +213,4 @@ def test_with_every_record_rotten_it_does_not_start_from_nothing(tier: str, requ
     for name in records:
         patient.write(name, patient.read(name)[:-2])
     with pytest.raises(CorruptCheckpointError, match="its record cannot be read"):
-        recover(Reader([patient.open()]), Alone())
+        read_newest(Reader([patient.open()]), SingleProcessGroup())

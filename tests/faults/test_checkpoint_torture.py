@@ -5,34 +5,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import runpy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shade.checkpoint import flusher, protocol, reader, rebuild, retention
-from shade.checkpoint.codecs.base import Piece
-from shade.checkpoint.codecs.xor_zstd import XorZstandard
-from shade.checkpoint.flusher import Flusher
-from shade.checkpoint.group import Group
-from shade.checkpoint.manifest import Commit, Manifest
-from shade.checkpoint.protocol import Agreed, Stored
-from shade.checkpoint.reader import Reader, Snapshot
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture import bench, campaign, live
-from shade.checkpoint.torture.campaign import faults, quiet, scenarios
-from shade.checkpoint.torture.disk import OUTCOMES, Disk, DiskView
-from shade.checkpoint.torture.scenario import SETUPS, Stand, episodes, play
-from shade.checkpoint.torture.world import Act, CrashedError, Fault, World
-from shade.cli import main
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._codecs.base import Piece
+from shade.checkpoint._codecs.xor_zstd import XorZstandard
+from shade.checkpoint._commit import protocol
+from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import Agreed, Stored
+from shade.checkpoint._flush import flusher
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format import retention
+from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._restore import reader
+from shade.checkpoint._restore.reader import Reader, Snapshot
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ShadeError
 from shade.storage.directory import DirectoryVolume
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.types import Bytes
+from tests.simulation.torture import bench, campaign, live
+from tests.simulation.torture.campaign import faults, quiet, scenarios
+from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
+from tests.simulation.torture.scenario import SETUPS, Stand, episodes, play
+from tests.simulation.torture.world import Act, CrashedError, Fault, World
 
 NUM_FAST = 120
+main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "torture"))["main"]
 
 
 def setup_named(name: str) -> bench.Setup:
@@ -90,7 +95,7 @@ def test_the_same_seed_gives_the_same_operations_and_another_other_turns() -> No
 
 
 def store_record_first(
-    tier: Tier, group: Group, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+    tier: Tier, group: ProcessGroup, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
 ) -> Stored:
     place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
     if group.rank == 0:
@@ -102,7 +107,7 @@ def store_record_first(
 
 
 def store_without_a_vote(
-    tier: Tier, group: Group, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+    tier: Tier, group: ProcessGroup, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
 ) -> Stored:
     place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
     with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
@@ -115,7 +120,7 @@ def store_without_a_vote(
 
 
 def put_without_a_vote(
-    tier: Tier, group: Group, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+    tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
 ) -> Stored:
     with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
         tier.put(place, Shard(manifest, chunks()))
@@ -155,7 +160,7 @@ def plant_clean_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_record_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Stage, "discard", lambda self, place: None)
+    patch.setattr(SharedMemoryTier, "discard", lambda self, place: None)
 
 
 def plant_no_sync(patch: pytest.MonkeyPatch) -> None:
@@ -215,7 +220,7 @@ def plant_difference_added_twice(patch: pytest.MonkeyPatch) -> None:
 
 def plant_twice_and_nobody_looks(patch: pytest.MonkeyPatch) -> None:
     plant_difference_added_twice(patch)
-    patch.setattr(rebuild, "is_right", lambda manifest, number, data: True)
+    patch.setattr(reader, "is_right", lambda manifest, number, data: True)
 
 
 def plant_difference_without_base(patch: pytest.MonkeyPatch) -> None:
@@ -385,9 +390,9 @@ def test_a_collective_with_a_dead_rank_ends_for_the_others() -> None:
 
 @pytest.mark.slow
 def test_the_command_reports_and_repeats(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "torture", "--ranks", "1", "--sample", "5", "--seed", "2"]) == 0
+    assert main(["--ranks", "1", "--sample", "5", "--seed", "2"]) == 0
     assert "5 scenarios" in capsys.readouterr().out
-    assert main(["checkpoint", "torture", "--ranks", "1", "--scenario", "3"]) == 0
+    assert main(["--ranks", "1", "--scenario", "3"]) == 0
     told = capsys.readouterr().out
     assert "operation 0, rank 0: own memory begin" in told
     assert "1 scenarios" in told
@@ -399,10 +404,10 @@ def test_the_command_fails_where_a_promise_is_broken(
 ) -> None:
     monkeypatch.setattr(campaign, "SETUPS", [setup_named("storage")])
     plant_one_place_a_step(monkeypatch)
-    assert main(["checkpoint", "torture", "--ranks", "1", "--sample", "120"]) == 1
+    assert main(["--ranks", "1", "--sample", "120"]) == 1
     told = capsys.readouterr().out
     assert "BROKEN" in told
-    assert "again: shade checkpoint torture --seed 0 --scenario " in told
+    assert "again: scripts/torture --seed 0 --scenario " in told
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from shade.gradient import meeting
-from tests.integration.test_testbed import Bed
+from shade.gradient._elastic import rendezvous
+from tests.support.network_bed import Bed
 
-PROGRAM = Path(__file__).parent / "elastic_training.py"
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "elastic_training.py"
 TIMEOUT_SECONDS, FAULT_STEP, PATIENCE_SECONDS = 8.0, 30, 150.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -32,7 +32,7 @@ class Cast:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.store = meeting.serve()
+        self.store = rendezvous.serve()
         self.ranks: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, **plan: Any) -> None:
@@ -133,7 +133,7 @@ def bed() -> Iterator[Bed]:
 def test_a_line_that_is_cut_for_20_seconds(bed: Bed, tmp_path: Path, timeout_seconds: float) -> None:
     """With the longer timeout both wait and nothing has been; with the shorter one host 0 goes on, and 1 comes back."""
     bed("up", "--hosts", 2, "--rate", "100mbit")
-    place = bed.start(0, sys.executable, "-m", "shade.gradient.meeting", 29600)
+    place = bed.start(0, sys.executable, "-m", "shade.gradient.rendezvous", 29600)
     assert place.stdout is not None
     assert "ranks meet" in place.stdout.readline()
     is_patient = timeout_seconds > 20

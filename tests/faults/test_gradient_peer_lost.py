@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shade.errors import PeerLostError
-from shade.gradient.engine import GradientEngine
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseSGD
-from tests.integration.gradient_ranks import digest, loss_of, network
+from tests.support.gradient_ranks import digest, loss_of, network
 
 TIMEOUT_SECONDS = 4.0
 FAULT_STEP = 5

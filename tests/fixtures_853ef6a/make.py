@@ -28,7 +28,7 @@ from torchvision.datasets import ImageFolder
 from shade import Checkpointer, GradientEngine, ShadeDataset, ShadeSampler, SparseSGD, open_store
 from shade.checkpoint.dcp import ShadeWriter
 from shade.cli import main as shade
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 TESTS = Path(__file__).resolve().parents[1]
 MODIFIED_NS = 1_600_000_000_000_000_000

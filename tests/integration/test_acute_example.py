@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.launching import ROOT, make_images
+from tests.support.launching import ROOT, make_images
 
 EXAMPLE = ROOT / "benchmarks" / "training_example.py"
 SCRIPT = ROOT / "benchmarks" / "execute_example.sh"

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shade.store.local_cluster import free_ports
+from shade.store._servers.local_cluster import free_ports
 
-PROGRAM = Path(__file__).parent / "programs" / "auto_rank.py"
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "programs" / "auto_rank.py"
 
 
 def test_ranks_agree_on_who_saves_and_when(tmp_path: Path) -> None:

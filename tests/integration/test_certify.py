@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from launching import STREAM, make_images, run
 
-from shade.checkpoint.certify import TRAIL_FILE, read_trail
+from shade.checkpoint._interchange.certify import TRAIL_FILE, read_trail
 from shade.cli import main
+from tests.support.launching import STREAM, make_images, run
 
 
 class Certified:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.adopt import adopt
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._interchange.import_state import import_state
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.cli import main
 from shade.cli.checkpoint import VERBS
 from shade.storage import open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 Capture = pytest.CaptureFixture[str]
 STATE = {
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def keep_in_folder(folder: Path, step: int, run: str = "vgg") -> Path:
     """A snapshot in storage; its data file."""
     with open_volume(str(folder)) as volume:
-        adopt(STATE, StorageTier(volume, run), run, step)
+        import_state(STATE, StorageTier(volume, run), run, step)
     return folder / run / f"step-{step:010d}" / "rank-0.safetensors"
 
 
@@ -60,7 +60,7 @@ def keep_in_memory(store: Store, step: int, run: str = "vgg", *, flushed: bool =
     """A snapshot in the store."""
     tier = MemoryTier(store, run, flushed=flushed)
     try:
-        adopt(STATE, tier, run, step)
+        import_state(STATE, tier, run, step)
     finally:
         tier.close()
 

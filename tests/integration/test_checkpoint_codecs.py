@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.codecs.base import CODECS, Delta
-from shade.checkpoint.dcp_writer import ShadeWriter
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._codecs.base import CODECS, Delta
+from shade.checkpoint._integrations.dcp_writer import ShadeWriter
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.cli import main
 from shade.errors import ConfigError
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 DELTAS = [name for name in CODECS if issubclass(CODECS.get(name), Delta)]
 ROUGH = [name for name in CODECS if not CODECS.get(name).is_exact]
@@ -200,7 +200,7 @@ def test_what_a_codec_needs_is_said_at_once(
 def test_compression_is_off_where_it_loses(
     begin: Callable[..., tuple[Training, Checkpointer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shade.checkpoint.tiers import Tiers
+    from shade.checkpoint._session.open_tiers import Tiers
 
     monkeypatch.setattr(Tiers, "time_write", lambda self, num_bytes: num_bytes / 1e15)
     training, checkpointer = begin(codec="xor-zstd", compress="if-faster")

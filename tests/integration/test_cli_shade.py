@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import ROOT, environment, make_images, truncate
 
 from shade.cli import main
 from shade.cli.command import parser
 from shade.policy.trace import Trace
 from shade.store import open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
+from tests.support.launching import ROOT, environment, make_images, truncate
 
 Capture = pytest.CaptureFixture[str]
 

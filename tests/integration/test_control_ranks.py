@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from launching import ROOT, environment
 
 from shade.control.controller import Controller
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer
 from shade.types import StepReport
+from tests.support.launching import ROOT, environment
 
 NUM_STEPS, NUM_RANKS = 40, 3
 HIDDEN = (0.1 / 0.9) ** 0.25  # of the compute, what the exchange beside it is to take

@@ -13,7 +13,7 @@ import redis
 from shade.errors import StoreError
 from shade.store import open_store
 from shade.store.keys import SampleKeys
-from tests.integration.plane import CountingOrigin, Job, global_steps, make_pictures, train, train_ranks
+from tests.support.data_plane import CountingOrigin, Job, global_steps, make_pictures, train, train_ranks
 
 N, BATCH, EPOCHS = 640, 16, 6
 COUNTER = SampleKeys("0123456789abcdef").counter_key("used-bytes")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shade.store import open_store
-from shade.store.server import LocalServer
-from tests.integration.plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
+from shade.store._servers.server import LocalServer
+from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
 
 N, G, EPOCHS = 150, 16, 5
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset
-from tests.integration.plane import CountingOrigin, Job, Outcome, make_pictures, make_zoo, train
+from tests.support.data_plane import CountingOrigin, Job, Outcome, make_pictures, make_zoo, train
 
 URL = "local://"
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from shade.checkpoint._tiers.run_lock import ENDED, spread_keys
 from shade.checkpoint.dcp import ShadeReader
-from shade.checkpoint.presence import ENDED, spread_keys
 from shade.cli import main
 from shade.store import open_store
 
-PROGRAM = Path(__file__).parent / "programs" / "dcp_rank.py"
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "programs" / "dcp_rank.py"
 PATIENCE_SECONDS = 200.0
 
 

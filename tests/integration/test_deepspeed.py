@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
 
-PROGRAM = Path(__file__).parent / "programs" / "deepspeed_rank.py"
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "programs" / "deepspeed_rank.py"
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
     pytest.mark.slow,

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launching import STREAM, run, stream_of
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +26,8 @@ from torchvision.datasets import ImageFolder
 from shade import Checkpointer, GradientEngine, ShadeDataset, ShadeSampler, SparseSGD, open_store
 from shade.checkpoint.dcp import ShadeReader
 from shade.cli import main
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
+from tests.support.launching import STREAM, run, stream_of
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures_853ef6a"
 MODIFIED_NS = 1_600_000_000_000_000_000

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from shade.errors import ConfigError, GradientError
-from shade.gradient.bucket import Bucket, plan_buckets
-from shade.gradient.consistency import Consistency
-from shade.gradient.exchange import Exchange
+from shade.gradient._comm.transport import Transport
+from shade.gradient._compress.bucket import Bucket, plan_buckets
+from shade.gradient._compress.compressor import Sparse
+from shade.gradient._engine.replica import Consistency
 from shade.gradient.optim import SparseSGD
-from shade.gradient.sparse import Sparse
-from tests.integration.gradient_ranks import digest, network, play, told
+from tests.support.gradient_ranks import digest, network, play, told
 
 
 class _Lines(logging.Handler):
@@ -43,7 +43,7 @@ def story_of_drift(rank: int, world_size: int) -> list[Any]:
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
     buckets = plan_buckets(optimizer.param_groups, bucket_bytes=16_000)
-    exchange = Exchange(timeout_seconds=60)
+    exchange = Transport(timeout_seconds=60)
     watch = Consistency(exchange, optimizer, buckets, every=5)
     found: list[Any] = []
     for number in range(1, 21):
@@ -73,7 +73,7 @@ def story_of_another_form(rank: int, world_size: int) -> str:
     bucket = Bucket([parameter])
     if rank == 0:
         optimizer.apply(bucket, Sparse(np.zeros(1, np.uint32), np.ones(1, np.float32), 64))
-    exchange = Exchange(timeout_seconds=60)
+    exchange = Transport(timeout_seconds=60)
     try:
         Consistency(exchange, optimizer, [bucket]).check()
     except GradientError as error:
@@ -101,8 +101,8 @@ def test_drift_is_found_and_repaired_by_what_most_ranks_hold(tmp_path: Path) -> 
 def test_alone_there_is_nobody_to_differ_from() -> None:
     parameter = torch.nn.Parameter(torch.zeros(8))
     optimizer = SparseSGD([parameter], lr=0.1)
-    watch = Consistency(Exchange(), optimizer, [Bucket([parameter])], every=2)
+    watch = Consistency(Transport(), optimizer, [Bucket([parameter])], every=2)
     assert [watch.after_step(number) for number in (1, 2)] == [[], []]
     assert watch.num_checks == 1
     with pytest.raises(ConfigError, match="every ≥ 1"):
-        Consistency(Exchange(), optimizer, [], every=0)
+        Consistency(Transport(), optimizer, [], every=0)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
-from shade.gradient.engine import GradientEngine
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.types import Decision
-from tests.integration.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, told
+from tests.support.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, told
 
 SMALL: dict[str, Any] = {"bucket_bytes": 4 * 4000, "timeout_seconds": 30.0, "density": 0.05}
 EXACT: dict[str, Any] = {**SMALL, "density": 1.0, "quantiser": "none"}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shade.errors import NonFiniteGradientError, PayloadError, StateMismatchError
-from shade.gradient.comm_hook import SparseState, sparse_hook
-from shade.gradient.local_sgd import DiLoCo, LocalSGD
-from tests.integration.gradient_ranks import damage, digest, distance, loss_of, network, play, told
+from shade.gradient._engine.comm_hook import SparseState, sparse_hook
+from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
+from tests.support.gradient_ranks import damage, digest, distance, loss_of, network, play, told
 
 
 def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.parallel.DistributedDataParallel, SparseState]:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shade.checkpoint.manager import Checkpointer
-from shade.gradient.engine import GradientEngine
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseSGD
-from tests.integration.gradient_ranks import digest, loss_of, network, play, told
+from tests.support.gradient_ranks import digest, loss_of, network, play, told
 
 PLACE = "SHADE_TEST_PLACE"
 

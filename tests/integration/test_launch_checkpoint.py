@@ -8,17 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import STREAM, forget, make_images, rows, run, same_state, saved_step, start, stream_of, wait_for
 
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.own_memory import own_folder
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
 from shade.launch.run import main
 from shade.storage import open_volume
 from shade.store import open_store
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
+from tests.support.launching import (
+    STREAM,
+    forget,
+    make_images,
+    rows,
+    run,
+    same_state,
+    saved_step,
+    start,
+    stream_of,
+    wait_for,
+)
 
 KILL_AT, SAVED = 10, 9
 """The stream's script saves every third step."""

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, RUNSHADE, STREAM, environment, make_images, run, stream_of, wait_for
 
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.launch.ranks import command
+from tests.support.launching import ROOT, RUNSHADE, STREAM, environment, make_images, run, stream_of, wait_for
 
 TESTBED = ROOT / "scripts" / "testbed"
 NOT_HERE = 3

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import forget, make_images, rows, run
 
 from shade.control.profile import Profile
 from shade.launch.run import main
+from tests.support.launching import forget, make_images, rows, run
 
 WORDS = (
     *("bench_cifar10.py", "--network", "cnn", "--workers", "0", "--cache", "none", "--batch_size", "8", "-g", "2"),

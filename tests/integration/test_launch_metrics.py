@@ -8,9 +8,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from launching import make_images, run, start, wait_for
 
 from shade.cli import main
+from tests.support.launching import make_images, run, start, wait_for
 
 
 def test_a_run_is_scraped_and_looked_at_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from launching import ROOT, make_images, rows, saved_step
 
 from shade import TrainSession
 from shade.config import ACCESS_LOG, CACHE_URL, RUN_FILE, RunConfig
 from shade.policy import POLICIES
 from shade.sampling import MODES
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
+from tests.support.launching import ROOT, make_images, rows, saved_step
 
 ONLINE = [name for name in POLICIES if not POLICIES.get(name).offline]
 Train = Callable[..., list[dict[str, object]]]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import make_images, rows, run, start
 
-from shade.store.local_cluster import LocalCluster, free_ports
+from shade.store._servers.local_cluster import LocalCluster, free_ports
+from tests.support.launching import make_images, rows, run, start
 
 BATCH, EPOCHS = 4, 2
 

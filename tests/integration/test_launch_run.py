@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import ROOT, environment, make_images, rows, run
 
 from shade.cache.ledger import FIELDS
 from shade.cli import main
 from shade.policy.trace import Trace
 from shade.trajectory import Trajectory
+from tests.support.launching import ROOT, environment, make_images, rows, run
 
 EPOCHS, RANKS, BATCH = 3, 2, 4
 ROW_FIELDS = {name for name in FIELDS if not name.endswith("_nanoseconds")} | {

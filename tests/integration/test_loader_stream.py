@@ -29,7 +29,7 @@ from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.errors import BadSampleError, ConfigError, DataError
-from tests.integration.plane import CountingOrigin, loss_of
+from tests.support.data_plane import CountingOrigin, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 N = 70

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 from redis.crc import key_slot
 
-from shade.data import locality
+from shade.data._sampler import cache_planner
 from shade.store import open_store
+from shade.store._servers.local_cluster import LocalCluster
 from shade.store.cluster import ClusterStore
-from shade.store.local_cluster import LocalCluster
 from shade.store.redis import RedisStore
-from tests.integration.plane import Job, Outcome, global_steps, make_pictures, train_ranks
+from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train_ranks
 
 N, BATCH, RANKS = 400, 8, 2
 HERE = "SHADE_TEST_RANK"
@@ -43,14 +43,14 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_here(address: str) -> bool:
         return address == known[dist.get_rank()]
 
-    def refresh(self: locality.Locality) -> None:
+    def refresh(self: cache_planner.Locality) -> None:
         servers, _ = self._servers()
         known[:] = servers
         original(self)
 
-    original = locality.Locality.refresh
-    monkeypatch.setattr(locality, "is_here", is_here)
-    monkeypatch.setattr(locality.Locality, "refresh", refresh)
+    original = cache_planner.Locality.refresh
+    monkeypatch.setattr(cache_planner, "is_here", is_here)
+    monkeypatch.setattr(cache_planner.Locality, "refresh", refresh)
 
 
 def sets(ranks: list[Outcome]) -> list[tuple[int, list[int]]]:
@@ -64,7 +64,7 @@ def test_steps_hold_the_same_and_hits_come_from_near(
 ) -> None:
     job = Job(pictures, cluster, epochs=4, batch_size=BATCH, keep=keep, fraction=0.5)
     near = train_ranks(job, RANKS, tmp_path / "near")
-    monkeypatch.setattr(locality.Locality, "deal", lambda self, index_G, hit_G, mine: mine)
+    monkeypatch.setattr(cache_planner.Locality, "deal", lambda self, index_G, hit_G, mine: mine)
     by_position = train_ranks(replace(job, url=cluster), RANKS, tmp_path / "by-position")
     assert sets(near) == sets(by_position)
     assert near[0].steps != by_position[0].steps, "who takes what is another matter"
@@ -116,4 +116,4 @@ def test_a_cluster_says_who_has_what(cluster: str) -> None:
 def test_an_address_is_here_if_one_could_listen_there(address: str, here: bool) -> None:
     if address.startswith("[") and not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 on this machine")
-    assert locality.is_here(address) is here
+    assert cache_planner.is_here(address) is here

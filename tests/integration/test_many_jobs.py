@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shade.cache.jobs import Jobs, slot_keys
-from shade.data import steering
+from shade.cache.job_registry import JobRegistry, slot_keys
+from shade.data._sampler import cache_planner
 from shade.store import open_store
 from shade.store.base import Store
-from tests.integration.plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
+from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
 
 N, BATCH = 600, 10
 STEP_SECONDS = 0.02
@@ -39,7 +39,7 @@ def store() -> Iterator[Store]:
 @pytest.fixture(autouse=True)
 def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs take a second here, so a look every quarter of one would be seldom."""
-    monkeypatch.setattr(steering, "BEAT_SECONDS", 0.04)
+    monkeypatch.setattr(cache_planner, "BEAT_SECONDS", 0.04)
 
 
 def _train(job: Job, result: str) -> None:
@@ -107,7 +107,7 @@ def test_those_who_follow_an_unbiased_stream_have_its_weights(pictures: str, sto
 def test_a_killed_jobs_share_is_free_and_its_entries_serve_on(pictures: str, store: Store, tmp_path: Path) -> None:
     job = Job(pictures, store.url, epochs=12, batch_size=BATCH, mode="uniform")
     survivor, victim = start(job, tmp_path / "survivor"), start(replace(job, seed=1, epochs=100), tmp_path / "victim")
-    jobs = Jobs(store, _namespace(store))
+    jobs = JobRegistry(store, _namespace(store))
     while len(jobs.look().living) < 2 or not _entries(store, 1) or not _entries(store, 0):
         time.sleep(0.02)
     time.sleep(1.0)

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from launching import STREAM, rows, run, stream_of, wait_for
-from plane import make_pictures
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -21,8 +19,10 @@ from torchvision.datasets import ImageFolder
 from shade import ShadeDataset, ShadeSampler
 from shade.cache import breaker
 from shade.config import RunConfig
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.train.snapshots import Snapshots
+from tests.support.data_plane import make_pictures
+from tests.support.launching import STREAM, rows, run, stream_of, wait_for
 
 N, BATCH = 240, 16
 """Pictures of 270 KB: 65 MB. A server's buffers come to some megabytes, so less would tell nothing."""

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from launching import ROOT, environment, run
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
@@ -20,6 +19,7 @@ from shade import ShadeDataset, ShadeSampler
 from shade.cli import main
 from shade.report.samples import write_quality
 from shade.trajectory import LOSSES, LossRecorder, Samples
+from tests.support.launching import ROOT, environment, run
 
 pytest.importorskip("sklearn")
 LEAST_PRECISION, TOP_SHARE = 0.8, 0.05

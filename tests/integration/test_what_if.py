@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import make_images, rows, run
 
 from shade.cli import main
-from shade.cli.what_if import prolong
+from shade.cli.simulation import prolong
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
-from tests.integration.plane import Job, make_pictures, train
+from tests.support.data_plane import Job, make_pictures, train
+from tests.support.launching import make_images, rows, run
 
 N, BATCH, EPOCHS = 1000, 32, 6
 SIZES = (0.1, 0.3, 0.5)

@@ -9,15 +9,7 @@ import pickle
 import pytest
 
 from shade import errors
-from shade.errors import (
-    BadSampleError,
-    ConfigError,
-    DataError,
-    PayloadError,
-    ShadeError,
-    StoreError,
-    UnknownNameError,
-)
+from shade.errors import BadSampleError, ConfigError, DataError, PayloadError, ShadeError, StoreError, UnknownNameError
 
 EVERY = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ShadeError)]
 

@@ -110,12 +110,12 @@ def test_pages_join_by_metric() -> None:
     assert join_pages(pages).splitlines() == [
         "# HELP shade_hits_total Hits.",
         "# TYPE shade_hits_total counter",
-        'shade_hits_total{rank="0"} 0',
-        'shade_hits_total{rank="1"} 1',
+        'shade_hits_total{rank="0"} 0.0',
+        'shade_hits_total{rank="1"} 1.0',
         "# HELP shade_epoch Which.",
         "# TYPE shade_epoch gauge",
-        'shade_epoch{rank="0"} 0',
-        'shade_epoch{rank="1"} 1',
+        'shade_epoch{rank="0"} 0.0',
+        'shade_epoch{rank="1"} 1.0',
     ]
     assert join_pages([]) == ""
 

@@ -11,10 +11,8 @@ import pytest
 from PIL import Image
 
 from shade.cli import main
-from shade.report.duplicates import find_duplicates
 from shade.report.quality import judge
-from shade.report.samples import write_quality
-from shade.report.sheet import MOST, Exhibit, write_sheet
+from shade.report.samples import MOST, Exhibit, find_duplicates, write_quality, write_sheet
 from shade.trajectory import LossRecorder, Samples
 from shade.types import Floats
 

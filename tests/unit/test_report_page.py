@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shade.report import write_report
-from shade.report.svg import Series, bar_chart, line_chart, ticks
+from shade.report.page import Series, bar_chart, line_chart, ticks
 
 VOID = {"meta", "img"}
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families as read_page
 
 from shade.errors import ConfigError
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable, prometheus_text
@@ -111,12 +112,50 @@ def test_prometheus_text_carries_the_sentences_and_the_buckets() -> None:
     lines = page.splitlines()
     assert page.endswith("\n")
     assert "# HELP shade_hits_total Samples not read from the origin." in lines
-    assert 'shade_hits_total{rank="0",run="a\\"b"} 7' in lines
-    assert [line.rpartition(" ")[2] for line in lines if line.startswith("shade_batch_seconds_bucket")] == [
-        "1", "2", "3", "4",
-    ]  # fmt: skip
-    assert 'shade_batch_seconds_bucket{rank="0",run="a\\"b",le="+Inf"} 4' in lines
+    found = {(each.name, each.labels.get("le")): each for family in read_page(page) for each in family.samples}
+    labels = {"rank": "0", "run": 'a"b'}
+    assert (found["shade_hits_total", None].labels, found["shade_hits_total", None].value) == (labels, 7)
+    assert [each.value for (name, _), each in found.items() if name == "shade_batch_seconds_bucket"] == [1, 2, 3, 4]
+    assert found["shade_batch_seconds_bucket", "+Inf"].labels == {**labels, "le": "+Inf"}
+    assert (found["shade_batch_seconds_count", None].value, found["shade_batch_seconds_sum", None].value) == (4, 1e30)
     assert "shade_hits_total 7" in prometheus_text(counts, meaning)
+
+
+def test_a_page_says_what_the_pages_before_the_library_said() -> None:
+    histogram = Histogram()
+    for value in (0.5, 0.75, 3e-6):
+        histogram.observe(value)
+    page = prometheus_text(
+        {"hits": 7, "busy_seconds": 0.25}, {"hits": "A \\ sentence.", "busy_seconds": "Time.", "epoch": "Which."},
+        {"wait_seconds": histogram}, {"rank": 3}, {"epoch": 1234567},
+    )  # fmt: skip
+    written_by_853ef6a = """\
+# HELP shade_hits_total A \\\\ sentence.
+# TYPE shade_hits_total counter
+shade_hits_total{rank="3"} 7
+# HELP shade_busy_seconds_total Time.
+# TYPE shade_busy_seconds_total counter
+shade_busy_seconds_total{rank="3"} 0.25
+# HELP shade_epoch Which.
+# TYPE shade_epoch gauge
+shade_epoch{rank="3"} 1234567
+# TYPE shade_wait_seconds histogram
+shade_wait_seconds_bucket{rank="3",le="3.8147e-06"} 1
+shade_wait_seconds_bucket{rank="3",le="0.5"} 2
+shade_wait_seconds_bucket{rank="3",le="1"} 3
+shade_wait_seconds_bucket{rank="3",le="+Inf"} 3
+shade_wait_seconds_sum{rank="3"} 1.250003
+shade_wait_seconds_count{rank="3"} 3
+"""
+    before, now = list(read_page(written_by_853ef6a)), list(read_page(page))
+    assert [(each.name, each.type, each.documentation) for each in now] == [
+        (each.name, each.type, each.documentation) for each in before
+    ]
+    for ours, theirs in zip(now, before, strict=True):
+        values, wanted = (
+            {(s.name, *sorted(s.labels.items())): s.value for s in each.samples} for each in (ours, theirs)
+        )
+        assert values == wanted
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

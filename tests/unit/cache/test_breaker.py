@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shade.cache import breaker as module
-from shade.cache.board import Board
 from shade.cache.breaker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, SLOW_SECONDS, Breaker
+from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreUnavailableError
 from shade.testing import ManualClock
 
@@ -33,8 +33,8 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(4)
+def board() -> ResidencyMap:
+    return ResidencyMap(4)
 
 
 class Server:
@@ -61,7 +61,7 @@ def at_once(action: Callable[[], None]) -> None:
 
 
 @pytest.fixture
-def make(board: Board, clock: ManualClock, server: Server) -> Callable[[], Breaker]:
+def make(board: ResidencyMap, clock: ManualClock, server: Server) -> Callable[[], Breaker]:
     """Another process's breaker on the same board; its questions are answered at once."""
     return lambda: Breaker(board, server, clock, at_once)
 
@@ -82,7 +82,7 @@ def test_closed_lets_everybody_through(breaker: Breaker) -> None:
     assert all(breaker.allows() for _ in range(5))
 
 
-def test_one_failure_opens_it_for_all_processes_of_the_rank(board: Board, make: Callable[[], Breaker]) -> None:
+def test_one_failure_opens_it_for_all_processes_of_the_rank(board: ResidencyMap, make: Callable[[], Breaker]) -> None:
     one, other = make(), make()
     one.store_failed(GONE)
     assert one.is_open
@@ -137,7 +137,7 @@ def test_a_late_answer_is_a_bad_one(breaker: Breaker, clock: ManualClock, server
     assert server.num_asked == 1, "the pause has doubled"
 
 
-def test_what_waits_for_no_pause_asks_at_once_and_tries(breaker: Breaker, server: Server, board: Board) -> None:
+def test_what_waits_for_no_pause_asks_at_once_and_tries(breaker: Breaker, server: Server, board: ResidencyMap) -> None:
     breaker.store_failed(GONE)
     assert breaker.answers()
     assert server.num_asked == 1
@@ -161,7 +161,7 @@ def test_a_bad_answer_out_of_turn_doubles_the_pause(breaker: Breaker, clock: Man
     assert (server.num_asked, breaker.allows()) == (2, True)
 
 
-def test_two_workers_failing_together_pause_once(board: Board, make: Callable[[], Breaker]) -> None:
+def test_two_workers_failing_together_pause_once(board: ResidencyMap, make: Callable[[], Breaker]) -> None:
     one, other = make(), make()
     one.store_failed(GONE)
     other.store_failed(GONE)
@@ -205,7 +205,7 @@ def test_what_another_worker_learned_of_the_origin_counts(make: Callable[[], Bre
 
 
 @pytest.mark.parametrize("outcome", ["slow", "failed"])
-def test_a_bad_try_opens_it_at_once(breaker: Breaker, board: Board, clock: ManualClock, outcome: str) -> None:
+def test_a_bad_try_opens_it_at_once(breaker: Breaker, board: ResidencyMap, clock: ManualClock, outcome: str) -> None:
     breaker.origin_took(SLOW / 2, B)
     breaker.store_failed(GONE)
     let_through(breaker, clock)
@@ -235,7 +235,7 @@ def test_the_log_says_it_once_and_the_return_once(
     assert "back in use" in back
 
 
-def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(board: Board, clock: ManualClock) -> None:
+def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(board: ResidencyMap, clock: ManualClock) -> None:
     answered = threading.Event()
     breaker = Breaker(board, answered.wait, clock)
     breaker.store_failed(GONE)
@@ -260,7 +260,7 @@ def _fail(breaker: Breaker, barrier: Any, told: Any) -> None:
 def test_of_workers_that_fail_at_the_same_moment_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIGNING_SECONDS", 0.2)
     context = multiprocessing.get_context("fork")
-    board, barrier, told = Board(4), context.Barrier(4), context.SimpleQueue()
+    board, barrier, told = ResidencyMap(4), context.Barrier(4), context.SimpleQueue()
     children = [context.Process(target=_fail, args=(Breaker(board, lambda: None), barrier, told)) for _ in range(4)]
     for child in children:
         child.start()
@@ -272,7 +272,7 @@ def test_of_workers_that_fail_at_the_same_moment_one_tells(monkeypatch: pytest.M
     told.close()
 
 
-def _write_row(board: Board, worker: int) -> None:
+def _write_row(board: ResidencyMap, worker: int) -> None:
     board.ledger(worker).add(samples=worker + 10, hits=1)
     assert board.flag_N.tolist() == [3, 0, 1, 2]
     board.open_until = 5.5
@@ -280,7 +280,7 @@ def _write_row(board: Board, worker: int) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_board_is_one_page_in_every_child(method: str) -> None:
-    board = Board(4)
+    board = ResidencyMap(4)
     board.post(np.array([0, 2, 3]), np.array([True, True, False]), np.array([True, False, True]), ending=False)
     context = multiprocessing.get_context(method)
     children = [context.Process(target=_write_row, args=(board, worker)) for worker in (0, 1)]
@@ -296,7 +296,7 @@ def test_the_board_is_one_page_in_every_child(method: str) -> None:
 
 
 def test_of_duplicates_the_first_access_is_posted() -> None:
-    board = Board(3)
+    board = ResidencyMap(3)
     assert not board.planned
     board.post(np.array([1, 1, 2]), np.array([False, True, True]), np.array([True, False, False]), ending=False)
     assert board.planned

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from shade.cache import breaker as breaker_module
-from shade.cache.board import Board
+from shade.cache.admission import COUNTER
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORM_ITEM
 from shade.cache.ledger import FIELDS
-from shade.cache.room import COUNTER
+from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreAuthError, StoreUnavailableError
 from shade.policy import POLICIES
 from shade.policy.base import EpochWindow
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     clock = ManualClock(100.0)
     real = breaker_module.Breaker.__init__
 
-    def patched(self: breaker_module.Breaker, board: Board, ask: Callable[[], object]) -> None:
+    def patched(self: breaker_module.Breaker, board: ResidencyMap, ask: Callable[[], object]) -> None:
         real(self, board, ask, clock, lambda action: action())
 
     monkeypatch.setattr(breaker_module.Breaker, "__init__", patched)
@@ -183,7 +183,7 @@ def test_arrivals_wait_for_a_slower_neighbours_departures(cache: SampleCache, or
 
 
 def test_what_waits_too_long_is_declined(cache: SampleCache, origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shade.cache.room.WAITING_BYTES", 3 * SIZE)
+    monkeypatch.setattr("shade.cache.admission.WAITING_BYTES", 3 * SIZE)
     cache.store.increment(cache.keys.counter_key(COUNTER), cache.capacity_bytes)
     begin(cache, list(range(10)), list(range(10)))
     walk(cache, origin, list(range(10)))
@@ -221,7 +221,7 @@ def test_waiting_for_a_neighbour_is_not_the_stores_slowness(
     cache: SampleCache, origin: Origin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room that was promised and does not come, near the end of an epoch: the cache stays in use."""
-    monkeypatch.setattr("shade.cache.room.LEAST_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("shade.cache.admission.LEAST_PATIENCE_SECONDS", 0.5)
     cache.store.increment(cache.keys.counter_key(COUNTER), cache.capacity_bytes)
     order = list(range(20))
     begin(cache, order, order)

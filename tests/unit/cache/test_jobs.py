@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from shade.cache.jobs import LEASE_SECONDS, MAX_JOBS, Jobs, Note, slot_keys
+from shade.cache.job_registry import LEASE_SECONDS, MAX_JOBS, JobRecord, JobRegistry, slot_keys
 from shade.errors import ConfigError
 from shade.process import start_of
 from shade.store import open_store
@@ -28,9 +28,9 @@ def clock() -> ManualClock:
     return ManualClock(100.0)
 
 
-def job(store: Store, clock: ManualClock, *, elsewhere: bool = True) -> Jobs:
+def job(store: Store, clock: ManualClock, *, elsewhere: bool = True) -> JobRegistry:
     """A job; as if on another machine, whose processes cannot be looked at."""
-    made = Jobs(store, "data", clock=clock)
+    made = JobRegistry(store, "data", clock=clock)
     if elsewhere:
         made.note = replace(made.note, machine="another")
     return made
@@ -128,6 +128,6 @@ def test_there_is_an_end_to_it(store: Store, clock: ManualClock) -> None:
 
 def test_what_is_no_note_is_nobodys(store: Store, clock: ManualClock) -> None:
     store.set_many({slot_keys("data", 0).counter_key("job-0"): b"[1]"})
-    assert Note.parse(b"{}") is None
+    assert JobRecord.parse(b"{}") is None
     one = job(store, clock)
     assert one.beat().slots_of(one.owner) == [0]

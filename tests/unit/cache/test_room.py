@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from shade.cache.board import Board
-from shade.cache.room import COUNTER, Room
-from shade.cache.slots import Slots
+from shade.cache.admission import COUNTER, Admission
+from shade.cache.job_registry import EntryNames
+from shade.cache.residency_map import ResidencyMap
 from shade.store import open_store
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
@@ -22,23 +22,23 @@ class Setting(NamedTuple):
     """A store with room for one entry, and two processes that want it."""
 
     store: Store
-    board: Board
-    mine: Room
-    neighbour: Room
+    board: ResidencyMap
+    mine: Admission
+    neighbour: Admission
 
 
 @pytest.fixture
 def setting() -> Setting:
-    store, board = open_store("memory://"), Board(4)
-    slots = Slots("room", board)
+    store, board = open_store("memory://"), ResidencyMap(4)
+    slots = EntryNames("room", board)
     board.capacity_bytes = largest = store.stored_bytes(slots.key_length, 1100)
     mine, neighbour = (
-        Room(store, slots, board, board.ledger(worker), form=0, largest_bytes=largest) for worker in (0, 1)
+        Admission(store, slots, board, board.ledger(worker), form=0, largest_bytes=largest) for worker in (0, 1)
     )
     return Setting(store, board, mine, neighbour)
 
 
-def post(board: Board, *, ending: bool) -> None:
+def post(board: ResidencyMap, *, ending: bool) -> None:
     board.post(np.arange(4), np.zeros(4, dtype=bool), np.ones(4, dtype=bool), ending=ending)
 
 
@@ -69,9 +69,9 @@ def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setti
 
 
 def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shade.cache.room.LEAST_PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr("shade.cache.admission.LEAST_PATIENCE_SECONDS", 0.02)
     pauses: list[float] = []
-    monkeypatch.setattr("shade.cache.room.time.sleep", pauses.append)
+    monkeypatch.setattr("shade.cache.admission.time.sleep", pauses.append)
     post(setting.board, ending=True)
     assert setting.neighbour.settle({0: PAYLOAD}) == 1
     assert setting.mine.settle({1: PAYLOAD}) == 0
@@ -91,8 +91,8 @@ def test_nobody_waits_longer_for_room_than_reading_again_takes(
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr("shade.cache.room.time.sleep", sleep)
-    monkeypatch.setattr("shade.cache.room.time.monotonic", lambda: now)
+    monkeypatch.setattr("shade.cache.admission.time.sleep", sleep)
+    monkeypatch.setattr("shade.cache.admission.time.monotonic", lambda: now)
     post(setting.board, ending=True)
     setting.board.origin_seconds = origin_seconds
     assert setting.neighbour.settle({0: PAYLOAD}) == 1

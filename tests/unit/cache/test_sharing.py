@@ -11,9 +11,9 @@ import pytest
 
 from shade.cache import breaker
 from shade.cache.cache import SampleCache
+from shade.cache.coordinated_read import CoordinatedRead
 from shade.cache.entry import FORM_ITEM
-from shade.cache.follow import Follow
-from shade.cache.jobs import LEASE_SECONDS, Jobs, slot_keys
+from shade.cache.job_registry import LEASE_SECONDS, JobRegistry, slot_keys
 from shade.cache.sharing import Sharing
 from shade.policy import POLICIES
 from shade.policy.base import EpochWindow
@@ -48,11 +48,11 @@ class OneJob:
     def __init__(self, store: Store, clock: ManualClock, seed: int, group: str = "") -> None:
         self.cache = SampleCache(store, "data", np.full(N, SIZE), 0, FORM_ITEM)
         self.cache.capacity_bytes = int(FRACTION * self.cache.size_bytes_N.sum())
-        self.jobs = Jobs(store, "data", group=group, clock=clock)
+        self.jobs = JobRegistry(store, "data", group=group, clock=clock)
         self.jobs.note = replace(self.jobs.note, machine="another")
         self.sharing = Sharing(self.cache, self.jobs, 0, 1, clock)
         self.sharing.look()
-        self.follow = Follow(self.cache, self.jobs, self.sharing, BATCH) if group else None
+        self.follow = CoordinatedRead(self.cache, self.jobs, self.sharing, BATCH) if group else None
         self.cache.use_policy(POLICIES.get("plan"))
         self.rng = np.random.default_rng(seed)
         self.orders = [self.rng.permutation(N), self.rng.permutation(N)]

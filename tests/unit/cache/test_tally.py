@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shade.cache.tally import Tally
+from shade.cache.admission import SharedCounter
 from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
 from shade.store import MemoryStore, SampleKeys, StoreURL
 from shade.store.keys import placement_tags
@@ -39,7 +39,7 @@ class Nodes(MemoryStore):
 
 def test_on_one_server_there_is_one_copy_under_the_name_of_old() -> None:
     with MemoryStore(StoreURL.parse("memory://"), 1.0) as store:
-        tally = Tally(store, KEYS, "used-bytes")
+        tally = SharedCounter(store, KEYS, "used-bytes")
         assert tally.add(5) == 5
         assert store.get_many([KEYS.counter_key("used-bytes")]) == [b"5"]
         assert list(store.scan(KEYS.prefix)) == [KEYS.counter_key("used-bytes")]
@@ -48,7 +48,7 @@ def test_on_one_server_there_is_one_copy_under_the_name_of_old() -> None:
 @pytest.mark.parametrize("lost", [{0}, {1}, {2}, {0, 1}, {1, 2}])
 def test_it_outlives_the_loss_of_nodes(lost: set[int]) -> None:
     with Nodes() as store:
-        tally = Tally(store, KEYS, "used-bytes")
+        tally = SharedCounter(store, KEYS, "used-bytes")
         assert tally.value() == 0
         assert [tally.add(10), tally.add(-3)] == [10, 7]
         store.away = lost
@@ -58,7 +58,7 @@ def test_it_outlives_the_loss_of_nodes(lost: set[int]) -> None:
 
 def test_what_comes_back_late_is_put_right() -> None:
     with Nodes() as store:
-        tally = Tally(store, KEYS, "used-bytes")
+        tally = SharedCounter(store, KEYS, "used-bytes")
         tally.add(10)
         store.away = {0}
         tally.add(5)
@@ -73,12 +73,12 @@ def test_without_any_copy_the_reason_is_told() -> None:
     with Nodes() as store:
         store.away = {0, 1, 2}
         with pytest.raises(StoreUnavailableError, match="node 0 is away"):
-            Tally(store, KEYS, "used-bytes").add(1)
+            SharedCounter(store, KEYS, "used-bytes").add(1)
 
 
 def test_a_copy_that_somebody_has_overwritten_is_passed_over() -> None:
     with Nodes() as store:
-        tally = Tally(store, KEYS, "used-bytes")
+        tally = SharedCounter(store, KEYS, "used-bytes")
         tally.add(10)
         first = next(key for key in sorted(store.scan(KEYS.prefix)) if store._node(key) == 0)
         store.set_many({first: b"not a number"})
@@ -95,10 +95,10 @@ def test_a_refusal_is_no_absence() -> None:
             raise StoreAuthError("refused")
 
     with Refusing() as store, pytest.raises(StoreError, match="refused"):
-        Tally(store, KEYS, "used-bytes").add(1)
+        SharedCounter(store, KEYS, "used-bytes").add(1)
 
 
 def test_its_keys_are_those_of_no_sample() -> None:
     with Nodes() as store:
-        Tally(store, KEYS, "used-bytes").add(1)
+        SharedCounter(store, KEYS, "used-bytes").add(1)
         assert [KEYS.index_of(key) for key in store.scan(KEYS.prefix)] == [None] * 3

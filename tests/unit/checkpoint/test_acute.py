@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import shade
-from shade.checkpoint.acute import TrainNode
-from shade.checkpoint.contents import Captured
-from shade.checkpoint.given import SMALL_BYTES, GivenState
+from shade.checkpoint._capture.app_state import CapturedState
+from shade.checkpoint._integrations.acute import TrainNode
+from shade.checkpoint._session.state_dict_checkpointer import SMALL_BYTES, StateDictState
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 LARGE = 3 * SMALL_BYTES // 4
@@ -280,10 +280,10 @@ class Pair:
         return [message if each is None else each for each in self._told]
 
 
-def captured(states: list[dict[str, Any]]) -> list[Captured]:
+def captured(states: list[dict[str, Any]]) -> list[CapturedState]:
     """What each of two ranks saves; asked twice, so that the second time both have told."""
     told: list[Any] = [None, None]
-    ranks = [GivenState(Pair(rank, told)) for rank in range(2)]  # type: ignore[arg-type]
+    ranks = [StateDictState(Pair(rank, told)) for rank in range(2)]  # type: ignore[arg-type]
     for rank, each in enumerate(ranks):
         each.state = states[rank]
         each.capture(rank, 2)
@@ -307,7 +307,7 @@ def test_what_is_alike_on_all_ranks_is_shared_and_the_rest_is_each_ranks_own() -
 
 def test_what_one_rank_cannot_save_none_does() -> None:
     told: list[Any] = [None, None]
-    failing, other = (GivenState(Pair(rank, told)) for rank in range(2))  # type: ignore[arg-type]
+    failing, other = (StateDictState(Pair(rank, told)) for rank in range(2))  # type: ignore[arg-type]
     failing.state, other.state = {"model": object()}, state(1)
     told[1] = {}
     with pytest.raises(ConfigError, match="state/model"):

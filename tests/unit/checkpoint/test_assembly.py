@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint.assembly import assemble
-from shade.checkpoint.state import dismantle
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.unflatten import unflatten
 from shade.errors import CorruptCheckpointError
-from tests.unit.checkpoint.mutation import mutants
+from tests.support.mutation import mutants
 
 TENSORS = {
     "f": torch.zeros(4, 2),
@@ -110,7 +110,7 @@ TENSORS = {
 def test_a_skeleton_that_nobody_wrote_is_refused(skeleton: Any) -> None:
     for node in (skeleton, [1, skeleton], {"dict": [["key"], [skeleton]]}):
         with pytest.raises(CorruptCheckpointError):
-            assemble(node, TENSORS)
+            unflatten(node, TENSORS)
 
 
 def test_a_bottomless_skeleton_is_refused() -> None:
@@ -119,7 +119,7 @@ def test_a_bottomless_skeleton_is_refused() -> None:
         for _ in range(5000):
             node = kind(node)
         with pytest.raises(CorruptCheckpointError, match="containers"):
-            assemble(node, TENSORS)
+            unflatten(node, TENSORS)
 
 
 def test_a_small_skeleton_cannot_ask_for_a_large_memory() -> None:
@@ -128,7 +128,7 @@ def test_a_small_skeleton_cannot_ask_for_a_large_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptCheckpointError, match="nothing else uses"):
-            assemble(nodes, {"long": long})
+            unflatten(nodes, {"long": long})
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -145,24 +145,24 @@ def state() -> dict[str, Any]:
 
 
 def test_mutants_make_a_state_or_an_error() -> None:
-    skeleton, tensors = dismantle(state())
+    skeleton, tensors = flatten(state())
     refused = 0
     for mutant in mutants({"root": json.loads(json.dumps(skeleton))}, random.Random(0), 5000):
         try:
-            assemble(mutant.get("root"), tensors)
+            unflatten(mutant.get("root"), tensors)
         except CorruptCheckpointError:
             refused += 1
     assert refused > 2000
 
 
 def test_tensors_of_another_kind_make_a_state_or_an_error() -> None:
-    skeleton, tensors = dismantle(state())
+    skeleton, tensors = flatten(state())
     rng = random.Random(0)
     others = [torch.zeros(2), torch.zeros(0, dtype=torch.int64), torch.tensor(1), torch.zeros(3, dtype=torch.uint8)]
     for _ in range(300):
         changed = {name: rng.choice([tensor, *others]) for name, tensor in tensors.items() if rng.random() < 0.95}
         try:
-            assemble(skeleton, changed)
+            unflatten(skeleton, changed)
         except CorruptCheckpointError:
             continue
 
@@ -188,6 +188,6 @@ json_values = st.recursive(
 @given(json_values)
 def test_any_json_makes_a_state_or_an_error(skeleton: Any) -> None:
     try:
-        assemble(skeleton, TENSORS)
+        unflatten(skeleton, TENSORS)
     except CorruptCheckpointError:
         return

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.layout import TensorSpec, plan
-from shade.checkpoint.strategies.asymmetric import Asymmetric
-from shade.checkpoint.strategies.asymmetric_variants import (
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
+from shade.checkpoint._strategies.asymmetric import (
+    Asymmetric,
     AsymmetricNaive,
     AsymmetricSnapshot,
     AsymmetricSnapshotFlush,
@@ -34,7 +34,7 @@ class Training:
 
     def begin(self) -> tuple[Copying, torch.Tensor]:
         live = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
-        layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+        layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         copying = Copying(live, layout.entries, buffer, frozenset(live))
         self.strategy.begin(copying)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from shade import Checkpointer
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.strategies import STRATEGIES
-from shade.checkpoint.strategies.auto import FIRST, Auto
-from shade.checkpoint.strategies.base import Terms
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._strategies import STRATEGIES
+from shade.checkpoint._strategies.auto import FIRST, Auto
+from shade.checkpoint._strategies.base import Terms
 from shade.errors import ConfigError
 
 CHOSEN_AND_MEASURED = re.compile(r"> \S+ +every \d+ steps; predicted: stall .* cost .* measured \d+ times: stall")

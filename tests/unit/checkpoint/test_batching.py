@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.checkpoint.batching import Batching, best_batch_bytes
+from shade.checkpoint._pacing.batching import Batching, best_batch_bytes
 
 MB = 1_000_000
 

@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from shade.checkpoint.autopilot.choose import interval_steps, judge, ranked
-from shade.checkpoint.autopilot.predict import Prediction
+from shade.checkpoint._strategies.predict import Prediction, interval_steps, judge, ranked
 from shade.errors import ConfigError
 
 SAVE = Prediction(0.5, 0.5, 1.0, None, 3.0, 0.5, None, 4.0, 1)

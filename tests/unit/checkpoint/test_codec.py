@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from shade.checkpoint.codecs.base import CODECS, standing_alone
+from shade.checkpoint._codecs.base import CODECS, standing_alone
 from shade.errors import ConfigError, CorruptCheckpointError, UnknownNameError
 
 

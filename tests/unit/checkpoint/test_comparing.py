@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
-from shade.checkpoint import streaming
-from shade.checkpoint.comparing import Comparison, _ends_of_parts
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.layout import TensorSpec, plan
+from shade.checkpoint._buffer import streaming_copy
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.torn_read import Comparison, _ends_of_parts
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import TornSnapshotError
 
 NUM_ITEMS = 300_000
@@ -21,7 +21,7 @@ BETWEEN = 20_000
 
 
 def copying_of(live: torch.Tensor, comparison: Comparison | None = None) -> Copying:
-    layout = plan({"x": TensorSpec.of(live)}, 0, 1)
+    layout = lay_out({"x": TensorSpec.of(live)}, 0, 1)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     return Copying({"x": live}, layout.entries, buffer, comparison=comparison)
 
@@ -86,7 +86,7 @@ def test_nothing_of_a_tensor_is_copied_after_its_body(monkeypatch: pytest.Monkey
         ctypes.memmove(target, source, num_bytes)
         live.data[overtaken_at:] = 1  # before this thread gets to its next word
 
-    monkeypatch.setattr(streaming, "_stream", stream)
+    monkeypatch.setattr(streaming_copy, "_stream", stream)
     copying = copying_of(live)
     with pytest.raises(TornSnapshotError, match="'x'"):
         copying.finish()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.contents import Contents
+from shade.checkpoint._capture.app_state import AppState
 from shade.errors import ConfigError, StateMismatchError
 
 
@@ -31,13 +31,13 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
 
 
-def contents(*, replicated: bool = True, **things: Any) -> Contents:
-    made = Contents(replicated)
+def contents(*, replicated: bool = True, **things: Any) -> AppState:
+    made = AppState(replicated)
     made.attach(things)
     return made
 
 
-def saved(source: Contents) -> tuple[Any, dict[str, torch.Tensor]]:
+def saved(source: AppState) -> tuple[Any, dict[str, torch.Tensor]]:
     captured = source.capture(0, 1)
     return captured.tree, {name: tensor.detach().clone() for name, tensor in captured.tensors.items()}
 

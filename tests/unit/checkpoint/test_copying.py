@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shade.checkpoint.arrivals import Arrivals
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.layout import TensorSpec, plan
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.stream_hash import StreamHash
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
+from shade.checkpoint._format.digest import digest_of
 
 CHUNK = 2**16
 
@@ -24,7 +24,7 @@ def state() -> dict[str, torch.Tensor]:
     return tensors | {"across": torch.randn(300, 200, generator=generator).t()}
 
 
-class Counted(Arrivals):
+class Counted(StreamHash):
     """Notes what has come, and what was hashed on the way."""
 
     def __init__(self, data: memoryview) -> None:
@@ -44,7 +44,7 @@ class Counted(Arrivals):
 @pytest.mark.parametrize("seed", range(5))
 def test_threads_that_share_a_copy_take_each_byte_once(seed: int) -> None:
     live = state()
-    layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+    layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     arrivals = Counted(memoryview(buffer.numpy().data))
     copying = Copying(live, layout.entries, buffer, frozenset(live), arrivals)
@@ -75,7 +75,7 @@ def test_threads_that_share_a_copy_take_each_byte_once(seed: int) -> None:
 def begun() -> tuple[Copying, Counted]:
     """A copy, all of which can be hashed on the way."""
     live = {name: tensor.contiguous() for name, tensor in state().items()}
-    layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+    layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     arrivals = Counted(memoryview(buffer.numpy().data))
     return Copying(live, layout.entries, buffer, frozenset(live), arrivals), arrivals

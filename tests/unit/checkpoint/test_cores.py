@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.strategies import cores
-from shade.checkpoint.strategies.cores import CoresLeft
+from shade.checkpoint._strategies import windows
+from shade.checkpoint._strategies.windows import CoresLeft
 
 HERTZ = os.sysconf("SC_CLK_TCK")
 
@@ -20,7 +20,7 @@ class System:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.now, self.idle = path, 100.0, [0.0] * 4
-        monkeypatch.setattr(cores, "_STAT", path)
+        monkeypatch.setattr(windows, "_STAT", path)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         self.passes(0, [0.0] * 4)
@@ -62,13 +62,13 @@ def test_old_measurements_are_forgotten(system: System) -> None:
 
 def test_short_passes_are_not_all_measured(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     left, asked = CoresLeft(10), list[float]()
-    read = cores._now
+    read = windows._idle_seconds
 
     def now() -> tuple[float, float] | None:
         asked.append(system.now)
         return read()
 
-    monkeypatch.setattr(cores, "_now", now)
+    monkeypatch.setattr(windows, "_idle_seconds", now)
     for _ in range(300):
         left.begin()
         system.passes(0.01, [0.0, 1.0, 0.0, 0.0])
@@ -97,7 +97,7 @@ def _work(seconds: float) -> None:
         pass
 
 
-@pytest.mark.skipif(not cores._STAT.exists(), reason="the system does not tell")
+@pytest.mark.skipif(not windows._STAT.exists(), reason="the system does not tell")
 def test_where_every_core_works_none_is_left() -> None:
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_work, args=(1.0,)) for _ in os.sched_getaffinity(0)]

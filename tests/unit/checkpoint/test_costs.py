@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shade.checkpoint.costs import PARTS, PATIENCE, CostModel, Line
+from shade.checkpoint._pacing.write_cost import PARTS, PATIENCE, CostModel, Line
 from shade.testing import ManualClock
 from shade.types import Bytes
 

@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
-from shade.checkpoint.group import Alone
-from shade.checkpoint.packing import Packer
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.torture.ledger import RUN, saved
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
+from shade.checkpoint._save.packing import Packer
 from shade.errors import CheckpointError, RunInUseError, StorageError, StoreFullError, TornSnapshotError
-from tests.unit.checkpoint.test_reader import Near
+from tests.simulation.torture.ledger import RUN, saved
+from tests.support.tiers import Near
 
 
 class Post:
     """A courier, its tiers, and what it has reported."""
 
     def __init__(self, folder: Path, *, has_memory: bool = True, has_storage: bool = True) -> None:
-        self.stage = Stage(RUN, 0, folder=folder)
+        self.stage = SharedMemoryTier(RUN, 0, folder=folder)
         self.memory, self.storage = Near("cluster memory"), Near("storage")
-        self.landings: list[Landing] = []
+        self.landings: list[CommitResult] = []
         self.may_save: Callable[[], None] = lambda: None
-        self.courier = Courier(
+        self.courier = AsyncWriter(
             RUN,
-            [Alone()],
+            [SingleProcessGroup()],
             self.stage,
             self.memory if has_memory else None,
             self.storage if has_storage else None,
@@ -38,17 +38,19 @@ class Post:
             self.landings.append,
         )
 
-    def send(self, step: int, copied: Exception | None = None) -> Ticket:
+    def send(self, step: int, copied: Exception | None = None) -> SaveHandle:
         one = saved(step, step, 1)
         manifest = one.manifests[0]
         place, buffer = self.stage.begin(manifest.num_bytes)
         buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(b"".join(one.chunks[0])), dtype=torch.uint8)
-        ticket = Ticket(step)
+        ticket = SaveHandle(step)
         if copied is None:
             ticket.copied.set_result(None)
         else:
             ticket.copied.set_exception(copied)
-        self.courier.send(Parcel(ticket, manifest.tensors, manifest.tree, manifest.num_bytes, buffer, place, one.notes))
+        self.courier.send(
+            SaveRequest(ticket, manifest.tensors, manifest.tree, manifest.num_bytes, buffer, place, one.notes)
+        )
         return ticket
 
 
@@ -144,7 +146,7 @@ def test_tidying_up_that_fails_does_not_end_the_courier(
 ) -> None:
     post = open_post()
 
-    def fail(landing: Landing) -> None:
+    def fail(landing: CommitResult) -> None:
         raise StorageError("cannot list")
 
     monkeypatch.setattr(post.courier, "_landed", fail)

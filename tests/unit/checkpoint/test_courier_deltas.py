@@ -9,41 +9,41 @@ from pathlib import Path
 import pytest
 import torch
 
-from shade.checkpoint.courier import Courier, Landing, Parcel, Ticket
-from shade.checkpoint.group import Alone
-from shade.checkpoint.layout import TensorSpec, plan
-from shade.checkpoint.packing import Packer
-from shade.checkpoint.protocol import Notes
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import Recovered, recover
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.stage import Stage
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import Notes
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
+from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
+from shade.checkpoint._save.packing import Packer
 from shade.errors import CheckpointError, StorageError, StoreFullError
-from tests.unit.checkpoint.test_reader import Near
+from tests.support.tiers import Near
 
 
 class Post:
     """A courier that is given a weight that moves."""
 
     def __init__(self, folder: Path, codec: str) -> None:
-        self.stage = Stage("run", 0, folder=folder)
+        self.stage = SharedMemoryTier("run", 0, folder=folder)
         self.memory, self.storage = Near("cluster memory"), Near("storage")
         packer = Packer("run", 0, 1, codec, keyframe_every=100)
-        self.courier = Courier(
-            "run", [Alone()], self.stage, self.memory, self.storage, packer, lambda: None, lambda _: None
+        self.courier = AsyncWriter(
+            "run", [SingleProcessGroup()], self.stage, self.memory, self.storage, packer, lambda: None, lambda _: None
         )
         self.weight = torch.randn(5000, generator=torch.Generator().manual_seed(0))
 
-    def send(self, step: int) -> Landing:
+    def send(self, step: int) -> CommitResult:
         self.weight += 1e-3 * torch.randn(5000, generator=torch.Generator().manual_seed(step))
-        layout = plan({"model/weight": TensorSpec.of(self.weight)}, 0, 1)
+        layout = lay_out({"model/weight": TensorSpec.of(self.weight)}, 0, 1)
         place, buffer = self.stage.begin(layout.num_bytes)
         buffer[: layout.num_bytes] = self.weight.view(torch.uint8)
-        ticket = Ticket(step)
+        ticket = SaveHandle(step)
         ticket.copied.set_result(None)
         tree = {"dict": [["model"], [{"dict": [["weight"], [{"tensor": "model/weight"}]]}]]}
         notes = Notes(step, float(step), {}, Pace(), "")
-        self.courier.send(Parcel(ticket, layout.entries, tree, layout.num_bytes, buffer, place, notes))
+        self.courier.send(SaveRequest(ticket, layout.entries, tree, layout.num_bytes, buffer, place, notes))
         return ticket.landed.result()
 
     def bases(self, tier: Near) -> dict[int, int | None]:
@@ -51,8 +51,8 @@ class Post:
         steps = {record.digest: record.step for record in tier.records.values()}
         return {record.step: None if record.base is None else steps[record.base] for record in tier.records.values()}
 
-    def restored(self, *tiers: Near) -> Recovered:
-        found = recover(Reader(tiers), Alone())
+    def restored(self, *tiers: Near) -> ReadSnapshot:
+        found = read_newest(Reader(tiers), SingleProcessGroup())
         assert found is not None
         return found
 
@@ -79,7 +79,7 @@ def test_differences_go_where_their_base_is(post: Post) -> None:
         post.check(post.memory)
     in_a_chain = post.courier._packer._delta.follows_previous
     assert post.bases(post.memory) == {10: None, 20: 10, 30: 20 if in_a_chain else 10}
-    own = recover(Reader([post.stage]), Alone())
+    own = read_newest(Reader([post.stage]), SingleProcessGroup())
     assert own is not None
     assert torch.equal(own.tensors["model/weight"], post.restored(post.memory).tensors["model/weight"]), (
         "own memory holds what any other tier gives back"
@@ -123,13 +123,13 @@ def test_after_a_save_that_is_nowhere_the_next_stands_alone(post: Post) -> None:
 
 def test_ranks_that_do_not_build_on_the_same_stand_alone(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
     post.send(10)
-    gather: Callable[[Alone, object], list[object]] = Alone.gather
+    gather: Callable[[SingleProcessGroup, object], list[object]] = SingleProcessGroup.gather
     other = "f" * 32
 
-    def gather_two(self: Alone, message: object) -> list[object]:
+    def gather_two(self: SingleProcessGroup, message: object) -> list[object]:
         found = gather(self, message)
         return [*found, other] if isinstance(message, str) and len(message) == 32 else found
 
-    monkeypatch.setattr(Alone, "gather", gather_two)
+    monkeypatch.setattr(SingleProcessGroup, "gather", gather_two)
     post.send(20)
     assert post.bases(post.memory) == {10: None, 20: None}

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shade.checkpoint.assembly import assemble
-from shade.checkpoint.dcp_metadata import from_plain, to_plain
-from shade.checkpoint.state import dismantle
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.unflatten import unflatten
+from shade.checkpoint._integrations.dcp_shard import from_plain, to_plain
 from shade.errors import ConfigError, CorruptCheckpointError
 
 
@@ -50,8 +50,8 @@ def metadata() -> Metadata:
 
 
 def through_json(content: Any) -> Any:
-    tree, tensors = dismantle(content)
-    return assemble(json.loads(json.dumps(tree)), tensors)
+    tree, tensors = flatten(content)
+    return unflatten(json.loads(json.dumps(tree)), tensors)
 
 
 def test_it_comes_back_as_it_was_through_json() -> None:

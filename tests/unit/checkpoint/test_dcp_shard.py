@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shade.checkpoint.dcp_shard import Identity, Packed, contents, is_dcp, parts_of, tensor_key
-from shade.checkpoint.manifest import CHUNK_BYTES, Manifest
-from shade.checkpoint.state import dismantle
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._format.manifest import CHUNK_BYTES, Manifest
+from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, contents, is_dcp, parts_of, tensor_key
 from shade.errors import CorruptCheckpointError, TornSnapshotError
 
 WHO = Identity("run", 3, 1, 3)
@@ -24,12 +24,12 @@ class Room:
         return torch.empty(num_bytes + 5, dtype=torch.uint8)
 
 
-def pack(tensors: dict[str, torch.Tensor], codec: str = "none") -> tuple[Packed, Room]:
+def pack(tensors: dict[str, torch.Tensor], codec: str = "none") -> tuple[PackedState, Room]:
     room = Room()
-    return Packed(WHO, contents(tensors, {"lr": 0.1, "many": [1.5] * 300}), codec, room), room
+    return PackedState(WHO, contents(tensors, {"lr": 0.1, "many": [1.5] * 300}), codec, room), room
 
 
-def data_of(packed: Packed) -> bytes:
+def data_of(packed: PackedState) -> bytes:
     return b"".join(bytes(chunk) for chunk in packed.shard.chunks)
 
 
@@ -102,7 +102,7 @@ def test_tied_tensors_are_stored_once() -> None:
 
 
 def test_other_trees_are_told_apart() -> None:
-    tree, _ = dismantle({"model": {"dcp": 1}, "random": {}})
+    tree, _ = flatten({"model": {"dcp": 1}, "random": {}})
     assert not is_dcp(tree)
     for other in (tree, None, [], {"dict": [[], []]}, {"dict": [["dcp"]]}, "dcp"):
         with pytest.raises(CorruptCheckpointError):

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
+from shade.checkpoint._format.manifest import CHUNK_BYTES
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.manifest import CHUNK_BYTES
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard
 from shade.cli import main
 from shade.errors import (
     ConfigError,
@@ -341,7 +341,7 @@ def test_a_failed_tier_is_passed_over_and_told_once(
         raise StoreFullError("no room")
 
     monkeypatch.setattr(MemoryTier, "prepare", full)
-    monkeypatch.setattr("shade.checkpoint.tiers._see_to_flusher", lambda *_: None)
+    monkeypatch.setattr("shade.checkpoint._session.open_tiers._see_to_flusher", lambda *_: None)
     with ShadeWriter(get_place("unix").url, persist_to=str(tmp_path), run="full") as writer:
         for step in ("1", "2"):
             dcp.save(state_of(1), storage_writer=writer, checkpoint_id=step)

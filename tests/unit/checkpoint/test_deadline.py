@@ -12,26 +12,26 @@ from concurrent.futures import Future
 import pytest
 from torch.distributed import HashStore
 
-from shade.checkpoint.courier import Landing, Ticket
-from shade.checkpoint.deadline import Board, Deadline
-from shade.checkpoint.gauge import CLUSTER, STORAGE, Forecast
-from shade.checkpoint.notice import Notice, Source
+from shade.checkpoint._preemption.deadline import Deadline, DeadlineStore
+from shade.checkpoint._preemption.notice import NoticeSource, PreemptionNotice
+from shade.checkpoint._preemption.recovery_estimate import CLUSTER, STORAGE, RecoveryForecast
+from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
 from shade.errors import CheckpointError
 
 PATIENCE_SECONDS = 30.0
 
 
-class Word(Source):
+class Word(NoticeSource):
     """A notice that comes when the test says so."""
 
     def __init__(self) -> None:
-        self.notice: Notice | None = None
+        self.notice: PreemptionNotice | None = None
         self.closed = False
 
     def say(self, seconds: float = PATIENCE_SECONDS) -> None:
-        self.notice = Notice("the test", time.monotonic() + seconds)
+        self.notice = PreemptionNotice("the test", time.monotonic() + seconds)
 
-    def look(self) -> Notice | None:
+    def look(self) -> PreemptionNotice | None:
         return self.notice
 
     def close(self) -> None:
@@ -48,14 +48,14 @@ class TierLike:
 class Known:
     """What is known of saves: told by the test."""
 
-    def __init__(self, forecast: Forecast | None = None) -> None:
-        self.told = forecast or Forecast(0.0, 0.01, 0.02, 0.03)
+    def __init__(self, forecast: RecoveryForecast | None = None) -> None:
+        self.told = forecast or RecoveryForecast(0.0, 0.01, 0.02, 0.03)
         self.durable: bool | None = True
 
-    def forecast(self) -> Forecast:
+    def forecast(self) -> RecoveryForecast:
         return self.told
 
-    def is_durable(self, landing: Landing) -> bool | None:
+    def is_durable(self, landing: CommitResult) -> bool | None:
         return self.durable
 
 
@@ -65,18 +65,18 @@ class Saver:
     def __init__(self) -> None:
         self.step_count = 0
         self.saved: list[int] = []
-        self.latest: Ticket | None = None
+        self.latest: SaveHandle | None = None
         self.lands = True
         self.error: Exception | None = None
 
-    def save(self) -> Ticket:
+    def save(self) -> SaveHandle:
         if self.error is not None:
             raise self.error
         self.saved.append(self.step_count)
-        self.latest = Ticket(self.step_count)
+        self.latest = SaveHandle(self.step_count)
         self.latest.copied.set_result(None)
         if self.lands:
-            self.latest.landed.set_result(Landing(TierLike(CLUSTER), "0"))  # type: ignore[arg-type]
+            self.latest.landed.set_result(CommitResult(TierLike(CLUSTER), "0"))  # type: ignore[arg-type]
         return self.latest
 
     def wait_copy_complete(self) -> None:
@@ -88,7 +88,7 @@ class Rank:
 
     def __init__(self, store: HashStore, rank: int, world_size: int, exit_code: int | None = 143) -> None:
         self.saver, self.known, self.word = Saver(), Known(), Word()
-        self.board = Board(store, rank, world_size)
+        self.board = DeadlineStore(store, rank, world_size)
         self.deadline = Deadline(self.saver, self.known, self.board, [self.word], exit_code=exit_code)  # type: ignore[arg-type]
         self.code: int | str | None = None
 
@@ -184,15 +184,15 @@ def test_ranks_in_step_save_the_same_step(world_size: int, seed: int) -> None:
 @pytest.mark.parametrize(
     ("forecast", "goal"),
     [
-        (Forecast(0.0, 1.0, 2.0, 3.0), "storage"),
-        (Forecast(0.0, 1.0, 2.0, 300.0), "cluster memory"),
-        (Forecast(0.0, 1.0, 200.0, 300.0), "own memory"),
-        (Forecast(25.0, 1.0, 2.0, 10.0), "cluster memory"),
-        (Forecast(0.0, 0.1, None, None), "whatever it can"),
+        (RecoveryForecast(0.0, 1.0, 2.0, 3.0), "storage"),
+        (RecoveryForecast(0.0, 1.0, 2.0, 300.0), "cluster memory"),
+        (RecoveryForecast(0.0, 1.0, 200.0, 300.0), "own memory"),
+        (RecoveryForecast(25.0, 1.0, 2.0, 10.0), "cluster memory"),
+        (RecoveryForecast(0.0, 0.1, None, None), "whatever it can"),
     ],
 )
 def test_what_can_be_reached_is_foreseen(
-    alone: Rank, said: pytest.LogCaptureFixture, forecast: Forecast, goal: str
+    alone: Rank, said: pytest.LogCaptureFixture, forecast: RecoveryForecast, goal: str
 ) -> None:
     alone.known.told = forecast
     alone.word.say(30)
@@ -204,7 +204,7 @@ def test_what_can_be_reached_is_foreseen(
 def test_no_copy_is_begun_that_cannot_be_ended(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.saver.step_count = 4
     before = alone.saver.save()
-    alone.known.told = Forecast(0.0, 100.0, 200.0, 300.0)
+    alone.known.told = RecoveryForecast(0.0, 100.0, 200.0, 300.0)
     alone.word.say(20)
     alone.until_stopped()
     assert alone.code == 143
@@ -260,7 +260,7 @@ def test_a_rank_that_never_answers_costs_the_time_and_no_more(said: pytest.LogCa
     rank.deadline.close()
 
 
-class Gone(Board):
+class Gone(DeadlineStore):
     """A board whose keeper has died."""
 
     def read(self, name: str) -> object:
@@ -293,11 +293,11 @@ def test_time_that_passes_within_a_step_is_told(alone: Rank, said: pytest.LogCap
 
 def test_a_landed_save_is_told_with_where_it_is(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.saver.lands = False
-    landed: Future[Landing] = Future()
-    landed.set_result(Landing(TierLike(STORAGE), "0"))  # type: ignore[arg-type]
+    landed: Future[CommitResult] = Future()
+    landed.set_result(CommitResult(TierLike(STORAGE), "0"))  # type: ignore[arg-type]
     begun = alone.saver.save
 
-    def save() -> Ticket:
+    def save() -> SaveHandle:
         ticket = begun()
         ticket.landed = landed
         return ticket

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.strategies.deepfreeze import DeepFreeze, layers
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._strategies.deepfreeze import DeepFreeze, layers
 from shade.errors import TornSnapshotError
 
 
@@ -23,7 +23,7 @@ def test_a_layer_is_what_a_module_owns_or_what_belongs_to_a_parameter() -> None:
 
 
 def copying_of(live: dict[str, torch.Tensor]) -> tuple[Copying, torch.Tensor]:
-    layout = plan({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+    layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     return Copying(live, layout.entries, buffer, frozenset(live)), buffer
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shade import Checkpointer
-from shade.checkpoint.effort import effort_seconds, processor_ns
+from shade.checkpoint._pacing.cpu_time import cpu_seconds, processor_ns
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system has no clock for each thread")
 
@@ -37,17 +37,17 @@ def worker(name: str) -> tuple[threading.Thread, threading.Event, threading.Even
     ("name", "counts"), [("shade-copy_0", True), ("shade-courier", True), ("shade-origin-1", False)]
 )
 def test_only_who_works_for_saves_counts(name: str, counts: bool) -> None:
-    before = effort_seconds()
+    before = cpu_seconds()
     thread, has_worked, may_end = worker(name)
     try:
         assert has_worked.wait(10)
-        told = effort_seconds() - before
+        told = cpu_seconds() - before
         assert (WORK_SECONDS <= told < 2 * WORK_SECONDS) if counts else told == 0
         assert processor_ns(thread.native_id or 0) >= WORK_SECONDS * 1e9
     finally:
         may_end.set()
         thread.join()
-    assert effort_seconds() == before
+    assert cpu_seconds() == before
     deadline = time.monotonic() + 10
     while processor_ns(thread.native_id or 0):  # the system takes a moment longer to end it
         assert time.monotonic() < deadline

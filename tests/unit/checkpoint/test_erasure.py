@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from shade.checkpoint.erasure import ErasureCode, inverse, invert, multiply, padded_bytes, parity_rows
+from shade.checkpoint._tiers.erasure import ErasureCode, inverse, invert, multiply, padded_bytes, parity_rows
 from shade.errors import ConfigError
 
 SMALL = [(k, r) for k in range(1, 7) for r in range(1, 5)]

@@ -19,12 +19,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from shade.checkpoint.export import FORMS, export, load_state, plain, save_state, state_of
-from shade.checkpoint.export_safetensors import save_safetensors
-from shade.checkpoint.rng import RandomState
-from shade.checkpoint.state import dismantle
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.rng import RandomState
+from shade.checkpoint._interchange.export import (
+    FORMS,
+    export,
+    load_state,
+    plain,
+    save_safetensors,
+    save_state,
+    state_of,
+)
 from shade.errors import ConfigError, CorruptCheckpointError, StorageError
-from tests.unit.checkpoint.test_state import assert_same
+from tests.support.states import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -33,7 +40,7 @@ class Snapshot:
     """As small as a source can be."""
 
     def __init__(self, state: Any) -> None:
-        self.tree, self._tensors = dismantle(state)
+        self.tree, self._tensors = flatten(state)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()

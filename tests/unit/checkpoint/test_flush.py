@@ -7,119 +7,21 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from shade.checkpoint.ahead import Ahead
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
-from shade.checkpoint.manifest import ChunkEntry, Commit, Manifest, TensorEntry
-from shade.checkpoint.progress import Progress
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.tier import Shard, Tier
+from shade.checkpoint._flush.fetch import Prefetch
+from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
+from shade.checkpoint._flush.progress import LongWork
+from shade.checkpoint._format.retention import Keep
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CorruptCheckpointError, StorageError, StorageFullError, StoreUnavailableError
-from shade.types import Bytes
-
-CHUNK = 64
+from tests.support.tiers import CHUNK, Shelf
 
 
-class Shelf(Tier):
-    """A tier in a dictionary, which notes what is done to it and fails where it is told to."""
-
-    name: ClassVar[str] = "shelf"
-
-    def __init__(self) -> None:
-        self.records: dict[str, Commit] = {}
-        self.manifests: dict[tuple[str, int], bytes] = {}
-        self.chunks: dict[tuple[str, int, int], bytes] = {}
-        self.marks: dict[str, int] = {}
-        self.done: list[str] = []
-        self.failing: dict[str, Exception] = {}
-
-    def _do(self, what: str) -> None:
-        self.done.append(what)
-        error = self.failing.get(what.split()[0])
-        if error is not None:
-            raise error
-
-    def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        self._do(f"prepare {step}")
-        self.records.pop(str(step), None)
-        return str(step)
-
-    def put(self, place: str, shard: Shard) -> None:
-        manifest = shard.manifest
-        for number, content in enumerate(shard.chunks):
-            self._do(f"write {place} {manifest.rank} {number}")
-            self.chunks[place, manifest.rank, number] = bytes(content)
-        self.manifests[place, manifest.rank] = manifest.to_bytes()
-
-    def commit(self, place: str, record: Commit) -> None:
-        self._do(f"commit {place}")
-        self.records[place] = record
-
-    def held(self) -> Mapping[str, Commit]:
-        self._do("held")
-        return dict(self.records)
-
-    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        return self.manifests.get((place, rank))
-
-    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        self._do(f"read {place}")
-        return [self.chunks.get((place, manifest.rank, number)) for number in numbers]
-
-    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        raise AssertionError
-
-    def discard(self, place: str) -> None:
-        self._do(f"discard {place}")
-        self.records.pop(place, None)
-
-    def close(self) -> None:
-        pass
-
-    def dirty(self) -> list[tuple[str, Commit]]:
-        self._do("dirty")
-        found = [(place, self.records[place]) for place in self.marks if place in self.records]
-        return sorted(found, key=lambda each: each[1].sequence)
-
-    def is_dirty(self, place: str) -> bool:
-        return place in self.marks
-
-    def hold(self, place: str) -> None:
-        self._do(f"hold {place}")
-
-    def let_go(self, place: str) -> None:
-        self._do(f"let_go {place}")
-
-    def mark_clean(self, place: str, step: int) -> None:
-        self._do(f"clean {place}")
-        if self.marks.get(place) == step:
-            del self.marks[place]
-
-    def take(
-        self, step: int, *, sequence: int | None = None, ranks: int = 2, chunks: int = 3, **metrics: float
-    ) -> None:
-        """Makes a snapshot, dirty."""
-        place, digests = str(step), []
-        for rank in range(ranks):
-            contents = [bytes([step % 256, rank, number]) * CHUNK for number in range(chunks)]
-            entries = tuple(ChunkEntry(len(content), digest_of(content)) for content in contents)
-            length = sum(map(len, contents))
-            tensors = {"data": TensorEntry("U8", (length,), 0, length)}
-            manifest = Manifest("run", step, rank, ranks, "none", length, tensors, entries, None, len(contents[0]))
-            self.manifests[place, rank] = manifest.to_bytes()
-            self.chunks |= {(place, rank, number): content for number, content in enumerate(contents)}
-            digests.append(manifest.digest)
-        order = step if sequence is None else sequence
-        self.records[place] = Commit("run", step, order, ranks, tuple(digests), 3 * CHUNK, 0.0, metrics)
-        self.marks[place] = step
-
-
-class Telling(Progress):
+class Telling(LongWork):
     """Calls something after each chunk."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
@@ -380,7 +282,7 @@ def test_no_buffer_is_filled_again_while_it_is_still_needed(
     slow: str, memory: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written is looked at as late as may be: just before the next is asked for."""
-    monkeypatch.setattr("shade.checkpoint.flush_batch.MOST_BYTES", 3 * 4096)
+    monkeypatch.setattr("shade.checkpoint._flush.fetch.MOST_BYTES", 3 * 4096)
     waits = random.Random(1)
 
     class Late(Shelf):
@@ -409,7 +311,7 @@ def test_a_source_is_read_ahead_but_not_further() -> None:
             reached.release()
             yield number
 
-    with Ahead(source(), 3) as items:
+    with Prefetch(source(), 3) as items:
         for _ in range(4):  # three wait, one is in hand
             assert reached.acquire(timeout=10)
         assert not reached.acquire(timeout=0.3)
@@ -423,7 +325,7 @@ def test_what_ends_the_source_ends_the_reader() -> None:
         yield 1
         raise StoreUnavailableError("gone")
 
-    with Ahead(source(), 3) as items:
+    with Prefetch(source(), 3) as items:
         assert next(items) == 1
         with pytest.raises(StoreUnavailableError, match="gone"):
             next(items)
@@ -431,7 +333,7 @@ def test_what_ends_the_source_ends_the_reader() -> None:
 
 def test_a_reader_that_leaves_ends_the_thread() -> None:
     before = threading.active_count()
-    with contextlib.suppress(KeyError), Ahead(iter(range(10**9)), 2) as items:
+    with contextlib.suppress(KeyError), Prefetch(iter(range(10**9)), 2) as items:
         next(items)
         raise KeyError
     assert threading.active_count() == before

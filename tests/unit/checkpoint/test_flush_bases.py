@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint.flusher import Flusher
-from shade.checkpoint.group import Alone
-from shade.checkpoint.protocol import agree, check_base, store
-from shade.checkpoint.retention import Keep
-from shade.checkpoint.torture.ledger import saved
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import agree, check_base, store
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format.retention import Keep
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError
-from tests.unit.checkpoint.test_flush import Shelf
+from tests.simulation.torture.ledger import saved
+from tests.support.tiers import Shelf
 
 
 def chain(*steps: int) -> Shelf:
@@ -109,9 +109,9 @@ def test_storage_keeps_what_a_dirty_one_builds_on() -> None:
 
 def test_a_tier_without_the_base_is_no_place_for_what_builds_on_it() -> None:
     one, storage = saved(10, 1, 1), Shelf()
-    agreed = agree(Alone(), one.manifests[0], None, one.notes, "f" * 32)
+    agreed = agree(SingleProcessGroup(), one.manifests[0], None, one.notes, "f" * 32)
     assert agreed.record.base == "f" * 32
-    stored = store(storage, Alone(), agreed, one.manifests[0], lambda: one.chunks[0])
+    stored = store(storage, SingleProcessGroup(), agreed, one.manifests[0], lambda: one.chunks[0])
     assert stored.place is None
     assert "step 10 builds on" in str(stored.reason)
     assert not any(each.startswith("prepare") for each in storage.done), "nothing was touched"
@@ -119,16 +119,16 @@ def test_a_tier_without_the_base_is_no_place_for_what_builds_on_it() -> None:
 
 def test_a_base_that_goes_while_its_difference_is_written_is_noticed() -> None:
     base, storage = saved(10, 1, 1), Shelf()
-    agreed = agree(Alone(), base.manifests[0], None, base.notes)
-    store(storage, Alone(), agreed, base.manifests[0], lambda: base.chunks[0])
+    agreed = agree(SingleProcessGroup(), base.manifests[0], None, base.notes)
+    store(storage, SingleProcessGroup(), agreed, base.manifests[0], lambda: base.chunks[0])
     one = saved(20, 2, 1)
-    building = agree(Alone(), one.manifests[0], None, one.notes, agreed.record.digest)
+    building = agree(SingleProcessGroup(), one.manifests[0], None, one.notes, agreed.record.digest)
 
     def chunks() -> list[bytes]:
         storage.records.pop("10")
         return list(one.chunks[0])
 
-    stored = store(storage, Alone(), building, one.manifests[0], chunks)
+    stored = store(storage, SingleProcessGroup(), building, one.manifests[0], chunks)
     assert stored.place is None
     assert storage.records == {}
     with pytest.raises(CheckpointError, match="not there any more"):

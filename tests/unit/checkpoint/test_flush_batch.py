@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.checkpoint.flush_batch import MOST_BYTES, FetchPace, Ring, batches
+from shade.checkpoint._flush.fetch import MOST_BYTES, FetchPace, Ring, batches
 
 PAGE = 4096
 

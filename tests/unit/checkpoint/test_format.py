@@ -13,22 +13,22 @@ import pytest
 import safetensors.torch
 import torch
 
-from shade.checkpoint import packing
-from shade.checkpoint.assembly import _GIVERS
-from shade.checkpoint.codecs.base import CODECS, standing_alone
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.group import Alone
-from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
-from shade.checkpoint.packing import Packer
-from shade.checkpoint.protocol import Notes, agree, store
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.state import FACTORIES, VIEWED, dismantle
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._capture.flatten import FACTORIES, VIEWED, flatten
+from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._capture.unflatten import _GIVERS
+from shade.checkpoint._codecs.base import CODECS, standing_alone
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import Notes, agree, store
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._save import packing
+from shade.checkpoint._save.packing import Packer
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.storage.base import open_volume
-from tests.unit.checkpoint import format_reader
-from tests.unit.checkpoint.format_reader import read_snapshot
+from tests.support import format_reader
+from tests.support.format_reader import read_snapshot
 
 WORLD_SIZE = 3
 
@@ -70,8 +70,8 @@ def write(folder: Path, codec_name: str) -> None:
     place = tier.prepare(120, [0] * WORLD_SIZE)
     manifests = []
     for rank in range(WORLD_SIZE):
-        tree, tensors = dismantle(state_of(rank), rank=rank, is_own=lambda path: path.startswith("random/"))
-        layout = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, rank, WORLD_SIZE)
+        tree, tensors = flatten(state_of(rank), rank=rank, is_own=lambda path: path.startswith("random/"))
+        layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, rank, WORLD_SIZE)
         data = b"".join(bytes(bytes_of(tensors[name].contiguous()).numpy().tobytes()) for name in layout.entries)
         draft = Manifest("run-1", 120, rank, WORLD_SIZE, codec_name, len(data), layout.entries, (), tree, 500)
         stored = [
@@ -138,13 +138,16 @@ def test_it_reads_chains_too(codec: str, tmp_path: Path, monkeypatch: pytest.Mon
             },
             "optimizer": {"state": {0: {"exp_avg": moment, "exp_avg_sq": moment.square(), "step": torch.tensor(step)}}},
         }
-        tree, tensors = dismantle(state)
-        layout = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+        tree, tensors = flatten(state)
+        layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         buffer = torch.cat([bytes_of(tensors[name].contiguous()) for name in layout.entries])
         packed = packer.pack(step, buffer, layout.num_bytes, layout.entries, tree)
         notes = Notes(step, 1.5e9, {}, Pace(), "")
-        agreed = agree(Alone(), packed.manifest, None, notes, packed.base)
-        assert store(tier, Alone(), agreed, packed.manifest, lambda chunks=packed.chunks: chunks).place is not None
+        agreed = agree(SingleProcessGroup(), packed.manifest, None, notes, packed.base)
+        assert (
+            store(tier, SingleProcessGroup(), agreed, packed.manifest, lambda chunks=packed.chunks: chunks).place
+            is not None
+        )
         packer.landed(packed, agreed.record.digest, buffer)
         kept = buffer.numpy().tobytes()
         record, _, found = read_snapshot(tmp_path / "run-1" / f"step-{step:010d}")

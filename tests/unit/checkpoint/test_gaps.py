@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shade.checkpoint.strategies import gaps as gaps_module
-from shade.checkpoint.strategies.gaps import Gaps
+from shade.checkpoint._strategies import gemini as gaps_module
+from shade.checkpoint._strategies.gemini import Gaps
 
 
 class Clock:

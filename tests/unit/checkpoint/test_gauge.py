@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shade.checkpoint.courier import Landing, Ticket
-from shade.checkpoint.gauge import CLUSTER, OWN, STORAGE, Gauge, Loss, Losses
+from shade.checkpoint._preemption.recovery_estimate import CLUSTER, OWN, STORAGE, Loss, LossTracker, RecoveryEstimate
+from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
 from shade.errors import CheckpointError, StoreUnavailableError
 from shade.testing import ManualClock
 
@@ -32,30 +32,30 @@ class Run:
         self.step_count = 0
         self.durable: set[str] = set()
         self.is_away = False
-        self.losses = Losses(
+        self.losses = LossTracker(
             rank, 2, num_buffers, lambda: self.step_count, self.is_durable if has_storage else None, self.clock
         )
 
-    def is_durable(self, landing: Landing) -> bool:
+    def is_durable(self, landing: CommitResult) -> bool:
         if self.is_away:
             raise StoreUnavailableError("no answer")
         return landing.place in self.durable
 
-    def begin(self, step: int) -> Ticket:
+    def begin(self, step: int) -> SaveHandle:
         self.step_count = step
-        ticket = Ticket(step, begun=self.clock())
+        ticket = SaveHandle(step, begun=self.clock())
         self.losses.begun(ticket, 100 * MB)
         return ticket
 
-    def land(self, ticket: Ticket, tier: str, seconds: float = 2.0) -> None:
+    def land(self, ticket: SaveHandle, tier: str, seconds: float = 2.0) -> None:
         self.clock.advance(seconds / 4)
         ticket.copied.set_result(None)
         ticket.kept = True
         self.clock.advance(seconds * 3 / 4)
         ticket.landed_seconds = seconds
-        ticket.landed.set_result(Landing(TierLike(tier), str(ticket.step)))  # type: ignore[arg-type]
+        ticket.landed.set_result(CommitResult(TierLike(tier), str(ticket.step)))  # type: ignore[arg-type]
 
-    def read(self) -> Gauge:
+    def read(self) -> RecoveryEstimate:
         return self.losses.read()
 
 
@@ -117,14 +117,14 @@ def test_storage_alone_survives_everything(run: Run) -> None:
     run.land(run.begin(10), STORAGE, 4.0)
     assert (run.read().cluster.tier, run.read().cluster.recover_seconds) == (STORAGE, 4.0)
     assert run.losses.forecast().durable_seconds == 4.0
-    assert run.losses.is_durable(Landing(TierLike(STORAGE), "")) is True  # type: ignore[arg-type]
+    assert run.losses.is_durable(CommitResult(TierLike(STORAGE), "")) is True  # type: ignore[arg-type]
 
 
 def test_memory_alone_is_never_durable() -> None:
     run = Run(has_storage=False)
     run.land(run.begin(10), CLUSTER)
     assert run.read().cluster.tier is None
-    assert run.losses.is_durable(Landing(TierLike(CLUSTER), "")) is None  # type: ignore[arg-type]
+    assert run.losses.is_durable(CommitResult(TierLike(CLUSTER), "")) is None  # type: ignore[arg-type]
 
 
 def test_of_several_dirty_ones_the_newest_durable_counts(run: Run) -> None:

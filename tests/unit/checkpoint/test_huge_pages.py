@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shade.checkpoint.huge_pages import HUGE_BYTES, make_huge, make_resident, map_aligned
+from shade.checkpoint._buffer.shared_memory_tier import HUGE_BYTES, make_huge, make_resident, map_aligned
 
 LENGTH = 3 * HUGE_BYTES
 MAPS = Path("/proc/self/smaps")

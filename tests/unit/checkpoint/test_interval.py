@@ -6,7 +6,12 @@ import math
 
 import pytest
 
-from shade.checkpoint.autopilot.interval import best_cycle, goodput, young
+from shade.checkpoint._pacing.schedule import best_cycle, goodput
+
+
+def young(cost_seconds: float, mtbf_seconds: float) -> float:
+    """Returns Young's interval, √(2CM), for a cost far below M."""
+    return math.sqrt(2 * cost_seconds * mtbf_seconds)
 
 
 @pytest.mark.parametrize("mtbf", [600.0, 3600.0, 86400.0])

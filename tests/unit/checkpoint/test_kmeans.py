@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint.codecs.kmeans import cluster
+from shade.checkpoint._codecs.excp import cluster
 
 
 def spread(values: npt.NDArray[np.float32], centres: npt.NDArray[np.float32], labels: npt.NDArray[np.uint8]) -> float:

@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.layout import (
+from shade.checkpoint._capture.layout import (
     SPELLINGS,
-    Plan,
+    ShardLayout,
     TensorSpec,
     bytes_of,
     chunks_of,
+    lay_out,
     own_name,
-    plan,
     torch_dtype,
 )
-from shade.checkpoint.manifest import ITEM_BYTES, ChunkEntry, Manifest
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import ITEM_BYTES, ChunkEntry, Manifest
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
 
 CHUNK = 64
@@ -36,14 +36,14 @@ specs = st.dictionaries(
 )
 
 
-def manifest_of(made: Plan, data: bytes, chunk_bytes: int = CHUNK) -> Manifest:
+def manifest_of(made: ShardLayout, data: bytes, chunk_bytes: int = CHUNK) -> Manifest:
     """As a rank would write it."""
     chunks = [data[start:stop] for start, stop in made.chunk_spans(chunk_bytes)]
     entries = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in chunks)
     return Manifest("run", 1, made.rank, 1, "none", made.num_bytes, made.entries, entries, None, chunk_bytes)
 
 
-def pack(tensors: dict[str, torch.Tensor], made: Plan) -> bytes:
+def pack(tensors: dict[str, torch.Tensor], made: ShardLayout) -> bytes:
     """The shard's data."""
     return b"".join(bytes(bytes_of(tensors[name].contiguous()).numpy().tobytes()) for name in made.entries)
 
@@ -58,7 +58,7 @@ def test_every_tensor_is_saved_once_without_holes(
         own = {own_name(name, rank): spec for name, spec in shared.items()}
         items = list({**shared, **own}.items())
         order.shuffle(items)
-        plans.append(plan(dict(items), rank, world_size))
+        plans.append(lay_out(dict(items), rank, world_size))
     assert len({each.digest for each in plans}) == 1
     assert len({each.shared_bytes_W for each in plans}) == 1
     names = [name for each in plans for name in each.entries]
@@ -83,20 +83,22 @@ def test_every_tensor_is_saved_once_without_holes(
 def test_a_model_is_shared_out_evenly() -> None:
     rng = random.Random(0)
     shared = {f"t{number}": TensorSpec("U8", (size := rng.randrange(1, 10**6),), size) for number in range(600)}
-    loads = plan(shared, 0, 8).shared_bytes_W
+    loads = lay_out(shared, 0, 8).shared_bytes_W
     assert max(loads) < 1.01 * sum(loads) / 8
 
 
 def test_ranks_that_hold_different_tensors_have_different_plans() -> None:
     spec, other = TensorSpec("F32", (2, 3), 24), TensorSpec("F32", (3, 2), 24)
-    assert plan({"a": spec}, 0, 2).digest == plan({"a": spec, "b@rank1": other}, 1, 2).digest
-    digests = {plan(shared, 0, size).digest for shared in ({"a": spec}, {"a": other}, {"b": spec}) for size in (2, 3)}
+    assert lay_out({"a": spec}, 0, 2).digest == lay_out({"a": spec, "b@rank1": other}, 1, 2).digest
+    digests = {
+        lay_out(shared, 0, size).digest for shared in ({"a": spec}, {"a": other}, {"b": spec}) for size in (2, 3)
+    }
     assert len(digests) == 6
 
 
 def test_another_ranks_own_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rank 0.*a@rank1"):
-        plan({"a@rank1": TensorSpec("U8", (1,), 1)}, 0, 2)
+        lay_out({"a@rank1": TensorSpec("U8", (1,), 1)}, 0, 2)
 
 
 def test_the_table_of_types_is_its_own_inverse() -> None:
@@ -112,7 +114,7 @@ def test_the_table_of_types_is_its_own_inverse() -> None:
 def test_the_chunks_of_some_tensors_hold_all_their_bytes_and_none_is_idle(
     shared: dict[str, TensorSpec], chunk_bytes: int, order: random.Random
 ) -> None:
-    made = plan(shared, 0, 1)
+    made = lay_out(shared, 0, 1)
     manifest = manifest_of(made, bytes(made.num_bytes), chunk_bytes)
     wanted = [name for name in shared if order.random() < 0.5]
     needed = {byte for name in wanted for byte in range(made.entries[name].start, made.entries[name].stop)}
@@ -122,7 +124,7 @@ def test_the_chunks_of_some_tensors_hold_all_their_bytes_and_none_is_idle(
 
 def test_only_the_chunks_that_hold_something_are_named() -> None:
     tensors = {"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(28, dtype=torch.uint8), "e": torch.zeros(0)}
-    made = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+    made = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
     manifest = manifest_of(made, pack(tensors, made))
     assert chunks_of(manifest, ["a"]) == [0, 1]
     assert chunks_of(manifest, ["b"]) == [1]
@@ -140,7 +142,7 @@ def test_the_manifest_of_a_plan_is_read_in_the_order_of_its_bytes() -> None:
         **{name: torch.zeros(0, dtype=dtype) for name, dtype in (("e", torch.uint8), ("f", torch.float64))},
         "y": torch.zeros(0, 3),
     }
-    made = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+    made = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
     manifest = manifest_of(made, pack(tensors, made))
     again = Manifest.parse(manifest.to_bytes(), manifest.digest)
     assert list(again.tensors) == list(made.entries)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint import lease as lease_module
-from shade.checkpoint.lease import Lease, Note
+from shade.checkpoint._tiers import run_lock as lease_module
+from shade.checkpoint._tiers.run_lock import LockRecord, RunLock
 from shade.errors import RunInUseError, StoreUnavailableError
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.testing import FaultyStore
 
 BEAT_SECONDS = 0.1
@@ -55,15 +55,17 @@ def keep(url: str) -> Iterator[Callable[[], Keeper]]:
 
 def held_elsewhere(keeper: Keeper, beat: int = 0) -> None:
     """The note of an owner on another machine."""
-    lease = Lease(keeper, "run", beat_seconds=BEAT_SECONDS)
-    lease._keeper.write(json.dumps(asdict(Note("other", "a machine", "far", 7, "1", BEAT_SECONDS, beat))).encode())
+    lease = RunLock(keeper, "run", beat_seconds=BEAT_SECONDS)
+    lease._keeper.write(
+        json.dumps(asdict(LockRecord("other", "a machine", "far", 7, "1", BEAT_SECONDS, beat))).encode()
+    )
 
 
 PROGRAM = """
 import sys, time
 from tests.unit.checkpoint.test_lease import BEAT_SECONDS, open_keeper
-from shade.checkpoint.lease import Lease
-lease = Lease(open_keeper(sys.argv[1]), "run", beat_seconds=BEAT_SECONDS)
+from shade.checkpoint._tiers.run_lock import RunLock
+lease = RunLock(open_keeper(sys.argv[1]), "run", beat_seconds=BEAT_SECONDS)
 lease.acquire()
 print("held", flush=True)
 while True:
@@ -91,18 +93,18 @@ def other_process(url: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_second_is_told_who_is_first(keep: Callable[[], Keeper]) -> None:
-    with Lease(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
+    with RunLock(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
         expected = rf"expected a run id of one's own, got 'run', which host \S+, process {os.getpid()} saves under"
         with pytest.raises(RunInUseError, match=expected):
-            Lease(keep(), "run", beat_seconds=BEAT_SECONDS).acquire()
+            RunLock(keep(), "run", beat_seconds=BEAT_SECONDS).acquire()
         lease.check()
-        with Lease(keep(), "another", beat_seconds=BEAT_SECONDS) as another:
+        with RunLock(keep(), "another", beat_seconds=BEAT_SECONDS) as another:
             another.check()
 
 
 def test_after_a_release_it_is_free(keep: Callable[[], Keeper]) -> None:
     for _ in range(2):
-        lease = Lease(keep(), "run", beat_seconds=60)
+        lease = RunLock(keep(), "run", beat_seconds=60)
         lease.acquire()
         lease.check()
         lease.release()
@@ -114,10 +116,10 @@ def test_a_killed_process_of_this_machine_is_succeeded_at_once(
     keep: Callable[[], Keeper], other_process: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(RunInUseError, match=f"process {other_process.pid} "):
-        Lease(keep(), "run", beat_seconds=60).acquire()
+        RunLock(keep(), "run", beat_seconds=60).acquire()
     other_process.kill()
     other_process.wait()
-    lease = Lease(keep(), "run", beat_seconds=60)
+    lease = RunLock(keep(), "run", beat_seconds=60)
     lease._wait_for_silence = None  # type: ignore[assignment,method-assign]
     lease.acquire()
     lease.release()
@@ -127,7 +129,7 @@ def test_a_stopped_owner_that_was_replaced_finds_out(
     keep: Callable[[], Keeper], other_process: subprocess.Popen[str]
 ) -> None:
     other_process.send_signal(signal.SIGSTOP)
-    with Lease(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
+    with RunLock(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
         other_process.send_signal(signal.SIGCONT)
         _, errors = other_process.communicate(timeout=30)
         assert "RunInUseError: expected a run id of one's own, got 'run', which host" in errors
@@ -139,7 +141,7 @@ def test_an_owner_elsewhere_is_dead_when_its_beat_stands_still(keep: Callable[[]
     keeper = keep()
     held_elsewhere(keeper)
     begun = time.monotonic()
-    with Lease(keeper, "run", beat_seconds=BEAT_SECONDS) as lease:
+    with RunLock(keeper, "run", beat_seconds=BEAT_SECONDS) as lease:
         assert time.monotonic() - begun >= 3 * BEAT_SECONDS
         lease.check()
 
@@ -150,13 +152,13 @@ def test_an_owner_elsewhere_that_beats_is_alive(keep: Callable[[], Keeper]) -> N
     timer = threading.Timer(BEAT_SECONDS, held_elsewhere, (keeper, 1))
     timer.start()
     with pytest.raises(RunInUseError, match="host far, process 7"):
-        Lease(keeper, "run", beat_seconds=BEAT_SECONDS).acquire()
+        RunLock(keeper, "run", beat_seconds=BEAT_SECONDS).acquire()
     timer.join()
 
 
 def test_a_replaced_owner_raises_at_its_next_save_and_leaves_the_note(keep: Callable[[], Keeper]) -> None:
     keeper = keep()
-    lease = Lease(keeper, "run", beat_seconds=60)
+    lease = RunLock(keeper, "run", beat_seconds=60)
     lease.acquire()
     held_elsewhere(keeper)
     for _ in range(2):
@@ -171,11 +173,11 @@ def test_a_replaced_owner_raises_at_its_next_save_and_leaves_the_note(keep: Call
 def test_of_two_at_the_same_moment_one_goes_on(keep: Callable[[], Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_living_owner", lambda keeper: None)  # nobody has seen anybody
     for _ in range(5):
-        leases = [Lease(keep(), "run", beat_seconds=60) for _ in range(4)]
+        leases = [RunLock(keep(), "run", beat_seconds=60) for _ in range(4)]
         barrier = threading.Barrier(len(leases))
         outcomes: list[str] = []
 
-        def take(lease: Lease, barrier: threading.Barrier = barrier, outcomes: list[str] = outcomes) -> None:
+        def take(lease: RunLock, barrier: threading.Barrier = barrier, outcomes: list[str] = outcomes) -> None:
             barrier.wait()
             try:
                 lease.acquire()
@@ -204,7 +206,7 @@ def test_of_two_at_the_same_moment_one_goes_on(keep: Callable[[], Keeper], monke
 def test_a_store_that_is_away_or_emptied_stops_nobody(server: LocalServer) -> None:
     with open_store(server.url, timeout_seconds=5) as inner:
         store = FaultyStore(inner)
-        with Lease(store, "run", beat_seconds=BEAT_SECONDS) as lease:
+        with RunLock(store, "run", beat_seconds=BEAT_SECONDS) as lease:
             store.fail_from("*", 0, StoreUnavailableError("gone"))
             calls = store.num_faults["get_many"]
             lease.check()
@@ -219,19 +221,19 @@ def test_a_store_that_is_away_or_emptied_stops_nobody(server: LocalServer) -> No
                 time.sleep(0.01)
             lease.check()
             with pytest.raises(RunInUseError):
-                Lease(inner, "run", beat_seconds=BEAT_SECONDS).acquire()
+                RunLock(inner, "run", beat_seconds=BEAT_SECONDS).acquire()
 
 
 def test_nobody_to_keep_it_is_an_error_at_the_start(server: LocalServer) -> None:
     with open_store(server.url, timeout_seconds=5) as inner:
         store = FaultyStore(inner).fail_from("*", 0, StoreUnavailableError("gone"))
         with pytest.raises(StoreUnavailableError):
-            Lease(store, "run").acquire()
+            RunLock(store, "run").acquire()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"owner": 1, "more": 2}'])
 def test_a_note_that_is_none_is_nobodys(content: bytes) -> None:
-    assert Note.parse(content) is None
+    assert LockRecord.parse(content) is None
 
 
 def test_a_zombie_holds_nothing(keep: Callable[[], Keeper]) -> None:
@@ -239,20 +241,20 @@ def test_a_zombie_holds_nothing(keep: Callable[[], Keeper]) -> None:
     child.start()
     assert child.pid is not None
     keeper = keep()
-    lease = Lease(keeper, "run", beat_seconds=60)
+    lease = RunLock(keeper, "run", beat_seconds=60)
     lease.acquire()
     mine = lease._found()
     lease.release()
     assert mine is not None
     from shade.process import start_of
 
-    note = Note("child", mine.machine, mine.host, child.pid, start_of(child.pid) or "", 60, 0)
+    note = LockRecord("child", mine.machine, mine.host, child.pid, start_of(child.pid) or "", 60, 0)
     lease._keeper.write(json.dumps(asdict(note)).encode())
     child.kill()  # and not waited for
     deadline = time.monotonic() + 20
     while start_of(child.pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with Lease(keeper, "run", beat_seconds=60):
+    with RunLock(keeper, "run", beat_seconds=60):
         pass
     child.join()

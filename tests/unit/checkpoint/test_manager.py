@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint import tiers as tiers_module
-from shade.checkpoint.copying import Copying
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.manifest import Manifest
-from shade.checkpoint.own_memory import own_folder
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.storage_tier import StorageTier
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._session import open_tiers as tiers_module
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import (
     CheckpointError,
     ConfigError,
@@ -32,7 +32,7 @@ from shade.errors import (
     UnknownNameError,
 )
 from shade.store import open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 
 class Training:
@@ -397,7 +397,23 @@ def test_what_a_crashed_save_left_half_written_is_removed_by_the_next_training(
     begin(Training())
     assert whole.exists()
     assert not older.exists()
-    assert newer.exists()  # nobody can tell that it is not being written
+    assert not newer.exists(), "the lock on the run id says that nobody writes it"
+
+
+def test_with_a_store_what_is_newer_than_the_newest_snapshot_is_left_alone(
+    begin: Callable[..., Checkpointer], server: LocalServer, run: str, tmp_path: Path
+) -> None:
+    training = Training()
+    with begin(training) as checkpointer:
+        training.step()
+        checkpointer.save()
+        checkpointer.wait_durable()
+    (whole,) = (tmp_path / "durable" / run).glob("step-*")
+    newer = whole.with_name("step-0000000007")
+    shutil.copytree(whole, newer, ignore=lambda folder, names: {name for name in names if "commit" in name})
+    begin(Training(), store=str(server.url.reveal()))
+    assert whole.exists()
+    assert newer.exists(), "a flusher that serves another store may be writing it"
 
 
 def test_durable_where_there_is_no_storage(begin: Callable[..., Checkpointer]) -> None:
@@ -536,7 +552,7 @@ def test_a_save_that_cannot_begin_fails_and_the_next_one_does_not(
 ) -> None:
     with begin(Training(), buffers=2) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Stage, "begin", lambda self, num_bytes: (_ for _ in ()).throw(error))
+            patch.setattr(SharedMemoryTier, "begin", lambda self, num_bytes: (_ for _ in ()).throw(error))
             with pytest.raises(type(error)):
                 checkpointer.save()
             with pytest.raises(CheckpointError, match=f"rank 0: {error}"):

@@ -15,10 +15,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.manifest import Bound, ChunkEntry, Commit, Manifest, TensorEntry
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import Bound, ChunkEntry, Commit, Manifest, TensorEntry
 from shade.errors import CheckpointError, CorruptCheckpointError
-from tests.unit.checkpoint.mutation import mutants
+from tests.support.mutation import mutants
 
 DIGEST = "0" * 32
 MANIFEST = Manifest(

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint.codecs.base import memory_slots
-from shade.checkpoint.memory_tier import MemoryTier
+from shade.checkpoint._codecs.base import memory_slots
+from shade.checkpoint._tiers.memory import MemoryTier
 from shade.errors import StoreFullError
 from shade.store import Store, open_store
-from tests.snapshots import Snapshot, make, save
+from tests.support.snapshots import Snapshot, make, save
 
 
 @pytest.fixture

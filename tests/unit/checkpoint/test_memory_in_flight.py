@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shade.checkpoint.manifest import Commit
-from shade.checkpoint.memory_tier import MemoryTier
+from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._tiers.memory import MemoryTier
 from shade.errors import StoreFullError
 from shade.store import Store, open_store
-from tests.snapshots import Snapshot, damages, make, save
+from tests.support.snapshots import Snapshot, damages, make, save
 
 RUN = "run"
 

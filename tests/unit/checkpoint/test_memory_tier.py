@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from shade.checkpoint.manifest import CHUNK_BYTES
-from shade.checkpoint.memory_tier import MemoryTier
-from shade.checkpoint.slots import Layout, Slot, Table
+from shade.checkpoint._format.manifest import CHUNK_BYTES
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.slot_table import Slot, SlotLayout, SlotTable
 from shade.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
 from shade.store import MemoryStore, Store, StoreStats, StoreURL, open_store
 from shade.store.keys import placement_tags
-from shade.store.sizing import allocated_bytes, stored_bytes
+from shade.store.redis_commands import allocated_bytes, stored_bytes
 from shade.testing import FaultyStore
 from shade.types import Bytes
-from tests.snapshots import damages, make, readable, save
+from tests.support.snapshots import damages, make, readable, save
 
 
 class Servers(Store):
@@ -220,14 +220,18 @@ def test_an_emptied_store_is_an_error_now_and_none_later(tier: MemoryTier) -> No
 
 
 def test_a_table_with_a_flipped_bit_is_none() -> None:
-    table = Table().with_slot(0, 5, Layout(("a", "b"), 1), (10, 20)).with_slot(1, 6, Layout(("a",), 0, 4, 2), ())
+    table = (
+        SlotTable()
+        .with_slot(0, 5, SlotLayout(("a", "b"), 1), (10, 20))
+        .with_slot(1, 6, SlotLayout(("a",), 0, 4, 2), ())
+    )
     content = table.to_bytes()
-    assert Table.parse(content) == table
+    assert SlotTable.parse(content) == table
     for position in range(len(content)):
         flipped = bytearray(content)
         flipped[position] ^= 1
-        assert Table.parse(bytes(flipped)) is None
-    assert Table.parse(b"") is None
+        assert SlotTable.parse(bytes(flipped)) is None
+    assert SlotTable.parse(b"") is None
 
 
 # ------------------------------------------------------------------------------------------------ dirty bits
@@ -473,7 +477,7 @@ def test_arguments_that_cannot_be(num_servers: int, options: Mapping[str, object
 
 def test_survival_is_that_of_the_worst_choice_of_servers() -> None:
     for num_servers, k, r in itertools.product(range(1, 8), range(1, 6), range(1, 5)):
-        layout = Layout(placement_tags()[:num_servers], 0, k, r)
+        layout = SlotLayout(placement_tags()[:num_servers], 0, k, r)
         slot = Slot(0, 1, 1, layout, (1,))
         homes = [slot.layout.copy_tags(0, member)[0] for member in range(k)]
         homes += [layout.parity_tag(0, 0, row) for row in range(r)]

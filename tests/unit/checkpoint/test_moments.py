@@ -6,17 +6,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.checkpoint.codecs.moments import ALPHA, BETA, Survey
-from shade.checkpoint.layout import TensorSpec, bytes_of, plan
-from shade.checkpoint.state import dismantle
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._codecs.excp import ALPHA, BETA, Survey
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 
 def survey(state: dict[str, object], before: dict[str, object]) -> tuple[Survey, Arrays, Arrays]:
-    tree, tensors = dismantle(state)
-    _, old = dismantle(before)
-    layout = plan({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+    tree, tensors = flatten(state)
+    _, old = flatten(before)
+    layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
     data, base = (
         torch.cat([bytes_of(each[name].contiguous()) for name in layout.entries]).numpy() for each in (tensors, old)
     )

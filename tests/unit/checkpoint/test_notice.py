@@ -13,18 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.notice import FileNotice, HttpNotice, Notice, SignalNotice, Source, seconds_in, source_of
+from shade.checkpoint._preemption.notice import (
+    FileNotice,
+    HttpNotice,
+    NoticeSource,
+    PreemptionNotice,
+    SignalNotice,
+    seconds_in,
+    source_of,
+)
 from shade.errors import ConfigError
 
 GRACE = 77.0
 
 
-def left(notice: Notice | None) -> float:
+def left(notice: PreemptionNotice | None) -> float:
     assert notice is not None
     return notice.seconds_left
 
 
-def heard(source: Source) -> Notice:
+def heard(source: NoticeSource) -> PreemptionNotice:
     deadline = time.monotonic() + 30
     while (notice := source.look()) is None:
         assert time.monotonic() < deadline

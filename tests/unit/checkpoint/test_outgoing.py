@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint.arrivals import Arrivals
-from shade.checkpoint.batching import Batching
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.manifest import Manifest, TensorEntry
-from shade.checkpoint.outgoing import Outgoing
+from shade.checkpoint._buffer.stream_hash import StreamHash
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import Manifest, TensorEntry
+from shade.checkpoint._pacing.batching import Batching
+from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.errors import CheckpointError, TornSnapshotError
 
 CHUNK, LENGTH = 1000, 3700
@@ -26,10 +26,10 @@ class Shard:
     def __init__(self, length: int = LENGTH) -> None:
         self.content = random.Random(0).randbytes(length)
         data = memoryview(bytearray(self.content))
-        self.arrivals, self.copied = Arrivals(data, CHUNK), Future[None]()
+        self.arrivals, self.copied = StreamHash(data, CHUNK), Future[None]()
         tensors = {"x": TensorEntry("U8", (length,), 0, length)}
         draft = Manifest("run", 7, 0, 1, "none", length, tensors, (), None, CHUNK)
-        self.outgoing = Outgoing(draft, data, self.arrivals, self.copied)
+        self.outgoing = StreamUpload(draft, data, self.arrivals, self.copied)
 
     def arrive(self, *ranges: tuple[int, int]) -> None:
         for start, stop in ranges:
@@ -85,7 +85,7 @@ def test_what_nobody_took_is_hashed_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("way", [lambda one: one.chunks(), lambda one: one.batches(Batching())])
-def test_a_copy_that_fails_ends_the_chunks(way: Callable[[Outgoing], Any]) -> None:
+def test_a_copy_that_fails_ends_the_chunks(way: Callable[[StreamUpload], Any]) -> None:
     shard = Shard()
     shard.arrive((0, 1200))
     shard.copied.set_exception(TornSnapshotError("'x' moved"))
@@ -107,7 +107,7 @@ def test_batches_are_the_same_bytes_in_fewer_pieces() -> None:
 
 
 def test_a_shard_of_nothing() -> None:
-    for way in (Outgoing.chunks, lambda one: one.batches(Batching())):
+    for way in (StreamUpload.chunks, lambda one: one.batches(Batching())):
         shard = Shard(0)
         assert list(way(shard.outgoing)) == []
         assert shard.outgoing.manifest.to_bytes()
@@ -124,7 +124,7 @@ class Event:
 
 
 def test_copies_that_are_under_way_on_a_device_are_waited_for_one_by_one() -> None:
-    arrivals, happened = Arrivals(memoryview(bytes(3000)), CHUNK), list[str]()
+    arrivals, happened = StreamHash(memoryview(bytes(3000)), CHUNK), list[str]()
     arrivals.add(0, 500)
     arrivals.add(500, 1500, Event(happened, "first"))  # type: ignore[arg-type]
     arrivals.add(1500, 3000, Event(happened, "second"))  # type: ignore[arg-type]
@@ -135,23 +135,23 @@ def test_copies_that_are_under_way_on_a_device_are_waited_for_one_by_one() -> No
 
 
 def test_what_never_comes_is_told_apart_from_what_is_there() -> None:
-    arrivals = Arrivals(memoryview(bytes(3000)), CHUNK)
+    arrivals = StreamHash(memoryview(bytes(3000)), CHUNK)
     arrivals.add(1000, 2000)
     arrivals.end()
     assert [arrivals.wait(number) for number in range(3)] == [None, digest_of(bytes(CHUNK)), None]
     content = random.Random(0).randbytes(2500)
-    assert Arrivals.of_all(memoryview(content)).wait(0) == digest_of(content)
+    assert StreamHash.of_all(memoryview(content)).wait(0) == digest_of(content)
 
 
 def test_what_was_hashed_on_the_way_is_not_hashed_again() -> None:
-    arrivals = Arrivals(memoryview(bytes(3000)), CHUNK)
+    arrivals = StreamHash(memoryview(bytes(3000)), CHUNK)
     arrivals.hashed(1, "as told")
     arrivals.add(0, 3000)
     assert [arrivals.wait(number) for number in range(2)] == [digest_of(bytes(CHUNK)), "as told"]
 
 
 def test_pieces_end_where_chunks_do() -> None:
-    arrivals = Arrivals(memoryview(bytes(LENGTH)), CHUNK)
+    arrivals = StreamHash(memoryview(bytes(LENGTH)), CHUNK)
     assert list(arrivals.pieces(300, 2100)) == [(300, 1000), (1000, 2000), (2000, 2100)]
     assert list(arrivals.pieces(1000, 2000)) == [(1000, 2000)]
     assert list(arrivals.pieces(5, 5)) == []

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint import packing
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.manifest import Manifest, TensorEntry
-from shade.checkpoint.packing import Packed, Packer
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import Manifest, TensorEntry
+from shade.checkpoint._save import packing
+from shade.checkpoint._save.packing import PackedShard, Packer
 from shade.errors import ConfigError, UnknownNameError
 
 CHUNK_BYTES = 2**16
@@ -43,21 +43,21 @@ def moved(buffer: torch.Tensor, size: float = 1e-3, start: int = 0, stop: int = 
     return made
 
 
-def pack(packer: Packer, buffer: torch.Tensor, entries: dict[str, TensorEntry] = ENTRIES) -> Packed:
+def pack(packer: Packer, buffer: torch.Tensor, entries: dict[str, TensorEntry] = ENTRIES) -> PackedShard:
     return packer.pack(1, buffer, NUM_BYTES, entries, None)
 
 
-def land(packer: Packer, buffer: torch.Tensor) -> Packed:
+def land(packer: Packer, buffer: torch.Tensor) -> PackedShard:
     packed = pack(packer, buffer)
     packer.landed(packed, digest_of(packed.manifest.to_bytes()), buffer)
     return packed
 
 
-def codecs(packed: Packed) -> list[str]:
+def codecs(packed: PackedShard) -> list[str]:
     return [packed.manifest.chunk_codec(number) for number in range(3)]
 
 
-def check(packed: Packed, buffer: torch.Tensor) -> None:
+def check(packed: PackedShard, buffer: torch.Tensor) -> None:
     """What must hold of every shard: it can be parsed, and the buffer is what will come back."""
     manifest = packed.manifest
     assert Manifest.parse(manifest.to_bytes(), manifest.digest) == manifest

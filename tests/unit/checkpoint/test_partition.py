@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shade.checkpoint.strategies.partition import partition
+from shade.checkpoint._strategies.windows import partition
 
 seconds = st.floats(0, 1e3)
 

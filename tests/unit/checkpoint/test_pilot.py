@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint.autopilot.costs import Costs
-from shade.checkpoint.autopilot.measure import MemoryRates, costs_of
-from shade.checkpoint.autopilot.pilot import AUTO, TRIALS, Pilot, candidates
-from shade.checkpoint.schedule import Pace
-from shade.checkpoint.strategies import STRATEGIES
-from shade.checkpoint.strategies.base import Terms
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._strategies import STRATEGIES
+from shade.checkpoint._strategies.base import Terms
+from shade.checkpoint._strategies.measure import Costs, MemoryRates, costs_of
+from shade.checkpoint._strategies.pilot import AUTO, TRIALS, Pilot, candidates
 
 STEP = 0.5
 COSTS = Costs(
@@ -234,7 +233,7 @@ def test_candidates_are_the_registered_ones_that_are_exact() -> None:
 
 
 def test_costs_from_a_save_predict_that_save_again() -> None:
-    from shade.checkpoint.autopilot.predict import predict
+    from shade.checkpoint._strategies.predict import predict
 
     rates = MemoryRates(copy=4e9, burst=8e9, hashing=20e9)
     costs = costs_of(10**9, rates, 0.45, pace(0.35, blocked=0.05, landed=1.3))

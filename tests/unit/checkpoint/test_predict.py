@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.autopilot.costs import CodecCost, Costs
-from shade.checkpoint.autopilot.predict import predict
-from shade.checkpoint.strategies.base import Terms
+from shade.checkpoint._strategies.base import Terms
+from shade.checkpoint._strategies.measure import CodecCost, Costs
+from shade.checkpoint._strategies.predict import predict
 from shade.errors import ConfigError
 
 COSTS = Costs(

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
-from shade.checkpoint.group import Alone, Group
-from shade.checkpoint.manifest import Commit
-from shade.checkpoint.protocol import Stored, agree, store
-from shade.checkpoint.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
-from shade.checkpoint.torture.world import World
+from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup
+from shade.checkpoint._commit.protocol import Stored, agree, store
+from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, StorageError
-from tests.unit.checkpoint.test_flush import Shelf
+from tests.simulation.torture.ledger import Saved, saved
+from tests.support.stepped_ranks import together
+from tests.support.tiers import Shelf
 
 T = TypeVar("T")
-
-
-def together(num_ranks: int, act: Callable[[Group], T]) -> list[Any]:
-    """What each rank comes to: a result, or the error that it raised."""
-    world = World(0)
-    found: list[Any] = [None] * num_ranks
-
-    def process(group: Group) -> Callable[[], None]:
-        def work() -> None:
-            try:
-                found[group.rank] = act(group)
-            except Exception as error:  # noqa: BLE001 - it is what the test asks for
-                found[group.rank] = error
-
-        return work
-
-    world.run({f"rank {group.rank}": process(group) for group in world.groups(num_ranks)})
-    return found
 
 
 class Place(Shelf):
@@ -59,7 +40,7 @@ class Place(Shelf):
         super().commit(place, record)
 
 
-def save(tier: Place, one: Saved, group: Group) -> Stored:
+def save(tier: Place, one: Saved, group: ProcessGroup) -> Stored:
     manifest = one.manifests[group.rank]
     agreed = agree(group, manifest, None, one.notes)
     assert agreed.record == one.record
@@ -96,7 +77,7 @@ def test_one_that_fails_fails_for_all_and_leaves_nothing(failing: str, error: Ex
 def test_one_without_a_snapshot_is_an_error_everywhere_with_its_rank() -> None:
     one = saved(10, 1, 3)
 
-    def act(group: Group) -> Any:
+    def act(group: ProcessGroup) -> Any:
         if group.rank == 1:
             return agree(group, None, "'model/x' changed", one.notes)
         return agree(group, one.manifests[group.rank], None, one.notes)
@@ -107,13 +88,13 @@ def test_one_without_a_snapshot_is_an_error_everywhere_with_its_rank() -> None:
 
 
 def test_ranks_that_save_different_steps_or_models_are_told_so() -> None:
-    def steps(group: Group) -> Any:
+    def steps(group: ProcessGroup) -> Any:
         one = saved(10 + group.rank, 1, 2)
         return agree(group, one.manifests[group.rank], None, one.notes)
 
     assert all("every rank to save the same step" in str(each) for each in together(2, steps))
 
-    def models(group: Group) -> Any:
+    def models(group: ProcessGroup) -> Any:
         one = saved(10, 1, 3)
         notes = replace(one.notes, replica="other" if group.rank == 2 else "same")
         return agree(group, one.manifests[group.rank], None, notes)
@@ -124,7 +105,7 @@ def test_ranks_that_save_different_steps_or_models_are_told_so() -> None:
 def test_the_record_is_rank_0s() -> None:
     one = saved(10, 7, 2)
 
-    def act(group: Group) -> Any:
+    def act(group: ProcessGroup) -> Any:
         notes = replace(
             one.notes, sequence=7 + group.rank, saved_at=7.0 + group.rank, metrics={"loss": float(group.rank)}
         )
@@ -138,7 +119,7 @@ def test_the_record_is_rank_0s() -> None:
 def test_a_dead_rank_is_an_error_and_no_commit() -> None:
     tier, one = Place(), saved(10, 1, 2)
 
-    def act(group: Group) -> Any:
+    def act(group: ProcessGroup) -> Any:
         manifest = one.manifests[group.rank]
         agreed = agree(group, manifest, None, one.notes)
         if group.rank == 1:
@@ -153,4 +134,4 @@ def test_a_dead_rank_is_an_error_and_no_commit() -> None:
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
     tier, one = Place(), saved(10, 1, 1)
-    assert save(tier, one, Alone()) == Stored("10")
+    assert save(tier, one, SingleProcessGroup()) == Stored("10")

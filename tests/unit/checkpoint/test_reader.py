@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import pytest
 
-from shade.checkpoint.manifest import Manifest
-from shade.checkpoint.reader import BATCH, Reader, Snapshot
-from shade.checkpoint.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
+from shade.checkpoint._restore.reader import BATCH, Reader, Snapshot
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CorruptCheckpointError, StorageError, StoreUnavailableError
-from shade.types import Bytes
-from tests.snapshots import make, save
-from tests.unit.checkpoint.test_flush import Shelf
-
-
-class Near(Shelf):
-    """A tier that counts what is read from it, by chunk."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name  # type: ignore[misc]
-        self.read: list[int] = []
-
-    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        self.read += numbers
-        return super().read_chunks(place, manifest, numbers, copy)
-
-    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        self.manifests[place, manifest.rank] = manifest.to_bytes()
-        for number, content in damaged.items():
-            self.chunks[place, manifest.rank, number] = bytes(content)
+from tests.simulation.torture.ledger import Saved, saved
+from tests.support.snapshots import make, save
+from tests.support.tiers import Near
 
 
 @pytest.fixture

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from shade.checkpoint.certify import carry
-from shade.checkpoint.codecs.xor_zstd import XorZstandard
-from shade.checkpoint.group import Alone
-from shade.checkpoint.manifest import Commit
-from shade.checkpoint.reader import Reader, Snapshot
-from shade.checkpoint.rebuild import Rebuilt, check
-from shade.checkpoint.recover import recover
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture.delta import built_on
-from shade.checkpoint.torture.ledger import RUN, Saved
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._codecs.xor_zstd import XorZstandard
+from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._interchange.certify import carry
+from shade.checkpoint._restore.reader import Reader, Rebuilt, Snapshot, check
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError
-from tests.unit.checkpoint.test_reader import Near
+from tests.simulation.torture.delta import built_on
+from tests.simulation.torture.ledger import RUN, Saved
+from tests.support.tiers import Near
 
 WORLD_SIZE = 2
 
@@ -131,7 +130,7 @@ def test_a_restore_falls_back_on_what_can_be_built(caplog: pytest.LogCaptureFixt
     for one in saves:
         put(tier, one)
     tier.discard("20")
-    found = recover(Reader([tier]), Alone())
+    found = read_newest(Reader([tier]), SingleProcessGroup())
     assert found is not None
     assert found.record == saves[0].record
     assert "step 30" in caplog.text
@@ -140,10 +139,10 @@ def test_a_restore_falls_back_on_what_can_be_built(caplog: pytest.LogCaptureFixt
 def test_own_memory_needs_no_base(tmp_path: Path) -> None:
     """It has the data, not the difference; where that is damaged, the other tiers build it."""
     tier, saves = Near("tier"), chain()
-    stage = Stage(RUN, 0, folder=tmp_path)
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     one = saves[2]
     for rank in range(WORLD_SIZE):
-        own = stage if rank == 0 else Stage(RUN, rank, folder=tmp_path)
+        own = stage if rank == 0 else SharedMemoryTier(RUN, rank, folder=tmp_path)
         place, buffer = own.begin(len(one.data[rank]))
         buffer[: len(one.data[rank])] = torch.frombuffer(bytearray(one.data[rank]), dtype=torch.uint8)
         own.put(place, Shard(one.manifests[rank], ()))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint.group import Alone, Group
-from shade.checkpoint.reader import Reader
-from shade.checkpoint.recover import recover
-from shade.checkpoint.tier import Shard, Tier
-from shade.checkpoint.torture.ledger import Saved, saved
+from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
-from tests.unit.checkpoint.test_protocol import together
-from tests.unit.checkpoint.test_reader import Near
+from tests.simulation.torture.ledger import Saved, saved
+from tests.support.stepped_ranks import together
+from tests.support.tiers import Near
 
 
 def put(tier: Near, one: Saved) -> None:
@@ -43,12 +43,12 @@ def own(*saves: Saved) -> Near:
 def found(tiers: list[list[Tier]], only: list[str] | None = None, step: int | None = None) -> list[Any]:
     """What each rank recovers from its own tiers: record and tensors, or the error."""
 
-    def act(group: Group) -> Any:
-        got = recover(Reader(tiers[group.rank]), group, only, step)
+    def act(group: ProcessGroup) -> Any:
+        got = read_newest(Reader(tiers[group.rank]), group, only, step)
         return got and (got.record, {name: bytes(tensor.numpy()) for name, tensor in got.tensors.items()}, got.tiers)
 
     if len(tiers) == 1:
-        return [act(Alone())]
+        return [act(SingleProcessGroup())]
     return together(len(tiers), act)
 
 
@@ -86,8 +86,8 @@ def test_a_rank_that_sees_nothing_is_told() -> None:
 def test_ranks_take_what_was_rank_r_mod_ws() -> None:
     shared = storage(saved(10, 1, 2))
 
-    def act(group: Group) -> Any:
-        got = recover(Reader([shared]), group)
+    def act(group: ProcessGroup) -> Any:
+        got = read_newest(Reader([shared]), group)
         assert got is not None
         return got.tree["dict"][1][0]["dict"][1][0]["tensor"]
 
@@ -135,7 +135,7 @@ def test_silent_storage_is_no_reason_to_go_back_to_something_old() -> None:
         [own(FIRST), silent(storage(SECOND), StorageError("stale handle"))],
         [silent(storage(), StorageError("x"))],
     ):
-        (error,) = together(1, lambda group, tiers=tiers: recover(Reader(tiers), group))
+        (error,) = together(1, lambda group, tiers=tiers: read_newest(Reader(tiers), group))
         assert isinstance(error, CheckpointError)
         assert "every tier to say what it holds" in str(error)
     seen = found([[silent(storage(), StorageError("stale handle"))], [storage(SECOND)]])
@@ -145,7 +145,7 @@ def test_silent_storage_is_no_reason_to_go_back_to_something_old() -> None:
 def test_silent_memory_is_waited_for_only_where_there_is_nothing_else() -> None:
     memory = silent(Near("cluster memory"), StoreUnavailableError("gone"))
     assert found([[memory, storage(FIRST)]])[0][0] == FIRST.record
-    (error,) = together(1, lambda group: recover(Reader([memory, storage()]), group))
+    (error,) = together(1, lambda group: read_newest(Reader([memory, storage()]), group))
     assert "bring it back" in str(error)
 
 
@@ -159,6 +159,6 @@ def test_a_part_is_read_by_its_chunks_alone() -> None:
 def test_the_newest_sequence_counts_what_could_not_be_read() -> None:
     broken = storage(FIRST, SECOND)
     del broken.chunks["20", 0, 0]
-    got = recover(Reader([broken]), Alone())
+    got = read_newest(Reader([broken]), SingleProcessGroup())
     assert got is not None
     assert (got.record.sequence, got.newest_sequence) == (1, 2)

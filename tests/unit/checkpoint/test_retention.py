@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint.manifest import Commit
-from shade.checkpoint.retention import DEFAULT, Keep, lineage
+from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._format.retention import DEFAULT, Keep, lineage
 from shade.errors import ConfigError
 
 

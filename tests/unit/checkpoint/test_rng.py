@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint.assembly import assemble
-from shade.checkpoint.rng import RandomState
-from shade.checkpoint.state import dismantle
+from shade.checkpoint._capture.flatten import flatten
+from shade.checkpoint._capture.rng import RandomState
+from shade.checkpoint._capture.unflatten import unflatten
 from shade.errors import StateMismatchError
 
 
@@ -41,17 +41,17 @@ def draw() -> list[Any]:
 def test_what_follows_is_what_would_have_followed(num_drawn: int) -> None:
     for _ in range(num_drawn):
         draw()
-    skeleton, tensors = dismantle(RandomState().state_dict())
+    skeleton, tensors = flatten(RandomState().state_dict())
     stored = {name: tensor.clone() for name, tensor in tensors.items()}
     text = json.dumps(skeleton)
     expected = [draw() for _ in range(3)]
-    RandomState().load_state_dict(assemble(json.loads(text), stored))
+    RandomState().load_state_dict(unflatten(json.loads(text), stored))
     assert [draw() for _ in range(3)] == expected
 
 
 def test_it_is_small_and_drawing_does_not_change_it() -> None:
     state = RandomState().state_dict()
-    skeleton, tensors = dismantle(state)
+    skeleton, tensors = flatten(state)
     assert len(json.dumps(skeleton)) < 1000
     assert sum(tensor.nbytes for tensor in tensors.values()) < 20_000
     before = {name: tensor.clone() for name, tensor in tensors.items()}

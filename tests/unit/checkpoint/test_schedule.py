@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shade.checkpoint.schedule import WARM_UP_STEPS, Pace, PaceMeter, Schedule
+from shade.checkpoint._pacing.schedule import WARM_UP_STEPS, Pace, PaceMeter, Schedule
 from shade.errors import ConfigError
 
 

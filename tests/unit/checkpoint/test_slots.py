@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from shade.checkpoint.digest import digest_of
-from shade.checkpoint.slots import Layout, Table
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._tiers.slot_table import SlotLayout, SlotTable
 
 TAGS = tuple("abcdefghijkl")
 
 
-def holders(layout: Layout, num_chunks: int = 240) -> list[frozenset[str]]:
+def holders(layout: SlotLayout, num_chunks: int = 240) -> list[frozenset[str]]:
     """The servers that each chunk of rank 0 lies on."""
     return [frozenset(layout.copy_tags(0, number)) for number in range(num_chunks)]
 
@@ -23,7 +23,7 @@ def holders(layout: Layout, num_chunks: int = 240) -> list[frozenset[str]]:
 def test_each_copy_lies_on_another_server_and_all_servers_have_as_much(num_servers: int, replicas: int) -> None:
     if replicas >= num_servers:
         pytest.skip("refused before")
-    layout = Layout(TAGS[:num_servers], replicas, grouped=True)
+    layout = SlotLayout(TAGS[:num_servers], replicas, grouped=True)
     num_chunks = 2 * num_servers
     copies = [tag for number in range(num_chunks) for tag in layout.copy_tags(3, number)]
     assert all(len(each) == 1 + replicas for each in holders(layout, num_chunks))
@@ -32,7 +32,7 @@ def test_each_copy_lies_on_another_server_and_all_servers_have_as_much(num_serve
     assert set(homes.values()) == {2}
 
 
-def fatal(layout: Layout, num_lost: int) -> int:
+def fatal(layout: SlotLayout, num_lost: int) -> int:
     """How many choices of servers to lose lose a chunk."""
     held = set(holders(layout))
     return sum(any(each <= set(lost) for each in held) for lost in itertools.combinations(layout.tags, num_lost))
@@ -53,17 +53,17 @@ def fatal(layout: Layout, num_lost: int) -> int:
 def test_of_all_losses_of_as_many_servers_as_copies_only_whole_groups_are_fatal(
     num_servers: int, replicas: int, expected: int
 ) -> None:
-    grouped = Layout(TAGS[:num_servers], replicas, grouped=True)
+    grouped = SlotLayout(TAGS[:num_servers], replicas, grouped=True)
     assert fatal(grouped, replicas) == 0
     assert fatal(grouped, replicas + 1) == expected
-    assert fatal(Layout(TAGS[:num_servers], replicas), replicas + 1) == num_servers, "what it was before"
+    assert fatal(SlotLayout(TAGS[:num_servers], replicas), replicas + 1) == num_servers, "what it was before"
 
 
 def test_a_table_from_before_there_were_groups_is_read_as_it_was_written() -> None:
-    before = Layout(("a", "b", "c"), 1)
-    content = Table().with_slot(0, 5, before, (10,)).to_bytes()
+    before = SlotLayout(("a", "b", "c"), 1)
+    content = SlotTable().with_slot(0, 5, before, (10,)).to_bytes()
     old = content[32:].replace(b',"grouped":false', b"")
     assert old != content[32:]
-    found = Table.parse(digest_of(old).encode() + old)
+    found = SlotTable.parse(digest_of(old).encode() + old)
     assert found is not None
     assert found.slots[0].layout == before

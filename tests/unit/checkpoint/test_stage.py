@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint import stage as stage_module
-from shade.checkpoint.stage import Stage
-from shade.checkpoint.tier import Shard
-from shade.checkpoint.torture.ledger import Saved, saved
+from shade.checkpoint._buffer import shared_memory_tier as stage_module
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import ConfigError, RunInUseError, StorageFullError
+from tests.simulation.torture.ledger import Saved, saved
 
 RUN = "run"
 
 
-def keep(stages: list[Stage], one: Saved) -> str:
+def keep(stages: list[SharedMemoryTier], one: Saved) -> str:
     """Puts a snapshot into own memory, as the protocol does."""
     for stage, manifest, chunks in zip(stages, one.manifests, one.chunks, strict=True):
         place, buffer = stage.begin(manifest.num_bytes)
@@ -34,7 +34,7 @@ def keep(stages: list[Stage], one: Saved) -> str:
     return place
 
 
-def is_whole(stage: Stage, place: str, one: Saved) -> bool:
+def is_whole(stage: SharedMemoryTier, place: str, one: Saved) -> bool:
     return all(
         stage.read_manifest(place, rank) == manifest.to_bytes()
         and [bytes(each or b"") for each in stage.read_chunks(place, manifest, range(len(chunks)))] == list(chunks)
@@ -44,21 +44,21 @@ def is_whole(stage: Stage, place: str, one: Saved) -> bool:
 
 def test_another_process_finds_what_a_dead_one_left(tmp_path: Path) -> None:
     one = saved(10, 1, 2, RUN)
-    stages = [Stage(RUN, rank, folder=tmp_path) for rank in range(2)]
+    stages = [SharedMemoryTier(RUN, rank, folder=tmp_path) for rank in range(2)]
     place = keep(stages, one)
     for stage in stages:
         stage.close()
-    later = Stage(RUN, 5, folder=tmp_path)
+    later = SharedMemoryTier(RUN, 5, folder=tmp_path)
     assert later.held() == {place: one.record}
     assert is_whole(later, place, one)
 
 
 def test_a_buffer_that_is_begun_holds_nothing_and_a_second_one_closes_the_gap(tmp_path: Path) -> None:
-    single = Stage(RUN, 0, folder=tmp_path / "1")
+    single = SharedMemoryTier(RUN, 0, folder=tmp_path / "1")
     keep([single], saved(10, 1, 1, RUN))
     single.begin(100)
     assert single.held() == {}
-    double = Stage(RUN, 0, num_buffers=2, folder=tmp_path / "2")
+    double = SharedMemoryTier(RUN, 0, num_buffers=2, folder=tmp_path / "2")
     first = keep([double], saved(10, 1, 1, RUN))
     second = keep([double], saved(20, 2, 1, RUN))
     assert first != second
@@ -69,7 +69,7 @@ def test_a_buffer_that_is_begun_holds_nothing_and_a_second_one_closes_the_gap(tm
 
 
 def test_a_turn_that_passes_keeps_ranks_in_step(tmp_path: Path) -> None:
-    stages = [Stage(RUN, rank, num_buffers=2, folder=tmp_path) for rank in range(2)]
+    stages = [SharedMemoryTier(RUN, rank, num_buffers=2, folder=tmp_path) for rank in range(2)]
     stages[0].begin(10)
     stages[1].skip()
     assert stages[0].prepare(1, []) == stages[1].prepare(1, []) == "0"
@@ -77,14 +77,14 @@ def test_a_turn_that_passes_keeps_ranks_in_step(tmp_path: Path) -> None:
 
 
 def test_of_two_records_for_a_place_the_newer_counts(tmp_path: Path) -> None:
-    stages = [Stage(RUN, rank, folder=tmp_path) for rank in range(2)]
+    stages = [SharedMemoryTier(RUN, rank, folder=tmp_path) for rank in range(2)]
     keep(stages, saved(10, 1, 2, RUN))
     stages[0].commit("0", saved(20, 2, 2, RUN).record)  # rank 1 died before it could
     assert stages[1].held()["0"].step == 20
 
 
 def test_a_larger_state_gets_a_larger_buffer(tmp_path: Path) -> None:
-    stage = Stage(RUN, 0, folder=tmp_path)
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     _, small = stage.begin(100)
     assert len(small) == 2 * 2**20
     _, large = stage.begin(3 * 2**20)
@@ -95,7 +95,7 @@ def test_a_larger_state_gets_a_larger_buffer(tmp_path: Path) -> None:
 
 
 def test_no_room_is_said_and_leaves_no_file(tmp_path: Path) -> None:
-    stage = Stage(RUN, 0, folder=tmp_path)
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     with pytest.raises(StorageFullError, match=r"bytes of shared memory in .*, got .* free"):
         stage.begin(2**60)
     assert list(stage.folder.glob("*.data")) == []
@@ -104,11 +104,11 @@ def test_no_room_is_said_and_leaves_no_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="a folder for snapshot buffers"):
-        Stage(RUN, 0, folder=tmp_path / "file")
+        SharedMemoryTier(RUN, 0, folder=tmp_path / "file")
 
 
 def _claims(folder: Path, run: str, told: Any) -> None:
-    stage = Stage(run, 0, folder=folder)
+    stage = SharedMemoryTier(run, 0, folder=folder)
     stage.claim()
     told.send("claimed")
     signal.pause()
@@ -120,11 +120,11 @@ def test_two_processes_cannot_share_buffers_and_the_dead_have_no_claim(tmp_path:
     process = context.Process(target=_claims, args=(tmp_path, RUN, theirs), daemon=True)
     process.start()
     assert ours.recv() == "claimed"
-    stage = Stage(RUN, 0, folder=tmp_path)
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     with pytest.raises(RunInUseError, match="a run id of one's own on this machine, got 'run'"):
         stage.claim()
-    Stage(RUN, 1, folder=tmp_path).claim()
-    Stage("another", 0, folder=tmp_path).claim()
+    SharedMemoryTier(RUN, 1, folder=tmp_path).claim()
+    SharedMemoryTier("another", 0, folder=tmp_path).claim()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -135,7 +135,7 @@ def test_two_processes_cannot_share_buffers_and_the_dead_have_no_claim(tmp_path:
 
 
 def test_a_damaged_record_is_told(tmp_path: Path) -> None:
-    stage = Stage(RUN, 0, folder=tmp_path)
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     keep([stage], saved(10, 1, 1, RUN))
     assert stage.held()
     assert list(stage.damaged) == []
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_told(tmp_path: Path) -> None:
 
 
 def test_ending_removes_what_nobody_will_come_back_for(tmp_path: Path) -> None:
-    stage = Stage(RUN, 0, folder=tmp_path)
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     keep([stage], saved(10, 1, 1, RUN))
     stage.close()
     assert stage.held()
@@ -165,7 +165,7 @@ def test_a_buffer_is_made_huge_once_nobody_is_writing_it(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(stage_module, "make_huge", try_it)
     monkeypatch.setattr(stage_module, "_PAUSES_SECONDS", (0.01,) * 20)
-    stage = Stage(RUN, 0, folder=tmp_path)
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     stage.begin(100)
     assert is_huge.wait(10)
     for thread in threading.enumerate():

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint.assembly import assemble
-from shade.checkpoint.layout import SPELLINGS, bytes_of
-from shade.checkpoint.state import INLINE, MAX_DEPTH, dismantle
+from shade.checkpoint._capture.flatten import INLINE, MAX_DEPTH, flatten
+from shade.checkpoint._capture.layout import SPELLINGS
+from shade.checkpoint._capture.unflatten import unflatten
 from shade.errors import ConfigError
+from tests.support.states import assert_same
 
 DTYPES = [
     *SPELLINGS,
@@ -33,42 +34,9 @@ NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("7ff800000000beef"))[0]
 
 def round_trip(state: Any) -> Any:
     """Through text, and through tensors that are other memory than the state's."""
-    skeleton, tensors = dismantle(state)
+    skeleton, tensors = flatten(state)
     stored = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    return assemble(json.loads(json.dumps(skeleton, sort_keys=True, allow_nan=False)), stored)
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Equal in type, order and bits."""
-    assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert bits(found) == bits(expected)
-    elif isinstance(expected, np.ndarray | np.generic):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.tobytes() == expected.tobytes()
-    elif isinstance(expected, dict):
-        assert_same(list(found.keys()), list(expected.keys()))
-        for key, value in expected.items():
-            assert_same(found[key], value)
-        assert getattr(found, "_metadata", None) == getattr(expected, "_metadata", None)
-        assert getattr(found, "default_factory", None) is getattr(expected, "default_factory", None)
-    elif isinstance(expected, list | tuple | deque) and not isinstance(expected, torch.Size):
-        assert len(found) == len(expected)
-        assert getattr(found, "maxlen", None) == getattr(expected, "maxlen", None)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    elif isinstance(expected, float):
-        assert struct.pack(">d", found) == struct.pack(">d", expected)
-    elif isinstance(expected, complex):
-        assert_same([found.real, found.imag], [expected.real, expected.imag])
-    else:
-        assert found == expected
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    flat = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    return bytes(bytes_of(flat).numpy().tobytes())
+    return unflatten(json.loads(json.dumps(skeleton, sort_keys=True, allow_nan=False)), stored)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +126,7 @@ def test_tensors_of_every_type_and_shape_come_back(dtype: torch.dtype, shape: tu
     raw = torch.arange(num_bytes, dtype=torch.uint8) % (2 if dtype is torch.bool else 251)
     tensor = raw.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)
     assert_same(round_trip({"tensor": tensor}), {"tensor": tensor})
-    _, tensors = dismantle(tensor)
+    _, tensors = flatten(tensor)
     assert all(each.dtype in SPELLINGS for each in tensors.values())
 
 
@@ -183,7 +151,7 @@ def test_views_come_back_contiguous_and_equal(tensor: torch.Tensor) -> None:
 def test_tensors_are_references_and_named_by_their_path() -> None:
     weight, moment = torch.rand(3), torch.rand(3)
     array = np.zeros(3)
-    _, tensors = dismantle({"model": {"h.0/w%@": weight}, "optimizer": {"state": {0: {"m": [moment, array]}}}})
+    _, tensors = flatten({"model": {"h.0/w%@": weight}, "optimizer": {"state": {0: {"m": [moment, array]}}}})
     assert list(tensors) == ["model/h.0%2Fw%25%40", "optimizer/state/0/m/0", "optimizer/state/0/m/1"]
     assert tensors["model/h.0%2Fw%25%40"].data_ptr() == weight.data_ptr()
     assert tensors["optimizer/state/0/m/1"].data_ptr() == array.ctypes.data
@@ -193,23 +161,23 @@ def test_tied_tensors_are_stored_once_and_are_one_again() -> None:
     module = torch.nn.ModuleDict({"wte": torch.nn.Embedding(4, 3), "head": torch.nn.Linear(3, 4, bias=False)})
     module["head"].weight = module["wte"].weight
     state = module.state_dict()
-    skeleton, tensors = dismantle(state)
+    skeleton, tensors = flatten(state)
     assert list(tensors) == ["wte.weight"]
-    found = assemble(skeleton, tensors)
+    found = unflatten(skeleton, tensors)
     assert found["head.weight"].data_ptr() == found["wte.weight"].data_ptr()
 
 
 def test_views_that_differ_and_empty_tensors_are_not_tied() -> None:
     whole = torch.arange(4.0)
     state = {"whole": whole, "half": whole[:2], "square": whole.view(2, 2), "a": torch.empty(0), "b": torch.empty(0)}
-    _, tensors = dismantle(state)
+    _, tensors = flatten(state)
     assert len(tensors) == 5
     assert_same(round_trip(state), state)
 
 
 def test_keys_that_look_alike_get_names_of_their_own() -> None:
     state = {1: torch.zeros(1), "1": torch.ones(1), "__metadata__": torch.full((1,), 2.0), "": torch.full((1,), 3.0)}
-    _, tensors = dismantle(state)
+    _, tensors = flatten(state)
     assert len(tensors) == 4
     assert not tensors.keys() & {"__metadata__", ""}
     assert_same(round_trip(state), state)
@@ -219,9 +187,9 @@ def test_keys_that_look_alike_get_names_of_their_own() -> None:
 def test_a_ranks_own_tensors_carry_its_number() -> None:
     shared, own = torch.zeros(2), torch.ones(2)
     state = {"model": shared, "random": {"torch": own, "again": own, "shared": shared}}
-    skeleton, tensors = dismantle(state, rank=3, is_own=lambda path: path.startswith("random/"))
+    skeleton, tensors = flatten(state, rank=3, is_own=lambda path: path.startswith("random/"))
     assert list(tensors) == ["model", "random/torch@rank3", "random/shared@rank3"]
-    assert_same(assemble(skeleton, tensors), state)
+    assert_same(unflatten(skeleton, tensors), state)
 
 
 def test_a_modules_metadata_comes_back() -> None:
@@ -275,7 +243,7 @@ def test_schedulers_and_scalers_pass() -> None:
 
 def test_long_lists_of_numbers_leave_the_skeleton_and_short_ones_stay() -> None:
     scores = [0.5] * 100_000
-    skeleton, tensors = dismantle({"scores": scores, "params": list(range(INLINE - 1))})
+    skeleton, tensors = flatten({"scores": scores, "params": list(range(INLINE - 1))})
     assert len(json.dumps(skeleton)) < 2000
     assert list(tensors) == ["scores"]
     assert tensors["scores"].dtype is torch.float64
@@ -329,27 +297,27 @@ def odd_ordered() -> OrderedDict[str, int]:
 )
 def test_what_cannot_be_saved_is_named_by_its_path(value: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        dismantle({"model": {"parts": [1, value]}})
+        flatten({"model": {"parts": [1, value]}})
     assert "'model/parts/1" in str(caught.value)
     assert said in str(caught.value)
 
 
 def test_types_without_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match="bits8"):
-        dismantle({"a": torch.empty(2, dtype=torch.bits8)})
+        flatten({"a": torch.empty(2, dtype=torch.bits8)})
 
 
 def test_sharded_tensors_are_sent_to_dcp() -> None:
     sharded = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
     with pytest.raises(ConfigError, match=r"shade\.checkpoint\.dcp"):
-        dismantle({"w": torch.ones(2).as_subclass(sharded)})
+        flatten({"w": torch.ones(2).as_subclass(sharded)})
 
 
 def test_cycles_and_bottomless_nests_are_refused() -> None:
     loop: list[Any] = []
     loop.append({"again": loop})
     with pytest.raises(ConfigError, match="cycle"):
-        dismantle(loop)
+        flatten(loop)
     shared = [1]
     assert_same(round_trip([shared, shared]), [[1], [1]])
     deep: Any = 1
@@ -357,12 +325,12 @@ def test_cycles_and_bottomless_nests_are_refused() -> None:
         deep = (deep,)
     assert_same(round_trip(deep), deep)
     with pytest.raises(ConfigError, match="containers"):
-        dismantle([deep])
+        flatten([deep])
     key: Any = 1
     for _ in range(500):
         key = (key,)
     with pytest.raises(ConfigError, match="tuple"):
-        dismantle({key: 1})
+        flatten({key: 1})
 
 
 scalars = (

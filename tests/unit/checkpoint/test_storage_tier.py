@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.manifest import Commit, Manifest, TensorEntry
-from shade.checkpoint.safetensors_header import ALIGNMENT, safetensors_header
-from shade.checkpoint.storage_tier import StorageTier
-from shade.checkpoint.tier import Shard
+from shade.checkpoint._format.manifest import Commit, Manifest, TensorEntry
+from shade.checkpoint._format.safetensors_header import ALIGNMENT, safetensors_header
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, StorageError, StorageFullError
 from shade.storage.directory import DirectoryVolume
 from shade.types import Bytes
-from tests.snapshots import CHUNK, damages, make, readable, save
+from tests.support.snapshots import CHUNK, damages, make, readable, save
 
 RUN = "run-1"
 
@@ -336,6 +336,44 @@ def test_sweeping_removes_what_never_came_to_its_end(tier: StorageTier, volume: 
 def test_without_a_snapshot_nothing_is_swept(tier: StorageTier) -> None:
     tier.put(tier.prepare(5, [1]), make(RUN, 5).shard(0))
     assert tier.sweep() == []
+
+
+def test_the_only_writer_sweeps_newer_folders_too(tier: StorageTier, volume: WatchedVolume, tmp_path: Path) -> None:
+    kept = save(tier, make(RUN, 10))
+    damaged = save(tier, make(RUN, 30))
+    (tmp_path / damaged / "commit.json").write_bytes(b"{")
+    begun = []
+    for step in (5, 20, 40):
+        begun.append(tier.prepare(step, [1]))
+        tier.put(begun[-1], make(RUN, step).shard(0))
+        (tmp_path / begun[-1] / ".partial-00").write_bytes(b"half")
+    assert tier.sweep(is_only_writer=True) == begun
+    assert sorted(os.listdir(tmp_path / RUN)) == [Path(kept).name, Path(damaged).name], (
+        "a record that is unreadable now"
+    )
+    assert list(damages(tier, kept, make(RUN, 10))) == []
+    assert volume.leftovers() == []
+
+
+def test_what_is_committed_while_it_is_swept_stays(tier: StorageTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = make(RUN, 5)
+    place = tier.prepare(5, [1])
+    for rank in range(snapshot.record.world_size):
+        tier.put(place, snapshot.shard(rank))
+    list_names = tier._volume.list
+    fired = []
+
+    def list_then_commit(prefix: str = "") -> list[str]:
+        names = list(list_names(prefix))
+        if not fired:
+            fired.append(prefix)
+            tier.commit(place, snapshot.record)
+        return names
+
+    monkeypatch.setattr(tier._volume, "list", list_then_commit)
+    assert tier.sweep(is_only_writer=True) == []
+    assert fired
+    assert list(damages(tier, place, snapshot)) == []
 
 
 def test_flips_and_cuts_are_never_taken_for_the_snapshot(tier: StorageTier, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.manager import Checkpointer
-from shade.checkpoint.strategies.asymmetric import Asymmetric
-from shade.checkpoint.strategies.windows import PROFILED_STEPS
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._strategies.asymmetric import Asymmetric
+from shade.checkpoint._strategies.windows import PROFILED_STEPS
 
 transformers: Any = pytest.importorskip("transformers", reason="pip install 'shade[bench]'")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint.strategies import cores
-from shade.checkpoint.strategies.windows import PROFILED_STEPS, Windows
+from shade.checkpoint._strategies import windows
+from shade.checkpoint._strategies.windows import PROFILED_STEPS, Windows
 
 
 class Sleep(torch.autograd.Function):
@@ -141,7 +141,7 @@ def test_closing_takes_every_hook_off(training: Training) -> None:
 
 def test_cores_that_rest_before_the_pass_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
     idle, now = 0.0, 0.0
-    monkeypatch.setattr(cores, "_now", lambda: (idle, now))
+    monkeypatch.setattr(windows, "_idle_seconds", lambda: (idle, now))
 
     class Busy(Slow):
         def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.autopilot.costs import Costs
-from shade.checkpoint.autopilot.trace import PreemptionTrace
+from shade.checkpoint._strategies.measure import Costs
 from shade.cli import main
-from shade.store.server import LocalServer
+from shade.cli.checkpoint_replay import PreemptionTrace
+from shade.store._servers.server import LocalServer
 
 Capture = pytest.CaptureFixture[str]
 COSTS = Costs(

@@ -18,17 +18,19 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint.gauge import Gauge, Loss
-from shade.cli import main, top_view
+from shade.checkpoint._preemption.recovery_estimate import Loss, RecoveryEstimate
+from shade.cli import main, top
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.types import Decision, StepReport
 
 Capture = pytest.CaptureFixture[str]
 GAUGES = [
-    Gauge(9, Loss(3, 1.25, 0.4, "own memory"), Loss(5, 2.0, None, "cluster memory"), Loss(9, 4.0, None, None)),
-    Gauge(9, Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage")),
-    Gauge(9, *[Loss(9, 30.0, None, None)] * 3),
+    RecoveryEstimate(
+        9, Loss(3, 1.25, 0.4, "own memory"), Loss(5, 2.0, None, "cluster memory"), Loss(9, 4.0, None, None)
+    ),
+    RecoveryEstimate(9, Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage")),
+    RecoveryEstimate(9, *[Loss(9, 30.0, None, None)] * 3),
 ]
 
 
@@ -124,8 +126,8 @@ def test_the_gauge_of_this_moment_comes_first(run: Path, capsys: Capture) -> Non
 
 
 @pytest.mark.parametrize("gauge", GAUGES)
-def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: Gauge) -> None:
-    assert top_view.gauge(gauge.row()) == str(gauge)
+def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: RecoveryEstimate) -> None:
+    assert top.gauge(gauge.row()) == str(gauge)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +135,14 @@ def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: Gauge) -> None:
               {"ranks": [{"step": 1e400}], "decision": {"reason": 7, "effective_step": []}}]
 )  # fmt: skip
 def test_whatever_a_server_says_is_shown(state: dict[str, Any]) -> None:
-    assert all(isinstance(line, str) for line in top_view.of_server(state))
+    assert all(isinstance(line, str) for line in top.of_server(state))
 
 
 def test_an_empty_folder_has_no_figures(tmp_path: Path) -> None:
-    assert top_view.of_run(tmp_path) == ["no figures yet"]
+    assert top.of_run(tmp_path) == ["no figures yet"]
     (tmp_path / "progress.json").write_text("[1")
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n3\n[]\n")
-    assert top_view.of_run(tmp_path) == ["no figures yet"]
+    assert top.of_run(tmp_path) == ["no figures yet"]
 
 
 @pytest.mark.parametrize("words", [["nowhere"], ["http://127.0.0.1:1"], ["ftp://x"], [".", "--interval", "0"]])
@@ -160,7 +162,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, "top", *words, "--interval", "0.05"],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={**os.environ, "COLUMNS": "60", "LINES": "12"},
+            env={**os.environ, "COLUMNS": "60", "LINES": "12", "TERM": "xterm"},
         )  # fmt: skip
         self._theirs = theirs
         self.seen = ""
@@ -173,8 +175,8 @@ class Terminal:
         assert true(self.seen), self.seen[-2000:]
 
     def end(self) -> int:
+        self.read_until(lambda seen: seen.endswith("\x1b[?25h\x1b[?1049l"))  # first: a full terminal blocks its writer
         code = self.process.wait(60)
-        self.read_until(lambda seen: seen.endswith("\x1b[?25h\x1b[?1049l"))
         after = termios.tcgetattr(self._theirs)
         assert after == self.before
         return code
@@ -209,7 +211,8 @@ def test_on_a_terminal_it_is_drawn_again_until_q(
     os.write(shown.ours, b"xq")
     assert shown.end() == 0
     screens = shown.seen.split("\x1b[H")
-    assert screens[0] == "\x1b[?1049h\x1b[?25l"
+    assert screens[0] == "\x1b[?1049h"
+    assert screens[1].startswith("\x1b[?25l")
     lines = re.sub(r"\x1b\[\??\d*[a-zA-Z]", "", screens[2]).split("\r\n")
     assert len(lines) <= 12
     assert max(map(len, lines)) <= 60

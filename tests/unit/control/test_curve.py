@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shade.control.curve import Curve, points, power
+from shade.control.curve import Curve, power
 from shade.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ def test_a_power_law_is_one_everywhere() -> None:
 
 
 def test_it_passes_through_its_points_and_is_level_outside() -> None:
-    curve = points([(0.1, 0.8), (0.001, 0.2), (0.01, 0.5)])
+    curve = Curve((0.001, 0.01, 0.1), (0.2, 0.5, 0.8))
     assert [curve.at(d) for d in (0.001, 0.01, 0.1)] == pytest.approx([0.2, 0.5, 0.8])
     assert (curve.at(0.0001), curve.at(1.0)) == pytest.approx((0.2, 0.8))
     assert 0.2 < curve.at(0.003) < 0.5

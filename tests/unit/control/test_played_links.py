@@ -1,7 +1,7 @@
-"""A controller that does not know the link against every fixed density that does: it must not lose, and not dither.
+"""Compares a controller with every fixed density on the same link: it must not lose, and not oscillate.
 
-Objective: wall time until the steps are worth a given progress (`shade.control.simulator`); progress a step is the
-curve's. All runs stop at the same progress, so none is quicker by being worse.
+Objective: wall time to a given total progress (`tests.support.link_simulator`); the curve gives the
+progress of a step. All runs stop at the same progress, so none is faster by being worse.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 from shade.control.controller import CEILING, FLOOR, Controller
 from shade.control.curve import Curve, power
-from shade.control.simulator import Cluster, Link, Outcome, alternating, play, random_walk
 from shade.errors import ConfigError
+from tests.support.link_simulator import Cluster, Link, Outcome, alternating, play, random_walk
 
 MBIT = 1e6 / 8
 GRID = [FLOOR * (CEILING / FLOOR) ** (place / 7) for place in range(8)]

@@ -1,4 +1,4 @@
-"""Every sample of the global batch is given to somebody who may have it, and who can keep up."""
+"""A division of the global batch is complete, within the limits, and in proportion to the ranks' speeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.control.split import split
+from shade.control.controller import split
 from shade.errors import ConfigError
 
 

@@ -1,9 +1,10 @@
-"""A search finds what is there to find, survives what fails, and goes on where it was killed."""
+"""A search finds the optimum, survives failures, and resumes after a kill."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,7 @@ from typing import Any
 import pytest
 
 from shade.control.profile import Profile
-from shade.control.search import suggest
-from shade.control.space import Point, Space
-from shade.control.study import Evaluation, EvaluationError, Study, read_journal, run
+from shade.control.study import Evaluation, EvaluationError, Point, Space, Study, read_journal, run, suggest
 from shade.errors import ConfigError, DataError
 
 SPACE = Space((32, 1024), (0.0005, 0.1), batch_multiple=8)
@@ -111,6 +110,18 @@ def test_killed_and_resumed_it_tries_the_same(killed_after: int, torn: bytes, tm
     assert tried + resumed == whole == [each.point for each in done]
     assert [each.number for each in done] == list(range(7))
     assert list(run(FEW, dies, journal)) == done  # nothing is left to do
+
+
+def test_a_journal_of_853ef6a_is_resumed(tmp_path: Path) -> None:
+    """Written before Optuna chose the points: four first points and one of the former search."""
+    old = Path(__file__).with_name("evaluations_853ef6a.jsonl")
+    shutil.copy(old, tmp_path / "journal")
+    before = read_journal(old, FEW)
+    assert len(before) == 5
+    done = list(run(FEW, hill, tmp_path / "journal"))
+    assert done[:5] == before
+    assert [each.number for each in done] == list(range(7))
+    assert [each.point for each in before[:4]] == SPACE.first(4, 3)
 
 
 def test_more_evaluations_of_the_same_study_go_on(tmp_path: Path) -> None:

@@ -20,8 +20,15 @@ from hypothesis import strategies as st
 
 from shade.control import message, server
 from shade.control.client import QUEUE_LENGTH, TelemetryClient, fetch_state
-from shade.control.history import COUNTERS, MOST_RANKS, NUM_STEPS, History
-from shade.control.server import MOST_BODY_BYTES, TOKEN_VARIABLE, TelemetryServer
+from shade.control.server import (
+    COUNTERS,
+    MOST_BODY_BYTES,
+    MOST_RANKS,
+    NUM_STEPS,
+    TOKEN_VARIABLE,
+    History,
+    TelemetryServer,
+)
 from shade.errors import ConfigError, DataError
 from shade.testing import ManualClock
 from shade.types import Decision, StepReport

@@ -1,4 +1,4 @@
-"""A command's number is read; whatever else it does is a failure in one line, and nothing of it is left running."""
+"""A command's number is read; anything else is a failure in one line, and no process of it is left running."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shade.control.space import Point
-from shade.control.study import EvaluationError
+from shade.control.study import EvaluationError, Point
 from shade.control.trial import CommandObjective
 from shade.errors import ConfigError
 
@@ -40,24 +39,24 @@ def test_a_regular_expression_finds_it_in_errors_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("print('hello'); raise SystemExit(3)", "exit code 3; its last line: hello"),
-        ("raise SystemExit(3)", "exit code 3; it said nothing"),
+        ("raise SystemExit(3)", "exit code 3; it printed nothing"),
         ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
-        ("print('fine')", "it told nothing of 'accuracy'; its last line: fine"),
-        ("print('{\\'accuracy\\': 1}')", "it told nothing of 'accuracy'"),
-        ("import json; print(json.dumps(dict(accuracy='x')))", "it told nothing of 'accuracy'"),
+        ("print('fine')", "it printed no 'accuracy'; its last line: fine"),
+        ("print('{\\'accuracy\\': 1}')", "it printed no 'accuracy'"),
+        ("import json; print(json.dumps(dict(accuracy='x')))", "it printed no 'accuracy'"),
         (
             "import sys; sys.stdout.buffer.write(bytes(range(256)) * 999 + b'[' * 99999)",
-            "it told nothing of 'accuracy'",
+            "it printed no 'accuracy'",
         ),
     ],
 )
-def test_what_is_no_number_is_a_failure(source: str, told: str, tmp_path: Path) -> None:
+def test_what_is_no_number_is_a_failure(source: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(EvaluationError) as failed:
         CommandObjective(program(source), tmp_path, metric="accuracy")(POINT)
-    assert str(failed.value).startswith(told)
+    assert str(failed.value).startswith(message)
     assert len(str(failed.value)) < 300
 
 
@@ -82,11 +81,11 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Pat
     assert is_gone(int((tmp_path / "child").read_text()))
 
 
-def test_a_command_ends_with_whoever_runs_it(tmp_path: Path) -> None:
-    """Killed outright, we cannot tidy up: the kernel does."""
+def test_a_command_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    """After SIGKILL the tuner cannot clean up; the kernel does."""
     pid_file = tmp_path / "pid"
     source = (
-        "from shade.control.trial import CommandObjective; from shade.control.space import Point\n"
+        "from shade.control.trial import CommandObjective; from shade.control.study import Point\n"
         f"command = {sys.executable!r} + ' ' + {str(tmp_path / 'command.py')!r} + ' {{batch}} {{density}}'\n"
         f"CommandObjective(command, {str(tmp_path)!r}, metric='x')(Point(1, 0.1))\n"
     )

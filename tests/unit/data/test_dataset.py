@@ -24,7 +24,7 @@ from shade.errors import BadSampleError, ConfigError, DataError, StoreAuthError,
 from shade.store import open_store
 from shade.testing import CountingDataset, FaultyStore
 from tests.conftest import Place
-from tests.integration.plane import make_pictures, to_tensor
+from tests.support.data_plane import make_pictures, to_tensor
 
 N = 30
 NUMBERS = [torch.full((4,), float(index)) for index in range(N)]
@@ -203,7 +203,7 @@ def test_a_named_server_that_does_not_answer_is_told_at_construction(tmp_path: P
 
 def test_a_failed_construction_leaves_no_server_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     children = len(psutil.Process().children(recursive=True))
-    monkeypatch.setattr("shade.data.dataset.SampleCache", lambda *args: 1 / 0)
+    monkeypatch.setattr("shade.data._dataset.dataset.SampleCache", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ShadeDataset(TensorDataset(torch.zeros(8)), cache="local://")
     assert len(psutil.Process().children(recursive=True)) == children

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shade.data.decode import _with_pillow, _with_simplejpeg, decode_rgb, jpeg_decoder, reduced_size, size_of
-from shade.data.decode_pixels import Box, DecodeWindow
-from shade.data.decode_turbo import TurboDecoder, open_turbo
-from tests.integration.plane import make_zoo
+from shade.data._decode.jpeg import _with_pillow, _with_simplejpeg, decode_rgb, jpeg_decoder, reduced_size, size_of
+from shade.data._decode.pixels import Box, DecodeWindow
+from shade.data._decode.turbojpeg import TurboDecoder, open_turbo
+from tests.support.data_plane import make_zoo
 
 WAYS = ["pillow", "simplejpeg", "turbo", "chosen"]
 

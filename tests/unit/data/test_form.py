@@ -15,9 +15,9 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
-from shade.data.form import Costs, forecast, pack_picture, packed_bytes, picture_of, shrunk
+from shade.data._decode.cached_format import FormatCosts, forecast, pack_picture, packed_bytes, picture_of, shrunk
 from shade.errors import BadSampleError, ConfigError
-from tests.integration.plane import CountingOrigin, to_tensor
+from tests.support.data_plane import CountingOrigin, to_tensor
 
 FUSED = transforms.Compose([transforms.RandomResizedCrop(24), transforms.RandomHorizontalFlip(), transforms.ToTensor()])
 N = 60
@@ -80,7 +80,7 @@ def test_decoded_hits_cost_no_decoding_and_the_room_is_kept(
     epochs(dataset, 1)
     cold, decodings = dataset.cache.board.totals(), []
     dataset._fuser.decode = lambda *call: decodings.append(call)  # type: ignore[union-attr]
-    monkeypatch.setattr("shade.data.form_source.decoded", lambda *call: decodings.append(call))
+    monkeypatch.setattr("shade.data._dataset.decoded_source.decoded", lambda *call: decodings.append(call))
     epochs(dataset, 1)
     warm = dataset.cache.board.totals() - cold
     assert warm["hits"] == N
@@ -153,23 +153,23 @@ MB = 1 << 20
     ("costs", "share", "expected"),
     [
         # decoding is the bottleneck and all fits decoded: decoded
-        (Costs(1e-5, 2e-3, 40_000, 360_000), 9.5, "decoded"),
+        (FormatCosts(1e-5, 2e-3, 40_000, 360_000), 9.5, "decoded"),
         # the origin is the bottleneck: five times fewer hits cannot pay
-        (Costs(2e-2, 1e-3, 40_000, 360_000), 0.4, "encoded"),
+        (FormatCosts(2e-2, 1e-3, 40_000, 360_000), 0.4, "encoded"),
         # decoding is the bottleneck and there is hardly any room: not worth the change
-        (Costs(1e-5, 2e-3, 40_000, 360_000), 0.2, "encoded"),
+        (FormatCosts(1e-5, 2e-3, 40_000, 360_000), 0.2, "encoded"),
         # nothing costs anything
-        (Costs(0.0, 0.0, 40_000, 360_000), 0.5, "encoded"),
+        (FormatCosts(0.0, 0.0, 40_000, 360_000), 0.5, "encoded"),
     ],
 )
-def test_the_cheaper_form_is_chosen(costs: Costs, share: float, expected: str) -> None:
+def test_the_cheaper_form_is_chosen(costs: FormatCosts, share: float, expected: str) -> None:
     found = forecast(costs, 1000, share * 1000 * costs.encoded_bytes, num_cores=2)
     assert found.form == expected
     assert 0.0 <= found.hit_ratios["decoded"] <= found.hit_ratios["encoded"] <= 1.0
 
 
 def test_the_forecasts_arithmetic_by_hand() -> None:
-    found = forecast(Costs(4e-3, 2e-3, 100.0, 400.0), 1000, 50_000.0, num_cores=2)
+    found = forecast(FormatCosts(4e-3, 2e-3, 100.0, 400.0), 1000, 50_000.0, num_cores=2)
     assert found.hit_ratios == {"encoded": 0.5, "decoded": 0.125}
     assert found.seconds["encoded"] == pytest.approx(2e-3)
     assert found.seconds["decoded"] == pytest.approx(3.5e-3)

@@ -16,12 +16,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
 from shade import ShadeDataset
-from shade.data.decode_pixels import Box, Pixels
-from shade.data.fused import Fuser, fuser_of
-from shade.data.fused_kernels import pillow_order, render
-from shade.data.fused_view import recognise
+from shade.data._decode.pixels import Box, Pixels
+from shade.data._transforms.fused import Fuser, fuser_of
+from shade.data._transforms.kernels import pillow_order, render
+from shade.data._transforms.recognise import recognise
 from shade.errors import BadSampleError
-from tests.integration.plane import make_zoo
+from tests.support.data_plane import make_zoo
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 

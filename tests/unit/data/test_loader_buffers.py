@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shade.data.loader_buffers import Buffers
+from shade.data._loader.batch_parts import Buffers
 
 SHAPE = (4, 3, 8, 8)
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from shade.data.pipeline import Pipeline
+from shade.data._loader.pipeline import LoaderPipeline
 from shade.errors import DataError
 
 
@@ -52,7 +52,7 @@ def test_batches_come_in_the_order_of_their_submission() -> None:
         time.sleep(0.01 if indices[0] % 3 == 0 else 0.0)  # earlier ones may be ready later
         return Numbers(indices)
 
-    pipeline = Pipeline(begin, num_fetchers=3, num_workers=4)
+    pipeline = LoaderPipeline(begin, num_fetchers=3, num_workers=4)
     jobs = [pipeline.submit([number]) for number in range(30)]
     assert [pipeline.wait(job, 10.0) for job in jobs] == [[number] for number in range(30)]
     pipeline.close()
@@ -67,7 +67,7 @@ def test_the_nearest_deadline_goes_first() -> None:
             ready.wait(5)
         return Numbers(indices, num_parts=4, seconds=0.005)
 
-    pipeline = Pipeline(begin, num_fetchers=2, num_workers=1)
+    pipeline = LoaderPipeline(begin, num_fetchers=2, num_workers=1)
     jobs = [pipeline.submit([number]) for number in range(6)]
     while len(Numbers.log) < 2:
         time.sleep(0.001)
@@ -93,7 +93,7 @@ def test_an_exception_ends_its_own_batch_alone(where: str) -> None:
             raise KeyError("begin")
         return Broken([-1] if indices[0] == 2 and where == "run" else indices)
 
-    pipeline = Pipeline(begin, 2, 2)
+    pipeline = LoaderPipeline(begin, 2, 2)
     jobs = [pipeline.submit([number]) for number in range(5)]
     for number, job in enumerate(jobs):
         if number == 2:
@@ -105,7 +105,7 @@ def test_an_exception_ends_its_own_batch_alone(where: str) -> None:
 
 
 def test_closing_does_not_wait_for_what_was_not_begun() -> None:
-    pipeline = Pipeline(lambda number, indices: Numbers(indices, 10, 0.02), 2, 1)
+    pipeline = LoaderPipeline(lambda number, indices: Numbers(indices, 10, 0.02), 2, 1)
     jobs = [pipeline.submit([number]) for number in range(50)]
     pipeline.wait(jobs[0], 10.0)
     begun = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_batch_that_is_late_is_told_and_may_be_waited_for_again() -> None:
         held.wait(10)
         return Numbers(indices)
 
-    pipeline = Pipeline(begin, 1, 1)
+    pipeline = LoaderPipeline(begin, 1, 1)
     job = pipeline.submit([7, 8])
     with pytest.raises(DataError, match=r"timeout=0\.05 s.*samples 7, 8"):
         pipeline.wait(job, 0.05)

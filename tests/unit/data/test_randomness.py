@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from shade.data.randomness import BatchGenerators, set_generators
+from shade.data._transforms.randomness import BatchGenerators, set_generators
 
 
 def draw() -> tuple[float, float, float]:

@@ -16,9 +16,9 @@ from torchvision.datasets import ImageFolder
 
 from shade import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
 from shade.errors import BadSampleError, DataError
-from tests.integration.plane import make_pictures
-from tests.storage_servers import BUCKET, S3Server
-from tests.web_server import serving
+from tests.support.data_plane import make_pictures
+from tests.support.storage_servers import BUCKET, S3Server
+from tests.support.web_server import serving
 
 VIEW = transforms.Compose([transforms.RandomResizedCrop(8), transforms.ToTensor()])
 

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from shade import ShadeDataset, ShadeSampler
-from shade.data.reminders import ForgottenCallWarning
+from shade.data._sampler.sampler import ForgottenCallWarning
 from shade.errors import ConfigError, UnknownNameError
 from shade.types import Stateful
-from tests.integration.plane import loss_of
+from tests.support.data_plane import loss_of
 
 N, B = 53, 4
 EPOCHS = 5

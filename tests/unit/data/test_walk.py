@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shade import ShadeSampler
-from shade.data.walk import EpochWalk
+from shade.data._sampler.sampler_iterator import SamplerIterator
 from shade.errors import ConfigError
 from shade.types import Stateful
 
@@ -28,7 +28,7 @@ def nowhere(step: int, is_between: bool) -> None:
 
 
 def test_a_walk_counts_what_it_gave() -> None:
-    walk = EpochWalk(B, begun(8, 11), nowhere)
+    walk = SamplerIterator(B, begun(8, 11), nowhere)
     assert isinstance(walk, Stateful)
     assert walk.state_dict() == {"num_taken": None, "batch_size": B}
     assert list(walk) == [8, 9, 10]
@@ -36,7 +36,7 @@ def test_a_walk_counts_what_it_gave() -> None:
 
 
 def test_a_walk_that_has_not_begun_puts_nobody_anywhere() -> None:
-    EpochWalk(B, begun(0, 1), nowhere).load_state_dict({"num_taken": None, "batch_size": B})
+    SamplerIterator(B, begun(0, 1), nowhere).load_state_dict({"num_taken": None, "batch_size": B})
 
 
 @pytest.mark.parametrize("taken", [0, B, 5 * B, 12 * B, N])

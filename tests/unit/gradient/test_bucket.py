@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shade.errors import ConfigError
-from shade.gradient.bucket import Bucket, plan_buckets
+from shade.gradient._compress.bucket import Bucket, plan_buckets
 
 
 def network() -> nn.Sequential:

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient.compressor import COMPRESSORS, Key
-from shade.gradient.correction import MomentumCorrection
-from shade.gradient.error_feedback import ErrorFeedback
-from shade.gradient.kept import Keeper
-from shade.gradient.quantiser import QUANTISERS
+from shade.gradient._compress.compressor import COMPRESSORS, Key
+from shade.gradient._compress.correction import MomentumCorrection
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
+from shade.gradient._engine.comm_hook import ResidualStore
 
 
 def make(size: int) -> ErrorFeedback:
@@ -25,7 +25,7 @@ def model() -> nn.Sequential:
 
 
 def test_what_is_kept_moves_with_its_parameters(model: nn.Sequential) -> None:
-    keeper, first = Keeper(model, make), list(model[0].parameters())
+    keeper, first = ResidualStore(model, make), list(model[0].parameters())
     generator = np.random.default_rng(0)
     keeper.of(first).compress(generator.standard_normal(144).astype(np.float32), 0.1, Key(0, 0, 0))
     before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in keeper.state_dict().items()}
@@ -41,7 +41,7 @@ def test_what_is_kept_moves_with_its_parameters(model: nn.Sequential) -> None:
 
 
 def test_a_state_fits_its_model_or_is_refused(model: nn.Sequential) -> None:
-    keeper = Keeper(model, make)
+    keeper = ResidualStore(model, make)
     keeper.load_state_dict({"1.bias": {"residual": torch.arange(4.0)}})
     with pytest.raises(StateMismatchError, match=r"'0\.bias': 16 elements"):
         keeper.load_state_dict({"0.bias": {"residual": torch.zeros(3)}})

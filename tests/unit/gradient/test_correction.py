@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient.compressor import COMPRESSORS, Key
-from shade.gradient.correction import AdamCorrection, MomentumCorrection
-from shade.gradient.device import DeviceErrorFeedback
-from shade.gradient.engine import GradientEngine
-from shade.gradient.error_feedback import ErrorFeedback
-from shade.gradient.kept import Keeper
+from shade.gradient._compress.compressor import COMPRESSORS, Key
+from shade.gradient._compress.correction import AdamCorrection, MomentumCorrection
+from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
+from shade.gradient._engine.comm_hook import ResidualStore
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdamW, SparseSGD
-from shade.gradient.quantiser import QUANTISERS
 from shade.train.replica import sparse_optimizer
 
 SIZE = 1000
@@ -126,7 +126,7 @@ def test_moments_that_nobody_counted_are_none() -> None:
 def test_moments_move_with_their_parameters() -> None:
     """As DDP cuts its buckets anew; a parameter of one element is no count of steps."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
-    keeper = Keeper(model, lambda size: feedback(size, correction=ADAM))
+    keeper = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
     everything = list(model.parameters())
     rng = np.random.default_rng(0)
     for step in range(3):
@@ -136,7 +136,7 @@ def test_moments_move_with_their_parameters() -> None:
     assert [half.state_dict()["steps"].tolist() for half in halves] == [[3], [3]]
     for name, kept in keeper.state_dict().items():
         assert all(torch.equal(each, before[name][kind]) for kind, each in kept.items())
-    again = Keeper(model, lambda size: feedback(size, correction=ADAM))
+    again = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
     again.load_state_dict(before)
     assert again.of(everything).state_dict()["steps"].tolist() == [3]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shade.gradient.density import WarmUp
-from shade.gradient.plan import Plan
+from shade.gradient._engine.density import DensityPlan, WarmUp
 from shade.types import Decision
 
 
@@ -15,7 +14,7 @@ def decision(density: float, step: int) -> Decision:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_decision_holds_from_a_step_that_all_ranks_can_still_reach(staleness: int) -> None:
-    plan = Plan(WarmUp(0.01), staleness)
+    plan = DensityPlan(WarmUp(0.01), staleness)
     late = plan.adopt(decision(0.1, 3), told_at=5)
     assert late.effective_step == 6 + staleness
     assert [plan.density(step) for step in (5, 6 + staleness - 1, 6 + staleness, 100)] == [0.01, 0.01, 0.1, 0.1]
@@ -24,7 +23,7 @@ def test_a_decision_holds_from_a_step_that_all_ranks_can_still_reach(staleness: 
 
 
 def test_a_newer_decision_takes_the_place_of_those_that_have_not_begun() -> None:
-    plan = Plan(WarmUp(0.01, 100), 0)
+    plan = DensityPlan(WarmUp(0.01, 100), 0)
     warm = plan.density(4)
     assert warm > 0.2
     plan.adopt(decision(0.1, 20), told_at=5)
@@ -34,7 +33,7 @@ def test_a_newer_decision_takes_the_place_of_those_that_have_not_begun() -> None
 
 
 def test_what_was_decided_survives_a_state() -> None:
-    plan, other = Plan(WarmUp(0.01), 1), Plan(WarmUp(0.01), 1)
+    plan, other = DensityPlan(WarmUp(0.01), 1), DensityPlan(WarmUp(0.01), 1)
     plan.adopt(Decision(0.1, (3, 4), 20, "a test"), told_at=5)
     plan.adopt(decision(0.2, 30), told_at=8)
     other.load_state_dict(plan.state_dict(), 2)
@@ -45,7 +44,7 @@ def test_what_was_decided_survives_a_state() -> None:
 
 
 def test_batches_stay_as_they_are_where_a_decision_leaves_them_out() -> None:
-    plan = Plan(WarmUp(0.01), staleness=0)
+    plan = DensityPlan(WarmUp(0.01), staleness=0)
     plan.adopt(Decision(0.1, (3, 4), 10, "a test"), told_at=5)
     plan.adopt(Decision(0.2, (), 20, "a test"), told_at=6)
     plan.adopt(Decision(0.3, (), 30, "a test"), told_at=25)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
-from shade.gradient import COMPRESSORS, QUANTISERS, Key
-from shade.gradient.compressor import wanted_count
-from shade.gradient.correction import MomentumCorrection
-from shade.gradient.device import DeviceErrorFeedback
-from shade.gradient.error_feedback import ErrorFeedback
+from shade.gradient._compress.compressor import COMPRESSORS, Key, wanted_count
+from shade.gradient._compress.correction import MomentumCorrection
+from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=needs_cuda)]

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from shade.errors import ConfigError
-from shade.gradient import meeting
-from shade.gradient.elastic import ElasticEngine
-from shade.gradient.membership import Membership
+from shade.gradient._elastic import rendezvous
+from shade.gradient._elastic.engine import ElasticEngine
+from shade.gradient._elastic.membership import Membership
+from shade.gradient._elastic.reconcile import MembershipChange
 from shade.gradient.optim import SparseAdamW, SparseSGD
-from shade.gradient.standing import Change
-from tests.integration.gradient_ranks import digest, loss_of, network
+from tests.support.gradient_ranks import digest, loss_of, network
 
 SPARSE: dict[str, Any] = {"density": 0.05, "bucket_bytes": 4 * 4000, "compressor": "topk"}
 QUICK: dict[str, Any] = {
@@ -77,7 +77,7 @@ class Outcome:
     """One rank at its end."""
 
     digest: str
-    changes: list[Change]
+    changes: list[MembershipChange]
     counts: dict[str, float]
     gradients: list[np.ndarray]
     applied: list[np.ndarray]
@@ -159,9 +159,9 @@ def digest_of_moments(optimizer: Any) -> str:
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr("shade.gradient.elastic._SAY_SECONDS", 0.0)
-    store = meeting.serve()
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("shade.gradient._elastic.engine._SAY_SECONDS", 0.0)
+    store = rendezvous.serve()
 
     def run(*plans: Rank) -> list[Any]:
         outcomes: list[Any] = []

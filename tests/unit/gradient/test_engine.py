@@ -14,15 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from shade.checkpoint.manager import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, StateMismatchError
-from shade.gradient import correction, lane, pipeline
-from shade.gradient.correction import MomentumCorrection
-from shade.gradient.density import WarmUp
-from shade.gradient.device import DeviceErrorFeedback
-from shade.gradient.engine import GradientEngine
-from shade.gradient.error_feedback import ErrorFeedback
-from shade.gradient.meter import COUNTS
+from shade.gradient._compress import correction
+from shade.gradient._compress.correction import MomentumCorrection
+from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._engine import bucket_state, pipeline
+from shade.gradient._engine.density import WarmUp
+from shade.gradient._engine.engine import GradientEngine
+from shade.gradient._engine.meter import COUNTS
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.telemetry import prometheus_text
 from shade.types import Decision, Stateful
@@ -165,14 +166,16 @@ def test_weights_of_half_precision_follow_float32_ones() -> None:
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
             model(inputs).square().mean().backward()
             engine.step()
-        masters = torch.cat([each.weights_D for each in (lane.bucket for lane in engine._lanes)])
+        masters = torch.cat([each.weights_D for each in (bucket_state.bucket for bucket_state in engine._lanes)])
         assert masters.dtype == torch.float32
         assert not torch.equal(masters, masters.bfloat16().float())  # steps too small for bfloat16 are not lost
         model.load_state_dict(
             {name: each.clone() for (name, _), each in zip(model.named_parameters(), before, strict=True)}
         )
-        for lane in engine._lanes:
-            for parameter, view in zip(lane.bucket.parameters, lane.bucket.views(lane.bucket.weights_D), strict=True):
+        for bucket_state in engine._lanes:
+            for parameter, view in zip(
+                bucket_state.bucket.parameters, bucket_state.bucket.views(bucket_state.bucket.weights_D), strict=True
+            ):
                 assert torch.equal(parameter.float(), view)
 
 
@@ -376,7 +379,7 @@ def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.
         train(engine, model, range(8))
         engine.finish()
         expected, kept = parameters(model), engine.state_dict()["residuals"]
-    monkeypatch.setattr(lane, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(bucket_state, "is_accelerator", lambda device: True)
     far, far_engine = build()
     with far_engine:
         kinds = [(each.bucket.is_dense, type(each.feedback)) for each in far_engine._lanes]

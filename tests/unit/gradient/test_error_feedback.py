@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
-from shade.gradient import COMPRESSORS, QUANTISERS, Key, Sparse
-from shade.gradient.correction import MomentumCorrection
-from shade.gradient.error_feedback import ErrorFeedback
+from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse
+from shade.gradient._compress.correction import MomentumCorrection
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
 
 SIZE = 1000
 

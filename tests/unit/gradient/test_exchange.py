@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shade.errors import ConfigError, PeerLostError
-from shade.gradient.exchange import Exchange
+from shade.gradient._comm.transport import Transport
 
 
 def test_alone_everything_comes_back() -> None:
-    exchange = Exchange()
+    exchange = Transport()
     assert (exchange.rank, exchange.world_size, exchange.ranks) == (0, 1, (0,))
     words_N = np.arange(3, dtype=np.int64)
     gathered_WN = exchange.gather_words(words_N)
@@ -33,7 +33,7 @@ def test_alone_everything_comes_back() -> None:
 
 
 def test_a_failure_is_told_now_and_from_now_on() -> None:
-    exchange = Exchange(timeout_seconds=7, generation=3)
+    exchange = Transport(timeout_seconds=7, generation=3)
 
     def fail() -> None:
         raise RuntimeError("[pair.cc:545] Connection closed by peer. This is typically caused by a remote worker")
@@ -48,13 +48,13 @@ def test_a_failure_is_told_now_and_from_now_on() -> None:
 
 def test_a_timeout_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="timeout_seconds > 0"):
-        Exchange(timeout_seconds=0)
+        Transport(timeout_seconds=0)
 
 
 def test_time_under_way_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    exchange = Exchange()
+    exchange = Transport()
 
     def pass_time(seconds: float) -> None:
         clock[0] += seconds

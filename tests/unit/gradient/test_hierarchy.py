@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shade.gradient.exchange import Exchange
-from shade.gradient.hierarchy import NodeRoute
-from shade.gradient.route import StraightRoute
+from shade.gradient._comm.topology import FlatTopology, NodeTopology
+from shade.gradient._comm.transport import Transport
 
 
-class Place(Exchange):
+class Place(Transport):
     """A rank of a world that is not there."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -22,16 +21,16 @@ class Place(Exchange):
 def test_parts_cover_a_bucket_once_in_whole_lines(size: int, local_size: int) -> None:
     covered: list[int] = []
     for rank in range(local_size):
-        part = NodeRoute(Place(rank, 2 * local_size), local_size).part(size)
+        part = NodeTopology(Place(rank, 2 * local_size), local_size).part(size)
         covered += range(size)[part]
         assert part.start % 16 == 0 or part.start == size
     assert covered == list(range(size))
 
 
 def test_peers_are_nodes() -> None:
-    route = NodeRoute(Place(5, 6), 2)
+    route = NodeTopology(Place(5, 6), 2)
     assert route.peers == ((0, 1), (2, 3), (4, 5))
     assert route.place == 2
-    straight = StraightRoute(Place(1, 3))
+    straight = FlatTopology(Place(1, 3))
     assert (straight.peers, straight.place) == (((0,), (1,), (2,)), 1)
     assert straight.part(10) == slice(0, 10)

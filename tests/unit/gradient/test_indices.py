@@ -10,14 +10,14 @@ import numpy.typing as npt
 import pytest
 
 from shade.errors import PayloadError
-from shade.gradient import indices
-from shade.gradient.kernels.compiling import choose
+from shade.gradient._comm import message
+from shade.gradient._kernels.compiling import choose
 
 
 @pytest.fixture(params=["numba", "numpy"])
 def _loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(indices, "loops", lambda: indices.Arrays)
+        monkeypatch.setattr(message, "loops", lambda: message.IndexArrays)
     else:
         pytest.importorskip("numba")
 
@@ -40,8 +40,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_indices_come_back(name: str) -> None:
     given = np.array(CASES[name], dtype=np.uint32)
-    data = indices.encode(given)
-    again = indices.decode(data, len(given))
+    data = message.encode(given)
+    again = message.decode(data, len(given))
     assert again.dtype == np.uint32
     np.testing.assert_array_equal(again, given)
     assert len(data) <= 5 * len(given)
@@ -51,20 +51,20 @@ def test_indices_come_back(name: str) -> None:
 @pytest.mark.parametrize(("density", "most_bytes"), [(0.0005, 2.8), (0.001, 2.6), (0.01, 1.17), (0.1, 1.001), (1, 1)])
 def test_an_index_takes_little_more_than_a_byte(density: float, most_bytes: float) -> None:
     given = drawn(2_000_000, density)
-    data = indices.encode(given)
+    data = message.encode(given)
     assert len(data) <= most_bytes * len(given)
-    np.testing.assert_array_equal(indices.decode(data, len(given), 2_000_000), given)
+    np.testing.assert_array_equal(message.decode(data, len(given), 2_000_000), given)
 
 
 def test_both_ways_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    assert indices.loops() is not indices.Arrays
+    assert message.loops() is not message.IndexArrays
     for density in (0.9, 0.01, 0.00003):
         given = drawn(3_000_000, density, seed=1)
-        compiled = indices.encode(given)
+        compiled = message.encode(given)
         with monkeypatch.context() as forced:
-            forced.setattr(indices, "loops", lambda: indices.Arrays)
-            np.testing.assert_array_equal(indices.encode(given), compiled)
+            forced.setattr(message, "loops", lambda: message.IndexArrays)
+            np.testing.assert_array_equal(message.encode(given), compiled)
 
 
 @pytest.mark.usefixtures("_loops")
@@ -83,26 +83,26 @@ def test_both_ways_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_what_is_no_code_is_refused(data: list[int], count: int) -> None:
     with pytest.raises(PayloadError, match="sender and receiver differ"):
-        indices.decode(np.array(data, dtype=np.uint8), count)
+        message.decode(np.array(data, dtype=np.uint8), count)
 
 
 @pytest.mark.usefixtures("_loops")
 def test_an_index_out_of_range_is_refused() -> None:
-    data = indices.encode(np.array([5, 9], dtype=np.uint32))
-    assert indices.decode(data, 2, 10).tolist() == [5, 9]
+    data = message.encode(np.array([5, 9], dtype=np.uint32))
+    assert message.decode(data, 2, 10).tolist() == [5, 9]
     with pytest.raises(PayloadError, match="indices below 9, got 9"):
-        indices.decode(data, 2, 9)
+        message.decode(data, 2, 9)
     past = np.concatenate([np.full(2, 255, np.uint8), np.full(8, 255, np.uint8)])
     with pytest.raises(PayloadError, match="indices below 4294967296, got 8589934591"):
-        indices.decode(past, 2)
+        message.decode(past, 2)
 
 
 def test_loops_that_do_not_compile_leave_the_arrays(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shade.gradient")
     twin: Any = functools
-    assert choose("shade.gradient.kernels.no_such_loops", twin) is twin
-    assert choose("shade.gradient.kernels.compiling", twin) is twin  # a module without a probe
+    assert choose("shade.gradient._kernels.no_such_loops", twin) is twin
+    assert choose("shade.gradient._kernels.compiling", twin) is twin  # a module without a probe
     assert [record.message.partition(" runs")[0] for record in caplog.records] == [
-        "shade.gradient.kernels.no_such_loops",
-        "shade.gradient.kernels.compiling",
+        "shade.gradient._kernels.no_such_loops",
+        "shade.gradient._kernels.compiling",
     ]

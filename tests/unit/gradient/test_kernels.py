@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shade.gradient.compressor import aligned_zeros
-from shade.gradient.correction import AdamCorrection
-from shade.gradient.kernels import choice
-from shade.gradient.kernels.arrays import LINE, OVERFLOW, TILE, as_lines
-from shade.gradient.kernels.choice import ARRAYS, Kernels, candidates, prepare
+from shade.gradient._compress.compressor import aligned_zeros
+from shade.gradient._compress.correction import AdamCorrection
+from shade.gradient._kernels import choice
+from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, as_lines
+from shade.gradient._kernels.choice import ARRAYS, Kernels, candidates, prepare
 
 SIZES = (0, 1, 15, 16, 17, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 33)
 
@@ -192,7 +192,7 @@ def test_what_is_too_much_goes_back(way: Kernels, unit: int) -> None:
 
 
 def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "shade.gradient.kernels.vector", None)
+    monkeypatch.setitem(sys.modules, "shade.gradient._kernels.vector", None)
     monkeypatch.setattr(choice, "_chosen", None)
     with caplog.at_level(logging.INFO, logger="shade.gradient"):
         assert prepare() is ARRAYS
@@ -211,7 +211,7 @@ def test_threads_that_ask_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) 
 PROGRAM = """
 import numpy as np
 from tests.unit.gradient.test_kernels import SIZES, adam, elements, lines, momentum
-from shade.gradient.kernels.choice import ARRAYS, candidates
+from shade.gradient._kernels.choice import ARRAYS, candidates
 ways = candidates()
 assert len(ways) == 3, ways
 for size in SIZES:

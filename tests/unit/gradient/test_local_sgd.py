@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient.local_sgd import DiLoCo, LocalSGD
+from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
 
 
 def weights(model: nn.Module) -> torch.Tensor:

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 
 from shade.errors import ConfigError, GradientError, PeerLostError
-from shade.gradient import meeting
-from shade.gradient.membership import Generation, Membership
+from shade.gradient._elastic import rendezvous
+from shade.gradient._elastic.membership import Generation, Membership
 
 QUICK: dict[str, Any] = {"timeout_seconds": 5.0, "patience_seconds": 8.0, "dead_seconds": 0.5, "give_up_seconds": 20.0}
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
 
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    store = meeting.serve()
+    store = rendezvous.serve()
     yield f"127.0.0.1:{store.port}"
     del store
 
@@ -123,7 +123,7 @@ def test_a_silent_member_is_not_waited_for_and_its_last_words_are_known(members:
 
 def test_words_go_out_at_once(members: Callable[..., Membership], monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may be killed within a second of its first words."""
-    monkeypatch.setattr(meeting, "BEAT_SECONDS", 600.0)
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 600.0)
     one = members(1)
     line = f"line/{one._meeting.id}"
     for kept in (1.5, 2.5):
@@ -225,13 +225,13 @@ def test_the_thread_has_ended_when_its_member_is_closed(
     members: Callable[..., Membership], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that came back from the store's client while the interpreter ends would abort the process."""
-    ask = meeting.Meeting._try
+    ask = rendezvous.Rendezvous._try
 
-    def slowly(line: meeting.Meeting, store: Any, question: Any) -> Any:
+    def slowly(line: rendezvous.Rendezvous, store: Any, question: Any) -> Any:
         time.sleep(0.3)
         return ask(line, store, question)
 
-    monkeypatch.setattr(meeting.Meeting, "_try", slowly)
+    monkeypatch.setattr(rendezvous.Rendezvous, "_try", slowly)
     member = members(1)
     member.close()
     assert not member._meeting._thread.is_alive()
@@ -239,7 +239,7 @@ def test_the_thread_has_ended_when_its_member_is_closed(
 
 def test_a_process_that_closes_nothing_says_good_bye_all_the_same(place: str) -> None:
     program = f"""
-from shade.gradient.membership import Membership
+from shade.gradient._elastic.membership import Membership
 member = Membership({place!r}, 1)
 member.form({{}})
 print(member._meeting.id)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from shade.errors import ConfigError, PayloadError
-from shade.gradient import merge as merging
-from shade.gradient.merge import merge
-from shade.gradient.sparse import Sparse
+from shade.gradient._comm import sparse_all_reduce as merging
+from shade.gradient._comm.sparse_all_reduce import merge
+from shade.gradient._compress.compressor import Sparse
 
 
 @pytest.fixture(params=["numba", "numpy"])
 def _loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(merging, "loops", lambda: merging.Arrays)
+        monkeypatch.setattr(merging, "loops", lambda: merging.MergeArrays)
     else:
         pytest.importorskip("numba")
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from shade.errors import PayloadError
-from shade.gradient import QUANTISERS
-from shade.gradient.quantiser import Quantiser
+from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
 
 
 def codec(name: str) -> Quantiser:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from shade.checkpoint.contents import Contents
-from shade.checkpoint.state import dismantle
-from shade.gradient.engine import GradientEngine
+from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.flatten import flatten
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseSGD
 from shade.types import Parted
 
@@ -31,7 +31,7 @@ def saved(rank: int, world_size: int) -> tuple[Any, dict[str, torch.Tensor], lis
             engine.step()
         state = {**engine.state_dict(), "rank": rank, "world_size": world_size}
         kept = [torch.as_tensor(each["residual"]).double().numpy() for each in state["residuals"]]
-        tree, tensors = dismantle({"engine": state}, rank=rank, is_own=lambda path: True)
+        tree, tensors = flatten({"engine": state}, rank=rank, is_own=lambda path: True)
         return tree, {name: tensor.clone() for name, tensor in tensors.items()}, kept
 
 
@@ -45,7 +45,7 @@ def test_one_rank_takes_over_what_three_had_kept_back() -> None:
     _, engine = build()
     with engine:
         assert isinstance(engine, Parted)
-        contents = Contents(replicated=True)
+        contents = AppState(replicated=True)
         contents.attach({"engine": engine})
         contents.load(trees[0], tensors, ["engine"], trees)
         taken = [torch.as_tensor(each["residual"]).double().numpy() for each in engine.state_dict()["residuals"]]

@@ -9,7 +9,7 @@ import torch
 
 from shade.errors import ConfigError
 from shade.gradient.optim import SparseAdam, SparseAdamW
-from tests.unit.gradient.optimizing import DenseRun, Run, bits, error, use_arrays
+from tests.support.optimizing import DenseRun, Run, bits, error, use_arrays
 
 PAIRS = {"adam": (SparseAdam, torch.optim.Adam), "adamw": (SparseAdamW, torch.optim.AdamW)}
 CASES: dict[str, tuple[str, dict[str, Any], float]] = {

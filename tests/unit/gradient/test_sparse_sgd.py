@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shade.errors import ConfigError, GradientError
-from shade.gradient.bucket import Bucket
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import Sparse
 from shade.gradient.optim import SparseSGD
-from shade.gradient.sparse import Sparse
-from tests.unit.gradient.optimizing import SIZE, DenseRun, Run, bits, error, gradient, use_arrays
+from tests.support.optimizing import SIZE, DenseRun, Run, bits, error, gradient, use_arrays
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shade.gradient import COMPRESSORS, QUANTISERS, Key
-from shade.gradient.compressor import aligned_zeros
-from shade.gradient.error_feedback import ErrorFeedback
-from shade.gradient.threshold import ThresholdCompressor, are_largest
+from shade.gradient._compress.compressor import COMPRESSORS, Key, aligned_zeros
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
+from shade.gradient._compress.threshold import ThresholdCompressor, are_largest
 from shade.types import Floats
 
 SIZE, NUM_STEPS, DENSITY = 200_000, 25, 0.01

@@ -11,10 +11,10 @@ import pytest
 import xxhash
 
 from shade.errors import ConfigError, PayloadError
-from shade.gradient import wire
-from shade.gradient.quantiser import QUANTISERS
-from shade.gradient.sparse import Sparse
-from shade.gradient.wire import HEADER_BYTES, Header, pack, unpack
+from shade.gradient._comm import message as message_format
+from shade.gradient._comm.message import HEADER_BYTES, MessageHeader, pack, unpack
+from shade.gradient._compress.compressor import Sparse
+from shade.gradient._compress.quantiser import QUANTISERS
 
 
 def drawn(size: int, density: float, seed: int = 0) -> Sparse:
@@ -23,8 +23,8 @@ def drawn(size: int, density: float, seed: int = 0) -> Sparse:
     return Sparse(indices, rng.standard_normal(len(indices)).astype(np.float32), size)
 
 
-def header_of(sparse: Sparse, quantiser: str = "bf16") -> Header:
-    return Header(
+def header_of(sparse: Sparse, quantiser: str = "bf16") -> MessageHeader:
+    return MessageHeader(
         generation=3,
         step=2**40,
         bucket=7,
@@ -45,8 +45,8 @@ def message(density: float = 0.02, size: int = 4000) -> np.ndarray:
 def signed(data: np.ndarray, **fields: object) -> np.ndarray:
     """With fields of the header changed and the checksum made right again: a wrong sender, not a wrong line."""
     names = "magic version flags generation step bucket size count weight density name effective num_indices num_values"
-    values = dict(zip(names.split(), wire._FIELDS.unpack_from(data.data), strict=True)) | fields
-    head = wire._FIELDS.pack(*values.values())
+    values = dict(zip(names.split(), message_format._FIELDS.unpack_from(data.data), strict=True)) | fields
+    head = message_format._FIELDS.pack(*values.values())
     body = data[HEADER_BYTES:].tobytes()
     checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(head + body))
     return np.frombuffer(head + checksum + body, dtype=np.uint8)

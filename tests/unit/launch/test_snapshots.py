@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shade.checkpoint.strategies import STRATEGIES
+from shade.checkpoint._strategies import STRATEGIES
 from shade.config import RunConfig
 from shade.train.snapshots import Snapshots
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint.manifest import Commit
-from shade.checkpoint.own_memory import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._format.manifest import Commit
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.launch.workspace import Workspace

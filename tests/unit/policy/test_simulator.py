@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shade.cli.simulation import format_table, plot_curves
 from shade.errors import ConfigError, DataError, UnknownNameError
-from shade.policy.rendering import format_table, plot_curves
 from shade.policy.simulator import miss_ratio_curves, simulate
 from shade.policy.trace import Trace, TraceRecorder
 

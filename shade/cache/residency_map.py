@@ -1,0 +1,222 @@
+"""The residency board: one page of shared memory per rank that its training process writes and its workers read.
+
+A sampling plan is known in the training process; samples are fetched in worker processes. Sending the plan along with
+every batch would need a patched loader, so the plan lies here instead: one byte a sample, written when its batch is
+handed out, read when it is fetched. The other way round the workers leave their counts here, one row a worker, so that
+nobody needs a lock and nothing is lost when a worker ends.
+
+The tensors are torch shared memory: the board pickles into workers under fork, spawn and forkserver alike.
+
+Legend: N data set · R counter rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shade.cache.ledger import FIELDS, Ledger
+from shade.types import Bools, Indices
+
+LOOK = 1
+"""The sample should be in the cache: ask for it."""
+STAY = 2
+"""The sample should be in the cache once this access is over."""
+NEAR = 4
+"""Its entry lies, or would lie, on a server of this machine."""
+
+_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
+_SHARED, _HOME, _OWNED, _OTHERS = range(10, 14)
+_ROWS = 129
+
+
+class ResidencyMap:
+    """Shared state of one rank.
+
+    Args:
+        num_samples: N.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
+        self._held_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
+        self._state_tensor = torch.zeros(16, dtype=torch.float64)
+        self._count_tensor_RF = torch.zeros((_ROWS, len(FIELDS)), dtype=torch.int64)
+        for tensor in (self._flag_tensor_N, self._held_tensor_N, self._state_tensor, self._count_tensor_RF):
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        self._view()
+        self.set_slots([0], [])
+
+    def _view(self) -> None:
+        self.flag_N = self._flag_tensor_N.numpy()
+        self.held_N = self._held_tensor_N.numpy()
+        """What this rank's processes wrote and have not removed, as they saw it."""
+        self._state = self._state_tensor.numpy()
+        self._count_RF = self._count_tensor_RF.numpy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name.startswith("_") and "tensor" in name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._view()
+
+    def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools, near_B: Bools | None = None, *, ending: bool) -> None:
+        """Writes what is planned for the next access of each sample; of duplicates the first access counts.
+
+        Args:
+            index_B: Samples of one batch.
+            hit_B: Whether each should be in the cache when it is accessed.
+            stay_B: Whether it shall be there afterwards.
+            near_B: Whether its server is on this machine; None where that is not known.
+            ending: Whether this is one of the last batches of the epoch.
+        """
+        flag_B = hit_B.astype(np.uint8) * LOOK + stay_B.astype(np.uint8) * STAY
+        if near_B is not None:
+            flag_B += near_B.astype(np.uint8) * NEAR
+        self.flag_N[index_B[::-1]] = flag_B[::-1]
+        self._state[_PLANNED], self._state[_ENDING] = 1.0, float(ending)
+
+    def withdraw(self, index_B: Indices) -> None:
+        """Takes back what was posted of samples that leave before their batch is fetched.
+
+        Args:
+            index_B: Which.
+        """
+        self.flag_N[index_B] = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the entries may occupy together at this moment."""
+        return int(self._state[_CAPACITY])
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, num_bytes: int) -> None:
+        self._state[_CAPACITY] = num_bytes
+
+    @property
+    def is_shared(self) -> bool:
+        """True while other jobs use the cache, too, and nobody can plan it: see `shade.cache.sharing`."""
+        return bool(self._state[_SHARED])
+
+    @is_shared.setter
+    def is_shared(self, value: bool) -> None:
+        self._state[_SHARED] = float(value)
+
+    def set_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
+        """Says whose slots are whose, see `shade.cache.job_registry`.
+
+        Args:
+            owned: This job's; it writes in the first.
+            others: Into which it looks.
+        """
+        self._state[_HOME] = owned[0]
+        self._state[_OWNED], self._state[_OTHERS] = (sum(1 << slot for slot in slots) for slots in (owned, others))
+
+    @property
+    def owned_slots(self) -> list[int]:
+        """This job's slots; it writes in the first."""
+        home = int(self._state[_HOME])
+        return [home, *(slot for slot in _set_bits(int(self._state[_OWNED])) if slot != home)]
+
+    @property
+    def other_slots(self) -> list[int]:
+        """The slots of other jobs, and those that nobody has taken over yet."""
+        return _set_bits(int(self._state[_OTHERS]))
+
+    @property
+    def planned(self) -> bool:
+        """False until a sampler steers the cache: then every sample is asked for and kept while there is room."""
+        return bool(self._state[_PLANNED])
+
+    @property
+    def ending(self) -> bool:
+        """True in the last batches of an epoch: a worker that holds arrivals in hand may not get another one."""
+        return bool(self._state[_ENDING])
+
+    def ledger(self, worker: int) -> Ledger:
+        """The row of one process.
+
+        Args:
+            worker: -1 for the training process itself, else the DataLoader worker's id. Above 127 workers share rows.
+
+        Returns:
+            A ledger that writes into shared memory.
+        """
+        return Ledger(self._count_RF[(worker + 1) if worker < _ROWS - 1 else _ROWS - 1])
+
+    def totals(self) -> Ledger:
+        """A snapshot summed over all processes of the rank."""
+        return Ledger(self._count_RF.sum(axis=0))
+
+    @property
+    def generation(self) -> int:
+        """How often the residents were counted afresh; whoever remembers an older number forgets what it had to do."""
+        return int(self._state[_GENERATION])
+
+    def begin_generation(self) -> None:
+        """The residents were counted afresh. Only the training process says so."""
+        self._state[_GENERATION] += 1
+
+    # The breaker's words. Two workers may write them at once; the loser's write is merely late.
+
+    @property
+    def open_until(self) -> float:
+        """Monotonic seconds before which the cache is not asked; 0 when it works."""
+        return float(self._state[_OPEN_UNTIL])
+
+    @open_until.setter
+    def open_until(self, seconds: float) -> None:
+        self._state[_OPEN_UNTIL] = seconds
+
+    @property
+    def backoff_seconds(self) -> float:
+        """The present pause between two attempts."""
+        return float(self._state[_BACKOFF])
+
+    @backoff_seconds.setter
+    def backoff_seconds(self, seconds: float) -> None:
+        self._state[_BACKOFF] = seconds
+
+    @property
+    def strikes(self) -> int:
+        """Slow rounds in a row."""
+        return int(self._state[_STRIKES])
+
+    @strikes.setter
+    def strikes(self, count: int) -> None:
+        self._state[_STRIKES] = count
+
+    @property
+    def trips(self) -> int:
+        """How often the breaker has opened."""
+        return int(self._state[_TRIPS])
+
+    @trips.setter
+    def trips(self, count: int) -> None:
+        self._state[_TRIPS] = count
+
+    @property
+    def told_by(self) -> int:
+        """The process that has told the log that the cache is out of use; see `shade.cache.breaker`."""
+        return int(self._state[_TOLD_BY])
+
+    @told_by.setter
+    def told_by(self, process: int) -> None:
+        self._state[_TOLD_BY] = process
+
+    @property
+    def origin_seconds(self) -> float:
+        """What a sample from the origin costs lately; 0 while unknown."""
+        return float(self._state[_ORIGIN])
+
+    @origin_seconds.setter
+    def origin_seconds(self, seconds: float) -> None:
+        self._state[_ORIGIN] = seconds
+
+
+def _set_bits(mask: int) -> list[int]:
+    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]

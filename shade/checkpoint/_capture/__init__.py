@@ -1,0 +1,1 @@
+"""Takes the attached objects' state apart into JSON and named tensors, and puts it together again."""

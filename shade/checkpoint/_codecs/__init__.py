@@ -1,0 +1,19 @@
+"""Codecs: how a chunk is stored: as it is, compressed, or as what differs from an earlier snapshot. One file each."""
+
+from shade.checkpoint._codecs import dedup, excp, int8_delta, plain, topk_delta, xor_zstd, zstd
+from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Standalone, standing_alone
+
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Delta",
+    "Standalone",
+    "dedup",
+    "excp",
+    "int8_delta",
+    "plain",
+    "standing_alone",
+    "topk_delta",
+    "xor_zstd",
+    "zstd",
+]

@@ -1,0 +1,1 @@
+"""The flusher process: moves snapshots from the cluster's memory into durable storage."""

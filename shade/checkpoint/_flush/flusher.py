@@ -1,0 +1,321 @@
+"""Moves one run's snapshots from the cluster's memory into durable storage, behind the training's back.
+
+A slot's dirty bit says that its snapshot lies in memory only. It is cleared after the storage's commit has returned,
+fsync and rename included, and never before: whatever dies at whichever moment, what was committed in memory is still
+there and still marked, and what is half written in storage has no record. Flushing again what is there already is
+found out by the record's digest and costs nothing.
+
+Newest first. When training outruns storage, the user wants the newest state durable, not a procession of old ones: so
+the newest goes first, and of the others only those are written that the keep rules would keep; the rest are let go
+as soon as something newer is durable, which frees their slots (docs/decisions/0011-flusher.md). Invariant: a bit is
+cleared only when that snapshot, or a newer one of the run, is committed in storage.
+
+A snapshot that builds on another is written after that one, however new it is: storage never has a difference without
+what it is a difference from. Memory keeps a base as long as something in memory builds on it, so it is there to be
+written, even where storage once had it and has let it go.
+
+Reading and writing overlap (`_flush.fetch`). A chunk comes from the socket into a ring of buffers, is
+verified there, from any copy that memory has, and goes to the disk from there: no copy in between, and no fresh memory
+but the ring's (`_flush.fetch`, which also says how many are fetched at once).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shade.checkpoint._commit.protocol import check_base
+from shade.checkpoint._flush.fetch import FetchPace, Prefetch, Ring, batches
+from shade.checkpoint._flush.progress import LongWork
+from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._format.retention import Keep, lineage
+from shade.checkpoint._restore.reader import Reader, Snapshot, SnapshotSource
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.tier import Shard, Tier
+from shade.errors import CorruptCheckpointError, ShadeError, StorageError, StoreError
+from shade.types import Bytes, Clock
+
+AHEAD_FETCHES: Final = 2
+"""Done and not yet written."""
+FIRST_WAIT_SECONDS: Final = 0.5
+LONGEST_WAIT_SECONDS: Final = 30.0
+"""Between attempts, doubling."""
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """One snapshot that has just become durable."""
+
+    record: Commit
+    num_bytes: int
+    """Written."""
+    seconds: float
+    num_dirty: int
+    """Snapshots that still lie in memory only."""
+
+    def __str__(self) -> str:
+        rate = self.num_bytes / 1e6 / max(self.seconds, 1e-9)
+        return (
+            f"{self.record.run} step {self.record.step} is durable: {self.num_bytes / 1e6:,.1f} MB in "
+            f"{self.seconds:.2f} s, {rate:,.0f} MB/s; {self.num_dirty} more to flush"
+        )
+
+
+class _StoppedError(Exception):
+    """We were asked to stop; carries us out of a write in the middle."""
+
+
+class Flusher:
+    """Drains one run.
+
+    Args:
+        memory: Where snapshots come from.
+        storage: Where they go.
+        keep: What stays in storage.
+        stop: Set from outside to end a write in the middle: the slot stays dirty, nothing is visible in storage.
+        may_write: Asked before anything in storage is changed; False once somebody else has taken over.
+        progress: Is told of each snapshot and chunk.
+        clock: For rates and waiting.
+        ahead_fetches: See `AHEAD_FETCHES`; 0: one after the other, without a thread.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        storage: Tier,
+        keep: Keep,
+        *,
+        stop: threading.Event | None = None,
+        may_write: Callable[[], bool] = lambda: True,
+        progress: LongWork | None = None,
+        clock: Clock = time.monotonic,
+        ahead_fetches: int = AHEAD_FETCHES,
+    ) -> None:
+        self._ahead_fetches = ahead_fetches
+        self.memory, self.storage, self.keep = memory, storage, keep
+        self._stop = stop or threading.Event()
+        self._may_write, self._progress, self._clock = may_write, progress or LongWork(), clock
+        self._reader, self._pace = Reader([memory]), FetchPace()
+        self._damaged: set[str] = set()
+        self._trouble: type[ShadeError] | None = None
+        self._trouble_since = 0.0
+        self._wait_seconds = 0.0
+        self._not_before = -float("inf")
+        self.is_drained = False
+        """Whether the last look found nothing dirty."""
+        self.last_contact = clock()
+        """When the store last answered."""
+        self.last_error: ShadeError | None = None
+        """What the last attempt failed with; None after one that did not."""
+
+    # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def flush_one(self) -> Flushed | None:
+        """Makes the snapshot durable that is most worth it.
+
+        Returns:
+            What was done; None where nothing is left to do, or we were told to stop.
+
+        Raises:
+            StoreError: Memory cannot be read. It stays dirty.
+            StorageError: Storage refused. It stays dirty.
+            CorruptCheckpointError: A snapshot is right in no copy in memory, and nothing newer is durable. It stays
+                dirty: a node may come back.
+        """
+        self.is_drained = False
+        dirty = self._dirty()
+        self.is_drained = not dirty
+        if not dirty:
+            return None
+        dirty, wanted = self._settle(dirty, self.storage.held())
+        lasting = {record.digest for record in self.keep.lasting.kept(record for _, record in dirty)}
+        for place, record in dirty:
+            if record.digest in lasting:
+                self.memory.hold(place)
+        lost: CorruptCheckpointError | None = None
+        for place, record in wanted:
+            began = self._clock()
+            try:
+                num_bytes = sum(self._make_durable(*each) for each in self._lacking(place, record))
+            except _StoppedError:
+                return None
+            except CorruptCheckpointError as error:
+                if not self.memory.is_dirty(place):  # a newer one has taken its slot
+                    continue
+                if record.digest not in self._damaged:
+                    logger.error("cannot flush, will try again: %s", error)
+                self._damaged.add(record.digest)
+                lost = error
+                continue
+            self._damaged.discard(record.digest)
+            flushed = Flushed(record, num_bytes, self._clock() - began, len(dirty) - 1)
+            self._retain()
+            return flushed
+        if lost is not None:
+            raise lost
+        return None
+
+    def _dirty(self) -> list[tuple[str, Commit]]:
+        dirty = list(self.memory.dirty())
+        self.last_contact = self._clock()
+        return dirty
+
+    def _settle(
+        self, dirty: list[tuple[str, Commit]], stored: Mapping[str, Commit]
+    ) -> tuple[list[tuple[str, Commit]], list[tuple[str, Commit]]]:
+        """Clears what need not be written any more; returns what is dirty still, and of it what to write, in order."""
+        durable = {record.digest: record for record in stored.values()}
+        newest = max((record.sequence for record in durable.values()), default=-1)
+        kept = {record.digest for record in self.keep.kept([*durable.values(), *(record for _, record in dirty)])}
+        left = []
+        for place, record in dirty:
+            if record.digest in durable:
+                self.memory.mark_clean(place, record.step)
+            elif record.sequence < newest and record.digest not in kept:
+                logger.info("%s step %d is let go: a newer one is durable", record.run, record.step)
+                self.memory.mark_clean(place, record.step)
+            elif record.sequence < newest and record.digest in self._damaged:
+                logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
+                self.memory.mark_clean(place, record.step)
+            else:
+                left.append((place, record))
+        newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
+        return left, [(place, record) for place, record in newest_first if record.digest in kept]
+
+    def _lacking(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
+        """A snapshot and what it builds on, in as far as storage does not have it: the keyframe first."""
+        if record.base is None:
+            return [(place, record)]
+        places = {held.digest: (place, held) for place, held in self.memory.held().items()}
+        durable = {held.digest for held in self.storage.held().values()}
+        known = {digest: held for digest, (_, held) in places.items()}
+        below = [*itertools.takewhile(lambda base: base.digest not in durable, lineage(record, known))]
+        missing = (below[-1] if below else record).base
+        if missing is not None and missing not in durable:
+            raise CorruptCheckpointError(f"step {record.step} builds on a snapshot ({missing}) that is lost")
+        return [*(places[base.digest] for base in reversed(below)), (place, record)]
+
+    def _make_durable(self, place: str, record: Commit) -> int:
+        """Writes one snapshot, then clears its bit; returns its bytes."""
+        self.memory.hold(place)
+        num_bytes = self._write(place, record)
+        self.memory.mark_clean(place, record.step)
+        return num_bytes
+
+    def _write(self, place: str, record: Commit) -> int:
+        """One snapshot, from memory to committed; returns its bytes."""
+        snapshot = Snapshot(record, (SnapshotSource(self.memory, place),))
+        manifests = [self._reader.manifest(snapshot, rank) for rank in range(record.world_size)]
+        self._check()
+        sizes = [manifest.stored_bytes for manifest in manifests]
+        target = self.storage.prepare(record.step, sizes)
+        self._progress.begin(f"{record.run} step {record.step}", sum(sizes))
+        try:
+            with Prefetch(_fetch(self._reader, snapshot, manifests, self._pace), self._ahead_fetches) as fetches:
+                chunks = itertools.chain.from_iterable(fetches)
+                for manifest in manifests:
+                    self.storage.put(
+                        target, Shard(manifest, self._pass_on(itertools.islice(chunks, len(manifest.chunks))))
+                    )
+            self._check()
+            check_base(self.storage, record)
+            self.storage.commit(target, record)
+        except BaseException:
+            if self._may_write():
+                with contextlib.suppress(StorageError):
+                    self.storage.discard(target)
+            raise
+        finally:
+            self._progress.end()
+            with contextlib.suppress(StoreError):
+                self.memory.let_go(place)
+        return sum(sizes)
+
+    def _pass_on(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+        for content in chunks:
+            if self._stop.is_set():
+                raise _StoppedError
+            yield content
+            self._progress.advance(len(content))
+
+    def _check(self) -> None:
+        if self._stop.is_set() or not self._may_write():
+            raise _StoppedError
+
+    def _retain(self) -> None:
+        """Removes what no rule keeps; what cannot be removed now is looked at again after the next snapshot."""
+        try:
+            places = {record.digest: (place, record) for place, record in self.storage.held().items()}
+            records = [record for _, record in places.values()]
+            building = any(record.version > 1 for record in records)
+            others = [record for _, record in self.memory.dirty()] if building else []
+            for record in self.keep.discardable(records, others):
+                self.storage.discard(places[record.digest][0])
+        except (StorageError, StoreError) as error:
+            logger.warning("old snapshots could not be removed: %s", error)
+
+    # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def turn(self) -> Flushed | None:
+        """`flush_one`, if it is time to try; an error is said once, and tried again after a while.
+
+        Returns:
+            What was done.
+        """
+        if self._clock() < self._not_before:
+            return None
+        try:
+            flushed = self.flush_one()
+        except ShadeError as error:
+            self._failed(error)
+            return None
+        if self._trouble is not None:
+            logger.info("flushing goes on")
+        self._trouble, self.last_error, self._wait_seconds = None, None, 0.0
+        if flushed is not None:
+            logger.info("%s", flushed)
+        return flushed
+
+    def is_hopeless(self, patience_seconds: float) -> bool:
+        """Whether what is left has been out of reach for so long: memory is silent, or has lost it."""
+        lost = isinstance(self.last_error, (StoreError, CorruptCheckpointError))
+        return lost and self._clock() - self._trouble_since > patience_seconds
+
+    def _failed(self, error: ShadeError) -> None:
+        if self.last_error is None:
+            self._trouble_since = self._clock()
+        if self._trouble is not type(error) and not isinstance(error, CorruptCheckpointError):
+            logger.warning("flushing waits: %s", " ".join(str(error).split()))
+        self._trouble, self.last_error = type(error), error
+        self._wait_seconds = min(LONGEST_WAIT_SECONDS, 2 * self._wait_seconds or FIRST_WAIT_SECONDS)
+        self._not_before = self._clock() + self._wait_seconds
+
+
+def _fetch(
+    reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pace: FetchPace
+) -> Iterator[list[memoryview]]:
+    """Every chunk of every rank, in order, fetch by fetch, in memory that is used in turn.
+
+    It is filled again when a later fetch needs it: by then at most `AHEAD_FETCHES` fetches wait, and one is being
+    written, so in a ring of so many and the next nothing is overwritten that is still needed.
+    """
+    longest = max((chunk.num_bytes for manifest in manifests for chunk in manifest.chunks), default=1)
+    num_all = sum(len(manifest.chunks) for manifest in manifests)
+    ring = Ring(longest, AHEAD_FETCHES + 1)
+    pace.begin()
+    for manifest in manifests:
+        lengths = [chunk.num_bytes for chunk in manifest.chunks]
+        for numbers in batches(lengths, pace, num_all):
+            buffers = ring.take([lengths[number] for number in numbers])
+            begun = time.perf_counter()
+            reader.fill(snapshot, manifest, numbers, buffers)
+            pace.fetched(len(numbers), time.perf_counter() - begun)
+            yield buffers

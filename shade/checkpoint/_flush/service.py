@@ -1,0 +1,449 @@
+"""The flusher as a process: finds dirty snapshots in a store, makes them durable, and outlives whoever made them.
+
+``python -m shade.checkpoint._flush.service`` (for people: ``shade checkpoint flush``) serves one run, or every run it
+finds in a store. It may be killed at any moment: see `_flush.flusher`. A `Checkpointer` asks `serving`, and where
+nobody serves its run calls `start_flusher`. That one is nobody's child; it ends by itself when everything is durable
+and the run has said that it has ended (`mark_ended`), or has been silent for long.
+
+Who ends while another begins: the run removes its end mark, then asks `serving`; the flusher releases its lease, then
+looks for the end mark. Whichever way their steps interleave, either the run sees no lease and starts a flusher, or the
+flusher sees no mark and goes on.
+
+Serves runs with flushers: finds them, announces itself, takes turns, and knows when its work is done.
+
+One thread for all runs of a store: they share a network and a disk anyway. A lease is held on each run served, so
+that a second flusher leaves it alone, whether that one serves one run or all. Nothing here ends because a store or a
+storage is away for a while, except a flusher that was started for one run, whose store has been silent for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final
+
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._flush.progress import Bar, LongWork
+from shade.checkpoint._format.retention import DEFAULT, Keep
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.run_lock import ENDED, FLUSHER, TRAINER, RunLock, is_held, runs_in_store, spread_keys
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.errors import CheckpointError, ConfigError, RunInUseError, ShadeError, StorageError, StoreError
+from shade.process import is_running, start_detached
+from shade.storage import open_volume
+from shade.store import Store, StoreURL, open_store
+
+STORE_VARIABLE: Final = "SHADE_FLUSH_STORE"
+STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"
+"""How `start_flusher` passes addresses: they may hold passwords, and everybody can read a command line."""
+_START_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.05
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+# ── what others ask and say ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def serving(store: Store, run: str) -> bool:
+    """Whether a flusher serves a run. Takes a second as a rule, and three at most.
+
+    Args:
+        store: Where its snapshots are.
+        run: The run id.
+
+    Returns:
+        The answer.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    return is_held(store, run, FLUSHER)
+
+
+def mark_begun(store: Store, run: str) -> None:
+    """Says that a run saves snapshots from now on. Before asking `serving`."""
+    store.delete_many(spread_keys(run, ENDED))
+
+
+def mark_ended(store: Store, run: str) -> None:
+    """Says that a run saves nothing any more: its flusher may end when everything is durable."""
+    store.set_many(dict.fromkeys(spread_keys(run, ENDED), b"1"))
+
+
+def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAULT, *, log: Path | None = None) -> int:
+    """Starts a flusher that outlives this process, and waits until it serves.
+
+    Args:
+        store_url: With its password, if it has one: it is passed on out of sight.
+        persist_url: Durable storage; a relative path is one from here.
+        run: The run id.
+        keep: See `Keep.parse`.
+        log: Where it writes; appended to, its folder made. None: a log in this machine's shared memory, which the
+            flusher removes when it ends with everything durable.
+
+    Returns:
+        Its process id.
+
+    Raises:
+        ConfigError: The log cannot be written, or the store ends with this process.
+        CheckpointError: It ended at once, or is not ready after 30 s; the message has the end of its log.
+    """
+    url = StoreURL.parse(store_url)
+    if url.scheme in ("memory", "local"):
+        cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
+        raise ConfigError.of("a store that other processes reach by its URL", store_url, cure)
+    given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
+    home = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}"]
+    path = flusher_log(run) if log is None else log
+    if log is None:
+        command.append(f"--temporary-log={path}")
+    keys = spread_keys(run, FLUSHER)
+    with open_store(url, timeout_seconds=TIMEOUT_SECONDS) as store, _opened(path) as errors:
+        stale = store.get_many(keys)
+        begin = errors.seek(0, os.SEEK_END)
+        process_id = start_detached(command, errors, {**os.environ, **given, "PYTHONPATH": paths})
+        deadline = time.monotonic() + _START_SECONDS
+        while not any(now not in (None, before) for now, before in zip(store.get_many(keys), stale, strict=True)):
+            if not is_running(process_id) or time.monotonic() > deadline:
+                errors.seek(begin)
+                told = errors.read().decode(errors="replace").strip()[-1000:]
+                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {path}")
+            time.sleep(_POLL_SECONDS)
+    return process_id
+
+
+def _opened(log: Path) -> IO[bytes]:
+    try:
+        return open_log(log)
+    except OSError as error:
+        raise ConfigError.of("a log that can be written", f"{log}: {error.strerror}", "name another") from error
+
+
+# ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flush(
+    store_url: str, persist_url: str, run: str | None, keep: str, *, once: bool = False, until_ended: bool = False
+) -> int:
+    """Serves until told to stop: SIGTERM and SIGINT end it promptly, a second one at once.
+
+    Args:
+        store_url: Where snapshots are.
+        persist_url: Where they go.
+        run: Whose; None: every run in the store.
+        keep: See `Keep.parse`.
+        once: End when everything is durable.
+        until_ended: End when the run is over, and durable.
+
+    Returns:
+        The exit code: 0, or 1 where something is not durable.
+
+    Raises:
+        ShadeError: See `serve`.
+    """
+    if until_ended and run is None:
+        raise ConfigError.of("--until-ended with a --run", "none", "name the run whose end to wait for")
+    rules = Keep.parse(keep)
+    stop = threading.Event()
+
+    def told(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with logging_redirect_tqdm([logger]):
+            durable = serve(
+                store_url,
+                persist_url,
+                run=run,
+                keep=rules,
+                until=Until.DRAINED if once else Until.ENDED if until_ended else Until.STOPPED,
+                stop=stop,
+                progress=Bar(),
+            )
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        for number, handling in before.items():
+            signal.signal(number, handling)
+    return 0 if durable else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process that `start_flusher` starts; addresses come from the environment.
+
+    Args:
+        arguments: Instead of the command line's own.
+
+    Returns:
+        As `flush`; 2 where it cannot begin: the reason is on standard error.
+    """
+    parser = argparse.ArgumentParser(
+        prog="shade.checkpoint._flush.service", description="Makes one run's snapshots durable."
+    )
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--keep", required=True)
+    parser.add_argument("--temporary-log", type=Path, help="the file that standard error goes to; removed at the end")
+    given = parser.parse_args(arguments)
+    try:
+        code = flush(os.environ[STORE_VARIABLE], os.environ[STORAGE_VARIABLE], given.run, given.keep, until_ended=True)
+        if code == 0 and given.temporary_log is not None:
+            remove_log(given.temporary_log, sys.stderr.fileno())
+        return code
+    except KeyError as error:
+        sys.stderr.write(f"expected {error.args[0]} in the environment; use `shade checkpoint flush` by hand\n")
+    except ShadeError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+TIMEOUT_SECONDS: Final = 5.0
+"""Of a wait for the store's next bytes: a flusher is in no hurry, and a busy server no dead one."""
+PATIENCE_SECONDS: Final = 600.0
+"""So long may a run, or its store, be silent before a flusher that was started for it gives it up."""
+POLL_SECONDS: Final = 0.2
+DISCOVER_SECONDS: Final = 10.0
+
+
+class Until(enum.Enum):
+    """When serving ends by itself."""
+
+    STOPPED = "stopped"
+    """Never."""
+    DRAINED = "drained"
+    """When everything is durable."""
+    ENDED = "ended"
+    """When everything is durable and the run is over."""
+
+
+def serve(
+    store_url: str,
+    persist_url: str,
+    *,
+    run: str | None = None,
+    keep: Keep | None = None,
+    until: Until = Until.STOPPED,
+    stop: threading.Event | None = None,
+    patience_seconds: float = PATIENCE_SECONDS,
+    progress: LongWork | None = None,
+) -> bool:
+    """Flushes until there is nothing left to wait for.
+
+    Args:
+        store_url: Where snapshots are.
+        persist_url: Where they go.
+        run: The run to serve; None: every run found in the store, now and later, that nobody else serves.
+        keep: What stays in storage.
+        until: When to end; `Until.ENDED` is for one run.
+        stop: Ends it promptly; a write in the middle is given up, its slot stays dirty.
+        patience_seconds: See `PATIENCE_SECONDS`.
+        progress: Is told of each snapshot and chunk.
+
+    Returns:
+        Whether everything that was found is durable.
+
+    Raises:
+        ConfigError: A URL that cannot be.
+        StoreError: The store does not answer at the start. Later that is waited out.
+        StorageError: The same of storage.
+        CheckpointError: Another flusher serves the run, or has taken it over.
+    """
+    stop = stop or threading.Event()
+    with contextlib.ExitStack() as resources:
+        store = resources.enter_context(open_store(store_url, timeout_seconds=TIMEOUT_SECONDS))
+        store.ping()
+        with open_volume(persist_url) as volume:
+            volume.ping()
+            logger.info("from %s to %s", store.url, volume.url)
+        service = resources.enter_context(_Service(store, persist_url, keep or Keep.parse(DEFAULT), stop, progress))
+        if run is not None:
+            service.take(run)
+        discovered = -float("inf")
+        while not stop.is_set():
+            if run is None and time.monotonic() - discovered > DISCOVER_SECONDS:
+                service.discover()
+                discovered = time.monotonic()
+            if service.turn():
+                continue
+            if run is not None and run not in service.served:
+                raise _taken(run)
+            if until is Until.DRAINED and (service.is_drained or service.is_hopeless(patience_seconds)):
+                break
+            if until is Until.ENDED and run is not None and service.is_finished(run, patience_seconds):
+                break
+            stop.wait(POLL_SECONDS)
+        return service.is_drained
+
+
+class _Served:
+    """One run: its flusher, and the lease that tells others to leave it to us."""
+
+    def __init__(
+        self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event, progress: LongWork | None
+    ) -> None:
+        self._store, self._run = store, run
+        self.lease = RunLock(store, run, name=FLUSHER)
+        self._memory = MemoryTier(store, run)
+        self._storage = StorageTier(open_volume(persist_url), run)
+        self.flusher = Flusher(
+            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.lease.is_ours, progress=progress
+        )
+        self._trainer: list[bytes | None] = []
+        self._trainer_seen = time.monotonic()
+
+    def tidy(self) -> None:
+        """Removes what earlier flushers died in the middle of."""
+        self._storage.tidy()
+
+    def is_over(self, patience_seconds: float) -> bool:
+        """Whether nobody will save into this run any more, as far as one can tell."""
+        now = time.monotonic()
+        try:
+            if any(self._store.get_many(spread_keys(self._run, ENDED))):
+                return True
+            trainer = self._store.get_many(spread_keys(self._run, TRAINER))
+        except StoreError:
+            return now - self.flusher.last_contact > patience_seconds
+        if trainer != self._trainer:
+            self._trainer, self._trainer_seen = trainer, now
+        return now - self._trainer_seen > patience_seconds
+
+    def end(self) -> None:
+        """Lets go of it."""
+        self.lease.release()
+        self._memory.close()
+        self._storage.close()
+
+
+class _Service:
+    """The runs that are served."""
+
+    def __init__(
+        self, store: Store, persist_url: str, keep: Keep, stop: threading.Event, progress: LongWork | None
+    ) -> None:
+        self._store, self._persist_url, self._keep, self._stop, self._progress = (
+            store,
+            persist_url,
+            keep,
+            stop,
+            progress,
+        )
+        self.served: dict[str, _Served] = {}
+
+    def __enter__(self) -> _Service:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for each in self.served.values():
+            each.end()
+
+    def take(self, run: str) -> None:
+        """Serves a run from now on.
+
+        Args:
+            run: Its id.
+
+        Raises:
+            CheckpointError: Another flusher does.
+        """
+        each = _Served(self._store, self._persist_url, run, self._keep, self._stop, self._progress)
+        try:
+            each.lease.acquire()
+        except RunInUseError as error:
+            each.end()
+            raise _taken(run) from error
+        except BaseException:
+            each.end()
+            raise
+        self.served[run] = each
+        logger.info("serving %s, keeping %s", run, self._keep)
+        each.tidy()
+
+    def discover(self) -> None:
+        """Serves what else has come into the store; not what others serve, and what fails now is found again."""
+        with contextlib.suppress(StoreError):
+            for run in runs_in_store(self._store):
+                if run not in self.served:
+                    with contextlib.suppress(StoreError, StorageError, CheckpointError):
+                        self.take(run)
+
+    def turn(self) -> bool:
+        """One snapshot of each run; runs that others have taken over are let go.
+
+        Returns:
+            Whether anything was done.
+        """
+        done = [each.flusher.turn() is not None for each in self.served.values()]
+        for run, each in list(self.served.items()):
+            if not each.lease.is_ours:
+                logger.warning("another flusher serves %s now", run)
+                self.served.pop(run).end()
+        return any(done)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing dirty was left at the last look."""
+        return all(each.flusher.is_drained for each in self.served.values())
+
+    def is_hopeless(self, patience_seconds: float) -> bool:
+        """Whether all that is left has been damaged in memory, or out of reach, for long."""
+        return all(
+            each.flusher.is_drained or each.flusher.is_hopeless(patience_seconds) for each in self.served.values()
+        )
+
+    def is_finished(self, run: str, patience_seconds: float) -> bool:
+        """Whether a run is over and durable, or beyond help.
+
+        Its lease is released then, and nobody has come back meanwhile who might have seen it.
+
+        Args:
+            run: Its id.
+            patience_seconds: See `PATIENCE_SECONDS`.
+
+        Returns:
+            The answer.
+        """
+        each = self.served[run]
+        if not each.is_over(patience_seconds):
+            return False
+        if not self.is_drained:
+            return self.is_hopeless(patience_seconds)
+        each.lease.release()
+        if each.is_over(patience_seconds):
+            return True
+        with contextlib.suppress(RunInUseError):
+            each.lease.acquire()
+            return False
+        return True  # somebody else was quicker
+
+
+def _taken(run: str) -> CheckpointError:
+    return CheckpointError.of(
+        f"{run!r} without a flusher", "one that serves it", "leave it to that one, or end it first"
+    )

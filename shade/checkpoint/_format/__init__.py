@@ -1,0 +1,1 @@
+"""The bytes of a snapshot: manifest and commit record, their JSON, digests, retention."""

@@ -1,0 +1,394 @@
+"""Manifest and commit record: what a snapshot consists of, and the word that makes it count.
+
+A snapshot of W ranks is W shards. A shard is the rank's tensors laid end to end (the data of a safetensors file) and
+cut into chunks of equal length, each hashed as it is stored; its *manifest* lists tensors and chunks. The *commit
+record* lists the manifests' hashes and carries its own. It is written last, and is the same in every tier: a snapshot
+whose record is not there, or does not match, does not exist. No pickle; JSON alone, in docs/format.md.
+
+A snapshot that stands alone is written as version 1. Version 2 may build on another, its *base*, which the record names
+by its digest: each chunk then says how it is stored, and carries the digest of what it is before any codec. Where that
+is not bit for bit what was saved, the manifest says by how much it is off, tensor by tensor.
+
+Both are read with suspicion: of every field type and range, of a shard that its tensors tile it without a gap and that
+its chunks are as many and as long as they must be, and of the bytes that they are the canonical ones. Invariant: bytes
+that pass `Manifest.parse(…, digest)` with the digest of a record that passed `Commit.parse` are the bytes that were
+written by the rank, or 128 bits of xxh3 have collided; and what is parsed gives the same bytes again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
+from functools import cached_property
+from typing import Any, Final
+
+from shade.checkpoint._format.canonical_json import (
+    as_count,
+    as_digest,
+    as_list,
+    as_number,
+    as_object,
+    canonical,
+    check_canonical,
+    expect,
+    parsed,
+)
+from shade.checkpoint._format.digest import digest_of
+from shade.errors import CorruptCheckpointError
+from shade.types import Bytes
+
+FORMAT: Final = "shade-checkpoint"
+VERSION: Final = 2
+"""The newest that is read and written."""
+CHUNK_BYTES: Final = 4 * 2**20 - 4096
+"""What is hashed, sent, stored and repaired at once. Between 1 and 8 MB the rates of hash, socket and disk are flat. A
+page short of 4 MiB, because a server adds a few bytes and jemalloc would then give out 5 MiB (decision 0010)."""
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+"""Width of each type that a tensor can have, as safetensors spells them."""
+ROUGH_ITEMS: Final = 1024
+"""A float32 tensor of fewer items is always stored exactly: step counts, biases, norms."""
+EXACT_CODECS: Final = frozenset({"none", "zstd", "dedup", "xor-zstd"})
+"""What is stored by any other may be off, so that bounds must say by how much."""
+_MAX_RANKS: Final = 2**20
+_MAX_CHUNK_BYTES: Final = 2**30
+_MAX_DIMENSIONS: Final = 64
+_RUN: Final = re.compile(r"(?!\.{1,2}\Z)[^\x00-\x1f\x7f/\\]{1,128}")
+_CODEC: Final = re.compile(r"[a-z0-9_-]{1,32}")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a shard."""
+
+    dtype: str
+    """As safetensors spells it: ``F32``, ``BF16``, ``I64`` …"""
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the shard's data, as it is before any codec."""
+    stop: int
+    """One past the last."""
+
+    @property
+    def may_be_rough(self) -> bool:
+        """Whether a codec that is not exact may touch it."""
+        return self.dtype == "F32" and self.stop - self.start >= 4 * ROUGH_ITEMS
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """One chunk of a shard, as it is stored."""
+
+    num_bytes: int
+    """Stored length; that of the data where the codec is ``none``."""
+    digest: str
+    """`digest_of` the stored bytes."""
+    codec: str | None = None
+    """Version 2: how this chunk is stored."""
+    plain: str | None = None
+    """Version 2: `digest_of` what it is before any codec, and has to be again."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a tensor is from what was to be saved, as measured when it was saved: a restore is no farther."""
+
+    max_abs: float
+    """Greatest difference of an item."""
+    relative: float
+    """Length (2-norm) of the difference over that of the tensor."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One rank's shard."""
+
+    run: str
+    """The run id."""
+    step: int
+    """Optimizer steps done when it was taken."""
+    rank: int
+    world_size: int
+    codec: str
+    """Name in `_codecs.base.CODECS`."""
+    num_bytes: int
+    """Length of the data, before any codec."""
+    tensors: Mapping[str, TensorEntry]
+    """By name, ascending and without gaps in `start`."""
+    chunks: tuple[ChunkEntry, ...]
+    """Chunk i holds the data from i × `chunk_bytes` on."""
+    tree: Any
+    """The state with each tensor replaced by its name: see `_capture.flatten`."""
+    chunk_bytes: int = CHUNK_BYTES
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    """Version 2: of each tensor that is not exact."""
+    version: int = 1
+
+    def data_length(self, number: int) -> int:
+        """Length of a chunk before any codec."""
+        return min(self.chunk_bytes, self.num_bytes - number * self.chunk_bytes)
+
+    def plain_digest(self, number: int) -> str | None:
+        """`digest_of` a chunk before any codec; None where version 1 does not say."""
+        entry = self.chunks[number]
+        return entry.digest if self.codec == "none" else entry.plain
+
+    def chunk_codec(self, number: int) -> str:
+        """How a chunk is stored."""
+        return self.chunks[number].codec or self.codec
+
+    @property
+    def stored_bytes(self) -> int:
+        """Length of all chunks as they are stored."""
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @cached_property
+    def item_bytes(self) -> int:
+        """Width of the items that make up most of the data: what a codec groups bytes by."""
+        held: dict[int, int] = {}
+        for entry in self.tensors.values():
+            width = ITEM_BYTES[entry.dtype]
+            held[width] = held.get(width, 0) + entry.stop - entry.start
+        return max(held, key=lambda width: (held[width], width), default=1)
+
+    @cached_property
+    def _order(self) -> tuple[list[int], list[str]]:
+        """Where tensors start, and their names; ascending."""
+        return [entry.start for entry in self.tensors.values()], list(self.tensors)
+
+    def tensors_between(self, first: int, last: int) -> Iterator[tuple[str, TensorEntry]]:
+        """The tensors that have bytes in a range of the data, in order.
+
+        Args:
+            first: First byte.
+            last: One past the last.
+
+        Yields:
+            Name and entry.
+        """
+        starts, names = self._order
+        place = max(0, bisect_right(starts, first) - 1)
+        while place and starts[place] == starts[place - 1]:  # behind empty tensors
+            place -= 1
+        while place < len(names) and starts[place] < last:
+            entry = self.tensors[names[place]]
+            if entry.start < entry.stop and entry.stop > first:
+                yield names[place], entry
+            place += 1
+
+    @cached_property
+    def _content(self) -> bytes:
+        return canonical({"format": FORMAT, **_fields(self)}, default=_members)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: equal manifests give equal bytes."""
+        return self._content
+
+    @property
+    def digest(self) -> str:
+        """What the commit record says of it."""
+        return digest_of(self._content)
+
+    @classmethod
+    def parse(cls, content: Bytes, digest: str) -> Manifest:
+        """Reads one.
+
+        Args:
+            content: What `to_bytes` gave.
+            digest: What the commit record says of it.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            CorruptCheckpointError: It is not the one that was committed, or is of another version.
+        """
+        if digest_of(content) != digest:
+            raise CorruptCheckpointError(f"a manifest of {len(content)} bytes is not the one that was committed")
+        fields = _parse(content, cls)
+        is_second = fields["version"] == 2
+        tensors = as_object(fields["tensors"], "tensors")
+        entries = [(name, _tensor(name, entry)) for name, entry in tensors.items()]
+        entries.sort(key=lambda each: (each[1].start, each[1].stop, -ITEM_BYTES[each[1].dtype], each[0]))
+        fields["tensors"] = dict(entries)
+        fields["chunks"] = tuple(_chunk(each, is_second) for each in as_list(fields["chunks"], "chunks"))
+        if is_second:
+            bounds = as_object(fields["bounds"], "bounds")
+            fields["bounds"] = {name: _bound(name, bound) for name, bound in bounds.items()}
+        manifest = cls(**fields)
+        manifest._check()
+        check_canonical(manifest.to_bytes, content)
+        return manifest
+
+    def _check(self) -> None:
+        expect(self.run, type(self.run) is str and _RUN.fullmatch(self.run), "run")
+        as_count(self.step, "step")
+        as_count(self.world_size, "world_size", 1, _MAX_RANKS)
+        as_count(self.rank, "rank", 0, self.world_size - 1)
+        expect(self.codec, type(self.codec) is str and _CODEC.fullmatch(self.codec), "codec")
+        as_count(self.num_bytes, "num_bytes")
+        as_count(self.chunk_bytes, "chunk_bytes", 1, _MAX_CHUNK_BYTES)
+        end = 0
+        for name, entry in self.tensors.items():
+            expect(entry.start, entry.start == end, f"start of {name!r}, which leaves a hole or an overlap")
+            end = entry.stop
+        expect(self.num_bytes, self.num_bytes == end, "num_bytes, which are not those of the tensors")
+        num_chunks = -(-self.num_bytes // self.chunk_bytes)
+        expect(len(self.chunks), len(self.chunks) == num_chunks, "number of chunks")
+        for number, chunk in enumerate(self.chunks):
+            length, is_plain = self.data_length(number), self.chunk_codec(number) == "none"
+            most = length if is_plain else 2 * length + 1024
+            as_count(chunk.num_bytes, f"num_bytes of chunk {number}", length if is_plain else 1, most)
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        """Nothing is off without a word of it, nor a word without a tensor."""
+        expect(self.version, self.version == 1 or self.codec != "none", "version for codec 'none'")
+        unknown = sorted(self.bounds.keys() - self.tensors.keys())
+        expect(unknown, not unknown, "bounds, of tensors that it does not have")
+        for number, chunk in enumerate(self.chunks):
+            if chunk.codec is not None and chunk.codec not in EXACT_CODECS:
+                first = number * self.chunk_bytes
+                for name, entry in self.tensors_between(first, first + self.data_length(number)):
+                    told = name in self.bounds or not entry.may_be_rough
+                    expect(name, told, f"chunk {number}, which is not exact: a tensor in it has no bound")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A whole snapshot: the record that makes it exist."""
+
+    run: str
+    step: int
+    sequence: int
+    """Counts the saves of a run through all its restarts; of two records the higher is the newer."""
+    world_size: int
+    manifests: tuple[str, ...]
+    """Digest of each rank's manifest."""
+    num_bytes: int
+    """Data of all ranks together."""
+    saved_at: float
+    """Seconds since 1970, at the moment the state was taken."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the caller said of it: a validation loss to keep the best by."""
+    base: str | None = None
+    """Version 2: digest of the record of the snapshot that it builds on; None where it stands alone."""
+    version: int = 1
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with its own digest in it; a metric that is no finite number is written as null."""
+        metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        body = {"format": FORMAT, **_fields(self), "metrics": metrics}
+        return canonical({**body, "digest": digest_of(canonical(body))})
+
+    @property
+    def digest(self) -> str:
+        """Of the record: the same snapshot has the same in every tier."""
+        return digest_of(self.to_bytes())
+
+    @classmethod
+    def parse(cls, content: Bytes) -> Commit:
+        """Reads one.
+
+        Args:
+            content: What `to_bytes` gave.
+
+        Returns:
+            The record.
+
+        Raises:
+            CorruptCheckpointError: It does not match its own digest, or is of another version.
+        """
+        fields = _parse(content, cls, "digest")
+        del fields["digest"]  # compared at the end, with all the rest
+        fields["manifests"] = tuple(as_digest(each, "manifests") for each in as_list(fields["manifests"], "manifests"))
+        fields["metrics"] = {
+            name: math.nan if value is None else as_number(value, "metrics")
+            for name, value in as_object(fields["metrics"], "metrics").items()
+        }
+        record = cls(**fields)
+        expect(record.run, type(record.run) is str and _RUN.fullmatch(record.run), "run")
+        for name in ("step", "sequence", "num_bytes"):
+            as_count(fields[name], name)
+        as_count(record.world_size, "world_size", 1, _MAX_RANKS)
+        expect(len(record.manifests), len(record.manifests) == record.world_size, "number of manifests")
+        as_number(record.saved_at, "saved_at")
+        expect(record.base, record.base is None or as_digest(record.base, "base"), "base")
+        check_canonical(record.to_bytes, content)
+        return record
+
+
+_SECOND: Final[Mapping[type, frozenset[str]]] = {Manifest: frozenset({"bounds"}), Commit: frozenset({"base"})}
+"""Members that version 1 does not have."""
+
+
+def _fields(record: Manifest | Commit) -> dict[str, Any]:
+    """The members of a record in its version."""
+    names = {each.name for each in dataclass_fields(record)}
+    return {name: getattr(record, name) for name in names - (_SECOND[type(record)] if record.version == 1 else set())}
+
+
+def _members(entry: Any) -> dict[str, Any]:
+    """Those of an entry: what a version does not have is None."""
+    return {name: value for name, value in vars(entry).items() if value is not None}
+
+
+def _parse(content: Bytes, kind: type, *others: str) -> dict[str, Any]:
+    """The fields of a record of a version that is known, and no others; their content is not looked at."""
+    fields = as_object(parsed(content), "JSON")
+    told, version = fields.pop("format", None), fields.get("version")
+    if told != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
+        raise CorruptCheckpointError(
+            f"expected {FORMAT} version 1 to {VERSION}, got {(told, version)!r}; use the shade that wrote it"
+        )
+    expected = {each.name for each in dataclass_fields(kind)} | set(others)
+    expected -= _SECOND[kind] if version == 1 else set()
+    if fields.keys() != expected:
+        raise CorruptCheckpointError(f"a record with fields {sorted(fields)} instead of {sorted(expected)}")
+    return fields
+
+
+def _tensor(name: str, found: Any) -> TensorEntry:
+    entry = as_object(found, f"tensor {name!r}")
+    expect(name, name != "__metadata__", "name of a tensor")
+    expect(sorted(entry), entry.keys() == {"dtype", "shape", "start", "stop"}, f"tensor {name!r}")
+    width = ITEM_BYTES.get(entry["dtype"]) if type(entry["dtype"]) is str else None
+    expect(entry["dtype"], width, f"dtype of {name!r}")
+    assert width is not None
+    shape = as_list(entry["shape"], f"shape of {name!r}")
+    expect(len(shape), len(shape) <= _MAX_DIMENSIONS, f"shape of {name!r}")
+    sizes = tuple(as_count(size, f"shape of {name!r}") for size in shape)
+    start, stop = as_count(entry["start"], f"start of {name!r}"), as_count(entry["stop"], f"stop of {name!r}")
+    expect((start, stop), stop - start == math.prod(sizes) * width, f"length of {name!r}")
+    expect(start, start % width == 0, f"alignment of {name!r}")
+    return TensorEntry(entry["dtype"], sizes, start, stop)
+
+
+def _chunk(found: Any, is_second: bool) -> ChunkEntry:
+    entry = as_object(found, "chunk")
+    known = {"num_bytes", "digest"} | ({"codec", "plain"} if is_second else set())
+    expect(sorted(entry), entry.keys() == known, "chunk")
+    made = ChunkEntry(
+        as_count(entry["num_bytes"], "length of a chunk"), as_digest(entry["digest"], "digest of a chunk")
+    )
+    if not is_second:
+        return made
+    codec = entry["codec"]
+    expect(codec, type(codec) is str and _CODEC.fullmatch(codec), "codec of a chunk")
+    return ChunkEntry(made.num_bytes, made.digest, codec, as_digest(entry["plain"], "digest of a chunk"))
+
+
+def _bound(name: str, found: Any) -> Bound:
+    entry = as_object(found, f"bound of {name!r}")
+    expect(sorted(entry), entry.keys() == {"max_abs", "relative"}, f"bound of {name!r}")
+    sizes = [as_number(entry[key], f"bound of {name!r}") for key in ("max_abs", "relative")]
+    expect(sizes, all(math.isfinite(each) and each >= 0 for each in sizes), f"bound of {name!r}")
+    return Bound(*sizes)

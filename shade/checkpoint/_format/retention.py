@@ -1,0 +1,176 @@
+"""Which snapshots stay in durable storage: ``"last=3,every=1000,best=val_loss"``.
+
+Rules only ever keep; what no rule keeps may go. The newest is always kept, whatever the rules say, so that applying
+them can never leave a run without a snapshot; of a step that was saved twice the newer snapshot alone counts. The same
+records give the same answer in any order, on any machine.
+
+What is kept keeps what it builds on, down to the keyframe; and what goes, goes before what it builds on, so that a
+crash in between leaves nothing that cannot be read. Invariant: no record is left without its base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from shade.checkpoint._format.manifest import Commit
+from shade.errors import ConfigError
+
+DEFAULT: Final = "last=2"
+"""The newest, and one to fall back on should it turn out rotten."""
+_RULES: Final = "last=N, every=N, best=METRIC[:max][:N] or all, separated by commas"
+
+
+@dataclass(frozen=True)
+class Best:
+    """Keeps those whose metric is best."""
+
+    metric: str
+    """Name in `Commit.metrics`; snapshots without it, or with a NaN, are not compared."""
+    largest: bool = False
+    """Whether more is better."""
+    num: int = 1
+
+    def of(self, newest_first: Sequence[Commit]) -> list[Commit]:
+        """The best; of equals the newer."""
+        sign = -1.0 if self.largest else 1.0
+        measured = [record for record in newest_first if not math.isnan(record.metrics.get(self.metric, math.nan))]
+        return sorted(measured, key=lambda record: sign * record.metrics[self.metric])[: self.num]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A set of rules; a snapshot stays if any of them keeps it."""
+
+    last: int = 1
+    """The newest so many."""
+    every: int = 0
+    """The first at or after each multiple of so many steps; 0 for none."""
+    best: tuple[Best, ...] = ()
+    all: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Keep:
+        """Reads rules.
+
+        Args:
+            text: ``last=3``, ``last=2,every=1000``, ``best=val_loss`` (the smallest), ``best=accuracy:max:3`` (the
+                three largest), ``all``.
+
+        Returns:
+            The rules.
+
+        Raises:
+            ConfigError: Not such a text; the message shows one.
+        """
+        last, every, best, everything = 1, 0, [], False
+        given: list[str] = []
+        for rule in map(str.strip, text.split(",")):
+            name, _, value = rule.partition("=")
+            given.append(name)
+            if rule == "all":
+                everything = True
+            elif name == "last":
+                last = _number(value, text)
+            elif name == "every":
+                every = _number(value, text)
+            elif name == "best" and value:
+                best.append(_best(value, text))
+            else:
+                raise ConfigError.of(_RULES, text, f"correct {rule!r}, as in {DEFAULT},every=1000,best=val_loss")
+        if any(given.count(name) > 1 for name in ("last", "every")):
+            raise ConfigError.of("last= and every= once each", text, "drop the repetition")
+        return cls(last, every, tuple(best), everything)
+
+    def kept(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
+        """Those that stay.
+
+        Args:
+            records: Every snapshot of one run in one place, in any order.
+            others: Snapshots elsewhere that may come there: what they build on stays, too.
+
+        Returns:
+            Newest first.
+        """
+        newest_first = sorted(records, key=lambda record: (record.sequence, record.step), reverse=True)
+        if self.all:
+            return newest_first
+        latest: dict[int, Commit] = {}
+        for record in newest_first:
+            latest.setdefault(record.step, record)
+        distinct = list(latest.values())
+        chosen = distinct[: self.last]
+        if self.every:
+            first: dict[int, Commit] = {}
+            for record in distinct:
+                number = record.step // self.every
+                if number > 0 and (number not in first or record.step < first[number].step):
+                    first[number] = record
+            chosen += first.values()
+        chosen += (record for rule in self.best for record in rule.of(distinct))
+        known = {record.digest: record for record in newest_first}
+        kept = {record.digest for record in chosen}
+        kept |= {base.digest for record in (*chosen, *others) for base in lineage(record, known)}
+        return [record for digest, record in known.items() if digest in kept]
+
+    def discardable(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
+        """Those that no rule keeps; never the newest.
+
+        Args:
+            records: As for `kept`.
+            others: Likewise.
+
+        Returns:
+            What may be removed, in this order: oldest first, but each before what it builds on.
+        """
+        known = {record.digest: record for record in records}
+        kept = {record.digest for record in self.kept(known.values(), others)}
+
+        def age(record: Commit) -> tuple[int, int, int, int]:
+            *_, keyframe = record, *lineage(record, known)
+            return keyframe.sequence, keyframe.step, -record.sequence, -record.step
+
+        return sorted((record for digest, record in known.items() if digest not in kept), key=age)
+
+    @property
+    def lasting(self) -> Keep:
+        """The same rules without ``last``: what they keep shall reach storage, however slow it is."""
+        return replace(self, last=1)
+
+    def __str__(self) -> str:
+        if self.all:
+            return "all"
+        rules = [f"last={self.last}"] + [f"every={self.every}"] * bool(self.every)
+        rules += [f"best={each.metric}{':max' * each.largest}{f':{each.num}' * (each.num > 1)}" for each in self.best]
+        return ",".join(rules)
+
+
+def lineage(record: Commit, known: Mapping[str, Commit]) -> Iterator[Commit]:
+    """What a snapshot builds on, down to its keyframe.
+
+    Args:
+        record: Of the snapshot.
+        known: Records by digest.
+
+    Yields:
+        Records, nearest first; it ends early where one is not known. A digest holds its base's: there are no circles.
+    """
+    while record.base is not None and record.base in known:
+        record = known[record.base]
+        yield record
+
+
+def _best(value: str, text: str) -> Best:
+    metric, *words = value.split(":")
+    numbers = [word for word in words if word not in ("min", "max")]
+    if not metric or len(numbers) > 1 or len(words) - len(numbers) > 1:
+        raise ConfigError.of("best=METRIC, best=METRIC:max or best=METRIC:max:3", f"best={value}", "write one of these")
+    return Best(metric, "max" in words, _number(numbers[0], text) if numbers else 1)
+
+
+def _number(value: str, text: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError.of(f"a whole number of at least 1 in {text!r}", value, f"write one, as in {DEFAULT}")
+    return int(value)

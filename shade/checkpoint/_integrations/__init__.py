@@ -1,0 +1,1 @@
+"""Other libraries' plug-in interfaces over our tiers: DCP, ACUTE and DASH."""

@@ -1,0 +1,358 @@
+"""The interface of ACUTE and DASH over this package: three objects, three calls, a restore that works.
+
+::
+
+    communicator, train_node, remote_node = shade.init_acute(args)
+    for epoch in …:
+        …
+        train_node.wait_copy_complete()       # before optimizer.step()
+        optimizer.step()
+        …
+        train_node.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch})
+    shade.destroy_acute()
+
+The originals (ACUTE: IEEE Access 12, pp. 116891–116904, 2024; DASH is the same code under other names) run W trainers
+and one remote node as W + 1 processes of one MPI job. Where we differ:
+
+* *The remote node is no rank.* It is a Redis server and `shade checkpoint flush`, processes of their own on the memory
+  node. A preempted trainer takes nothing with it. All ranks train, under torchrun or mpirun; `RemoteNode` describes.
+* *Waiting waits*, under both names that the original gave it. Saving during a copy waits. No save is lost, and there is
+  no count of saves to be met: stop when you like.
+* *Every rank sends its share* of what is alike on all; ``shard_size`` is accepted and means nothing.
+* *There is a way back*: ``snapshot_path`` is ``latest``, or a folder or a file of a snapshot, and `TrainNode.restore`
+  gives the state.
+
+Names of files: decision 0013.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public all the same
+
+from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._flush.service import serving
+from shade.checkpoint._interchange.export import load_state
+from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
+from shade.checkpoint._tiers.run_lock import runs_in_store, runs_in_volume
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.config import CHECKPOINT_URL
+from shade.errors import CheckpointError, ConfigError, TornSnapshotError
+from shade.storage import open_volume
+from shade.store import StoreURL, open_store
+
+PERSIST: Final = "SHADE_PERSIST"
+"""Environment variable: path or URL of durable storage, where ``args`` has no ``persist``."""
+DEFAULT_PERSIST: Final = "checkpoints"
+"""Folder under the working directory, where nobody says another."""
+LEAST_SLOTS: Final = 2
+LATEST: Final = "latest"
+_DATE: Final = "_%Y-%m-%d-%H%M%S"
+_DATE_PATTERN: Final = re.compile(r"_\d{4}-\d{2}-\d{2}-\d{6}")
+_PLACE: Final = re.compile(r"(.+)/([^/]+)/step-(\d{10,})(/[^/]*)?")
+_OPENMPI: Final = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+}
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "training_master_addr": "127.0.0.1",
+    "training_master_port": "0",
+    "remote_buffer_size": LEAST_SLOTS,
+    "shard_size": 1,
+    "model_name": "user_model",
+    "file_name_include_datetime": False,
+    "file_save_in_dictionary": False,
+    "snapshot_path": None,
+    "starting_epoch": 1,
+    "store": None,
+    "persist": None,
+}
+"""What is taken of ``args``; the rest is the caller's."""
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """Who this process is among the trainers."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """On its machine; also the number of its GPU, where there is one."""
+    owns_group: bool
+    """Whether `init_acute` has initialised torch.distributed, and `destroy_acute` ends it."""
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        dist.barrier()
+
+
+@dataclass(frozen=True)
+class RemoteNode:
+    """What takes the snapshots: a store's memory, and a flusher with a life of its own; none of it runs in here."""
+
+    store: str | None
+    """URL of the store, its password hidden; None: there is no memory node, snapshots go to storage directly."""
+    persist_to: str
+    run: str
+
+    @property
+    def command(self) -> str:
+        """What to type on the memory node, unless the trainers shall start it on theirs; empty where there is none."""
+        if self.store is None:
+            return ""
+        return f"shade checkpoint flush {self.store} --persist {self.persist_to} --run {self.run}"
+
+    def is_serving(self) -> bool:
+        """Whether a flusher serves the run.
+
+        Returns:
+            The answer, after half a second as a rule.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        if self.store is None:
+            return False
+        with open_store(os.environ.get(CHECKPOINT_URL, self.store)) as store:
+            return serving(store, self.run)
+
+
+class TrainNode:
+    """One trainer's side.
+
+    Args:
+        checkpointer: That saves.
+        starting_epoch: First epoch where nothing is restored.
+    """
+
+    def __init__(self, checkpointer: StateDictCheckpointer, starting_epoch: int) -> None:
+        self.checkpointer = checkpointer
+        self.starting_epoch = starting_epoch
+        """The first epoch to train: one after that of the snapshot, where there is one."""
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Saves a state, behind the training. On every rank, after ``optimizer.step()``.
+
+        The tensors are copied while the next batch is computed: call `wait_copy_complete` before the next step. Saved
+        under the step that it has as ``step``, else ``epoch``, else counted; always a higher one than before.
+
+        Args:
+            state: Dicts, lists, numbers, strings, arrays and tensors, as in ``state_dict()``.
+
+        Raises:
+            ConfigError: Something in it cannot be saved.
+        """
+        self.wait_copy_complete()
+        before = self.checkpointer.step_count
+        named = (state.get(name) for name in ("step", "epoch"))
+        step = next((number for number in named if type(number) is int and number > before), before + 1)
+        self.checkpointer.save_state(dict(state), step)
+
+    def wait_copy_complete(self) -> None:
+        """Returns when what was saved last may change.
+
+        If some of it has changed already, that save is refused, and said; from then on everything is copied at once.
+        """
+        try:
+            self.checkpointer.wait_copy_complete()
+        except TornSnapshotError as error:
+            logger.error("%s; from now on save() waits for the whole copy", error)
+            self.checkpointer.given.copies_at_once = True
+
+    waiting_for_copying = wait_copy_complete
+    """The original's other name for it."""
+
+    def wait_committed(self) -> str:
+        """Returns when what was saved last outlives this machine: the name of what holds it."""
+        return self.checkpointer.wait_committed()
+
+    def wait_durable(self, timeout_seconds: float | None = None) -> None:
+        """Returns when what was saved last is in storage."""
+        self.checkpointer.wait_durable(timeout_seconds)
+
+    def restore(self) -> dict[str, Any] | None:
+        """The state that ``snapshot_path`` named, as it was given to `save`. Generators stand where they stood then.
+
+        Returns:
+            The state, tensors on the CPU; None where nothing was named, ``latest`` found nothing, or it was taken.
+        """
+        return self.checkpointer.given.take()
+
+
+_current: tuple[Communicator, TrainNode] | None = None
+
+
+def init_acute(args: argparse.Namespace | None = None, **overrides: Any) -> tuple[Communicator, TrainNode, RemoteNode]:
+    """Begins, on every rank. Initialises torch.distributed unless that is done: NCCL where there are GPUs, else gloo.
+
+    Args:
+        args: With the original's names, as far as they are there: ``training_master_addr``, ``training_master_port``,
+            ``remote_buffer_size``, ``shard_size``, ``model_name``, ``file_name_include_datetime``,
+            ``file_save_in_dictionary``, ``snapshot_path``, ``starting_epoch``; and ``store``, the URL of the memory
+            node (else SHADE_CHECKPOINT), and ``persist``, durable storage (else SHADE_PERSIST, else ./checkpoints).
+            Its ``starting_epoch`` is set to the first one to train.
+        **overrides: The same, and stronger.
+
+    Returns:
+        Communicator, train node, remote node: all three on every rank.
+
+    Raises:
+        ConfigError: Something of it cannot be; see `Checkpointer`.
+        CheckpointError: What ``snapshot_path`` names cannot be read.
+    """
+    global _current
+    if _current is not None:
+        raise ConfigError.of("one init_acute() at a time", "a second", "call destroy_acute() first")
+    unknown = overrides.keys() - _DEFAULTS.keys()
+    if unknown:
+        raise ConfigError.of(f"some of {', '.join(_DEFAULTS)}", sorted(unknown), "leave the others out")
+    given = {**_DEFAULTS, **{name: getattr(args, name) for name in _DEFAULTS if hasattr(args, name)}, **overrides}
+    communicator = _join(given)
+    try:
+        node, remote = _open(given)
+    except BaseException:
+        _leave(communicator)
+        raise
+    if args is not None:
+        args.starting_epoch = node.starting_epoch
+    _current = communicator, node
+    return communicator, node, remote
+
+
+init_dash = init_acute
+"""DASH's name for it."""
+
+
+def destroy_acute() -> None:
+    """Ends, on every rank, when all that was saved is committed; the flusher goes on with it. Safe to call twice.
+
+    Raises:
+        CheckpointError: What was saved last is nowhere.
+    """
+    global _current
+    if _current is None:
+        return
+    (communicator, node), _current = _current, None
+    try:
+        node.checkpointer.close()
+    finally:
+        _leave(communicator)
+
+
+destroy_dash = destroy_acute
+"""DASH's name for it."""
+
+
+def _join(given: Mapping[str, Any]) -> Communicator:
+    """The process group, from torchrun's variables, or mpirun's, or none."""
+    owns = not dist.is_initialized()
+    for name, theirs in _OPENMPI.items():
+        if theirs in os.environ:
+            os.environ.setdefault(name, os.environ[theirs])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    if owns:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            os.environ.setdefault("MASTER_ADDR", str(given["training_master_addr"]))
+            os.environ.setdefault("MASTER_PORT", str(given["training_master_port"]))
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return Communicator(dist.get_rank(), dist.get_world_size(), local_rank, owns)
+
+
+def _leave(communicator: Communicator) -> None:
+    if communicator.owns_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
+    slots, shards = int(given["remote_buffer_size"]), int(given["shard_size"])
+    if slots < 1 or shards < 1:
+        raise ConfigError.of("remote_buffer_size and shard_size of 1 or more", (slots, shards), "raise them")
+    if slots < LEAST_SLOTS and dist.get_rank() == 0:
+        logger.warning("remote_buffer_size %d is taken as 2: one slot is filled while another holds a snapshot", slots)
+    store = given["store"] or os.environ.get(CHECKPOINT_URL)
+    persist = str(given["persist"] or os.environ.get(PERSIST) or DEFAULT_PERSIST)
+    if given["file_save_in_dictionary"]:
+        persist = f"{persist.rstrip('/')}/{given['model_name']}"
+    dated = bool(given["file_name_include_datetime"])
+    run = _run_id(str(given["model_name"]), dated, given["snapshot_path"], store, persist)
+    checkpointer = StateDictCheckpointer(
+        store, persist_to=persist, run=run, slots=max(LEAST_SLOTS, slots), keep="all" if dated else "last=2"
+    )
+    try:
+        starting_epoch = _read(checkpointer, given["snapshot_path"], int(given["starting_epoch"]))
+    except BaseException:
+        checkpointer.close()
+        raise
+    shown = None if store is None else str(StoreURL.parse(store))
+    return TrainNode(checkpointer, starting_epoch), RemoteNode(shown, persist, run)
+
+
+def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None, persist: str) -> str:
+    """The model's name; with a date: the newest such run, to go on with, or one that begins now. Collective."""
+    if not dated:
+        return name
+    chosen = name + time.strftime(_DATE)
+    if dist.get_rank() == 0 and snapshot_path == LATEST:
+        with open_volume(persist) as volume:
+            found = set(runs_in_volume(volume))
+        if store is not None:
+            with open_store(store) as opened:
+                found |= set(runs_in_store(opened))
+        ours = [run for run in found if run.startswith(name) and _DATE_PATTERN.fullmatch(run[len(name) :])]
+        chosen = max(ours, default=chosen)
+    group = current_group()
+    try:
+        return str(group.share(chosen))
+    finally:
+        group.close()
+
+
+def _read(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starting_epoch: int) -> int:
+    """Reads what was named; the first epoch to train."""
+    if snapshot_path is None:
+        return starting_epoch
+    if snapshot_path == LATEST:
+        checkpointer.restore_latest()
+    else:
+        _read_elsewhere(checkpointer, str(snapshot_path))
+    if checkpointer.given.loaded is None or not checkpointer.given.epoch:
+        return starting_epoch
+    return checkpointer.given.epoch + 1
+
+
+def _read_elsewhere(checkpointer: StateDictCheckpointer, path: str) -> None:
+    """A snapshot's folder, or a file in it; or a file that another program wrote, without executing anything."""
+    absolute = path if "://" in path else str(Path(path).absolute())
+    match = _PLACE.fullmatch(absolute.rstrip("/"))
+    if match is None:
+        form = "safetensors" if absolute.endswith((".safetensors", ".json")) else "torch"
+        state = load_state(Path(absolute), form)
+        checkpointer.given.loaded = state if isinstance(state, dict) else {"state": state}
+        return
+    with open_volume(match[1]) as volume:
+        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer.group, step=int(match[3]))
+    if found is None:
+        raise CheckpointError.of("a committed snapshot", f"none at {path}", "see shade checkpoint list")
+    is_old = checkpointer.group.rank < found.record.world_size
+    checkpointer.given.read(found.tree, found.tensors, with_generators=is_old)

@@ -1,0 +1,408 @@
+"""ShadeReader: `torch.distributed.checkpoint` loads from cluster memory and durable storage.
+
+DCP plans which rank needs which part of which saved piece, whatever the world size was and is; we read the chunks that
+hold those bytes, each rank its own, verified, from the nearest place that has them right. A piece of rows is a range of
+bytes; of a piece of columns everything between its first and its last byte is read. Bytes pass through a window of
+fresh memory and are copied onwards, so a load needs little beside its target. Values are cast to the target's type, as
+DCP does.
+
+Nothing that was stored is ever unpickled. DCP's own `DefaultLoadPlanner.load_bytes` would (`torch.load` with
+``weights_only=False``), so what is no tensor is put where that would have put it. A planner with a `load_bytes` of its
+own is given bytes that `torch.save` made here, a moment ago, of the plain types that came out of the skeleton.
+
+A sharded snapshot as one state, in one process: for exports, which know nothing of ranks.
+
+Costs the size of the whole state in memory. Nested as DCP's planner says it was; dicts come back with string keys, as
+DCP has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from shade.checkpoint._buffer.shared_memory_folder import check_run_name
+from shade.checkpoint._capture.unflatten import tensors_in, unflatten
+from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._integrations.dcp_shard import DCPParts, from_plain, is_dcp, parts_of, tensor_key
+from shade.checkpoint._integrations.dcp_writer import names_step, step_of
+from shade.checkpoint._restore.arena import Arena
+from shade.checkpoint._restore.reader import Reader, Snapshot
+from shade.checkpoint._restore.restore import fill_arena
+from shade.checkpoint._session.open_tiers import STORE_TIMEOUT_SECONDS
+from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Tier
+from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError, ShadeError, StateMismatchError
+from shade.storage import open_volume
+from shade.store import open_store
+
+WINDOW_CHUNKS: Final = 32
+"""Read at once, unless one tensor needs more: 128 MiB."""
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """One item of a plan, and what has to be read for it."""
+
+    item: ReadItem
+    node: Any
+    """Skeleton of the tensor."""
+    names: tuple[str, ...]
+    """Tensors of the shard that it is made of."""
+    chunks: range
+
+
+class ShadeReader(StorageReader):
+    """A StorageReader for `dcp.load`. Nothing is opened before it is used; closed by `close`, or when it is forgotten.
+
+    Args:
+        store: URL of the cluster whose memory has snapshots.
+        persist_to: Path or URL of durable storage; only read. At least one of both.
+        run: Id under which they were saved.
+        step: Which; ``checkpoint_id`` of `dcp.load` says it too, and wins. None: the newest.
+
+    Raises:
+        ConfigError: An argument that cannot be.
+    """
+
+    def __init__(
+        self, store: str | None = None, *, persist_to: str | None = None, run: str = "run", step: int | None = None
+    ) -> None:
+        super().__init__()
+        check_run_name(run)
+        if store is None and persist_to is None:
+            raise ConfigError.of("a place where snapshots are", "neither store nor persist_to", "name at least one")
+        self._store, self._persist_to, self._run = store, persist_to, run
+        self.step = step
+        self._resources = contextlib.ExitStack()
+        weakref.finalize(self, self._resources.close)
+        self._reader: Reader | None = None
+        self._snapshot: Snapshot | None = None
+        self._manifests: dict[int, tuple[Manifest, DCPParts]] = {}
+        self._ranks: dict[Any, int] = {}
+
+    # ── what DCP calls, in this order ───────────────────────────────────────────────────────────────────────────────
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load begins; the step, if its name has it."""
+        if checkpoint_id is not None:
+            self.step = step_of(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        """DCP's metadata of the snapshot.
+
+        Returns:
+            The metadata.
+
+        Raises:
+            CheckpointError: There is no such snapshot.
+            CorruptCheckpointError: Its metadata is lost in every copy.
+        """
+        self._snapshot, manifest = self._choose()
+        self._manifests = {}
+        shard = _Shard(self._tiers(), self._snapshot, manifest)
+        return from_plain(shard.value(parts_of(manifest.tree).plan))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Takes note of which rank's shard holds what."""
+        self._ranks = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Says which snapshot this rank sees."""
+        return replace(plan, storage_data=self._chosen().record.digest)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Sees to it that all ranks load the same one."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            cure = "name one: checkpoint_id='120', or step=120; and see that all ranks reach the same places"
+            raise CheckpointError.of("the same newest snapshot on every rank", "different ones", cure)
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads this rank's items; done when it returns."""
+        by_rank: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            rank = self._ranks.get(item.storage_index)
+            if rank is None:
+                raise _lost(item)
+            by_rank.setdefault(rank, []).append(item)
+        for rank, items in sorted(by_rank.items()):
+            self._read_shard(rank, items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a step."""
+        return names_step(checkpoint_id)
+
+    # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def steps(self) -> list[int]:
+        """Steps that DCP has saved in this run, newest first; whether they are whole is found out by loading."""
+        return [snapshot.record.step for snapshot, _ in self._found()]
+
+    def close(self) -> None:
+        """Lets go of connections. Safe to call twice."""
+        self._resources.close()
+        self._reader = self._snapshot = None
+        self._manifests = {}
+
+    def __enter__(self) -> ShadeReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tiers(self) -> Reader:
+        if self._reader is None:
+            tiers: list[Tier] = []
+            if self._store is not None:
+                store = self._resources.enter_context(open_store(self._store, timeout_seconds=STORE_TIMEOUT_SECONDS))
+                tiers.append(MemoryTier(store, self._run))
+                self._resources.callback(tiers[-1].close)
+            if self._persist_to is not None:
+                tiers.append(StorageTier(open_volume(self._persist_to), self._run))
+                self._resources.callback(tiers[-1].close)
+            self._reader = Reader(tiers)
+        return self._reader
+
+    def _chosen(self) -> Snapshot:
+        assert self._snapshot is not None, "DCP reads the metadata first"
+        return self._snapshot
+
+    def _found(self) -> Iterator[tuple[Snapshot, Manifest]]:
+        """Snapshots that DCP saved, newest first, with the manifest of their last shard."""
+        reader = self._tiers()
+        for snapshot in reader.snapshots():
+            if self.step is None or snapshot.record.step == self.step:
+                manifest = reader.manifest(snapshot, snapshot.record.world_size - 1)
+                if is_dcp(manifest.tree):
+                    yield snapshot, manifest
+
+    def _choose(self) -> tuple[Snapshot, Manifest]:
+        for found in self._found():
+            return found
+        wanted = (
+            "a snapshot saved through DCP" if self.step is None else f"a snapshot of step {self.step} saved through DCP"
+        )
+        silent = "; ".join(f"{name}: {why}" for name, why in self._tiers().unreachable.items())
+        cure = "see shade checkpoint list; what Checkpointer saved, Checkpointer restores"
+        raise CheckpointError.of(wanted, silent or f"none in run {self._run!r}", cure)
+
+    def _read_shard(self, rank: int, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        snapshot = self._chosen()
+        if rank not in self._manifests:
+            if not 0 <= rank < snapshot.record.world_size:
+                raise CorruptCheckpointError(f"step {snapshot.record.step}: metadata names rank {rank}, which is none")
+            manifest = self._tiers().manifest(snapshot, rank)
+            self._manifests[rank] = manifest, parts_of(manifest.tree)
+        manifest, parts = self._manifests[rank]
+        shard = _Shard(self._tiers(), snapshot, manifest)
+        wishes = []
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                node = parts.objects.get(item.storage_index.fqn)
+                if node is None:
+                    raise _lost(item)
+                (value,) = shard.value(node)
+                _give(planner, item, value)
+            else:
+                node = parts.tensors.get(tensor_key(item.storage_index))
+                if node is None:
+                    raise _lost(item)
+                wishes.append(_wish(manifest, item, node))
+        for window in _windows(sorted(wishes, key=lambda wish: wish.chunks.start)):
+            shard.read(number for wish in window for number in wish.chunks)
+            for wish in window:
+                _copy(shard.tensor(wish.node, wish.names), wish.item, planner)
+            shard.forget(window[-1].chunks)
+
+
+class _Shard:
+    """One shard while it is read: memory for all of it, of which only what has been read is there."""
+
+    def __init__(self, reader: Reader, snapshot: Snapshot, manifest: Manifest) -> None:
+        self._reader, self._snapshot, self._manifest = reader, snapshot, manifest
+        self._arena = Arena(manifest.num_bytes)
+        self._here: set[int] = set()
+
+    def read(self, numbers: Iterable[int]) -> None:
+        """Reads chunks that are not here yet."""
+        missing = sorted(set(numbers) - self._here)
+        fill_arena(self._reader, self._snapshot, self._manifest, self._arena, missing)
+        self._here.update(missing)
+
+    def tensor(self, node: Any, names: Iterable[str]) -> torch.Tensor:
+        """A tensor whose chunks are here."""
+        made = unflatten(node, self._arena.tensors({name: self._manifest.tensors[name] for name in names}))
+        if not isinstance(made, torch.Tensor):
+            raise CorruptCheckpointError(
+                f"expected a tensor in the tree of a DCP checkpoint, got {type(made).__name__}"
+            )
+        return made
+
+    def value(self, node: Any) -> Any:
+        """Anything, with what it needs read first; nothing of it lies in our memory afterwards."""
+        names = [name for name in self._manifest.tensors if name in tensors_in(node)]
+        entries = {name: self._manifest.tensors[name] for name in names}
+        for entry in entries.values():
+            self.read(_chunks(self._manifest, entry.start, entry.stop))
+        return unflatten(node, {name: tensor.clone() for name, tensor in self._arena.tensors(entries).items()})
+
+    def forget(self, last: range) -> None:
+        """Gives back the memory of all chunks before the last one of a range."""
+        end = max(last.start, last.stop - 1)
+        self._arena.forget(0, end * self._manifest.chunk_bytes)
+        self._here = {number for number in self._here if number >= end}
+
+
+def _wish(manifest: Manifest, item: ReadItem, node: Any) -> _Wish:
+    """What has to be read for an item: from the first byte of its part of the saved piece to the last."""
+    named = tensors_in(node)
+    names = tuple(name for name in manifest.tensors if name in named)
+    if len(names) != 1:
+        raise CorruptCheckpointError(
+            f"expected the piece {tensor_key(item.storage_index)!r} in one tensor, got {names}"
+        )
+    entry = manifest.tensors[names[0]]
+    num_bytes, sizes = entry.stop - entry.start, list(entry.shape)
+    if len(sizes) == len(item.lengths) + 1:  # complex numbers are stored as pairs
+        sizes.pop()
+    if len(sizes) != len(item.lengths) or any(
+        offset + length > size for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True)
+    ):
+        raise StateMismatchError.of(
+            f"a part of {sizes} of {item.storage_index.fqn!r}", list(item.lengths), "load as saved"
+        )
+    if not num_bytes or not item.lengths.numel():
+        return _Wish(item, node, names, range(0))
+    width = num_bytes // math.prod(sizes)
+    first = last = 0
+    for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True):
+        first, last = first * size + offset, last * size + offset + length - 1
+    chunks = _chunks(manifest, entry.start + first * width, entry.start + (last + 1) * width)
+    return _Wish(item, node, names, chunks)
+
+
+def _chunks(manifest: Manifest, start: int, stop: int) -> range:
+    """Numbers of the chunks that hold these bytes."""
+    return range(start // manifest.chunk_bytes, -(-stop // manifest.chunk_bytes)) if start < stop else range(0)
+
+
+def _windows(wishes: Sequence[_Wish]) -> Iterator[list[_Wish]]:
+    """Ascending wishes in groups that need about `WINDOW_CHUNKS` together, each at least one."""
+    window: list[_Wish] = []
+    for wish in wishes:
+        if window and wish.chunks.stop - window[0].chunks.start > WINDOW_CHUNKS:
+            yield window
+            window = []
+        window.append(wish)
+    if window:
+        yield window
+
+
+def _copy(saved: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    """The wanted part of a saved piece, to where the planner says."""
+    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        saved = saved.narrow(dimension, offset, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != saved.shape:
+        raise StateMismatchError.of(
+            f"{item.dest_index.fqn!r} to take {list(saved.shape)}",
+            list(target.shape),
+            "build the state as it was saved",
+        )
+    target.copy_(saved)
+    planner.commit_tensor(item, target)
+
+
+def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    """What is no tensor, to where the planner would put it."""
+    if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        made = io.BytesIO()
+        torch.save(value, made)
+        made.seek(0)
+        planner.load_bytes(item, made)
+    elif planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[item.dest_index.fqn], value)
+    else:
+        planner.state_dict[item.dest_index.fqn] = value
+
+
+def _lost(item: ReadItem) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"expected {tensor_key(item.storage_index)!r} in the shard that has it, got none there"
+    )
+
+
+def is_sharded(reader: Reader, snapshot: Snapshot) -> bool:
+    """Whether a snapshot was saved through DCP.
+
+    Args:
+        reader: The tiers.
+        snapshot: Which.
+
+    Returns:
+        The answer.
+
+    Raises:
+        CorruptCheckpointError: Its last manifest is lost in every copy.
+    """
+    return is_dcp(reader.manifest(snapshot, snapshot.record.world_size - 1).tree)
+
+
+def whole_state(reader: ShadeReader) -> dict[str, Any]:
+    """All of a snapshot.
+
+    Args:
+        reader: Says which.
+
+    Returns:
+        The state.
+
+    Raises:
+        CheckpointError: There is no such snapshot.
+        CorruptCheckpointError: Something of it is right in no copy.
+    """
+    metadata = reader.read_metadata()
+    wanted: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else entry
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        ((reason, _),) = error.failures.values()
+        if isinstance(reason, ShadeError):
+            raise reason from error
+        raise CorruptCheckpointError(f"DCP cannot read it: {reason}") from error
+    return unflatten_state_dict(wanted, metadata.planner_data) if metadata.planner_data else wanted

@@ -1,0 +1,523 @@
+"""Takes a state out of a checkpoint into the files that others read, and brings it back from them.
+
+Three forms, each read by its own library without us: ``safetensors`` (one file, or several with an index), ``torch``
+(one file for `torch.load` with ``weights_only=True``) and ``dcp`` (a folder for `torch.distributed.checkpoint`).
+Safetensors and DCP carry the skeleton of the state along, so that what comes back is what went out; the ``torch`` form
+has only plain types, so arrays come back as tensors, and deques and the like as lists. Files from elsewhere are read
+too; of what they hold nothing is executed. Invariant: a path that is written appears whole or not at all.
+
+Writes and reads states as safetensors: one file, or a folder of several with the index that HuggingFace uses.
+
+The tensors lie as `_capture.layout` lays them; the skeleton of the state goes along as text in the metadata,
+under ``shade.tree``. Written by ourselves, since the library wants all bytes twice and refuses tensors that share
+memory; read by the library, since it has been hardened against files made to harm.
+
+Writes and reads states as folders of `torch.distributed.checkpoint` (DCP), by DCP itself, in one process.
+
+DCP flattens nested dicts to names with dots and forgets types and tuples, and the integer keys of an optimizer's state
+come back as a list. So we add entries of our own below ``shade``: the skeleton of the state, and tensors that DCP does
+not see as such. With them the state comes back exactly; without them, as DCP has it.
+
+DCP's metadata file is a pickle. It is read by an unpickler that knows DCP's own few classes and refuses all else, and
+the objects in the folder by `torch.load` with ``weights_only=True``: nothing that a file brings along is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import warnings
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.parse import unquote
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import _nested_dict, filesystem, metadata
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shade.checkpoint._capture.flatten import ARRAYS, flatten
+from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._capture.unflatten import unflatten
+from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
+
+TREE: Final = "shade.tree"
+"""Where the skeleton is."""
+MAX_FILE_BYTES: Final = 5 * 10**9
+"""Beyond this a state is split into files, as HuggingFace does."""
+_INDEX: Final = "model.safetensors.index.json"
+_ALIGNMENT: Final = 8
+
+
+def save_safetensors(state: Any, path: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Writes a state.
+
+    Args:
+        state: A state.
+        path: The file; a folder of this name, with files and an index, where the state is larger than one file may be.
+        max_file_bytes: Of tensors in one file; one tensor alone may be larger.
+    """
+    tree, tensors = flatten(state)
+    metadata = {"format": "pt", TREE: json.dumps(tree, separators=(",", ":"), ensure_ascii=False)}
+    files = _split(tensors, max_file_bytes)
+    if len(files) <= 1:
+        _write(path, tensors, metadata)
+        return
+    path.mkdir()
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        _write(path / file, {name: tensors[name] for name in names}, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    total_bytes = sum(TensorSpec.of(tensor).num_bytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_bytes, TREE: metadata[TREE]}, "weight_map": weight_map}
+    (path / _INDEX).write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
+
+
+def load_safetensors(path: Path) -> Any:
+    """Reads a state.
+
+    Args:
+        path: A safetensors file, an index, or a folder with one of either.
+
+    Returns:
+        The state; of files without a skeleton, a dict by tensor name.
+
+    Raises:
+        ConfigError: The safetensors package is missing, or a folder holds several files and no index.
+        CorruptCheckpointError: The files are not what the index says.
+    """
+    if path.is_dir():
+        found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            raise ConfigError.of("a folder with one safetensors file or index", f"{len(found)} in {path}", "name one")
+        path = found[0]
+    if path.suffix != ".json":
+        tensors, metadata = _read(path)
+        return _assembled(metadata.get(TREE), tensors)
+    index = json.loads(path.read_text(encoding="utf-8"))
+    files = sorted(set(index["weight_map"].values()))
+    if any(Path(file).name != file for file in files):
+        raise CorruptCheckpointError(f"expected {path} to name files beside it, got {files}")
+    tensors = {}
+    for file in files:
+        tensors |= _read(path.parent / file)[0]
+    return _assembled(index.get("metadata", {}).get(TREE), tensors)
+
+
+def _assembled(tree: str | None, tensors: dict[str, torch.Tensor]) -> Any:
+    return tensors if tree is None else unflatten(json.loads(tree), tensors)
+
+
+def _split(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[list[str]]:
+    """Names by file, in the order of the state."""
+    files: list[list[str]] = []
+    held = max_file_bytes
+    for name, tensor in tensors.items():
+        num_bytes = TensorSpec.of(tensor).num_bytes
+        if held + num_bytes > max_file_bytes or not files:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += num_bytes
+    return files
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    entries = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1).entries
+    header: dict[str, Any] = {"__metadata__": metadata}
+    for name, entry in entries.items():
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for content in _contents(tensors[name] for name in entries):
+            file.write(content)
+
+
+def _contents(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:
+    for tensor in tensors:
+        yield bytes_of(tensor.cpu().contiguous()).numpy().data
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ConfigError.of("the safetensors package", "none", "pip install 'shade[checkpoint]'") from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CorruptCheckpointError(f"{path} is not a sound safetensors file: {error}") from error
+
+
+_OURS: Final = "shade"
+_TREE: Final = "shade.tree"
+_KNOWN: Final[dict[tuple[str, str], Any]] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "PosixPath"): Path,
+    ("pathlib._local", "PosixPath"): Path,
+}
+
+
+def save_dcp(state: Any, plain: Any, path: Path) -> None:
+    """Writes a state.
+
+    Args:
+        state: The state: a dict.
+        plain: The same in plain types, for others to read.
+        path: The folder.
+
+    Raises:
+        ConfigError: It is no dict, or has a thing called as our entries are.
+        StorageError: DCP could not write.
+    """
+    if not isinstance(plain, dict) or _OURS in plain:
+        raise ConfigError.of(f"a dict without a key {_OURS!r} for DCP", type(state).__name__, "wrap or rename it")
+    tree, tensors = flatten(state)
+    flat, _ = _nested_dict.flatten_state_dict(plain)
+    unseen = {name: tensor for name, tensor in tensors.items() if not _is_like(flat.get(_dotted(name)), tensor)}
+    try:
+        with _alone():
+            save({**plain, _OURS: {"tree": json.dumps(tree), **unseen}}, checkpoint_id=path, no_dist=True)
+    except CheckpointException as error:
+        raise StorageError(f"DCP could not write {path}: {_reason(error)}") from error
+
+
+def load_dcp(path: Path) -> Any:
+    """Reads a state.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The state; of a folder from elsewhere, nested as DCP says it was.
+
+    Raises:
+        UnpicklingError: Its metadata holds what would have to be executed.
+        CorruptCheckpointError: It is damaged, or an object in it would have to be executed.
+    """
+    reader = _Reader(path)
+    described = reader.read_metadata()
+    wanted: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, metadata.TensorStorageMetadata)
+        else entry
+        for name, entry in described.state_dict_metadata.items()
+    }
+    try:
+        with _alone():
+            load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
+    except CheckpointException as error:
+        raise CorruptCheckpointError(f"DCP cannot read {path}: {_reason(error)}") from error
+    tree = wanted.get(_TREE)
+    if isinstance(tree, str):
+        return unflatten(json.loads(tree), _Named(wanted))
+    return _nested_dict.unflatten_state_dict(wanted, described.planner_data) if described.planner_data else wanted
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """DCP in one process, on purpose: it warns whenever it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _reason(error: CheckpointException) -> str:
+    """What DCP's exception is about: it is no `Exception`, and wraps the one of each rank with its whole trace."""
+    return "; ".join(str(failure[0]) for failure in error.failures.values())[:200]
+
+
+class _Named(dict[str, torch.Tensor]):
+    """Tensors by our names, from DCP's."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        for candidate in (f"{_OURS}.{name}", _dotted(name)):
+            if isinstance(self.get(candidate), torch.Tensor):
+                return self[candidate]
+        raise KeyError(name)
+
+
+def _is_like(seen: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(seen, torch.Tensor) and (seen.dtype, seen.shape) == (tensor.dtype, tensor.shape)
+
+
+def _dotted(name: str) -> str:
+    """What DCP calls the tensor that we call so."""
+    return ".".join(unquote(part) for part in name.split("/"))
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        path = self.mappings[read_item.dest_index.fqn]
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        set_element(self.original_state_dict, path, loaded)
+
+
+class _Reader(filesystem.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        content = Path(self.path, ".metadata").read_bytes()
+        found = _Unpickler(io.BytesIO(content)).load()
+        if not isinstance(found, metadata.Metadata):
+            raise pickle.UnpicklingError(f"expected DCP's metadata, got {type(found).__name__}")
+        if found.storage_meta is None:
+            found.storage_meta = metadata.StorageMeta()
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what DCP's own metadata consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        known = _KNOWN.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if known is None:
+            raise pickle.UnpicklingError(f"expected DCP's metadata, got something that needs {module}.{name}")
+        return known
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """What Python 3.11's first releases write an enum's member as: ``getattr`` of the class. Of nothing else here."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"expected DCP's metadata, got something that needs {name!r} of {kind!r}")
+    return kind[name]
+
+
+_BAD_FILE: Final = (
+    *(pickle.UnpicklingError, struct.error, EOFError, OSError, ArithmeticError, AssertionError, AttributeError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
+"""What the readers of torch and DCP are known to raise on files that are not theirs."""
+
+
+class ExportSource(Protocol):
+    """A snapshot that has been read and verified."""
+
+    tree: Any
+    """The skeleton of its state."""
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Every tensor that the tree names, with its name; others are left out."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A kind of file."""
+
+    save: Callable[[Any, Path], None]
+    load: Callable[[Path], Any]
+
+
+def export(source: ExportSource, path: Path, form: str, only: str | None = None) -> None:
+    """Writes a snapshot for others.
+
+    Args:
+        source: The snapshot.
+        path: A file, or a folder for ``dcp``; nothing may be there.
+        form: A name in `FORMS`.
+        only: One attached thing, ``"model"`` say: its state alone, under its own names, as its library expects it.
+
+    Raises:
+        ConfigError: No such form or thing, something is there already, or a package is missing.
+        StorageError: It could not be written; nothing is left.
+    """
+    save_state(state_of(source, only), path, form)
+
+
+def state_of(source: ExportSource, only: str | None = None) -> Any:
+    """The state that a snapshot holds.
+
+    Args:
+        source: The snapshot.
+        only: One attached thing; by default all, by name.
+
+    Returns:
+        The state.
+
+    Raises:
+        ConfigError: No thing of that name; the message lists them.
+    """
+    state = unflatten(source.tree, dict(source.tensors()))
+    if only is None:
+        return state
+    if not isinstance(state, dict) or only not in state:
+        known = ", ".join(map(str, state)) if isinstance(state, dict) else "none"
+        raise ConfigError.of(f"one of {known}", only, "name a thing that was attached")
+    return state[only]
+
+
+def save_state(state: Any, path: Path, form: str) -> None:
+    """Writes a state.
+
+    Args:
+        state: Of the types that `_capture.flatten.flatten` takes.
+        path: As for `export`.
+        form: A name in `FORMS`.
+
+    Raises:
+        ConfigError: As `export`.
+        StorageError: As `export`.
+    """
+    with _appearing(path) as aside:
+        _form(form).save(state, aside)
+
+
+def load_state(path: Path, form: str) -> Any:
+    """Reads a state that `save_state` or somebody else has written.
+
+    Args:
+        path: A file, an index of several, or a folder.
+        form: A name in `FORMS`.
+
+    Returns:
+        The state; of a safetensors file from elsewhere a dict by tensor name.
+
+    Raises:
+        ConfigError: No such form, nothing there, or a package is missing.
+        CorruptCheckpointError: It is not of that form, or holds what would have to be executed.
+    """
+    if not path.exists():
+        raise ConfigError.of(f"a checkpoint in the form {form!r}", f"nothing at {path}", "check the path")
+    try:
+        return _form(form).load(path)
+    except ShadeError:
+        raise
+    except _BAD_FILE as error:
+        said = " ".join(str(error).split())[:200]
+        raise CorruptCheckpointError(f"{path} cannot be read in the form {form!r}: {said}") from error
+
+
+def _form(name: str) -> ExportFormat:
+    if name not in FORMS:
+        raise ConfigError.of(f"one of {', '.join(FORMS)}", name, "choose one of them")
+    return FORMS[name]
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A path beside the one wanted, put into its place at the end; what it was written as is on the disk then."""
+    if path.exists():
+        raise ConfigError.of("a path where nothing is", str(path), "remove it, or choose another")
+    aside = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(aside)
+        yield aside
+        for each in (aside, *aside.rglob("*")) if aside.is_dir() else (aside,):
+            _sync(each)
+        aside.replace(path)
+        _sync(path.parent)
+    except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError of a full disk
+        _remove(aside)
+        raise StorageError(f"could not write {path}: {getattr(error, 'strerror', None) or error}") from error
+    except BaseException:
+        _remove(aside)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def plain(state: Any) -> Any:
+    """A state in types that `torch.load` takes without being told to trust the file.
+
+    Args:
+        state: A state.
+
+    Returns:
+        Arrays as tensors (of strings and dates: lists), array scalars as numbers, deques as lists, frozensets as sets,
+        defaultdicts as dicts; all else as it was. A tensor that is part of a larger memory is copied, since
+        `torch.save` would write all of that; those that were one are one.
+    """
+    return _plain(state, {})
+
+
+def _plain(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    kind = type(state)
+    if isinstance(state, torch.Tensor):
+        if state.untyped_storage().nbytes() == state.numel() * state.itemsize:
+            return state
+        same = (state.data_ptr(), state.dtype, state.shape, state.stride())
+        if same not in copies:
+            copies[same] = state.detach().clone()
+        return copies[same]
+    if isinstance(state, Mapping):
+        made: dict[Any, Any] = kind() if kind in (OrderedDict, Counter) else {}
+        for key, value in state.items():
+            made[_plain(key, copies)] = _plain(value, copies)
+        if kind is OrderedDict:
+            vars(made).update(vars(state))
+        return made
+    if kind in (tuple, list, deque):
+        return (tuple if kind is tuple else list)(_plain(each, copies) for each in state)
+    if kind is frozenset:
+        return set(state)
+    if isinstance(state, np.ndarray):
+        numeric = state.dtype.str in ARRAYS or state.dtype == np.complex128
+        return torch.from_numpy(np.array(state)) if numeric else state.tolist()
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _save_torch(state: Any, path: Path) -> None:
+    torch.save(plain(state), path)
+
+
+def _load_torch(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+FORMS: Final[Mapping[str, ExportFormat]] = {
+    "safetensors": ExportFormat(save_safetensors, load_safetensors),
+    "torch": ExportFormat(_save_torch, _load_torch),
+    "dcp": ExportFormat(lambda state, path: save_dcp(state, plain(state), path), load_dcp),
+}
+"""Every form by name."""

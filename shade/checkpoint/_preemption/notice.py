@@ -1,0 +1,264 @@
+"""Hears that this machine, or this process, will soon be gone: a signal, a file that appears, an address that answers.
+
+A source is looked at a few times a second by one thread (`_preemption.deadline`), and says at most once that the
+end has been announced, and for when. What is watched must not be able to stop a training by itself: an address that
+does not answer, or answers with what is no notice, is no notice; a file that can be made only by somebody who means it
+is one, whatever is in it.
+
+====================  ================================================================================================
+``SIGTERM``           grace seconds from the signal on; ``torchrun`` and most schedulers give 30 before they kill
+a path                exists: its content is a number of seconds, a time (ISO 8601), JSON with either; else the grace
+``http://…``          200 with the same, ``TRUE`` or ``FALSE``; 404: nothing yet. Knows the token that AWS asks for
+====================  ================================================================================================
+
+AWS: ``http://169.254.169.254/latest/meta-data/spot/instance-action``; Google:
+``http://metadata.google.internal/computeMetadata/v1/instance/preempted``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from shade.errors import ConfigError
+
+GRACE_SECONDS: Final = 30.0
+"""Between SIGTERM and SIGKILL: torchrun's, Kubernetes' and most schedulers'; the shortest that clouds give."""
+HTTP_POLL_SECONDS: Final = 1.0
+_HTTP_TIMEOUT_SECONDS: Final = 2.0
+_MOST_BYTES: Final = 4096
+_HEADERS: Final = {"Metadata-Flavor": "Google"}
+"""Google's server answers to nobody else; others do not mind."""
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+@dataclass(frozen=True)
+class PreemptionNotice:
+    """The end has been announced."""
+
+    source: str
+    """Who says so, in a few words."""
+    deadline: float
+    """When it comes, in monotonic seconds of this machine."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until then; negative afterwards."""
+        return self.deadline - time.monotonic()
+
+
+class NoticeSource(ABC):
+    """One thing that is watched."""
+
+    @abstractmethod
+    def look(self) -> PreemptionNotice | None:
+        """The notice, if there is one by now. Called a few times a second; must not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the watching. Safe to call twice."""
+
+
+def seconds_in(text: str, grace_seconds: float) -> float | None:
+    """What an announcement says.
+
+    Args:
+        text: A number of seconds, a time in ISO 8601, JSON with one of these under ``seconds`` or ``time``, ``TRUE``,
+            ``FALSE``, ``NONE``, or nothing.
+        grace_seconds: Where it says no time.
+
+    Returns:
+        Seconds from now on, ≥ 0; None where it says that nothing is announced.
+
+    Raises:
+        ValueError: It is no such thing.
+    """
+    text = text.strip()
+    if text.upper() in ("FALSE", "NONE"):
+        return None
+    if text.upper() in ("", "TRUE"):
+        return grace_seconds
+    if text.startswith("{"):
+        fields: dict[str, Any] = json.loads(text)
+        found = fields.get("seconds", fields.get("time"))
+        return grace_seconds if found is None else seconds_in(str(found), grace_seconds)
+    try:
+        seconds = float(text)
+    except ValueError:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=timezone.utc)
+        seconds = moment.timestamp() - time.time()
+    if not seconds < float("inf"):
+        raise ValueError(f"{text} is no time")
+    return max(0.0, seconds)
+
+
+class SignalNotice(NoticeSource):
+    """SIGTERM. It may come twice, from a scheduler and from a launcher: the second changes nothing.
+
+    Made in the main thread, as Python wants it. Children that are forked are not ours to keep: they end by it as ever.
+    After the deadline it ends this process, too.
+
+    Args:
+        grace_seconds: Until whoever sent it will kill us.
+
+    Raises:
+        ConfigError: Not in the main thread.
+    """
+
+    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        self._grace_seconds = grace_seconds
+        self._notice: PreemptionNotice | None = None
+        self._process_id = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError.of(
+                "SIGTERM to be watched from the main thread", threading.current_thread().name, "move it"
+            )
+        self._before: Any = signal.signal(signal.SIGTERM, self._received)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        late = self._notice is not None and self._notice.seconds_left < 0
+        if late or os.getpid() != self._process_id:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self._notice is None:
+            self._notice = PreemptionNotice("SIGTERM", time.monotonic() + self._grace_seconds)
+
+    def look(self) -> PreemptionNotice | None:
+        """See `NoticeSource`."""
+        return self._notice
+
+    def close(self) -> None:
+        """Puts back what was there before."""
+        before, self._before = self._before, None
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+class FileNotice(NoticeSource):
+    """A file that appears.
+
+    Args:
+        path: Of it.
+        grace_seconds: Where it says no time.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], grace_seconds: float = GRACE_SECONDS) -> None:
+        self._path, self._grace_seconds = Path(path), grace_seconds
+
+    def look(self) -> PreemptionNotice | None:
+        """See `NoticeSource`."""
+        try:
+            text = self._path.read_bytes()[:_MOST_BYTES].decode(errors="replace")
+        except OSError:
+            return None
+        seconds: float | None = self._grace_seconds
+        with contextlib.suppress(ValueError):
+            seconds = seconds_in(text, self._grace_seconds)
+        return None if seconds is None else PreemptionNotice(str(self._path), time.monotonic() + seconds)
+
+    def close(self) -> None:
+        """See `NoticeSource`."""
+
+
+class HttpNotice(NoticeSource):
+    """An address that answers once there is a notice; asked in a thread of its own, past any proxy.
+
+    Args:
+        url: Of it.
+        grace_seconds: Where the answer says no time.
+        poll_seconds: Between two questions.
+
+    Raises:
+        ConfigError: No such URL.
+    """
+
+    def __init__(self, url: str, grace_seconds: float = GRACE_SECONDS, poll_seconds: float = HTTP_POLL_SECONDS) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError.of("the address of a notice", url, "write http://host/path")
+        self._url, self._grace_seconds, self._poll_seconds = url, grace_seconds, poll_seconds
+        self._shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
+        self._token_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/latest/api/token"
+        self._token: str | None = None
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._notice: PreemptionNotice | None = None
+        self._closed, self._warned = threading.Event(), False
+        self._thread = threading.Thread(target=self._serve, name="shade-notice-http", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while self._notice is None:
+            try:
+                self._notice = self._ask()
+            except (OSError, ValueError) as error:  # URLError is an OSError
+                if not self._warned:
+                    logger.warning("no notices from %s: %s; asking on", self._shown, error)
+                self._warned = True
+            if self._closed.wait(self._poll_seconds):
+                return
+
+    def _ask(self) -> PreemptionNotice | None:
+        try:
+            text = self._get(self._url, {"X-aws-ec2-metadata-token": self._token} if self._token else {})
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 401:
+                asked = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+                self._token = self._get(self._token_url, asked, method="PUT")
+            elif error.code != 404:
+                raise
+            return None
+        seconds = seconds_in(text, self._grace_seconds)
+        return None if seconds is None else PreemptionNotice(self._shown, time.monotonic() + seconds)
+
+    def _get(self, url: str, headers: dict[str, str], method: str = "GET") -> str:
+        request = urllib.request.Request(url, headers={**_HEADERS, **headers}, method=method)
+        with self._opener.open(request, timeout=_HTTP_TIMEOUT_SECONDS) as answer:
+            content: bytes = answer.read(_MOST_BYTES)
+            return content.decode(errors="replace")
+
+    def look(self) -> PreemptionNotice | None:
+        """See `NoticeSource`."""
+        return self._notice
+
+    def close(self) -> None:
+        """Ends the thread, after the question under way."""
+        self._closed.set()
+        self._thread.join()
+
+
+def source_of(text: str, grace_seconds: float = GRACE_SECONDS) -> NoticeSource:
+    """A source by how it is written: ``SIGTERM``, ``http://…``, or else a path.
+
+    Args:
+        text: What to watch.
+        grace_seconds: Where a notice says no time.
+
+    Returns:
+        The source, watching.
+
+    Raises:
+        ConfigError: Nothing is written there, or it cannot be watched.
+    """
+    if not text:
+        raise ConfigError.of("what to watch", text, "write SIGTERM, http://host/path or the path of a file")
+    if text.upper() == "SIGTERM":
+        return SignalNotice(grace_seconds)
+    return HttpNotice(text, grace_seconds) if "://" in text else FileNotice(text, grace_seconds)

@@ -1,0 +1,197 @@
+"""What a strategy is: when a snapshot's bytes are copied, and what it asks of those who take them from there.
+
+A strategy sees the tensors as a `Copying` and decides which are copied when; the one promise it makes is about
+`Strategy.wait`. What else sets the published ways of checkpointing apart is no code of theirs: how often they save, how
+many saves are under way at once, whether chunks leave while others are still being copied, what the training waits for.
+Those are *terms*, a row of plain values that the rest of this package honours for all of them alike; so a strategy is
+mostly a choice among parts that are there already. Whatever is in a snapshot, where it lies and when it counts is the
+same for every strategy, and so is how it is restored.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._codecs.base import CODECS, builds
+from shade.checkpoint._pacing.schedule import Pace
+from shade.errors import ConfigError
+from shade.registry import Registry
+
+Moment = Literal["begun", "copied", "committed", "durable"]
+"""How far a save has come: nothing is certain yet; the state may change again; it outlives this machine; it is in
+storage. Where there is no storage, what waits for *durable* waits for *committed*."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a strategy proposes; an argument of `Checkpointer` of the same name has the last word."""
+
+    every: str | int = "30s"
+    """When `step` saves: see `_pacing.schedule.Schedule`."""
+    codec: str = "none"
+    """Of the chunks: a name in `_codecs.base.CODECS`."""
+    slots: int = 3
+    """Snapshots that the cluster's memory has room for: those on their way, and the newest."""
+    replicas: int = 0
+    """Further copies of every chunk on other servers, as far as there are servers for them."""
+    buffers: int = 1
+    """Snapshots that own memory has room for."""
+    in_flight: int = 1
+    """Saves under way at once: one more waits until the oldest has landed. One, where the codec stores differences."""
+    streams: bool = False
+    """Whether chunks are hashed and sent while others are still being copied. What has a codec goes as a whole."""
+    batches: bool = False
+    """Whether streamed chunks go to storage in batches of the length that ends soonest."""
+    save_waits_for: Moment = "begun"
+    """Before `Checkpointer.save` returns."""
+    step_waits_for: Moment = "copied"
+    """Before an attached optimizer steps; never less than *copied*."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every bit comes back."""
+        return CODECS.get(self.codec).is_exact
+
+    def agreed(
+        self,
+        *,
+        every: str | int | None = None,
+        codec: str | None = None,
+        slots: int | None = None,
+        replicas: int | None = None,
+        buffers: int | None = None,
+        in_flight: int | None = None,
+    ) -> Terms:
+        """What is proposed, with what the user has said in its place.
+
+        A save in flight needs a buffer, and a slot beside that of the newest snapshot. So fewer buffers or slots mean
+        fewer saves in flight, and more saves in flight mean more of both, unless the user has said how many.
+
+        Args:
+            every: As given to `Checkpointer`, like all that follow; None: not given.
+            codec: Of the chunks.
+            slots: In the cluster's memory.
+            replicas: Further copies.
+            buffers: In own memory.
+            in_flight: Saves under way at once.
+
+        Returns:
+            The terms that hold.
+
+        Raises:
+            ConfigError: No buffer, or more saves in flight than there is room for, or a codec that is none.
+        """
+        chosen = self.codec if codec is None else codec
+        wanted = self.in_flight if in_flight is None else in_flight
+        if builds(chosen):  # what a save is compared with has to have landed
+            if in_flight is not None and in_flight > 1:
+                raise ConfigError.of(f"one save in flight with codec {chosen!r}", in_flight, "leave in_flight out")
+            wanted = 1
+        num_slots = max(self.slots, wanted + 1) if slots is None else slots
+        num_buffers = max(self.buffers, wanted) if buffers is None else buffers
+        if wanted < 1 or num_buffers < 1:
+            shown = f"buffers={num_buffers}, in_flight={wanted}"
+            raise ConfigError.of("one buffer and one save in flight, or more", shown, "leave them out")
+        possible = max(1, min(wanted, num_buffers, num_slots - 1))
+        if in_flight is not None and possible < in_flight:
+            raise ConfigError.of(
+                f"{in_flight} buffers and {in_flight + 1} slots for {in_flight} saves in flight",
+                f"buffers={num_buffers}, slots={num_slots}",
+                "give it more of both, or leave them out",
+            )
+        return replace(
+            self,
+            every=self.every if every is None else every,
+            codec=chosen,
+            streams=self.streams and chosen == "none",
+            batches=self.batches and chosen == "none",
+            replicas=self.replicas if replicas is None else replicas,
+            slots=num_slots,
+            buffers=num_buffers,
+            in_flight=possible,
+        )
+
+
+class Strategy(ABC):
+    """When the bytes are copied. Called on the training thread, but for `before_chunk`."""
+
+    terms: ClassVar[Terms] = Terms()
+    """What it proposes."""
+    is_ablation: ClassVar[bool] = False
+    """Whether it is another one less a part, to measure what that part brings: nobody's choice for a training."""
+    is_for_devices: ClassVar[bool] = False
+    """Whether what sets it apart from its parent is done on a device, so that a state on the host is saved alike."""
+
+    def open(self, terms: Terms) -> None:  # noqa: B027 - most strategies ask no more than their class proposes
+        """Learns what holds, before anything else.
+
+        Args:
+            terms: Agreed.
+        """
+
+    @property
+    def streams(self) -> bool:
+        """Whether the next save is streamed; where the terms that hold let nothing stream, none is."""
+        return self.terms.streams
+
+    def steer(self, mine: Pace, agreed: Pace) -> Pace:
+        """Before each save, when the one before is copied: what this rank tells with it. Most tell what was measured.
+
+        Args:
+            mine: As this rank has measured it.
+            agreed: The newest that every rank knows, rank 0's.
+
+        Returns:
+            What rank 0 tells all, once this save has landed.
+        """
+        return mine
+
+    def attach(  # noqa: B027 - most strategies hang no hooks
+        self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Learns what is trained: a place to hang hooks on. Called before the first `begin`, perhaps more than once.
+
+        Args:
+            modules: Attached modules.
+            optimizers: Attached optimizers.
+        """
+
+    @abstractmethod
+    def begin(self, copying: Copying) -> Future[None]:
+        """Takes a snapshot; may return before its bytes are copied, but not before what is not steady is.
+
+        Args:
+            copying: Not begun; see `Copying.steady`.
+
+        Returns:
+            Resolved when the buffer holds the snapshot, or with the `TornSnapshotError` that `wait` raises.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when the snapshot begun last is copied in full: from then on the state may change.
+
+        Raises:
+            TornSnapshotError: Something changed too early.
+        """
+
+    def before_chunk(self, num_bytes: int) -> None:  # noqa: B027 - most strategies send as fast as they can
+        """Returns when a chunk may be sent: called by whoever carries snapshots, in a thread, before each of them.
+
+        Args:
+            num_bytes: Length of the chunk.
+        """
+
+    def close(self) -> None:  # noqa: B027 - nor threads
+        """Takes hooks off and ends threads; nothing waits in `before_chunk` from then on. Safe to call twice."""
+
+
+STRATEGIES: Registry[Strategy] = Registry("checkpoint strategy")
+"""Name → class, built without arguments."""

@@ -1,0 +1,125 @@
+"""DeepFreeze: layer by layer, each copied by whichever thread is free and on its way as soon as it is copied.
+
+Nicolae et al., CCGrid 2020. The state is not one thing but hundreds of tensors that become final one after the other;
+each layer's are copied by themselves, serialised in threads of their own, and shared out among the ranks that hold the
+same. Here a layer is what one module owns, or what the optimizer keeps for one parameter; a few threads copy layers in
+the order in which they lie in the shard, so that its first chunks are complete, hashed and sent while the last are
+still being copied; and every rank has its share of the layers anyway.
+
+Where we differ: the paper hangs its copies into TensorFlow's graph, where a layer's update is final before the backward
+pass has reached the layers below. PyTorch updates all parameters in one call of the optimizer, so all are final at the
+same moment: when `step` has returned, which is when a save is begun. What is overlapped is the next pass.
+
+`Pooled` is the part that `asymmetric` has in common with it: a pool of copying threads, and one check of the copy when
+all have come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+from typing_extensions import override
+
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
+from shade.errors import TornSnapshotError
+
+NUM_THREADS: Final = min(4, os.cpu_count() or 1)
+_LAST_PART: Final = re.compile(r"[./][^./]*$")
+
+
+class Pooled(Strategy):
+    """Shares a copy among the threads of a pool."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+        self._copied: list[Future[None]] = []
+        """Of the save begun last, its parts: all that stands between them and the snapshot is the check."""
+
+    @abstractmethod
+    def _num_threads(self) -> int:
+        """Of the pool, which is made with the first save."""
+
+    @abstractmethod
+    def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
+        """What the threads shall do; what they leave is copied with the check.
+
+        Args:
+            copying: What is not steady is copied already.
+
+        Returns:
+            Parts, in the order in which they are begun.
+        """
+
+    @override
+    def begin(self, copying: Copying) -> Future[None]:
+        try:
+            copying.settle(name for name in copying.names if name not in copying.steady)
+        except TornSnapshotError as error:
+            failed = self._running = Future[None]()
+            failed.set_exception(error)
+            return failed
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads(), thread_name_prefix="shade-copy")
+        self._copied = [self._pool.submit(part) for part in self._parts(copying)]
+        self._running = self._pool.submit(_finish, copying, self._copied)
+        return self._running
+
+    @override
+    def wait(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    @override
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
+    """Checks what the others have copied. Story: it is submitted last, so whoever runs it waits for nobody queued."""
+    for each in copied:
+        each.result()
+    copying.finish()
+
+
+@STRATEGIES.register("deepfreeze")
+class DeepFreeze(Pooled):
+    """Layers, in the order of the shard."""
+
+    terms = Terms(streams=True)
+
+    @override
+    def _num_threads(self) -> int:
+        return NUM_THREADS
+
+    @override
+    def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
+        return [partial(_copy, copying, names) for names in layers(copying.names)]
+
+
+def layers(names: list[str]) -> list[list[str]]:
+    """Names of tensors by layer: neighbours that share all of their path but its last part.
+
+    Args:
+        names: In the order of the shard.
+
+    Returns:
+        The same names, in the same order.
+    """
+    return [list(group) for _, group in itertools.groupby(names, key=lambda name: _LAST_PART.sub("", name))]
+
+
+def _copy(copying: Copying, names: list[str]) -> None:
+    for name in names:
+        copying.copy(name)

@@ -1,0 +1,235 @@
+"""Decides, save by save, which strategy the next one is left to: predicts all, tries the promising, keeps the best.
+
+Story of a run. The first save goes the usual way; behind it the machine's rates are measured, and every candidate is
+predicted. The next saves go to whichever candidate promises to keep most of the time, and what they cost is measured
+where it counts, in the training. A measurement replaces the prediction; what has not been tried is predicted anew, by
+what the tried ones were off by. So a candidate that only looked good is found out by its first saves, one that
+might still be better gets its turn, and after `TRIALS` saves of each that comes near the best the choice stands. It is
+looked at again with every save: when the training or the machine changes, so does the choice.
+
+What a save costs is measured in two ways. The steps behind it are longer: that is the truth, but steps differ by as
+much without a save. And a save waits, and its threads work: both are known exactly, save by save, and what a second of
+their work costs the training is the same whoever has them do it, so all saves of all candidates together tell it. The
+two are weighed by what each is off by: at first the parts decide, in the long run the steps.
+
+A choice holds two saves later. So what has been asked for counts as tried before it is measured; else each trial would
+go on for as long again as the answers take.
+
+Candidates are the registered strategies that restore bit for bit: whoever wants less says so. Arithmetic only; on rank
+0, whose choice travels to the others with the pace of its saves. Price: a few saves by strategies that turn out dearer;
+they count against the budget, as the interval follows from what the last save has cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Final
+
+from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._strategies.base import STRATEGIES, Terms
+from shade.checkpoint._strategies.measure import Costs
+from shade.checkpoint._strategies.predict import Choice, Prediction, judge, predict, ranked
+
+AUTO: Final = "auto"
+"""The strategy that asks; no candidate of its own."""
+TRIALS: Final = 3
+"""Saves of a candidate before its cost is believed: a single one is off by whatever else the machine did."""
+DRAG: Final = 1.0
+"""What a second of work costs before anything is known: a core that computes does nothing else meanwhile."""
+DRAG_ERROR: Final = 0.5
+"""What that may be off by, where cores are left over or wait for each other: one standard deviation."""
+PARTS_ERROR: Final = 0.1
+"""What a cost that is put together from its parts may be off by, as a share of it: one standard deviation."""
+NEAR: Final = 1.25
+"""Candidates that cost up to so many times the best are tried as often as it: their order could be chance."""
+UNTRIED: Final = 2.0
+"""The same of candidates that no save has been measured of: predictions are off by so much."""
+_KEPT: Final = 10
+"""Measurements of each that count: the last."""
+
+
+class Pilot:
+    """Chooses among strategies.
+
+    Args:
+        candidates: Their terms, by name.
+        first: Of them, the one that takes saves until something is known.
+        budget: Share of the training that saving may add.
+        mtbf_seconds: Mean time between failures.
+    """
+
+    def __init__(self, candidates: Mapping[str, Terms], first: str, budget: float, mtbf_seconds: float) -> None:
+        self._candidates, self._budget, self._mtbf_seconds = dict(candidates), budget, mtbf_seconds
+        self.chosen = first
+        """Of the next save."""
+        self.predicted: dict[str, Prediction] = {}
+        """From rates alone; empty until they are measured."""
+        self._measured: dict[str, deque[Pace]] = {}
+        """What the last saves of each that was tried have come to."""
+        self._wishes: Counter[str] = Counter()
+        """Saves that each was chosen for."""
+        self._step_seconds = 0.0
+
+    def learn(self, costs: Costs, without: Collection[str] = ()) -> None:
+        """Takes what was measured of the machine.
+
+        Args:
+            costs: Candidates whose codec is not in it are dropped.
+            without: Candidates that are dropped, too.
+        """
+        known = {"none", *costs.codecs}
+        able = {name: each for name, each in self._candidates.items() if each.codec in known and name not in without}
+        self.predicted = {name: predict(costs, terms) for name, terms in able.items()}
+        self._step_seconds = self._step_seconds or costs.step_seconds
+
+    def saw(self, strategy: str, pace: Pace) -> None:
+        """A save has landed.
+
+        Args:
+            strategy: That copied it.
+            pace: As measured since it began.
+        """
+        if pace.step_seconds > 0 and pace.save_seconds > 0:
+            self._step_seconds = pace.step_seconds
+            self._measured.setdefault(strategy, deque(maxlen=_KEPT)).append(pace)
+
+    def seen(self, strategy: str) -> Pace:
+        """What the saves of a strategy have come to, several together; all 0 before there were `TRIALS` of them."""
+        return _mean(self._measured[strategy]) if self._num_measured(strategy) >= TRIALS else Pace()
+
+    def decide(self) -> str:
+        """Which strategy the next save is left to; remembered as `chosen`. Who is being tried is tried to the end."""
+        choices = self.choices()
+        if choices:
+            best = choices[0]
+            least = best.prediction.cost_seconds
+            untried = [
+                each.strategy
+                for each in choices
+                if self._num_trials(each.strategy) < TRIALS
+                and each.prediction.cost_seconds <= least * (NEAR if self._num_measured(each.strategy) else UNTRIED)
+            ]
+            if self.chosen not in untried:
+                self.chosen = (untried or [best.strategy])[0]
+        self._wishes[self.chosen] += 1
+        return self.chosen
+
+    def choices(self) -> list[Choice]:
+        """All candidates as they are judged now, the best first; empty before anything was predicted."""
+        if not self.predicted or self._step_seconds <= 0:
+            return []
+        estimates = {name: self._estimate(name) for name in self.predicted}
+        return ranked(estimates, self._step_seconds, budget=self._budget, mtbf_seconds=self._mtbf_seconds)
+
+    def cost_seconds(self, strategy: str) -> float | None:
+        """What a save by a strategy is expected to cost, several measured together; None before anything is known."""
+        return self._estimate(strategy).cost_seconds if strategy in self.predicted else None
+
+    def _num_measured(self, strategy: str) -> int:
+        return len(self._measured.get(strategy, ()))
+
+    def _num_trials(self, strategy: str) -> int:
+        """Measured, or still to come; the first of those in a row is not measured."""
+        return max(self._num_measured(strategy), self._wishes[strategy] - 1)
+
+    def _estimate(self, name: str) -> Prediction:
+        """Measured, where it was tried; else predicted, by as much as others were off."""
+        prediction, measured = self.predicted[name], self._measured.get(name)
+        if measured is None:
+            return self._corrected(prediction)
+        mean = _mean(measured)
+        stall, landing = mean.blocked_seconds, mean.save_seconds
+        found = replace(prediction, stall_seconds=stall, drag_seconds=self._weighed(measured) - stall)
+        if prediction.committed_seconds is not None:
+            return replace(found, committed_seconds=landing)
+        if prediction.durable_seconds is not None:
+            return replace(found, durable_seconds=landing)
+        return replace(found, kept_seconds=landing)
+
+    def _weighed(self, measured: Collection[Pace]) -> float:
+        """What a save of one strategy costs, by the parts of those that were measured and by the steps behind them."""
+        mean = _mean(measured)
+        if mean.worked_seconds <= 0:  # nobody has worked, or the system does not tell
+            return mean.cost_seconds
+        parts = mean.blocked_seconds + self._drag() * mean.worked_seconds
+        parts_error, steps_error = (PARTS_ERROR * parts) ** 2, self._noise() / len(measured)
+        weight = parts_error / (parts_error + steps_error) if steps_error > 0 else 1.0
+        return max(mean.blocked_seconds, parts + weight * (mean.cost_seconds - parts))
+
+    def _drag(self) -> float:
+        """Seconds that the training loses for each that saves work behind it: by least squares, of all that was
+        measured and of what is known beforehand."""
+        noise = self._noise()
+        prior = noise / DRAG_ERROR**2
+        lost, worked = prior * DRAG, prior
+        for pace in itertools.chain.from_iterable(self._measured.values()):
+            lost += pace.worked_seconds * (pace.cost_seconds - pace.blocked_seconds)
+            worked += pace.worked_seconds**2
+        return max(0.0, lost / worked)
+
+    def _noise(self) -> float:
+        """Variance of what a single save is measured to cost, about the mean of its strategy; 0: not known yet."""
+        several = [[pace.cost_seconds for pace in each] for each in self._measured.values() if len(each) > 1]
+        degrees = sum(len(each) - 1 for each in several)
+        return sum(statistics.variance(each) * (len(each) - 1) for each in several) / degrees if degrees else 0.0
+
+    def _corrected(self, prediction: Prediction) -> Prediction:
+        """By the factor that those which were tried were off, in the middle.
+
+        Where that says nothing, because all that is known of is predicted to be free, it costs no less than others have
+        in the middle. (So it is where the save that rates are learned from happened to cost nothing: no factor makes
+        zero more, and whoever had not been tried would seem free for ever.)
+        """
+        costs = {name: self._weighed(measured) for name, measured in self._measured.items() if name in self.predicted}
+        before = {name: self.predicted[name].cost_seconds for name in costs}
+        ratios = [cost / before[name] for name, cost in costs.items() if before[name] > 0]
+        if ratios and prediction.cost_seconds > 0:
+            factor = statistics.median(ratios)
+            stall, drag = factor * prediction.stall_seconds, factor * prediction.drag_seconds
+            return replace(prediction, stall_seconds=stall, drag_seconds=drag)
+        least = statistics.median(costs.values()) if costs else 0.0
+        return replace(prediction, drag_seconds=max(prediction.drag_seconds, least - prediction.stall_seconds))
+
+    def report(self) -> str:
+        """Predicted against measured: a line for each candidate, the best first."""
+        lines = []
+        for choice in self.choices():
+            name, before = choice.strategy, self.predicted[choice.strategy]
+            planned = judge(name, before, choice.every_steps, self._step_seconds, self._mtbf_seconds)
+            told = f"{'>' if name == self.chosen else ' '} {name:<14} every {choice.every_steps} steps; predicted: "
+            told += f"stall {before.stall_seconds:.3f} s, cost {before.cost_seconds:.3f} s, "
+            told += f"safe in {before.landed_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
+            if self._num_measured(name):
+                mean, now = _mean(self._measured[name]), choice.prediction
+                told += f"; measured {self._num_measured(name)} times: stall {now.stall_seconds:.3f} s, "
+                told += f"cost {mean.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
+                told += f"work {mean.worked_seconds:.3f} s; held to cost {now.cost_seconds:.3f} s, "
+                told += f"overhead {100 * choice.overhead:.2f} %"
+            lines.append(told)
+        return "\n".join(lines)
+
+
+def _mean(paces: Collection[Pace]) -> Pace:
+    """Of some saves of one strategy, of its parts the middle one; none costs less than what was waited for."""
+    blocked = statistics.median(pace.blocked_seconds for pace in paces)
+    return Pace(
+        step_seconds=statistics.mean(pace.step_seconds for pace in paces),
+        cost_seconds=max(blocked, statistics.mean(pace.cost_seconds for pace in paces)),
+        save_seconds=statistics.mean(pace.save_seconds for pace in paces),
+        blocked_seconds=blocked,
+        worked_seconds=statistics.median(pace.worked_seconds for pace in paces),
+    )
+
+
+def candidates() -> dict[str, Terms]:
+    """The registered strategies that restore bit for bit, no ablations, by name; where two name a class the first."""
+    found: dict[type[object], tuple[str, Terms]] = {}
+    for name in STRATEGIES:
+        strategy = STRATEGIES.get(name)
+        if name != AUTO and strategy.terms.is_exact and not strategy.is_ablation:
+            found.setdefault(strategy, (name, strategy.terms))
+    return dict(found.values())

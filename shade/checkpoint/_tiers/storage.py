@@ -1,0 +1,294 @@
+"""Durable storage as a tier: a folder a step, a data file and a manifest a rank, the commit record last.
+
+::
+
+    <run>/step-0000000120/rank-0.safetensors    header and chunks; rank-0.chunks under a codec other than none
+                          rank-0.json           the manifest
+                          commit.json           the record: without it nothing else here counts
+    <run>/step-0000000120.2/…                   the same step saved again while the first was there
+
+Every file appears whole or not at all (`Volume.write`), so all there is to order is which comes first: shards before
+the record, and on the way out the record before the shards. One copy only; what is damaged here is mended from another
+tier or not at all. Price of a repair: the shard's file is written again as a whole, since buckets cannot be patched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, Final
+
+import numpy as np
+
+from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._format.safetensors_header import safetensors_header
+from shade.checkpoint._tiers.tier import Shard, Tier
+from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError
+from shade.storage.base import Volume
+from shade.types import Bytes
+
+_RECORD: Final = "commit.json"
+_PLACE: Final = re.compile(r"step-(\d{10,})(?:\.\d+)?")
+_SPARE_BYTES: Final = 2**20
+"""For manifests, the record and the folders themselves."""
+
+logger = logging.getLogger("shade.checkpoint")
+
+
+class StorageTier(Tier):
+    """Snapshots of one run in a volume.
+
+    Args:
+        volume: Where; closed with the tier.
+        run: The run id: one component of a path.
+    """
+
+    name: ClassVar[str] = "storage"
+    is_durable: ClassVar[bool] = True
+
+    def __init__(self, volume: Volume, run: str) -> None:
+        self._volume = volume
+        self._run = run
+
+    def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
+        """See `Tier`; a snapshot of that step that is here already stays until the new one counts."""
+        place = self._free_place(step)
+        names = self._volume.list(f"{place}/")
+        free_bytes, needed_bytes = self._volume.free_bytes(), sum(shard_bytes) + _SPARE_BYTES
+        if free_bytes is not None and free_bytes < needed_bytes:
+            free_bytes += sum(self._volume.size_bytes(name) or 0 for name in names)
+            if free_bytes < needed_bytes:
+                raise StorageFullError(
+                    f"expected room for {needed_bytes / 1e6:.1f} MB in {self._volume.url}, got "
+                    f"{free_bytes / 1e6:.1f} MB free; free some space, keep fewer snapshots, or store elsewhere"
+                )
+        self._remove(place, names)
+        return place
+
+    def _free_place(self, step: int) -> str:
+        """The first folder for a step that holds no snapshot."""
+        first = f"{self._run}/step-{step:010d}"
+        for number in itertools.count(1):
+            place = first if number == 1 else f"{first}.{number}"
+            content = self._volume.read_many([f"{place}/{_RECORD}"])[0]
+            if content is None and self._volume.size_bytes(f"{place}/{_RECORD}") is None:
+                break
+            with contextlib.suppress(CorruptCheckpointError):
+                if content is None or Commit.parse(content):  # one that cannot be read now may be readable later
+                    continue
+            break
+        return place
+
+    def put(self, place: str, shard: Shard) -> None:
+        """See `Tier`."""
+        manifest = shard.manifest
+        self._write_data(place, manifest, shard.chunks)
+        self._volume.write(_manifest_name(place, manifest.rank), [manifest.to_bytes()])
+
+    def commit(self, place: str, record: Commit) -> None:
+        """See `Tier`; looks once more that every rank's files are there, lest someone tidied them away meanwhile."""
+        names = self._volume.list(f"{place}/rank-")
+        written = Counter(name.rpartition(".")[0] for name in names)
+        missing = [rank for rank in range(record.world_size) if written[f"{place}/rank-{rank}"] < 2]
+        if missing:
+            raise StorageError(
+                f"expected data and manifest of rank {missing[0]} in {place} of {self._volume.url} before its commit, "
+                f"got {names!r}; see who else writes or removes there, and save again"
+            )
+        self._volume.write(f"{place}/{_RECORD}", [record.to_bytes()])
+
+    def held(self) -> Mapping[str, Commit]:
+        """See `Tier`; one listing, and the records fetched together."""
+        names = [name for name in self._volume.list(f"{self._run}/step-") if name.endswith(f"/{_RECORD}")]
+        found: dict[str, Commit] = {}
+        damaged: list[str] = []
+        for name, content in zip(names, self._volume.read_many(names), strict=True):
+            place = name.removesuffix(f"/{_RECORD}")
+            if content is None:
+                logger.warning("%s in %s cannot be read: this snapshot does not count", name, self._volume.url)
+                damaged.append(place)
+                continue
+            try:
+                found[place] = Commit.parse(content)
+            except CorruptCheckpointError as error:
+                logger.warning("%s in %s: %s: this snapshot does not count", name, self._volume.url, error)
+                damaged.append(place)
+        self.damaged = damaged
+        return found
+
+    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
+        """See `Tier`."""
+        return self._volume.read_many([_manifest_name(place, rank)])[0]
+
+    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
+        """See `Tier`; neighbours are read in one range."""
+        name = _data_name(place, manifest)
+        num_bytes = self._volume.size_bytes(name) or 0
+        bounds = _chunk_bounds(manifest)
+        found: dict[int, Bytes] = {}
+        for run in _runs(number for number in sorted(set(numbers)) if bounds[number + 1] <= num_bytes):
+            found.update(self._read_run(name, bounds, run))
+        return [found.get(number) for number in numbers]
+
+    def read_chunks_into(
+        self,
+        place: str,
+        manifest: Manifest,
+        numbers: Sequence[int],
+        buffers: Sequence[memoryview],
+        copy: int = 0,
+    ) -> list[bool]:
+        """See `Tier`; each chunk where it belongs, without a copy on the way."""
+        name, bounds = _data_name(place, manifest), _chunk_bounds(manifest)
+        found = []
+        for number, buffer in zip(numbers, buffers, strict=True):
+            try:
+                self._volume.read_into(name, bounds[number], buffer)
+                found.append(True)
+            except StorageError as error:
+                logger.warning("%s", error)
+                found.append(False)
+        return found
+
+    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
+        """See `Tier`; what is whole is left alone."""
+        name, header = _data_name(place, manifest), _header(manifest)
+        length = len(header) + manifest.stored_bytes
+        is_whole = not damaged and self._volume.size_bytes(name) == length
+        if not is_whole or self._volume.read(name, 0, len(header)) != header:
+            self._write_data(place, manifest, self._mended(place, manifest, damaged))
+        content = manifest.to_bytes()
+        if self.read_manifest(place, manifest.rank) != content:
+            self._volume.write(_manifest_name(place, manifest.rank), [content])
+
+    def discard(self, place: str) -> None:
+        """See `Tier`."""
+        self._remove(place, self._volume.list(f"{place}/"))
+
+    def sweep(self, keep: Collection[str] = (), *, is_only_writer: bool = False) -> list[str]:
+        """Removes what saves that never came to their end left behind: folders without a record.
+
+        Args:
+            keep: Places that are being written all the same.
+            is_only_writer: Whether nothing else writes snapshots of this run: its lock is ours and no save has begun.
+                Otherwise folders newer than the newest snapshot stay: another process may be writing them.
+
+        Returns:
+            The places removed.
+        """
+        names = self._volume.list(f"{self._run}/step-")
+        unfinished = self._volume.leftovers(f"{self._run}/step-")
+        held = {name.removesuffix(f"/{_RECORD}") for name in names if name.endswith(f"/{_RECORD}")}
+        newest = max(map(_step_of, held), default=-1)
+        seen = {name.rpartition("/")[0] for name in (*names, *unfinished)}
+        unfinished_places = (place for place in seen - held - set(keep) if _step_of(place) >= 0)
+        removed = []
+        for place in sorted(each for each in unfinished_places if is_only_writer or _step_of(each) < newest):
+            # A writer that was stopped for long, and lost its lock, may have committed since the listing.
+            if self._volume.size_bytes(f"{place}/{_RECORD}") is None:
+                self._remove(place, [name for name in names if name.startswith(f"{place}/")])
+                removed.append(place)
+        return removed
+
+    def time_write(self, num_bytes: int) -> float:
+        """Writes a file, durably, and removes it again.
+
+        Args:
+            num_bytes: Its length.
+
+        Returns:
+            Seconds that writing took.
+        """
+        name = f"{self._run}/probe-{secrets.token_hex(8)}"
+        content = bytes(num_bytes)
+        try:
+            begun = time.perf_counter()
+            self._volume.write(name, [content])
+            return time.perf_counter() - begun
+        finally:
+            self._volume.delete_many([name])
+
+    def tidy(self, *, is_only_writer: bool = False) -> None:
+        """Sweeps before a run's first save; storage that refuses is no reason not to begin.
+
+        Args:
+            is_only_writer: See `sweep`.
+        """
+        try:
+            for place in self.sweep(is_only_writer=is_only_writer):
+                logger.info("removed %s: begun once, and never finished", place)
+        except StorageError as error:
+            logger.warning("what was left half written stays for now: %s", error)
+
+    def close(self) -> None:
+        """See `Tier`."""
+        self._volume.close()
+
+    def _remove(self, place: str, names: Sequence[str]) -> None:
+        """The record first: from then on none of it counts."""
+        self._volume.delete_many(sorted(names, key=lambda name: not name.endswith(f"/{_RECORD}")))
+        self._volume.sweep(f"{place}/")
+
+    def _write_data(self, place: str, manifest: Manifest, chunks: Iterable[Bytes]) -> None:
+        name, header = _data_name(place, manifest), _header(manifest)
+        written = self._volume.write(name, itertools.chain([header] if header else [], chunks))
+        expected = len(header) + manifest.stored_bytes
+        if written != expected:
+            raise CheckpointError.of(f"{expected} bytes of chunks for {name}", written, "save again")
+
+    def _read_run(self, name: str, bounds: Sequence[int], run: range) -> Mapping[int, Bytes]:
+        """Chunks that lie side by side; where the range cannot be read, those that can be one by one."""
+        first = bounds[run.start]
+        buffer = np.empty(bounds[run.stop] - first, dtype=np.uint8).data
+        try:
+            self._volume.read_into(name, first, buffer)
+        except StorageError:
+            if len(run) == 1:
+                return {}
+            pieces = (self._read_run(name, bounds, range(number, number + 1)) for number in run)
+            return {number: chunk for piece in pieces for number, chunk in piece.items()}
+        return {number: buffer[bounds[number] - first : bounds[number + 1] - first] for number in run}
+
+    def _mended(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
+        """The chunks as they shall be; zeros for one that is neither given nor there, which a later repair may give."""
+        for number, chunk in enumerate(manifest.chunks):
+            right = damaged[number] if number in damaged else self.read_chunks(place, manifest, [number])[0]
+            yield bytes(chunk.num_bytes) if right is None else right
+
+
+def _data_name(place: str, manifest: Manifest) -> str:
+    kind = "safetensors" if manifest.codec == "none" else "chunks"
+    return f"{place}/rank-{manifest.rank}.{kind}"
+
+
+def _manifest_name(place: str, rank: int) -> str:
+    return f"{place}/rank-{rank}.json"
+
+
+def _header(manifest: Manifest) -> bytes:
+    return safetensors_header(manifest) if manifest.codec == "none" else b""
+
+
+def _chunk_bounds(manifest: Manifest) -> list[int]:
+    """Where each chunk begins in the file, and where the last one ends."""
+    lengths = (chunk.num_bytes for chunk in manifest.chunks)
+    return list(itertools.accumulate(lengths, initial=len(_header(manifest))))
+
+
+def _runs(numbers: Iterator[int]) -> Iterator[range]:
+    """Ascending numbers as ranges of neighbours."""
+    for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in group]
+        yield range(members[0], members[-1] + 1)
+
+
+def _step_of(place: str) -> int:
+    """The step of a place, or −1 for a path that is none."""
+    match = _PLACE.fullmatch(place.rpartition("/")[2])
+    return int(match[1]) if match else -1

@@ -1,0 +1,1 @@
+"""ShadeDataset and the sources of its samples."""

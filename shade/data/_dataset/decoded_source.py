@@ -1,0 +1,205 @@
+"""A source whose samples lie decoded in the cache, and the measurements by which that is chosen.
+
+`DecodedSource` reads files as `FileSource` does, and makes of those that shall stay in the cache decoded pictures.
+Their sizes are in the files' headers, and reading all headers would cost an epoch of slow storage; so sizes are
+estimated from a few files, and what an entry really occupies is counted when it is written (`shade.cache.admission`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from shade.cache.entry import FORM_PICTURE
+from shade.data._dataset.source import CountOrigin, FileSource
+from shade.data._decode.cached_format import (
+    FORMS,
+    PROBES,
+    FormatCosts,
+    forecast,
+    pack_picture,
+    packed_bytes,
+    picture_of,
+    shrunk,
+)
+from shade.data._decode.jpeg import decode_rgb, jpeg_decoder, size_of
+from shade.data._decode.pixels import Box
+from shade.errors import DataError
+
+logger = logging.getLogger("shade.data")
+
+
+def decoded(content: Any, max_side: int | None) -> npt.NDArray[np.uint8]:
+    """A file's whole picture.
+
+    Args:
+        content: The file.
+        max_side: Longest side, or None for as it is.
+
+    Returns:
+        (height, width, 3).
+
+    Raises:
+        Exception: Whatever Pillow says of a file that is no picture.
+    """
+    size = size_of(content)
+    if size is not None and (max_side is None or max(size) <= max_side):
+        try:
+            box = Box(0, 0, *size)
+            return jpeg_decoder()(content, box, 1).cut(box)
+        except ValueError:  # Pillow has the last word on damaged files
+            pass
+    return np.asarray(shrunk(decode_rgb(content), max_side))
+
+
+class Probe:
+    """What a few evenly spaced files tell of all.
+
+    Args:
+        source: Read here.
+        max_side: See `decoded`.
+
+    Raises:
+        DataError: None of them is a picture.
+    """
+
+    def __init__(self, source: FileSource, max_side: int | None) -> None:
+        num_samples = len(source.payload_bytes_N)
+        chosen = sorted({int(index) for index in np.linspace(0, num_samples - 1, min(PROBES, num_samples))})
+        self.num_reads = self.num_bytes = 0
+
+        def count(num_reads: int, num_bytes: int) -> None:
+            self.num_reads += num_reads
+            self.num_bytes += num_bytes
+
+        half = len(chosen) // 2
+        payloads = source.read_many(chosen[:half], count)  # here the origin finds out how slow it is
+        begun = time.perf_counter()
+        payloads += source.read_many(chosen[half:], count)
+        self.origin_seconds = (time.perf_counter() - begun) / (len(chosen) - half)
+        """A sample's read, with as many others under way as usual."""
+        seconds, file_bytes, picture_bytes = [], 0, 0
+        for payload in payloads:
+            try:
+                begun = time.perf_counter()
+                height, width, _ = decoded(payload, max_side).shape
+            except Exception:  # noqa: BLE001 - no picture, or not read at all; `on_bad_sample` decides when its turn comes
+                continue
+            seconds.append(time.perf_counter() - begun)
+            file_bytes += len(payload)
+            picture_bytes += packed_bytes(height, width)
+        if not seconds:
+            raise DataError.of("readable pictures", f"{len(chosen)} files that are none", "check the data set")
+        self.decode_seconds = float(np.median(seconds))
+        """On one core; the first one's compiling and loading does not count."""
+        self.growth = picture_bytes / file_bytes
+        """How many times larger pictures are than files."""
+
+
+class DecodedSource:
+    """Samples decoded in the cache.
+
+    Args:
+        files: Where they come from.
+        probe: What is known of their sizes.
+        max_side: Longest side of a picture, or None for as they are.
+    """
+
+    form = FORM_PICTURE
+    has_pictures = True
+
+    def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
+        self._files, self._max_side = files, max_side
+        self.num_probes, self.probe_bytes = probe.num_reads, probe.num_bytes
+        self.fingerprint = f"{files.fingerprint}-{max_side or 'whole'}"
+        self.target_N = files.target_N
+        self.payload_bytes_N = (files.payload_bytes_N * probe.growth).astype(np.int64)
+
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        """See `Source.rest_of`."""
+        return self._files.rest_of(index)
+
+    def name_of(self, index: int) -> str:
+        """See `Source.name_of`."""
+        return self._files.name_of(index)
+
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """Files, as they are; `prepared` makes pictures of them."""
+        return self._files.read_many(indices, count)
+
+    @property
+    def prepares_all(self) -> bool:
+        """Whether what does not stay in the cache has to be made a picture as well: it is resized."""
+        return self._max_side is not None
+
+    def prepared(self, payload: Any) -> Any:
+        """A file's content as it goes into the cache.
+
+        Args:
+            payload: From `read_many`.
+
+        Returns:
+            A packed picture; the payload itself where none can be made of it, for `decode` to say why.
+        """
+        if isinstance(payload, Exception):
+            return payload
+        try:
+            return pack_picture(decoded(payload, self._max_side))
+        except Exception:  # noqa: BLE001 - whatever Pillow raises; `decode` raises it again, with the sample's name
+            return payload
+
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        """See `Source.decode`."""
+        picture = None if isinstance(payload, Exception) else picture_of(payload)
+        if picture is not None:
+            return Image.fromarray(picture), *self.rest_of(index)
+        image, *rest = self._files.decode(index, payload)
+        return shrunk(image, self._max_side), *rest
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self._files.close()
+
+
+class FormatChoice:
+    """A form for the files of one data set, and why.
+
+    Args:
+        source: The files.
+        form: ``"decoded"`` or ``"auto"``.
+        max_side: See `decoded`.
+        store_bytes: What all files would occupy in the store.
+        capacity_bytes: What the cache may occupy there.
+    """
+
+    def __init__(
+        self, source: FileSource, form: str, max_side: int | None, store_bytes: int, capacity_bytes: int
+    ) -> None:
+        probe, num_samples = Probe(source, max_side), len(source.payload_bytes_N)
+        self.num_reads, self.num_bytes = probe.num_reads, probe.num_bytes
+        mean = store_bytes / num_samples
+        costs = FormatCosts(probe.origin_seconds, probe.decode_seconds, mean, mean * probe.growth)
+        self.forecast = forecast(costs, num_samples, capacity_bytes)
+        """What each form was predicted to do."""
+        used = _agreed(self.forecast.form) if form == "auto" else form
+        self.decoded = DecodedSource(source, probe, max_side) if used == "decoded" else None
+        """The source that keeps pictures; None: files stay as they are."""
+        logger.info("form=%s; %s", used, self.forecast)
+
+
+def _agreed(form: str) -> str:
+    """Rank 0's choice: clocks differ between ranks, and ranks share a cache."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return form
+    group = dist.new_group(backend="gloo")
+    chosen = torch.tensor([FORMS.index(form)])
+    assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
+    dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
+    return FORMS[int(chosen.item())]

@@ -1,0 +1,397 @@
+"""Where a wrapped data set's samples come from: its files' own bytes, or its items through a codec.
+
+`FileSource` is the fast path for ImageFolder-like data sets (``samples`` of (path or URL, target) and torchvision's own
+loader): the payload is the file, unchanged, so a cached sample decodes to the same pixels, and its size is known before
+it is read. `ItemSource` takes any other map-style data set: the payload is the encoded item. Either way the source is
+the only one who touches the origin, and counts exactly what it read.
+
+RemoteImageFolder: torchvision's ImageFolder behind a URL.
+
+The same layout (a folder a class), the same order and numbering of classes and samples, the same items; only that the
+folder is wherever fsspec reaches. It lists the folder once and keeps each file's length and version, so a cache around
+it knows how much room it needs and never takes one state of the data set for another.
+
+Alone it works like any map-style data set, one slow read an item; wrapped in `ShadeDataset` its files are read in
+parallel and cached. Price: listing a bucket takes one request a thousand files, a web server's pages one a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from shade.cache.entry import FORM_ENCODED, FORM_ITEM
+from shade.data._dataset import item_codec
+from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
+from shade.data._decode.jpeg import decode_rgb
+from shade.errors import BadSampleError, ConfigError, DataError
+
+CountOrigin = Callable[[int, int], None]
+"""Told (reads, bytes) whenever the origin was read."""
+
+_PROBES = 32
+_STAT_THREADS = 32
+
+
+class SampleSource(Protocol):
+    """What `ShadeDataset` needs to know of the data set it wraps."""
+
+    form: int
+    fingerprint: str
+    payload_bytes_N: npt.NDArray[np.int64]
+    target_N: npt.NDArray[np.int64] | None
+    has_pictures: bool
+    """Whether a payload is an image file, or a picture of `_dataset.cached_format`, whose RGB pixels are the sample."""
+    num_probes: int
+    """Reads of the origin that it took to learn the sizes."""
+    probe_bytes: int
+    """Bytes that those reads returned."""
+
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """Payloads in order; an exception object for one that could not be read."""
+        ...
+
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        """The item as a tuple, before the transforms of `ShadeDataset`. Raises `BadSampleError`."""
+        ...
+
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        """What comes with the sample, where ``has_pictures``."""
+        ...
+
+    def name_of(self, index: int) -> str:
+        """How to call the sample in an error: its path where it has one."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads, if it has any. Safe to call twice."""
+        ...
+
+
+class FileSource:
+    """Files and targets of an ImageFolder-like data set.
+
+    Args:
+        samples: (path or URL, target) by sample index.
+        decode_bytes: File content → image.
+        entries: What the server says of the files, where they are URLs and somebody has asked already.
+        options: For fsspec, where they are URLs.
+    """
+
+    form = FORM_ENCODED
+    num_probes = probe_bytes = 0
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[str, int]],
+        decode_bytes: Callable[[bytes], Any],
+        entries: Sequence[Entry] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not samples:
+            raise DataError.of("at least one sample", 0, "check the path of the data set")
+        self._decode = decode_bytes
+        self.has_pictures = decode_bytes is decode_rgb
+        digest = xxhash.xxh3_64()
+        if is_url(samples[0][0]):
+            paths = [path for path, _ in samples]
+            found = describe_many(paths, options or {}) if entries is None else entries
+            self._root = root_of(paths)
+            self._origin: FileOrigin = UrlOrigin(options)
+            self.payload_bytes_N = np.array([entry.num_bytes for entry in found], dtype=np.int64)
+            state = self.payload_bytes_N.tobytes() + "\n".join(entry.version for entry in found).encode()
+        else:
+            here = os.getcwd()
+            paths = [os.path.normpath(os.path.join(here, path)) for path, _ in samples]
+            folder = os.path.commonpath({os.path.dirname(path) for path in paths})
+            self._root, self._origin = os.path.join(folder, ""), FileOrigin()
+            with ThreadPoolExecutor(_STAT_THREADS) as pool:
+                stats = list(pool.map(_size_and_time, paths, chunksize=256))
+            self.payload_bytes_N = np.array([size for size, _ in stats], dtype=np.int64)
+            state = np.array(stats, dtype=np.int64).tobytes()
+        # One array instead of N Python objects: workers read it without touching reference counts, so fork's
+        # copy-on-write pages stay shared.
+        relative = [os.fsencode(path[len(self._root) :]) for path in paths]
+        self._end_N = np.cumsum([len(name) for name in relative])
+        self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
+        self.target_N: npt.NDArray[np.int64] | None = np.array([target for _, target in samples], dtype=np.int64)
+        digest.update(self._names.tobytes())
+        digest.update(self._end_N.tobytes())
+        digest.update(state)
+        self.fingerprint = digest.hexdigest()
+
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        """See `SampleSource.rest_of`."""
+        assert self.target_N is not None
+        return (int(self.target_N[index]),)
+
+    def name_of(self, index: int) -> str:
+        """The sample's path or URL."""
+        start = int(self._end_N[index - 1]) if index else 0
+        return self._root + os.fsdecode(self._names[start : int(self._end_N[index])].tobytes())
+
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """See `SampleSource.read_many`."""
+        sizes = self.payload_bytes_N[indices].tolist()
+        contents = self._origin.read_many([self.name_of(index) for index in indices], sizes)
+        read = [content for content in contents if not isinstance(content, OSError)]
+        count(len(read), sum(map(len, read)))
+        return contents
+
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        """See `SampleSource.decode`."""
+        try:
+            if isinstance(payload, Exception):
+                raise payload
+            sample = self._decode(payload)
+        except Exception as error:
+            raise BadSampleError(
+                f"expected a readable image at {self.name_of(index)}, got {error}; "
+                "replace or remove the file, or pass on_bad_sample='skip' (--on-bad-sample skip)"
+            ) from error
+        return sample, *self.rest_of(index)
+
+    def close(self) -> None:
+        """See `SampleSource.close`."""
+        self._origin.close()
+
+
+class ItemSource:
+    """Items of any map-style data set.
+
+    Args:
+        dataset: With ``__len__`` and ``__getitem__``.
+        encode: Item → bytes.
+        decode_item: Bytes → item.
+    """
+
+    form = FORM_ITEM
+    has_pictures = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        encode: Callable[[Any], bytes] = item_codec.encode,
+        decode_item: Callable[[Any], Any] = item_codec.decode,
+    ) -> None:
+        if len(dataset) == 0:
+            raise DataError.of("at least one sample", 0, "check how the data set is made")
+        self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
+        num_samples = len(dataset)
+        # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
+        probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
+        payloads = self._probe(probes)
+        self.num_probes, self.probe_bytes = len(payloads), sum(map(len, payloads))
+        self.payload_bytes_N = np.full(num_samples, max(map(len, payloads)), dtype=np.int64)
+        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}:{num_samples}"
+        digest = xxhash.xxh3_64(kind.encode())
+        for payload in payloads:
+            digest.update(payload)
+        self.fingerprint = digest.hexdigest()
+        targets = getattr(dataset, "targets", None)
+        self.target_N = _class_targets(targets, num_samples)
+
+    def _probe(self, indices: list[int]) -> list[bytes]:
+        """Those that can be read; what cannot is for `on_bad_sample` to decide, when its turn comes."""
+        payloads = []
+        for index in indices:
+            try:
+                payloads.append(self._encode(self._dataset[index]))
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the user's code
+                failure = error
+        if not payloads:
+            raise DataError.of(
+                "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
+            ) from failure
+        return payloads
+
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        """See `SampleSource.rest_of`; an item is known when it is decoded, and not before."""
+        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
+
+    def name_of(self, index: int) -> str:
+        """The sample's index; it has no path."""
+        return f"index {index} of {type(self._dataset).__name__}"
+
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """See `SampleSource.read_many`."""
+        payloads: list[Any] = []
+        for index in indices:
+            try:
+                payloads.append(self._encode(self._dataset[index]))
+            except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
+                payloads.append(error)
+        read = [payload for payload in payloads if not isinstance(payload, Exception)]
+        count(len(read), sum(map(len, read)))
+        return payloads
+
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        """See `SampleSource.decode`."""
+        try:
+            if isinstance(payload, Exception):
+                raise payload
+            item = self._decode_item(payload)
+        except Exception as error:
+            raise BadSampleError(
+                f"expected {self.name_of(index)} to be readable, got {type(error).__name__}: {error}; "
+                "mend the data set, or pass on_bad_sample='skip'"
+            ) from error
+        return item if isinstance(item, tuple) else (item,)
+
+    def close(self) -> None:
+        """See `SampleSource.close`."""
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError.of("a readable file", path, f"{error.strerror}: restore it or scan the folder again") from error
+    return status.st_size, status.st_mtime_ns
+
+
+def _class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
+    if isinstance(targets, torch.Tensor):
+        targets = targets.tolist()
+    if isinstance(targets, list) and len(targets) == num_samples and all(isinstance(t, int) for t in targets):
+        return np.array(targets, dtype=np.int64)
+    return None
+
+
+def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> SampleSource:
+    """Chooses the source for a data set.
+
+    Args:
+        dataset: Any map-style data set.
+        encode: The user's item → bytes, or None.
+        decode: The user's bytes → item, or None. Alone (without ``encode``) it decodes file contents.
+
+    Returns:
+        A `FileSource` for ImageFolder-like data sets, local or remote, else an `ItemSource`.
+    """
+    samples = getattr(dataset, "samples", None)
+    if type(dataset) is RemoteImageFolder and encode is None:
+        return FileSource(dataset.samples, decode or decode_rgb, dataset.entries, dataset.origin.options)
+    if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
+        if decode is not None:
+            return FileSource(samples, decode)
+        if _reads_plain_images(dataset):
+            return FileSource(samples, decode_rgb)
+    return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode)
+
+
+def _reads_plain_images(dataset: Any) -> bool:
+    """Whether a sample is its file, decoded as torchvision does it: no loader and no ``__getitem__`` of its own."""
+    from torchvision.datasets.folder import DatasetFolder, default_loader
+
+    own_way = getattr(type(dataset), "__getitem__", None) is not DatasetFolder.__getitem__
+    return not own_way and getattr(dataset, "loader", None) is default_loader and _pil_backend()
+
+
+def _pil_backend() -> bool:
+    import torchvision
+
+    return bool(torchvision.get_image_backend() == "PIL")
+
+
+def innermost_transform(dataset: Any) -> Any:
+    """The transform that a data set applies, or a `Subset` of it, or a subset of that.
+
+    Args:
+        dataset: Any data set.
+
+    Returns:
+        The transform, or None.
+    """
+    while dataset is not None:
+        found = getattr(dataset, "transform", None)
+        form = getattr(dataset, "format", None)  # of Hugging Face: set_transform makes it "custom"
+        if found is None and isinstance(form, dict) and form.get("type") == "custom":
+            found = form
+        if found is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+class RemoteImageFolder:
+    """Images below a URL, a folder a class.
+
+    Args:
+        url: Such as ``s3://bucket/train`` or ``https://host/train``.
+        transform: Applied to the image.
+        target_transform: Applied to the class's number.
+        options: For fsspec, such as ``{"anon": True}``; logins belong into the environment.
+
+    Raises:
+        ConfigError: fsspec knows no such scheme, or its library is not installed.
+        DataError: No images there, or the server does not say how long they are.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        *,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.root, self.transform, self.target_transform = url.rstrip("/"), transform, target_transform
+        self.origin = UrlOrigin(options)
+        images = [each for each in list_files(self.root, self.origin.options) if _is_image(each.url)]
+        placed = sorted(((_class_of(self.root, each.url), each) for each in images), key=_order)
+        if not placed:
+            raise DataError.of("images in class folders", url, f"files end in {', '.join(IMG_EXTENSIONS)}")
+        self.classes = sorted({name for name, _ in placed})
+        """Names of the classes, in the order of their numbers."""
+        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+        """The other way round."""
+        self.samples = [(entry.url, self.class_to_idx[name]) for name, entry in placed]
+        """(URL, class) by sample index."""
+        self.entries: list[Entry] = [entry for _, entry in placed]
+        """What the server says of each."""
+        self.targets = [number for _, number in self.samples]
+        """Class by sample index."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        address, target = self.samples[index]
+        (content,) = self.origin.read_many([address])
+        if isinstance(content, OSError):
+            raise content
+        image: Any = decode_rgb(content)
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, target if self.target_transform is None else self.target_transform(target)
+
+
+def _order(placed: tuple[str, Entry]) -> tuple[str, str, str]:
+    """ImageFolder's: a folder's own files come before those of folders in it."""
+    name, entry = placed
+    folder, _, file = entry.url.rpartition("/")
+    return name, folder, file
+
+
+def _is_image(url: str) -> bool:
+    return url.lower().endswith(IMG_EXTENSIONS)
+
+
+def _class_of(root: str, url: str) -> str:
+    """The folder right below the root; a file that is in none is a `DataError`."""
+    inner = url.partition(root.partition("://")[2])[2].lstrip("/")
+    name, slash, _ = inner.partition("/")
+    if not slash:
+        raise DataError.of("images in class folders", url, "move it into a folder that is named like its class")
+    return name

@@ -1,0 +1,1 @@
+"""JPEG files to pixels."""

@@ -1,0 +1,1 @@
+"""ShadeLoader: a pipeline of threads in place of the DataLoader's processes."""

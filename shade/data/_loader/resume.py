@@ -1,0 +1,142 @@
+"""How far training is in its epoch, and how a loader gets there again.
+
+A loader is always some batches ahead of training. What must be saved is what training has got: `EpochProgress` counts
+it, and `ResumableBatches` leaves out as many batches when the epoch is begun again. A `ShadeSampler` knows how to
+begin in the middle; with any other sampler the epoch's order is drawn again, from the state that the generator was in
+when it was drawn first, and the batches that training had are left out.
+
+Invariant: the rest of a resumed epoch is the rest of the interrupted one, for every sampler that draws from the
+loader's generator (or the process's) when its iteration begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import default_generator
+
+from shade.data._sampler.sampler import ShadeSampler
+from shade.errors import ConfigError
+
+
+class EpochProgress:
+    """Counts the batches of an epoch.
+
+    Args:
+        sampler: The loader's.
+        generator: What the sampler draws from; None: the process's.
+    """
+
+    def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
+        self._sampler = sampler if isinstance(sampler, ShadeSampler) else None
+        self._generator = default_generator if generator is None else generator
+        self._order: torch.Tensor | None = None
+        self._batches = self._first = 0
+        self._epoch: int | None = None
+        self._resume: dict[str, Any] | None = None
+        self.seed = 0
+        """Of what is random in this epoch and drawn by nobody else's rule."""
+
+    def begin(self) -> None:
+        """An epoch begins, or the rest of one."""
+        resume = self._resume
+        self._batches = 0 if resume is None else resume["batches"]
+        self._epoch = None
+
+    def take_seed(self) -> int:
+        """This epoch's seed: drawn as DataLoader draws its workers', or the one of the epoch that goes on."""
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+        self.seed = seed if self._resume is None else self._resume["seed"]
+        return self.seed
+
+    def open(self, batches: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """The batches that are left, in order.
+
+        Args:
+            batches: The epoch's.
+
+        Yields:
+            Sample indices.
+        """
+        resume, self._resume = self._resume, None
+        if self._sampler is not None:
+            iterator = iter(batches)
+            first = next(iterator, None)
+            self._epoch, self._first = self._sampler.epoch, self._sampler.steps_done
+            self._batches = 0
+        else:
+            now = self._generator.get_state()
+            self._order = now if resume is None else resume["order"]
+            if resume is not None:
+                self._generator.set_state(resume["order"])
+            iterator = iter(batches)
+            first = next(iterator, None)
+            if resume is not None:
+                self._generator.set_state(now)
+                for _ in range(resume["batches"]):
+                    first = next(iterator, None)
+        if first is not None:
+            yield first
+            yield from iterator
+
+    def got_one(self) -> None:
+        """Training has got a batch."""
+        self._batches += 1
+
+    def end(self) -> None:
+        """Training has got the last one."""
+        if self._sampler is None:
+            self._batches, self._order = 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ShadeLoader.state_dict`."""
+        if self._sampler is None:
+            if self._resume is not None:
+                return dict(self._resume)
+            return {"batches": self._batches, "order": self._order, "seed": self.seed, "sampler": None}
+        sampler = self._sampler.state_dict()
+        if self._epoch == self._sampler.epoch:
+            sampler["steps_done"] = self._first + self._batches
+        return {"batches": 0, "order": None, "seed": self.seed, "sampler": sampler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `ShadeLoader.load_state_dict`."""
+        if (state["sampler"] is None) != (self._sampler is None):
+            raise ConfigError.of(
+                "the state of a loader with the same kind of sampler",
+                "one with a ShadeSampler" if self._sampler is None else "one without",
+                "resume with the saved settings",
+            )
+        self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state["sampler"])
+            self._epoch = None
+
+
+class ResumableBatches:
+    """A batch sampler that begins where training is.
+
+    Args:
+        batches: The batch sampler.
+        progress: Knows where.
+        begun: Called when the sampler has begun its epoch, before the first batch is asked for.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[int]], progress: EpochProgress, begun: Callable[[], None]) -> None:
+        self._inner, self._progress, self._begun = batches, progress, begun
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        for number, batch in enumerate(self._progress.open(self._inner)):
+            if number == 0:
+                self._begun()
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)

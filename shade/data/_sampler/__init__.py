@@ -1,0 +1,1 @@
+"""ShadeSampler: draws an epoch, deals it to ranks, and plans the cache."""

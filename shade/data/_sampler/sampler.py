@@ -1,0 +1,429 @@
+"""ShadeSampler: DistributedSampler's place in the script, with a plan.
+
+It draws the global order of each epoch from the importance of the samples, hands every rank its share of every global
+batch, and steers the cache: one epoch ahead it knows what will be wanted, so residency is planned and not guessed.
+
+When epoch e begins, e is drawn already and e+1 is drawn (by modes that draw ahead), from the scores of that moment.
+Both orders being known, the residency plan of e is exact and every rank computes the same one. The price is that scores
+are up to an epoch old when they are used, which changes the variance of the gradient and not its mean (decision 0004).
+
+Invariant: the global order depends on seed, epoch, reported losses and global batch alone; ranks, workers and the state
+of the cache change who fetches a sample and from where, never which sample comes when.
+
+Legend: N data set · K drawn in an epoch · B batch of one rank · G global batch = B·W · W ranks.
+
+Reminders: tells, once each, of calls that a training loop owes its sampler and leaves out.
+
+Three calls carry the method: `set_epoch` (or every epoch is the same), `report` (or nothing is important) and `weights`
+(or the gradient is biased). A loop without them runs and looks healthy, so silence would be a trap. The reminder names
+the very line to add; it comes when the second epoch begins, by when a complete loop has made all three.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
+
+from shade.cache.cache import SampleCache
+from shade.data._sampler.cache_planner import CachePlanner
+from shade.data._sampler.rank_shard import RankShard, SavedDraws, draw_from, load_draw
+from shade.data._sampler.sampler_iterator import SamplerIterator, check_order
+from shade.errors import ConfigError
+from shade.importance import ImportanceTable, ScoreMerger
+from shade.policy.base import EpochWindow
+from shade.sampling import MODES
+from shade.sampling.base import Draw, Receipt, Scores, Validation
+from shade.types import Floats, Indices
+
+
+class ShadeSampler(DistributedSampler[int]):
+    """Yields this rank's sample indices of one epoch.
+
+    The arguments of `torch.utils.data.DistributedSampler`, and then ours by keyword. With a `ShadeDataset` it steers
+    the data set's cache; with any other data set it only samples. It is a DistributedSampler in name, so that those who
+    give every loader one (Lightning) leave this one in its place, and tell it the epoch.
+
+    Args:
+        dataset: The data set that the DataLoader reads.
+        num_replicas: Ranks; from torch.distributed when None.
+        rank: This rank; from torch.distributed when None.
+        shuffle: False: the drawn samples in ascending order.
+        seed: The same on every rank.
+        drop_last: True: the tail that does not fill a global batch is left out.
+        batch_size: Per rank; the same number that the DataLoader gets.
+        mode: ``"unbiased"``, ``"pads"`` or ``"uniform"``, see `shade.sampling`.
+        keep: `unbiased` only: mean inclusion probability, in (0, 1]; 0.7 when None.
+        replication_factor: `pads` only: how often cached samples appear, ≥ 1 in steps of 0.5.
+        epochs: Total number of epochs, if known: `unbiased` then ends with full epochs.
+        score: What makes a sample important, see `shade.importance.SCORES`; the mode's own choice when None.
+        follow: A name; jobs that give the same one, on the same data and cache, walk one stream of samples in step, and
+            one of them reads the origin for all (`shade.cache.coordinated_read`).
+
+    Raises:
+        ConfigError: An argument out of range, or one that the mode does not take.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        batch_size: int,
+        mode: str = "unbiased",
+        keep: float | None = None,
+        replication_factor: float | None = None,
+        epochs: int | None = None,
+        score: str | None = None,
+        follow: str | None = None,
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+        self.rank = (dist.get_rank() if distributed else 0) if rank is None else rank
+        self.num_samples = len(dataset)
+        self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
+        self._check(distributed)
+        self.global_batch = batch_size * self.num_replicas
+        mode_class = MODES.get(mode)
+        source = getattr(dataset, "source", None)
+        asked = {"keep": keep, "replication_factor": replication_factor}
+        known = {"epochs": epochs, "targets_N": getattr(source, "target_N", None)}
+        accepted = inspect.signature(mode_class).parameters
+        for name, value in asked.items():
+            if value is not None and name not in accepted:
+                raise ConfigError.of(f"no {name} with mode {mode!r}", value, f"leave {name} out or choose another mode")
+        options = {name: value for name, value in (asked | known).items() if value is not None and name in accepted}
+        self.mode = mode_class(self.num_samples, self.global_batch, seed, **options)
+        self._settings = {
+            "mode": mode,
+            "seed": seed,
+            "num_samples": self.num_samples,
+            "global_batch": self.global_batch,
+        }
+        self._settings |= {"shuffle": shuffle, "drop_last": drop_last}
+        self._settings |= {name: value for name, value in options.items() if name != "targets_N"}
+        if self.num_replicas > 1 and not distributed and self.mode.uses_scores:
+            raise ConfigError.of(
+                "torch.distributed to be initialised: ranks merge their losses through it",
+                f"num_replicas={self.num_replicas}",
+                "call torch.distributed.init_process_group('gloo') first, or use mode='uniform'",
+            )
+        self.table = ImportanceTable(self.num_samples, score or self.mode.default_score)
+        self.merger = ScoreMerger(self.table, batch_size)
+        cache: SampleCache | None = getattr(dataset, "cache", None)
+        self._steering: CachePlanner | None = None
+        if cache is not None:
+            policy = getattr(dataset, "policy", None) or self.mode.default_policy
+            self._steering = CachePlanner(
+                cache,
+                policy,
+                self.mode.draws_ahead,
+                self.rank,
+                self.num_replicas,
+                global_batch=self.global_batch,
+                follow=follow,
+            )
+        elif follow is not None:
+            raise ConfigError.of(
+                "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
+            )
+        self._last_epoch = None if epochs is None else epochs - 1
+        self.epoch = 0
+        self._draws: dict[int, Draw] = {}
+        self._saved = SavedDraws()
+        self._first_step = self._steps_done = 0
+        self._begun = self._is_placed = False
+        self._shares = RankShard(self.rank, self.num_replicas, batch_size, drop_last)
+        self._accuracies: list[float] = []
+        self._weight_N: Floats | None = None
+        self._reminders = UsageWarnings()
+        self._iterations = 0
+
+    def _check(self, distributed: bool) -> None:
+        if not 0 <= self.rank < self.num_replicas:
+            raise ConfigError.of(
+                f"a rank below num_replicas={self.num_replicas}", self.rank, "ranks count from 0 (-nr 0 … n-1)"
+            )
+        if self.batch_size < 1:
+            raise ConfigError.of("batch_size ≥ 1", self.batch_size, "pass the DataLoader's batch_size")
+        if self.batch_size * self.num_replicas > self.num_samples:
+            raise ConfigError.of(
+                f"batch_size × ranks of at most {self.num_samples}, the size of the data set",
+                f"{self.batch_size} × {self.num_replicas}",
+                "choose a smaller batch size",
+            )
+        if self.num_replicas > 1 and distributed and dist.get_world_size() != self.num_replicas:
+            raise ConfigError.of(
+                f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
+            )
+
+    # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch comes next, as with DistributedSampler. After `load_state_dict`, the epoch that was
+        interrupted goes on where it stopped; any other starts from its beginning."""
+        self._reminders.made.add("set_epoch")
+        if epoch != self.epoch:
+            self._turn_to(epoch)
+
+    def _turn_to(self, epoch: int) -> None:
+        self.epoch, self._first_step, self._steps_done = epoch, 0, 0
+        self._begun = self._is_placed = False
+
+    def weights(self, indices: torch.Tensor) -> torch.Tensor:
+        """Gradient weights of samples of the present epoch: multiply the per-sample losses by them, then average.
+
+        Args:
+            indices: int64 (B,), as they came with the batch, on any device.
+
+        Returns:
+            float32 (B,) on the same device.
+        """
+        self._reminders.made.add("weights")
+        if self._weight_N is None:
+            return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
+        return torch.from_numpy(self._weight_N[indices.cpu().numpy()]).to(indices.device)
+
+    def report(self, indices: torch.Tensor, losses: torch.Tensor) -> None:
+        """Reports the losses of one batch; once a step on every rank. Does not wait for the device or the network.
+
+        Args:
+            indices: int64 (B,), as they came with the batch.
+            losses: float (B,), unweighted, on any device; detached here.
+        """
+        self._reminders.made.add("report")
+        if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices):
+            order_K = self._draw(self.epoch).order_K
+            check_order(
+                int(indices[0]), lambda step: self._shares.dealt(order_K, step), self._steps_done, self.num_steps
+            )
+        self._steps_done += 1
+        self.merger.report(indices, losses)
+
+    def report_validation(self, accuracy: float) -> None:
+        """Reports the validation accuracy of a finished epoch, the same number on every rank; `pads` follows it."""
+        self._accuracies.append(float(accuracy))
+
+    # ── one epoch ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        """Samples that this rank takes in the present epoch; after a resume, in what is left of it. (In the whole of it
+        where a loader that keeps its place has resumed: those count from the epoch's start.)"""
+        return self._num_mine(0 if self._is_placed else self._first_step)
+
+    def _num_mine(self, first_step: int) -> int:
+        """Samples that this rank takes in the present epoch from a step on."""
+        return self._shares.num_mine(len(self._draw(self.epoch).order_K), first_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the present epoch, those already taken included; the same on every rank."""
+        return self._shares.num_steps(len(self._draw(self.epoch).order_K))
+
+    @property
+    def receipt(self) -> Receipt:
+        """The present epoch's receipt: what a reader checks to believe that the draw was unbiased."""
+        return self._draw(self.epoch).receipt
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the present epoch whose losses were reported."""
+        return self._steps_done
+
+    def order_of(self, epoch: int) -> Indices:
+        """The global order of an epoch that has begun (or the next one, where it is drawn already); read-only."""
+        if epoch != self.epoch and epoch not in self._draws:
+            raise ConfigError.of(
+                f"an epoch that is drawn already: {sorted(self._draws)}", epoch, "ask when it has begun"
+            )
+        return self._draw(epoch).order_K
+
+    def __iter__(self) -> SamplerIterator:
+        return SamplerIterator(self.batch_size, self._begin, self._seek)
+
+    def _begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
+        """Begins a pass, when its first index is asked for. One that was set to the epoch's end leaves it ended; the
+        one after it is the next epoch: loaders that keep their place begin anew after what they had ended."""
+        if self._is_placed and not is_placed and self._first_step >= self.num_steps:
+            self._turn_to(self.epoch + 1)
+        self._remind()
+        if self._begun:
+            self._first_step = 0  # the same epoch once more, from its beginning
+        self._begun, self._steps_done = True, self._first_step
+        self._shares.begin()
+        if self._steering is not None:
+            self._steering.settle()
+        order_K = self._draw(self.epoch).order_K
+        self._weight_N = self._shares.weights(self._draw(self.epoch), self.num_samples)
+        next_order_K = None
+        if self.mode.draws_ahead and self.epoch != self._last_epoch:
+            next_order_K = self._draw(self.epoch + 1).order_K
+        for epoch in [e for e in self._draws if e < self.epoch]:
+            del self._draws[epoch]
+        walk_K = self._shares.walk(order_K)
+        if self._steering is not None:
+            scores = self._scores()
+            rest_K = walk_K[self._first_step * self.global_batch :]
+            next_order_K = next_order_K if next_order_K is None else self._shares.walk(next_order_K)
+            score_N = None if scores is None else scores.score_N
+            self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N), walk_K)
+        self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
+        return self._num_mine(0) - self._num_mine(self._first_step), self._pass(walk_K, len(order_K))
+
+    def _seek(self, step: int, is_between: bool) -> None:
+        """Sets where the next pass begins, whether or not the losses of the steps before were reported."""
+        if not is_between and step != self.num_steps:
+            raise ConfigError.of(
+                "a place between two batches", f"step {step}", "give loader and sampler one batch_size"
+            )
+        self._first_step = self._steps_done = step
+        self._is_placed = True
+
+    def _pass(self, walk_K: Indices, num_drawn: int) -> Iterator[int]:
+        """The rest of the epoch, each batch dispatched just before it is handed out."""
+        for step in range(self._first_step, self.num_steps):
+            index_G, mine = self._shares.of(walk_K, num_drawn, step)
+            index_B = index_G[mine]
+            if self._steering is not None:
+                index_B = self._steering.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
+            self._shares.note(step, index_B)
+            yield from index_B.tolist()
+        if self._steering is not None:
+            self._steering.end_epoch()
+
+    def _draw(self, epoch: int) -> Draw:
+        """The draw of an epoch; made at most once, on every rank from the same scores."""
+        if epoch not in self._draws:
+            followed = self._draw_of_leader(epoch)
+            draw = followed or self.mode.draw(
+                epoch,
+                self._scores(),
+                resident_N=None if self._steering is None else self._steering.resident_N,
+                validation=Validation(tuple(self._accuracies)),
+            )
+            if not self.shuffle:
+                draw = Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
+            if followed is None and self._steering is not None:
+                self._steering.publish_draw(epoch, draw.order_K, draw.weight_N)
+            self._draws[epoch] = draw
+        return self._draws[epoch]
+
+    def _draw_of_leader(self, epoch: int) -> Draw | None:
+        """The draw of the job that this one follows; None where it draws for itself."""
+        found = None if self._steering is None else self._steering.draw_of_leader(epoch)
+        return None if found is None else draw_from(epoch, *found, num_samples=self.num_samples)
+
+    def _scores(self) -> Scores | None:
+        self.merger.flush()
+        snapshot = self.table.scores()
+        return Scores(snapshot.score_N, snapshot.seen_N) if snapshot.seen_N.any() else None
+
+    def _remind(self) -> None:
+        """Tells of calls that the epochs so far should have seen and did not; counts the epochs itself if need be."""
+        if self._iterations == 0:
+            return
+        if "set_epoch" not in self._reminders.made:
+            self._turn_to(self.epoch + 1)
+        self._reminders.require("set_epoch")
+        if self.mode.uses_scores:
+            self._reminders.require("report")
+        if self._weight_N is not None and self.mode.uses_weights and "report" in self._reminders.made:
+            self._reminders.require("weights")
+
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides the rest of the stream; plain numbers and tensors.
+
+        The cache is not part of it: it may be warm, cold or dead when the run goes on. Call it between steps; one rank
+        may call it alone.
+        """
+        self.merger.flush()
+        draws = [self._draws[epoch] for epoch in (self.epoch, self.epoch + 1) if epoch in self._draws]
+        return {
+            "settings": dict(self._settings),
+            "epoch": self.epoch,
+            "steps_done": self._steps_done,
+            "draws": {draw.epoch: self._saved.of(draw) for draw in draws},
+            "table": {
+                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                for name, value in self.table.state_dict().items()
+            },
+            "accuracies": list(self._accuracies),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`: the same global order follows, on any number of ranks with the same global batch.
+
+        Args:
+            state: From `state_dict`, of a sampler with the same settings.
+
+        Raises:
+            ConfigError: The state belongs to other settings, or an order does not match its hash.
+        """
+        for name, mine in self._settings.items():
+            theirs = state["settings"].get(name)
+            if theirs != mine:
+                raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")
+        draws = {int(epoch): load_draw(int(epoch), each, self.num_samples) for epoch, each in state["draws"].items()}
+        self._draws = draws
+        self._turn_to(int(state["epoch"]))
+        self._first_step = self._steps_done = int(state["steps_done"])
+        self.table.load_state_dict(state["table"])
+        self._accuracies = list(state["accuracies"])
+        self._weight_N = self._shares.weights(draws[self.epoch], self.num_samples) if self.epoch in draws else None
+        if self._steering is not None:
+            self._steering.doubt()
+
+    def close(self) -> None:
+        """Ends the merging thread, and leaves the cache to other jobs. Safe to call twice."""
+        self.merger.close()
+        if self._steering is not None:
+            self._steering.close()
+
+
+LINES = {
+    "set_epoch": ("sampler.set_epoch(epoch)", "at the top of every epoch; until then epochs are counted"),
+    "report": ("sampler.report(indices, losses)", "after the losses are known; until then every epoch is full"),
+    "weights": ("(losses * sampler.weights(indices)).mean().backward()", "or the gradient is biased"),
+}
+"""Call → the line to add, and where or why."""
+
+
+class ForgottenCallWarning(UserWarning):
+    """The training loop leaves out a call its sampling mode depends on; says which line to add, once."""
+
+
+class UsageWarnings:
+    """Knows the calls of one training loop."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()
+        """Calls that the loop ever made; the sampler adds to it in the middle of a step, where a method call counts."""
+        self._told: set[str] = set()
+
+    def require(self, call: str) -> None:
+        """Warns, the first time, if a call was never made.
+
+        Args:
+            call: One of `LINES`.
+        """
+        if call in self.made or call in self._told:
+            return
+        self._told.add(call)
+        line, why = LINES[call]
+        warnings.warn(
+            f"the training loop never called sampler.{call}(); add the line `{line}` {why}",
+            ForgottenCallWarning,
+            stacklevel=4,
+        )

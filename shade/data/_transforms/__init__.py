@@ -1,0 +1,1 @@
+"""The usual torchvision transforms in one fused pass, with the same random draws."""

@@ -1,0 +1,304 @@
+"""Makes a batch of a recognised view: draws for all samples in order, then renders each into its place, in any order.
+
+Drawing needs the pictures' sizes and no pixels, and sizes are in the files' headers. So what must happen in order takes
+microseconds, and what takes milliseconds may happen in as many threads as there are, straight into the batch's memory.
+
+What cannot be decoded this way (no plain JPEG, or one that the library objects to) is decoded whole by the caller, who
+also knows what to do about bad samples. Where that shows only after the draw, the sample may turn out to be replaced by
+another one of another size: then the batch is drawn and rendered once more from the beginning, so that its random
+numbers are again those that the user's chain would have drawn.
+
+Invariant: sample and target are those of the user's chain, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shade.data._decode.cached_format import picture_of
+from shade.data._decode.jpeg import REDUCTIONS, jpeg_decoder, size_of
+from shade.data._decode.pixels import Box, Pixels
+from shade.data._transforms.recognise import TransformView, Window, recognise
+
+logger = logging.getLogger("shade.data")
+
+DecodeWhole = Callable[[int], tuple[npt.NDArray[np.uint8], tuple[Any, ...]]]
+"""From a position in the batch to the whole picture (height, width, 3) and what comes with it. Raises `BadSampleError`.
+"""
+
+
+class Fuser:
+    """What all batches of one view have in common.
+
+    Args:
+        view: The recognised chain.
+        reduced: Whether large pictures may be decoded at a fraction of their size.
+    """
+
+    def __init__(self, view: TransformView, *, reduced: bool) -> None:
+        self.view, self.reduced = view, reduced
+        self.decode = jpeg_decoder()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"view": self.view, "reduced": self.reduced}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def reduction_of(self, window: Window) -> int:
+        """By how much a file is reduced while it is decoded: the crop stays as large as what is made of it."""
+        (_, _, height, width), (to_height, to_width) = window.crop, window.resized
+        if self.reduced and not self.view.by_torch:
+            for reduction in REDUCTIONS:
+                if height >= reduction * to_height and width >= reduction * to_width:
+                    return reduction
+        return 1
+
+
+def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser | None:
+    """The way to run a chain of transforms in one walk, or None where it runs as written.
+
+    Args:
+        chain: Applied one after the other.
+        reduced: See `Fuser`.
+
+    Returns:
+        None for a chain that is not recognised, and on a machine whose arithmetic is not Pillow's.
+    """
+    view = recognise(chain) if chain else None
+    if view is None:
+        return None
+    try:
+        from shade.data._transforms.kernels import pillow_order
+
+        if pillow_order() is not None:
+            return Fuser(view, reduced=reduced)
+        logger.info("Pillow resizes otherwise on this machine; the transforms run as written")
+    except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: there is another way
+        logger.info("the transforms run as written: %s", error)
+    return None
+
+
+class FusedBatch:
+    """One batch on its way.
+
+    Args:
+        fuser: How.
+        payloads: As they were fetched: files, pictures, or exceptions; in batch order.
+        rests: What comes with each sample.
+        decode_whole: For what is no plain JPEG.
+        generator: What is random is drawn from it.
+
+    Raises:
+        BadSampleError: From ``decode_whole``.
+    """
+
+    def __init__(
+        self,
+        fuser: Fuser,
+        payloads: Sequence[Any],
+        rests: Sequence[tuple[Any, ...]],
+        decode_whole: DecodeWhole,
+        generator: torch.Generator,
+    ) -> None:
+        self._fuser, self._payloads, self.rests = fuser, payloads, list(rests)
+        self._decode_whole, self._generator = decode_whole, generator
+        self._before = generator.get_state()
+        self._failed: list[int] = []
+        self._whole: dict[int, Pixels] = {}
+        self._draw(())
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def _draw(self, not_plain: Sequence[int]) -> None:
+        self._windows: list[Window] = []
+        draw, generator = self._fuser.view.draw, self._generator
+        for position, payload in enumerate(self._payloads):
+            size = None if isinstance(payload, Exception) or position in not_plain else self._look(position, payload)
+            if size is None:
+                picture, self.rests[position] = self._decode_whole(position)
+                self._whole[position] = Pixels.of(picture)
+                size = picture.shape[:2]
+            self._windows.append(draw(size[0], size[1], generator))
+
+    def _look(self, position: int, payload: Any) -> tuple[int, int] | None:
+        picture = picture_of(payload)
+        if picture is None:
+            return size_of(payload)
+        self._whole[position] = Pixels.of(picture)
+        return picture.shape[0], picture.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, C, H, W)."""
+        return (len(self), 3, *self._fuser.view.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the samples."""
+        return self._fuser.view.dtype
+
+    @property
+    def view(self) -> TransformView:
+        """What is made of each picture."""
+        return self._fuser.view
+
+    def window(self, position: int) -> Window:
+        """What was drawn for a sample."""
+        return self._windows[position]
+
+    def payload(self, position: int) -> Any:
+        """A sample as it was fetched."""
+        return self._payloads[position]
+
+    def plain_positions(self) -> list[int]:
+        """Samples that are plain JPEGs, not decoded yet."""
+        return [position for position in range(len(self)) if position not in self._whole]
+
+    def picture(self, position: int) -> npt.NDArray[np.uint8]:
+        """A sample's whole picture, decoded here if need be.
+
+        Args:
+            position: In the batch.
+
+        Returns:
+            (height, width, 3).
+
+        Raises:
+            BadSampleError: From ``decode_whole``.
+        """
+        whole, size = self._whole.get(position), None
+        if whole is None:
+            size = size_of(self._payloads[position])
+        if size is not None:
+            try:
+                return self._fuser.decode(self._payloads[position], Box(0, 0, *size), 1).cut(Box(0, 0, *size))
+            except ValueError:  # Pillow has the last word
+                pass
+        if whole is None:
+            return self._decode_whole(position)[0]
+        return whole.source_S.reshape(-1, whole.pitch // 3, 3)
+
+    def items(self, indices: Sequence[int], samples_BCHW: torch.Tensor) -> list[tuple[Any, ...]]:
+        """The batch as a list.
+
+        Args:
+            indices: The samples' own.
+            samples_BCHW: What `fill` and `finish` have filled.
+
+        Returns:
+            ``(sample, target, index)`` of each, samples of the class that the user's chain returns.
+        """
+        kind = self._fuser.view.kind
+        samples = [each if kind is torch.Tensor else each.as_subclass(kind) for each in samples_BCHW.unbind()]
+        return [(each, *rest, index) for each, rest, index in zip(samples, self.rests, indices, strict=True)]
+
+    def fill(self, first: int, stop: int, out_BCHW: npt.NDArray[Any]) -> tuple[int, int]:
+        """Renders samples ``first`` to ``stop``; threads may call it for different ones at the same time.
+
+        Args:
+            first: Position in the batch.
+            stop: The one behind the last.
+            out_BCHW: The whole batch's memory.
+
+        Returns:
+            Nanoseconds spent decoding, and rendering.
+        """
+        clock, decoding, rendering = time.perf_counter_ns, 0, 0
+        for position in range(first, stop):
+            begun = clock()
+            window = self._windows[position]
+            reduction = 1 if position in self._whole else self._fuser.reduction_of(window)
+            needed, frame = _needed(window, self._fuser.view, reduction)
+            pixels = self._whole.get(position)
+            if pixels is None:
+                try:
+                    pixels = self._fuser.decode(self._payloads[position], needed, reduction)
+                except ValueError:  # the library objects; `finish` sees to it
+                    self._failed.append(position)
+                    continue
+            decoded = clock()
+            _render(self._fuser.view, pixels, window, frame, out_BCHW[position])
+            decoding += decoded - begun
+            rendering += clock() - decoded
+        return decoding, rendering
+
+    def finish(self, out_BCHW: npt.NDArray[Any]) -> None:
+        """Comes after the last `fill`: sees to what could not be decoded.
+
+        Args:
+            out_BCHW: The whole batch's memory.
+
+        Raises:
+            BadSampleError: From ``decode_whole``.
+        """
+        if self._failed:
+            failed, self._failed = self._failed, []
+            self._generator.set_state(self._before)
+            self._draw(failed)
+            self.fill(0, len(self), out_BCHW)
+
+
+class _FusedFrame:
+    """A crop in the coordinates of what is decoded: offsets of the picture, and the box for the resize."""
+
+    def __init__(self, top: int, left: int, box: tuple[float, ...]) -> None:
+        self.top, self.left = top, left
+        self.box: npt.NDArray[np.float64] = np.array(box)
+
+
+def _needed(window: Window, view: TransformView, reduction: int) -> tuple[Box, _FusedFrame]:
+    """The part of the (reduced) picture that the output is made of; torch wants the whole crop."""
+    (top, left, height, width), size, spans, frames = window.crop, view.size, [], []
+    for start, length, to, inner, out in (
+        (top, height, window.resized[0], window.inner[0], size[0]),
+        (left, width, window.resized[1], window.inner[1], size[1]),
+    ):
+        first = start // reduction
+        begin, end = start / reduction - first, (start + length) / reduction - first
+        count = math.ceil(end)
+        scale = (end - begin) / to
+        reach = max(scale, 1.0) + 1.0
+        low = max(math.floor(begin + inner * scale - reach), 0)
+        high = min(math.ceil(begin + (inner + out) * scale + reach), count)
+        spans.append((first + low, high - low))
+        frames.append((first, begin, float(count), end))
+    (y, y_begin, y_count, y_end), (x, x_begin, x_count, x_end) = frames
+    box = window.crop if view.by_torch else Box(spans[0][0], spans[1][0], spans[0][1], spans[1][1])
+    return box, _FusedFrame(y, x, (y_begin, x_begin, y_count, x_count, y_end, x_end))
+
+
+def _render(view: TransformView, pixels: Pixels, window: Window, frame: _FusedFrame, out_CHW: npt.NDArray[Any]) -> None:
+    from shade.data._transforms.kernels import look_up, pillow_order, render
+
+    if view.by_torch:
+        look_up(_resized_by_torch(view, pixels, window), window.flip, view.table_CV, out_CHW)
+        return
+    order = pillow_order()
+    assert order is not None, "a fuser exists only where the order is known"
+    columns_first = order(window.crop.height, window.crop.width, *window.resized)
+    offset = np.array([frame.top - pixels.top, frame.left - pixels.left])
+    inner, resized = np.array(window.inner), np.array(window.resized)
+    source_S, pitch, table_CV = pixels.source_S, pixels.pitch, view.table_CV
+    render(source_S, pitch, offset, frame.box, resized, inner, columns_first, window.flip, table_CV, out_CHW)
+
+
+def _resized_by_torch(view: TransformView, pixels: Pixels, window: Window) -> npt.NDArray[np.uint8]:
+    """Crop and resize as the v2 classes do it with tensors: by their own functions."""
+    from torchvision.transforms.v2 import functional
+
+    crop_HWC = np.array(pixels.cut(window.crop))  # torch wants memory that may be written to
+    crop_CHW = torch.from_numpy(crop_HWC).permute(2, 0, 1)
+    resized_CHW = functional.resize_image(crop_CHW, list(window.resized), antialias=True)
+    top, left = window.inner
+    inner: npt.NDArray[np.uint8] = resized_CHW[:, top : top + view.size[0], left : left + view.size[1]].numpy()
+    return inner

@@ -1,0 +1,1 @@
+"""Sparse all-reduce: message format, topology, transport."""

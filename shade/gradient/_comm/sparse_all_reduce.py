@@ -1,0 +1,309 @@
+"""The exchange of one step: counts first, then payloads, then one vote. All ranks come to the same end, or none does.
+
+1. *Counts.* Every rank says in a few words which step it stands in, how many samples its gradient is the mean of,
+   whether it is finite, and how long its payloads are. All ranks see the same words, so what they conclude is the
+   same: a NaN anywhere, a rank in another step or of another version ends the step on all of them, before a payload
+   is sent.
+2. *Payloads*, one message a bucket, padded to the longest. All that are ready set out at once, so that the link is
+   busy while one that came is unpacked (checksum, lengths, step, bucket) and merged in the order of the ranks.
+3. *Vote.* A payload may be damaged on its way to one rank only. So all say whether theirs were whole, and apply what
+   they have merged only if everybody's were. The price is one more round trip a step; without it replicas could part.
+
+One case remains, as it must: a rank that is lost while the votes are counted may leave others with all votes and others
+without, one step apart. All of them fail in this step or the next. Who has no votes has the merged step all the same,
+and keeps it: whoever goes on together (`_elastic.engine`) compares steps first, and catches up.
+
+Rank 0's proposal for density and batch sizes rides in the words, and is known to all at the same step. So does what a
+rank has to say of the membership.
+
+Legend: W world · P peers · N words · B buckets.
+
+Adds up what all ranks chose of a bucket, weighted by their samples, in the order of the ranks.
+
+Float addition depends on its order, so the order is part of the result: every rank adds the same parts in the same
+order and holds the same bits afterwards, on whatever processor (no product is fused into a sum). An element's sum
+starts at zero and takes rank 0's share first. Weighted, because the mean over samples is what training on one machine
+would use, and ranks need not have equal batches.
+
+The work is that of the elements, not of the bucket (`_kernels.merging`).
+
+Legend: D bucket · K kept · W world.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
+from shade.gradient._comm.message import MessageHeader, pack, unpack
+from shade.gradient._comm.step import GradientStep
+from shade.gradient._comm.topology import Topology
+from shade.gradient._comm.transport import Arrival, Octets
+from shade.gradient._compress.compressor import Sparse
+from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
+from shade.gradient._kernels.compiling import choose
+from shade.types import Decision, Floats, Indices
+
+PROTOCOL = 0x5348_4144_4500_0002
+"""First word of every count: who we are, and which version of this file."""
+FINE, NON_FINITE, FAILED = 0, 1, 2
+_FIXED = 10
+
+
+class SparseAllReduce:
+    """Takes one step's packed buckets to the peers and brings back the merged ones. For one thread.
+
+    Args:
+        route: Which way.
+        sizes: D of each bucket.
+        quantisers: Names of how the values of each are coded; the same on every rank.
+    """
+
+    def __init__(self, route: Topology, sizes: Sequence[int], quantisers: Sequence[str]) -> None:
+        self._route, self._sizes, self._quantisers = route, tuple(sizes), tuple(quantisers)
+        self._coders: dict[str, Quantiser] = {name: QUANTISERS.get(name)() for name in set(quantisers)}
+
+    def pack(self, work: GradientStep, number: int, sparse: Sparse) -> Octets:
+        """Codes what was chosen of a bucket.
+
+        Args:
+            work: The step.
+            number: Of the bucket.
+            sparse: What was chosen of this rank's part of it.
+
+        Returns:
+            The bytes to send.
+        """
+        proposal = work.proposal
+        header = MessageHeader(
+            generation=self._route.world.generation,
+            step=work.step,
+            bucket=number,
+            size=sparse.size,
+            count=sparse.count,
+            weight=float(work.num_samples),
+            quantiser=self._quantisers[number],
+            is_finite=True,
+            density_proposal=proposal.density if proposal else 0.0,
+            effective_step=proposal.effective_step if proposal else 0,
+        )
+        return pack(header, sparse, self._coders[self._quantisers[number]])
+
+    def count(self, work: GradientStep, numbers: Sequence[int]) -> tuple[list[float], list[list[int]]]:
+        """Phase 1, for some buckets of the step.
+
+        Args:
+            work: The step; takes in what rank 0 proposes.
+            numbers: The buckets, the same on every rank.
+
+        Returns:
+            Weight of each peer, and for each bucket the length of each peer's payload.
+
+        Raises:
+            NonFiniteGradientError: On some rank; the message says which.
+            PayloadError: A rank is in another step, generation or version.
+            GradientError: A rank failed before it could send.
+        """
+        all_WN = self._route.agree(self._words(work, numbers))
+        self._check_place(all_WN, work, numbers)
+        status_W = all_WN[:, 4]
+        if (status_W == FAILED).any():
+            ranks = np.flatnonzero(status_W == FAILED).tolist()
+            raise GradientError(
+                f"step {work.step} failed on rank {ranks[0]} before it was sent; see the log of that rank"
+            )
+        if (status_W == NON_FINITE).any():
+            ranks = np.flatnonzero(status_W == NON_FINITE).tolist()
+            raise NonFiniteGradientError(
+                f"expected finite gradients in step {work.step}, got NaN or infinity on rank "
+                f"{', '.join(map(str, ranks))}; no rank applied it: lower the learning rate, clip, or pass a GradScaler"
+            )
+        if all_WN[0, 6]:
+            work.decision = self._decision(all_WN[0], len(numbers))
+        work.notices = tuple(all_WN[:, _FIXED - 1].tolist())
+        samples_W = all_WN[:, 5]
+        peers, place = self._route.peers, self._route.peers[self._route.place].index(self._route.world.rank)
+        weights_P = [float(samples_W[list(ranks)].sum()) for ranks in peers]
+        lengths = [[int(all_WN[ranks[place], _FIXED + each]) for ranks in peers] for each in range(len(numbers))]
+        return weights_P, lengths
+
+    def bring(
+        self, work: GradientStep, numbers: Sequence[int], weights_P: Sequence[float], lengths: Sequence[Sequence[int]]
+    ) -> list[Sparse]:
+        """Phase 2, for the same buckets: all payloads set out, and each bucket is merged as it comes.
+
+        A payload that is not whole is noted in ``work.damage`` and the rest goes on.
+
+        Args:
+            work: The step.
+            numbers: The buckets, as counted.
+            weights_P: Of the peers, from `count`.
+            lengths: For each bucket, of the peers' payloads, from `count`.
+
+        Returns:
+            The merged buckets; an empty one where there was trouble.
+        """
+        places = zip(numbers, lengths, strict=True)
+        arrivals = [self._route.trade(work.payloads[number], lengths_P) for number, lengths_P in places]
+        return [self._merge(work, *arrival, weights_P) for arrival in zip(numbers, arrivals, strict=True)]
+
+    def vote(self, work: GradientStep, norm: float) -> float:
+        """Phase 3.
+
+        Args:
+            work: The step.
+            norm: Of what was merged.
+
+        Returns:
+            Rank 0's norm: a sum's last bit depends on the processor, and what ranks clip by must not.
+
+        Raises:
+            PayloadError: Some rank got a payload that was not whole; nobody applies the step.
+        """
+        norm_bits = int(np.float64(norm).view(np.int64))
+        words_WN = self._route.agree(np.array([PROTOCOL, work.step, len(work.damage), norm_bits], dtype=np.int64))
+        bad = np.flatnonzero((words_WN[:, :2] != words_WN[0, :2]).any(axis=1) | (words_WN[:, 2] > 0))
+        if len(bad):
+            told = f" ({work.damage[0]})" if work.damage else ""
+            raise PayloadError(
+                f"expected whole payloads in step {work.step}, got a damaged one on rank "
+                f"{', '.join(map(str, bad.tolist()))}{told}; no rank applied it, and what was sent is kept for later"
+            )
+        return float(words_WN[0, 3:].view(np.float64)[0])
+
+    def _words(self, work: GradientStep, numbers: Sequence[int]) -> Indices:
+        route, proposal = self._route, work.proposal
+        is_bad = [isinstance(error, NonFiniteGradientError) for error in work.trouble]
+        status = FINE if not is_bad else NON_FINITE if all(is_bad) else FAILED
+        words = [PROTOCOL, route.world.generation, work.step, numbers[0], status, work.num_samples]
+        if proposal is not None:
+            density_bits = int(np.float64(proposal.density).view(np.int64))
+            words += [1, density_bits, proposal.effective_step]
+        else:
+            words += [0, 0, 0]
+        words.append(work.notice)
+        words += [len(work.payloads[number]) if status == FINE else 0 for number in numbers]
+        sizes = list(proposal.batch_sizes) if proposal is not None else []
+        words += (sizes or [-1] * route.world.world_size)[: route.world.world_size]
+        return np.array(words, dtype=np.int64)
+
+    def _check_place(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
+        """All ranks in one place? All of them find the same answer, for they look at the same words."""
+        names = ("protocol", "generation", "step", "bucket")
+        ours = (PROTOCOL, self._route.world.generation, work.step, numbers[0])
+        for column, name in enumerate(names):
+            said_W = all_WN[:, column]
+            if (said_W != said_W[0]).any():
+                raise PayloadError(
+                    f"expected all ranks in the same {name}, got {said_W.tolist()} by rank; "
+                    "run the same version and the same number of steps on every rank"
+                )
+        if tuple(all_WN[0, :4].tolist()) != ours:
+            raise PayloadError(f"expected {dict(zip(names, ours, strict=True))}, got {all_WN[0, :4].tolist()}")
+
+    def _decision(self, words_N: Indices, num_buckets: int) -> Decision:
+        sizes = tuple(words_N[_FIXED + num_buckets :].tolist())
+        density = float(words_N[7:8].view(np.float64)[0])
+        return Decision(
+            density=min(1.0, density) if math.isfinite(density) and density > 0 else 1.0,
+            batch_sizes=sizes if min(sizes) >= 0 else (),
+            effective_step=int(words_N[8]),
+            reason="rank 0 proposed it",
+        )
+
+    def _merge(self, work: GradientStep, number: int, arrive: Arrival, weights_P: Sequence[float]) -> Sparse:
+        """One bucket, when its payloads have come."""
+        payloads = arrive()
+        started = time.perf_counter()
+        size = self._part_size(number)
+        try:
+            merged = merge([self._unpack(payload, work, number, size) for payload in payloads], weights_P)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the others hear of it in the vote
+            work.damage.append(error)
+            merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
+        work.costs.compress_seconds += time.perf_counter() - started
+        return self._route.spread(merged, self._sizes[number])
+
+    def _unpack(self, payload: Octets, work: GradientStep, number: int, size: int) -> Sparse:
+        """One peer's choice, if it is of this very step and bucket."""
+        header, sparse = unpack(payload)
+        got = (header.generation, header.step, header.bucket, header.size)
+        expected = (self._route.world.generation, work.step, number, size)
+        if got != expected:
+            raise PayloadError.of(
+                f"a payload of generation, step, bucket and size {expected}", got, "run the same version everywhere"
+            )
+        return sparse
+
+    def _part_size(self, number: int) -> int:
+        part = self._route.part(self._sizes[number])
+        return int(part.stop - part.start)
+
+
+class MergeArrays:
+    """The loop in numpy; see `_kernels.merging`."""
+
+    @staticmethod
+    def merge_parts(
+        indices: npt.NDArray[np.uint32],
+        values: Floats,
+        ends_W: Indices,
+        shares_W: Floats,
+        size: int,
+        merged: npt.NDArray[np.uint32],
+        sums: Floats,
+    ) -> int:
+        """Adds all parts' values, times their shares, in the order of the parts."""
+        del size
+        places, inverse = np.unique(indices, return_inverse=True)
+        counts_W = np.diff(ends_W, prepend=0)
+        merged[: len(places)] = places
+        sums[: len(places)] = 0
+        np.add.at(sums, inverse, values * np.repeat(shares_W, counts_W))
+        return len(places)
+
+
+@functools.cache
+def loops() -> Any:
+    """Those in use."""
+    return choose("shade.gradient._kernels.merging", MergeArrays)
+
+
+def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
+    """The weighted mean of all ranks' parts: an element that a rank did not choose counts as zero there.
+
+    Args:
+        parts: One for each rank, in their order, of one bucket.
+        weights: Samples of each rank, ≥ 0, at least one of them > 0.
+
+    Returns:
+        Every place that any part has; its arrays may be those of a single part.
+
+    Raises:
+        ConfigError: No parts, not as many weights, or weights that make no mean.
+        PayloadError: Parts of different buckets.
+    """
+    if not parts or len(parts) != len(weights):
+        raise ConfigError.of("as many weights as parts, at least one", (len(parts), len(weights)), "one for each rank")
+    total = math.fsum(weights)
+    if not (math.isfinite(total) and total > 0 and min(weights) >= 0):
+        raise ConfigError.of("finite weights ≥ 0, at least one > 0", list(weights), "a rank without samples weighs 0")
+    sizes = [part.size for part in parts]
+    if len(set(sizes)) != 1:
+        raise PayloadError.of("parts of one bucket", sizes, "give every rank the same model and bucket size")
+    if len(parts) == 1:
+        return parts[0]
+    indices = np.concatenate([part.indices_K for part in parts])
+    values = np.concatenate([part.values_K for part in parts])
+    ends_W = np.cumsum([part.count for part in parts], dtype=np.int64)
+    shares_W = (np.asarray(weights, dtype=np.float64) / total).astype(np.float32)
+    merged, sums = np.empty_like(indices), np.empty_like(values)
+    count = loops().merge_parts(indices, values, ends_W, shares_W, sizes[0], merged, sums)
+    return Sparse(merged[:count], sums[:count], sizes[0])

@@ -1,0 +1,215 @@
+"""One step's gradient on its way through the pipeline: what each stage leaves for the next, and how it ended.
+
+The engine makes it before the backward pass, its hooks fill it bucket by bucket, and `GradientEngine.step` seals it.
+Two threads (`_engine.pipeline`) carry it through the states of `StepState`; every waiting thread waits for a state. A
+bucket has two events of its own, since buckets overlap: ``ready`` (all its gradients are here) and ``packed`` (picked
+and encoded).
+
+Invariant: the state only advances, along the arrows of `StepState`; any other change raises.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shade.errors import GradientError
+from shade.gradient._comm.transport import Octets
+from shade.gradient._compress.compressor import Sparse
+from shade.types import Decision
+
+
+class StepState(enum.IntEnum):
+    """The state of a step: ``FILLING → PACKED → AGREED → MERGED``; before its end also ``→ FAILED | ABANDONED``."""
+
+    FILLING = 0
+    """Gradients arrive; buckets are picked and encoded one by one."""
+    PACKED = 1
+    """All buckets are encoded: no residual is touched for this step any more."""
+    AGREED = 2
+    """All ranks' gradients are finite and in the same step: the residuals are settled."""
+    MERGED = 3
+    """``merged`` holds the result, the same on all ranks."""
+    FAILED = 4
+    """``error`` says why; no rank applies it."""
+    ABANDONED = 5
+    """The engine dropped it before it was complete."""
+
+
+_NEXT: Final = {
+    StepState.FILLING: {StepState.PACKED, StepState.FAILED, StepState.ABANDONED},
+    StepState.PACKED: {StepState.AGREED, StepState.FAILED, StepState.ABANDONED},
+    StepState.AGREED: {StepState.MERGED, StepState.FAILED, StepState.ABANDONED},
+    StepState.MERGED: set[StepState](),
+    StepState.FAILED: set[StepState](),
+    StepState.ABANDONED: set[StepState](),
+}
+
+STAYS, CALLS, LEAVES = 0, 1, 2
+"""Notices: nothing new; somebody wants in; this rank goes after this step."""
+
+
+@dataclass
+class StepCosts:
+    """What one step took, on whatever thread."""
+
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    compress_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    num_chosen: int = 0
+    """Elements that this rank sent."""
+
+
+class GradientStep:
+    """One step of one rank.
+
+    Args:
+        step: Its number, the same on all ranks.
+        sizes: Parameters in each bucket.
+        density: Kept fraction.
+        num_samples: Weight of this rank; may be changed until the first gradient is here.
+        before: The step before, if that may still be under way.
+        proposal: Rides along to all ranks.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        density: float,
+        num_samples: int,
+        before: GradientStep | None = None,
+        proposal: Decision | None = None,
+    ) -> None:
+        self.step, self.density, self.num_samples = step, density, num_samples
+        self.before, self.proposal = before, proposal
+        self.scale = 1.0
+        """What its gradients are multiplied with: one over the scaler's scale."""
+        self.gradients: list[list[Tensor | None]] = [[None] * size for size in sizes]
+        self._missing = list(sizes)
+        self._taken: list[set[int]] = [set() for _ in sizes]
+        self.ready = [threading.Event() for _ in sizes]
+        self.packed = [threading.Event() for _ in sizes]
+        self.chosen: dict[int, Sparse] = {}
+        """What left the residuals, by bucket."""
+        self.payloads: dict[int, Octets] = {}
+        """The same, coded."""
+        self.copied: list[torch.cuda.Event | None] = [None] * len(sizes)
+        """Of gradients on a device: when they are all computed."""
+        self._state, self._changed = StepState.FILLING, threading.Condition()
+        self.merged: list[Sparse] = []
+        """One for each bucket, the same on all ranks; empty if it failed, or nobody had samples."""
+        self.unvoted: list[Sparse] | None = None
+        """As `merged`, of a step during whose vote a rank was lost: others may have applied it."""
+        self.norm = 0.0
+        """Of what was merged, the same on all ranks."""
+        self.decision: Decision | None = None
+        """What rank 0 proposed with this step."""
+        self.notice = STAYS
+        """What this rank says of itself: whether it stays, and whether the group shall form anew."""
+        self.notices: tuple[int, ...] = ()
+        """What all ranks have said."""
+        self.error: Exception | None = None
+        self.trouble: list[Exception] = []
+        """What the first stage met: a gradient that is not finite, or a defect."""
+        self.damage: list[Exception] = []
+        """Payloads that came and were not whole."""
+        self.costs = StepCosts()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no gradient has come yet."""
+        return not any(self._taken)
+
+    def has(self, bucket: int, position: int) -> bool:
+        """Whether that parameter's gradient is here."""
+        return position in self._taken[bucket]
+
+    def put(self, bucket: int, position: int, gradient: Tensor | None) -> None:
+        """Takes one parameter's gradient over; a bucket whose last it is goes on its way.
+
+        Args:
+            bucket: Number of the bucket.
+            position: Of the parameter in it.
+            gradient: None: it got none, and counts as zero.
+        """
+        self._taken[bucket].add(position)
+        self.gradients[bucket][position] = gradient
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            on_device = next((each for each in self.gradients[bucket] if each is not None and each.is_cuda), None)
+            if on_device is not None:
+                self.copied[bucket] = torch.cuda.current_stream(on_device.device).record_event()
+            self.ready[bucket].set()
+
+    @property
+    def state(self) -> StepState:
+        """How far it has come."""
+        return self._state
+
+    def advance(self, state: StepState) -> None:
+        """Moves on to a state and wakes the threads that wait for it; an abandoned step stays abandoned.
+
+        Args:
+            state: One that may follow the present one.
+
+        Raises:
+            GradientError: It may not follow; this is a defect of the pipeline.
+        """
+        with self._changed:
+            if self._state is StepState.ABANDONED:
+                return
+            if state not in _NEXT[self._state]:
+                raise GradientError(f"step {self.step} cannot go from {self._state.name} to {state.name}")
+            self._state = state
+            self._changed.notify_all()
+
+    def wait(self, state: StepState) -> None:
+        """Waits until the step has come to a state, or has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state >= state)
+
+    def abandon(self) -> None:
+        """Drops the step, unless it has ended; both threads pass it by."""
+        with self._changed:
+            if self._state < StepState.MERGED:
+                self._state = StepState.ABANDONED
+                self._changed.notify_all()
+        for event in (*self.ready, *self.packed):
+            event.set()
+
+    def end(self, error: Exception | None) -> None:
+        """Ends the step: with its result or, without one, with an error."""
+        if error is None:
+            self.advance(StepState.MERGED)
+        else:
+            self.error, self.merged = error, []
+            self.advance(StepState.FAILED)
+
+
+@dataclass
+class Undelivered:
+    """What was chosen, and taken out of the residuals, but has reached nobody."""
+
+    parts: list[tuple[int, Sparse]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def put(self, work: GradientStep) -> None:
+        """Keeps all that a failed step had chosen."""
+        with self.lock:
+            self.parts += work.chosen.items()
+
+    def take(self) -> list[tuple[int, Sparse]]:
+        """Hands it out, once."""
+        with self.lock:
+            parts, self.parts = self.parts, []
+        return parts

@@ -1,0 +1,308 @@
+"""All that passes between ranks goes through one object, which knows the group, its generation, its timeout.
+
+`Transport` has the few collectives that the gradient plane needs, over a gloo group of its own, so that they never
+meet the trainer's. Every one of them ends within the timeout: with what was asked for, or with `PeerLostError`. A
+rank that is gone breaks the connection and is noticed at once; one that is stopped, or behind a cut line, only by its
+silence.
+
+After the first failure the group is worth nothing, so every later call fails at once with the same words. To go on
+without the lost rank, `_elastic.membership` makes another exchange over the survivors with the next generation;
+messages name their generation, so that a late one of the old group is never taken for one of the new.
+
+The price of a group of its own: W² connections. Ranks that wait for one another at other times too (one evaluates, the
+rest stand in the next step) need a timeout longer than that.
+
+Calls are made by one thread at a time, in the same order on every rank. Exchanges too: PyTorch tells groups apart by
+how many a rank has made before.
+
+Legend: W world · N words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shade.errors import ConfigError, PeerLostError
+from shade.types import Indices
+
+TIMEOUT_SECONDS = 60.0
+"""How long a rank waits for the others in one collective. Longer than a line is usually down, or a rank pauses."""
+
+Octets = npt.NDArray[np.uint8]
+Arrival = Callable[[], list[Octets]]
+"""Waits for what a gather that has begun will bring: the payloads, by rank. To be called once."""
+_T = TypeVar("_T")
+_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""PyTorch 2.14 gave both new names, and warns whoever calls them by the old ones, which are all that 2.8 has."""
+
+
+class Formed(NamedTuple):
+    """A gloo group for one exchange alone, formed outside of torch.distributed's world."""
+
+    group: dist.ProcessGroup | None
+    """None: nobody else is in it."""
+    rank: int
+    world_size: int
+
+
+class Transport:
+    """The ranks of a group, or this process alone where torch.distributed is not initialised. Collective to make.
+
+    Args:
+        group: Whose ranks, or a group that was formed for this exchange; None: all.
+        ranks: Instead of a group, its ranks; the same call on each of them.
+        timeout_seconds: Longest silence of a peer, > 0.
+        generation: Of the membership; grows by one when a group is formed anew.
+
+    Raises:
+        ConfigError: A timeout of nothing, or this rank is not in the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Formed | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        generation: int = 0,
+    ) -> None:
+        if timeout_seconds <= 0:
+            raise ConfigError.of("timeout_seconds > 0", timeout_seconds, f"{TIMEOUT_SECONDS:.0f} is the default")
+        self.timeout_seconds = timeout_seconds
+        self.generation = generation
+        self.bytes_sent = 0
+        """Over this rank's link: in a ring each rank passes on all but one of the messages."""
+        self.bytes_received = 0
+        self.seconds = 0.0
+        """Spent in collectives, waiting for slower ranks included."""
+        self._counted_until = 0.0
+        self._under_way: dict[int, dist.Work] = {}
+        self._numbers = itertools.count()
+        self._lost: str | None = None
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        self.ranks: tuple[int, ...] = (0,)
+        """The members, as torch.distributed numbers them."""
+        if isinstance(group, Formed):
+            self._group, self.rank, self.world_size = group
+            self.ranks = tuple(range(self.world_size))
+        elif dist.is_available() and dist.is_initialized():
+            if ranks is None and group is not None:
+                ranks = dist.get_process_group_ranks(group)
+            if ranks is not None and dist.get_rank() not in ranks:
+                raise ConfigError.of("a group that this rank is in", list(ranks), "make it on its members only")
+            self._group = _own_group(ranks, timeout_seconds)
+            self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            self.ranks = tuple(dist.get_process_group_ranks(self._group))
+
+    # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def gather_words(self, words_N: Indices) -> Indices:
+        """Every rank's words on every rank.
+
+        Args:
+            words_N: int64 (N,); N is the same on every rank.
+
+        Returns:
+            int64 (W, N), by rank.
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
+        if self.world_size == 1:
+            return words_N[None].copy()
+        all_WN = np.empty((self.world_size, len(words_N)), dtype=np.int64)
+        self._gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(words_N))
+        return all_WN
+
+    def gather_bytes(self, payload: Octets, lengths_W: Sequence[int]) -> list[Octets]:
+        """Every rank's payload on every rank: `begin_gather` and its end in one.
+
+        Args:
+            payload: This rank's.
+            lengths_W: Of all ranks' payloads, from an exchange of words before.
+
+        Returns:
+            The payloads, by rank.
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
+        return self.begin_gather(payload, lengths_W)()
+
+    def begin_gather(self, payload: Octets, lengths_W: Sequence[int]) -> Arrival:
+        """Sets out to bring every rank's payload to every rank; all are padded to the longest on the way.
+
+        Several may be begun before the first is waited for: the link never rests between them. They are waited for in
+        the order in which they were begun, and all of them before any other collective.
+
+        Args:
+            payload: This rank's.
+            lengths_W: Of all ranks' payloads, from an exchange of words before.
+
+        Returns:
+            What waits for them; it fails as this does.
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
+        longest = max(lengths_W)
+        if self.world_size == 1 or longest == 0:
+            payloads = [payload] if self.world_size == 1 else [payload[:0]] * self.world_size
+            return lambda: payloads
+        padded = np.zeros(longest, dtype=np.uint8)
+        padded[: len(payload)] = payload
+        all_W = np.empty((self.world_size, longest), dtype=np.uint8)
+        begun = time.perf_counter()
+        wait = self._begin_gather(torch.from_numpy(all_W.reshape(-1)), torch.from_numpy(padded))
+
+        def arrive() -> list[Octets]:
+            self._run(wait, begun)
+            return [row[:length] for row, length in zip(all_W, lengths_W, strict=True)]
+
+        return arrive
+
+    def gather_messages(self, message: Any) -> list[Any]:
+        """Every rank's JSON message on every rank. For what is said once, not once a step.
+
+        Args:
+            message: Whatever JSON has.
+
+        Returns:
+            The messages, by rank.
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
+        mine = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
+        lengths_W = self.gather_words(np.array([len(mine)], dtype=np.int64))[:, 0].tolist()
+        return [json.loads(each.tobytes()) for each in self.gather_bytes(mine, lengths_W)]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Fills a contiguous CPU tensor with that of one rank.
+
+        Args:
+            tensor: Of the same shape and type on every rank.
+            source: Whose.
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
+        if self.world_size > 1:
+            self._count(tensor.nbytes if self.rank == source else 0, tensor.nbytes if self.rank != source else 0)
+            self._run(lambda: dist.broadcast(tensor, group=self._group, group_src=source))
+
+    def add(self, tensor: Tensor) -> None:
+        """Replaces a contiguous CPU tensor by the sum over all ranks, the same bits on each.
+
+        Args:
+            tensor: Of the same shape and type on every rank.
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
+        if self.world_size > 1:
+            share = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+            self._count(share, share)
+            self._run(lambda: dist.all_reduce(tensor, group=self._group))
+
+    def add_parts(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, of which each gets only its own part.
+
+        Args:
+            tensor: float32 (W · n,) on the CPU; unchanged.
+
+        Returns:
+            This rank's (n,).
+
+        Raises:
+            PeerLostError: A rank is gone or silent.
+        """
+        if self.world_size == 1:
+            return tensor
+        part = torch.empty(tensor.numel() // self.world_size, dtype=tensor.dtype)
+        share = part.nbytes * (self.world_size - 1)
+        self._count(share, share)
+        self._run(lambda: _reduce_scatter_single(part, tensor, group=self._group))
+        return part
+
+    def close(self) -> None:
+        """Frees the group. Later calls fail; safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._lost = self._lost or "the exchange is closed"
+            if dist.is_initialized():
+                with contextlib.suppress(ValueError):  # the trainer has destroyed all groups already
+                    dist.destroy_process_group(group)
+
+    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _gather(self, everything: Tensor, mine: Tensor) -> None:
+        self._run(self._begin_gather(everything, mine))
+
+    def _begin_gather(self, everything: Tensor, mine: Tensor) -> Callable[[], object]:
+        """Begins a gather and gives its end, which does not hold the group (see `_run`)."""
+        share = mine.nbytes * (self.world_size - 1)
+        self._count(share, share)
+        work = self._run(lambda: _gather_single(everything, mine, group=self._group, async_op=True))
+        assert work is not None  # this rank is in the group
+        number = next(self._numbers)
+        self._under_way[number] = work
+        return lambda: self._under_way.pop(number).wait()
+
+    def _count(self, sent: int, received: int) -> None:
+        self.bytes_sent += sent
+        self.bytes_received += received
+
+    def _run(self, collective: Callable[[], _T], begun: float | None = None) -> _T:
+        """Runs a collective; whatever the backend says of a failure becomes `PeerLostError`, now and from now on.
+
+        What is spent in it counts from ``begun``, if it was begun before; time that others were under way, too, once.
+        The backend's own error is told and let go: its traceback would keep the group alive, and the end of a rank's
+        connections is what tells the others that it has given up.
+        """
+        if self._lost is not None:
+            raise self._error()
+        started = time.perf_counter() if begun is None else begun
+        try:
+            return collective()
+        except (RuntimeError, ValueError) as error:
+            first = error.__context__ or error  # PyTorch looks up a failing group, and does not know one of ours
+            told = str(first).partition(". This is typically")[0].rpartition("] ")[2] or str(first)
+            self._lost = f"{type(first).__name__}: {told}"
+            self._under_way.clear()
+        finally:
+            ended = time.perf_counter()
+            self.seconds += ended - max(started, self._counted_until)
+            self._counted_until = ended
+        raise self._error()
+
+    def _error(self) -> PeerLostError:
+        return PeerLostError(
+            f"expected all {self.world_size} ranks of generation {self.generation} to answer within "
+            f"{self.timeout_seconds:g} s, got on rank {self.rank}: {self._lost}; "
+            "see the lost rank's log, then restart from the last checkpoint or form the group anew"
+        )
+
+
+def _own_group(ranks: Sequence[int] | None, timeout_seconds: float) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=timeout_seconds)
+    if ranks is None:
+        own = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        own = dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
+    assert isinstance(own, dist.ProcessGroup)
+    return own

@@ -1,0 +1,46 @@
+"""Places drawn at random, whatever lies there: a lower bound to compare with, and nothing else to compute.
+
+One place is drawn from each of K equal stretches of the bucket, so they are in order and apart without sorting or
+looking twice, and each place has the same chance, K / D. Error feedback makes it right in the long run, so values are
+not scaled by D / K: what was not drawn is not lost.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse, check, non_finite, wanted_count
+from shade.gradient._kernels.arrays import TILE
+from shade.gradient._kernels.choice import prepare
+from shade.types import Floats, Indices
+
+
+@COMPRESSORS.register("random-k")
+class RandomK(Compressor):
+    """Drawn anew at every step, by the key."""
+
+    def __init__(self) -> None:
+        self._places = np.empty(TILE, dtype=np.uint32)
+        self._values = np.empty(TILE, dtype=np.float32)
+
+    def select(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float, key: Key) -> Sparse:
+        """See `Compressor.select`."""
+        check(gradient_D, residual_D, rest_D, density)
+        # Only infinity and NaN are not below infinity: the walk adds, and looks for them.
+        with np.errstate(over="ignore", invalid="ignore"):
+            count = prepare().pick_elements(gradient_D, residual_D, rest_D, np.inf, self._places, self._values)
+        if count:
+            raise non_finite()
+        places = draw_places(gradient_D.size, density, key)
+        values_K = rest_D[places]
+        rest_D[places] = 0
+        return Sparse(places.astype(np.uint32), values_K, gradient_D.size)
+
+
+def draw_places(size: int, density: float, key: Key) -> Indices:
+    """One place from each of K equal stretches, ascending."""
+    count = wanted_count(size, density)
+    edges = np.arange(count + 1, dtype=np.int64) * size // max(count, 1)
+    rng = np.random.Generator(np.random.Philox(key=key.draw(2**64)))
+    places: Indices = edges[:-1] + (rng.random(count) * np.diff(edges)).astype(np.int64)
+    return places

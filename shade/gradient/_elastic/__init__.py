@@ -1,0 +1,1 @@
+"""Training that survives lost ranks: rendezvous, membership, reconciliation, the elastic engine."""

@@ -1,0 +1,154 @@
+"""What members of a new generation conclude from what each said of itself: who gives, who lacks, what became of whom.
+
+All read the same words, so all conclude the same, without another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._elastic.membership import Generation
+from shade.gradient._engine.bucket_state import BucketState
+
+_SAMPLED_LINES = 2**14
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """A generation that has formed after this process had come."""
+
+    generation: int
+    step: int
+    """The step that comes next."""
+    rank: int
+    """This process's from now on."""
+    world_size: int
+    num_lost: int
+    """Ranks that were not heard of any more; one that was only slow may come back."""
+    lost_share: float
+    """What they had kept back, in squared norm, as a share of what all had; by their last words."""
+    num_left: int
+    num_joined: int
+    num_repaired: int
+    """Buckets that were not the same on all ranks; there should be none."""
+    seconds: float
+    """From the loss to the next step."""
+
+    @classmethod
+    def of(
+        cls, generation: Generation, size_before: int, step: int, num_repaired: int, seconds: float
+    ) -> MembershipChange:
+        """What a generation changes.
+
+        Args:
+            generation: The new one.
+            size_before: Ranks in the one before.
+            step: The next.
+            num_repaired: See above.
+            seconds: See above.
+
+        Returns:
+            The change.
+        """
+        lost = [words for words in generation.gone if words]
+        energies = [float(words.get("kept", 0.0)) ** 2 for words in lost]
+        total = sum(energies) + sum(float(each.standing.get("kept", 0.0)) ** 2 for each in generation.members)
+        num_stayed = sum(each.rank_before is not None for each in generation.members)
+        return cls(
+            generation=generation.number,
+            step=step,
+            rank=generation.rank,
+            world_size=generation.world_size,
+            num_lost=len(lost),
+            lost_share=sum(energies) / total if total else 0.0,
+            num_left=max(0, size_before - num_stayed - len(lost)),
+            num_joined=generation.world_size - num_stayed,
+            num_repaired=num_repaired,
+            seconds=seconds,
+        )
+
+
+def source_of(generation: Generation) -> int | None:
+    """Who gives to those who lack something.
+
+    Args:
+        generation: With the standings of its members.
+
+    Returns:
+        The lowest of the ranks that have applied most. One that was taken for lost and comes back may have applied what
+        nobody else has: it counts only where there is nobody else. None: nobody has trained yet.
+    """
+    trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.standing]
+    stayed = [rank for rank in trained if generation.members[rank].rank_before is not None]
+    applied = {rank: generation.members[rank].standing["applied"] for rank in stayed or trained}
+    return max(applied, key=lambda rank: (applied[rank], -rank), default=None)
+
+
+def lacking_of(generation: Generation) -> list[int]:
+    """Who does not have what the source has, and cannot catch up with it alone.
+
+    Args:
+        generation: With the standings of its members.
+
+    Returns:
+        Ranks.
+    """
+    source = source_of(generation)
+    if source is None:
+        return list(range(generation.world_size))
+    aim = generation.members[source].standing["applied"]
+
+    def has(rank: int) -> bool:
+        member = generation.members[rank]
+        stayed = member.rank_before is not None and "applied" in member.standing
+        return rank == source or (stayed and aim in (member.standing["applied"], member.standing["unvoted"]))
+
+    return [rank for rank in range(generation.world_size) if not has(rank)]
+
+
+def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's settings by group, as far as JSON gives them back.
+
+    Args:
+        param_groups: Its.
+
+    Returns:
+        Learning rates and the like, without parameters.
+    """
+    return [
+        {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+        for group in param_groups
+    ]
+
+
+def kept_norm(lanes: Sequence[BucketState]) -> float:
+    """About the norm of what is kept back: of a large bucket a part is looked at.
+
+    Args:
+        lanes: All buckets.
+
+    Returns:
+        The norm over all.
+    """
+    return math.sqrt(sum(_energy(lane.feedback) for lane in lanes))
+
+
+def _energy(feedback: ErrorFeedback | DeviceErrorFeedback) -> float:
+    residual_D = torch.as_tensor(feedback.residual_D)
+    stride = feedback.size // 16 // _SAMPLED_LINES
+    if stride > 1:
+        residual_D = residual_D[: feedback.size // (16 * stride) * 16 * stride].view(-1, stride, 16)[:, 0]
+    return float(residual_D.double().square().sum()) * max(1, stride)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

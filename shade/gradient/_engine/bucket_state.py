@@ -1,0 +1,191 @@
+"""A bucket on this rank: its parameters, what is remembered of its gradient, and how its values are coded.
+
+What an engine's state consists of, and how the residuals of one world find their places in another.
+
+Residuals belong to ranks. When a run goes on with fewer ranks, those of the ranks that are gone are added to those of
+the ranks that are left, in turns; with more ranks, the new ones begin with none. So the sum of what is kept stays
+what it was: no gradient is lost, and none is counted twice. (One that was to be averaged over two ranks weighs more
+among one.)
+
+The sparse result that a late step has still to apply is part of the state too: the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shade.errors import NonFiniteGradientError, StateMismatchError
+from shade.gradient._comm.step import GradientStep, StepState
+from shade.gradient._comm.topology import Topology
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import COMPRESSORS, Sparse
+from shade.gradient._compress.correction import Correction
+from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback, is_known
+from shade.gradient._compress.error_feedback import ErrorFeedback
+from shade.gradient._compress.quantiser import QUANTISERS
+from shade.gradient._engine.density import plain_decision, read_decision
+
+WHOLE = "none"
+"""How the values of buckets that are always sent whole are coded: not at all."""
+
+
+@dataclass(frozen=True)
+class BucketState:
+    """One bucket."""
+
+    bucket: Bucket
+    feedback: ErrorFeedback | DeviceErrorFeedback
+    """Of the part that this rank answers for; where its gradient is chosen from."""
+    coder: str
+    """Name of its quantiser."""
+
+
+def make_bucket_states(
+    route: Topology,
+    buckets: Sequence[Bucket],
+    compressor: str,
+    quantiser: str,
+    corrections: Sequence[Correction | None] = (),
+) -> tuple[BucketState, ...]:
+    """Gives each bucket its memory.
+
+    Args:
+        route: Says which part of a bucket this rank answers for.
+        buckets: Front layers first.
+        compressor: Name in `COMPRESSORS`.
+        quantiser: Name in `QUANTISERS`, for buckets that are not sent whole.
+        corrections: Of `ErrorFeedback`, by the optimizer's groups; empty: none.
+
+    Returns:
+        One lane for each bucket.
+    """
+    lanes = []
+    for bucket in buckets:
+        part = route.part(bucket.size)
+        coder = WHOLE if bucket.is_dense else quantiser
+        size = part.stop - part.start
+        parts = COMPRESSORS.get(compressor)(), QUANTISERS.get(coder)()
+        correction = corrections[bucket.group] if corrections else None
+        feedback: ErrorFeedback | DeviceErrorFeedback
+        if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
+            feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction)
+        else:  # also of what is summed over a node first: that sum is made on the host
+            feedback = ErrorFeedback(size, *parts, correction=correction)
+        lanes.append(BucketState(bucket, feedback, coder))
+    return tuple(lanes)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it is far from the host: what is chosen there is all that has to come over."""
+    return device.type == "cuda"
+
+
+_CURE = "build the model, the optimizer and the engine as they were when it was saved"
+
+
+class EngineState:
+    """Takes and gives the state of an engine's buckets.
+
+    Args:
+        route: Says which rank this is.
+        lanes: The buckets.
+    """
+
+    def __init__(self, route: Topology, lanes: Sequence[BucketState]) -> None:
+        self._world, self._lanes = route.world, tuple(lanes)
+        self._parts = [[route.part(lane.bucket.size).start, lane.feedback.size] for lane in lanes]
+
+    def take(self, late: GradientStep | None) -> dict[str, Any]:
+        """Takes the state.
+
+        Args:
+            late: The step whose result is still to be applied; done.
+
+        Returns:
+            Plain values, and residuals as the live memory.
+        """
+        return {
+            "rank": self._world.rank,
+            "world_size": self._world.world_size,
+            "names": [list(lane.bucket.names) for lane in self._lanes],
+            "parts": self._parts,
+            "residuals": [lane.feedback.state_dict() for lane in self._lanes],
+            "late": None if late is None else _pack_late(late),
+        }
+
+    def give(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
+        """Puts residuals into their places.
+
+        Args:
+            states: Of some or all ranks of the world before.
+
+        Returns:
+            The step whose result is still to be applied.
+
+        Raises:
+            StateMismatchError: They do not fit; nothing was changed.
+        """
+        by_rank = {int(state["rank"]): state for state in states}
+        mine = [state for rank, state in sorted(by_rank.items()) if self._is_mine(rank)]
+        expected = [list(lane.bucket.names) for lane in self._lanes]
+        for state in states:
+            if state["names"] != expected:
+                raise StateMismatchError.of(f"residuals of the parameters {expected}", state["names"], _CURE)
+        for state in mine:
+            if [list(part) for part in state["parts"]] != self._parts:
+                raise StateMismatchError.of(f"parts of buckets {self._parts}", state["parts"], _CURE)
+            for (_, size), residual in zip(self._parts, state["residuals"], strict=True):
+                got = torch.as_tensor(residual["residual"]).numel()
+                if got != size:
+                    raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
+        late = _unpack_late(states[0]["late"], self._lanes)
+        for number, lane in enumerate(self._lanes):
+            found = [state["residuals"][number] for state in mine] or [{"residual": torch.zeros(lane.feedback.size)}]
+            lane.feedback.load_state_dict(found[0])
+            for residual in found[1:]:
+                lane.feedback.merge_from(residual)
+        return late
+
+    def _is_mine(self, rank: int) -> bool:
+        """This rank's own, or of one that is gone and whose turn it is to come here."""
+        world = self._world
+        return rank == world.rank if rank < world.world_size else rank % world.world_size == world.rank
+
+
+def _pack_late(work: GradientStep) -> dict[str, Any]:
+    return {
+        "step": work.step,
+        "num_samples": work.num_samples,
+        "norm": work.norm,
+        "overflow": str(work.error) if isinstance(work.error, NonFiniteGradientError) else None,
+        "decision": None if work.decision is None else plain_decision(work.decision),
+        "indices": [each.indices_K.astype(np.int64) for each in work.merged],
+        "values": [each.values_K.copy() for each in work.merged],
+    }
+
+
+def _unpack_late(state: Mapping[str, Any] | None, lanes: Sequence[BucketState]) -> GradientStep | None:
+    if state is None:
+        return None
+    work = GradientStep(int(state["step"]), [1] * len(lanes), 1.0, int(state["num_samples"]))
+    work.norm = float(state["norm"])
+    failure = None if state["overflow"] is None else NonFiniteGradientError(state["overflow"])
+    if state["decision"] is not None:
+        work.decision = read_decision(state["decision"])
+    for lane, indices, values in zip(lanes, state["indices"], state["values"], strict=False):
+        indices_K = np.asarray(indices, dtype=np.int64)
+        if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < lane.bucket.size:
+            got = f"places up to {indices_K.max()}"
+            raise StateMismatchError.of(f"a late result of {lane.bucket.size} elements", got, _CURE)
+        values_K = np.ascontiguousarray(np.asarray(values, dtype=np.float32))
+        work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, lane.bucket.size))
+    if failure is None:
+        work.advance(StepState.PACKED)
+        work.advance(StepState.AGREED)
+    work.end(failure)
+    return work

@@ -1,0 +1,394 @@
+"""GradientEngine: takes the place of ``optimizer.step()`` in a data-parallel loop whose link is slow.
+
+::
+
+    optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
+    with GradientEngine(model, optimizer, density=0.01, staleness=1) as engine:
+        for images, labels in loader:
+            engine.num_samples = len(images)      # the weight of this rank's gradient
+            loss(model(images), labels).backward()
+            engine.step()                         # instead of optimizer.step() and zero_grad()
+            scheduler.step()
+        engine.finish()                           # before an evaluation, a snapshot by hand, the end
+
+Every rank compresses its own gradient, exchanges what it chose, and applies the same merged, sparse gradient with a
+`shade.gradient.optim` optimizer. Any module will do. Gradients are taken out of ``p.grad`` as the backward pass
+produces them, without a copy: ``p.grad`` is None afterwards, and clipping is the engine's (``clip_norm``, of the
+merged gradient).
+
+* **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the gradient of the step
+  before, while this one's is exchanged behind the next forward and backward; the first step applies nothing, `finish`
+  the last.
+* **Shared** parameters are one parameter. **Frozen** ones (when the engine is made) stay as rank 0 had them. A
+  parameter that gets **no gradient** in a step counts as zero on this rank; the others' count.
+* **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` brings them together, see
+  `_engine.replica`.
+* **A look** every ``check_every`` steps finds a replica that has parted all the same, and repairs it.
+* **Accumulation**: backward passes inside ``with engine.accumulate():`` only add up.
+* **Errors** come out of `step` and `finish` on every rank, with weights and residuals as they were before the step.
+  After `NonFiniteGradientError` and `PayloadError` training may go on; after `PeerLostError` the group is lost, and
+  training goes on with whom is left only in an `ElasticEngine` (`_elastic.engine`).
+
+Invariant: all ranks hold the same weights, bit for bit, after every step. What each rank chose, plus what its residuals
+hold, is the sum of its gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.gradient._comm.sparse_all_reduce import PROTOCOL
+from shade.gradient._comm.step import GradientStep, StepState
+from shade.gradient._comm.topology import FlatTopology, NodeTopology, Topology
+from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
+from shade.gradient._compress.compressor import Sparse
+from shade.gradient._compress.correction import Correction
+from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
+from shade.gradient._engine.density import DensityPlan, WarmUp, check_decision, plain_decision, read_decision
+from shade.gradient._engine.gradient_hooks import GradientHooks, ScaleKeeper
+from shade.gradient._engine.meter import Meter
+from shade.gradient._engine.pipeline import GradientPipeline
+from shade.gradient._engine.replica import EVERY, Consistency, check_alike, share_weights, unite_buffers
+from shade.gradient._optim.base import SparseOptimizer, corrections_of
+from shade.types import Decision, StepReport
+
+
+class GradientEngine:
+    """One rank's part in training together. Making it, `step` and `finish` are collective; use as a context manager.
+
+    Args:
+        model: Any module; rank 0's parameters and buffers are given to all ranks.
+        optimizer: One of `shade.gradient.optim` over its parameters.
+        compressor: Name in `_compress.compressor.COMPRESSORS`.
+        density: Kept fraction of the gradient, or a `WarmUp` of it.
+        quantiser: Name in `_compress.quantiser.QUANTISERS`.
+        staleness: 0 or 1: steps by which an update may be late.
+        local_size: Ranks in each node, for dense sums inside nodes (`_comm.topology`); 1: every rank for
+            itself.
+        clip_norm: Largest norm of the merged gradient; None: any.
+        correction: What every rank makes of its own gradient first (`_compress.correction`), for `SparseSGD`
+            without momentum. `LocalAdamW` brings its own.
+        scaler: Of mixed precision; see `_engine.gradient_hooks`.
+        group: The ranks that train together; None: all.
+        timeout_seconds: Longest silence of a rank in an exchange.
+        bucket_bytes: What a bucket holds at most, unless one parameter is larger.
+        seed: Of what compressors draw; the same on every rank.
+        generation: Of the membership; see `Transport`.
+        check_every: Steps after which all ranks compare their weights; see `_engine.replica`.
+
+    Raises:
+        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: SparseOptimizer,
+        *,
+        compressor: str = "threshold-v",
+        density: float | WarmUp = 0.01,
+        quantiser: str = "bf16",
+        staleness: int = 0,
+        local_size: int = 1,
+        clip_norm: float | None = None,
+        correction: Correction | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        bucket_bytes: int = BUCKET_BYTES,
+        seed: int = 0,
+        generation: int = 0,
+        check_every: int = EVERY,
+    ) -> None:
+        if staleness not in (0, 1):
+            raise ConfigError.of("staleness 0 or 1", staleness, "more than one step late needs another algorithm")
+        if not isinstance(optimizer, SparseOptimizer):
+            cure = "use SparseSGD or LocalAdamW, or keep yours and register shade.sparse_hook with DDP"
+            raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
+        corrections = corrections_of(optimizer, correction, clip_norm)
+        warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
+        self._model, self._optimizer, self._staleness, self._clip_norm = model, optimizer, staleness, clip_norm
+        self._seed, self._check_every = seed, check_every
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
+        self._settings: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "compressor": compressor,
+            "density": [warm_up.density, warm_up.num_steps, warm_up.first_density],
+            "quantiser": quantiser,
+            "staleness, local_size, seed, check_every": [staleness, local_size, seed, check_every],
+            "clip_norm, corrections": [clip_norm, *map(repr, corrections)],
+            "optimizer, scaler": [type(optimizer).__name__, ScaleKeeper(scaler).skips],
+        }
+        self._grouping: dict[str, Any] = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
+        world, looking = self._connect("gradients"), self._connect("looks")
+        self._enter(world)
+        route: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
+        self._lanes = make_bucket_states(route, self._buckets, compressor, quantiser, corrections)
+        self._wire(route, looking)
+        self._plan, self._scale = DensityPlan(warm_up, staleness), ScaleKeeper(scaler)
+        self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))
+        self._intake = GradientHooks(self._lanes, optimizer.param_groups, self._scale)
+        self._is_closed = False
+        self._proposal: Decision | None = None
+        """For the step after the open one."""
+        self._num_samples = 1
+        self._late: GradientStep | None = None
+        """The step whose result is still to be applied."""
+        self._settled: GradientStep | None = None
+        """The step that ended last, one way or the other."""
+        self._applied = (-1, 0.0)
+        """The step that was applied last, and its norm."""
+        self._stepped_at = time.perf_counter()
+        """When a step last began to be applied: what follows until the next is this rank's own work."""
+        self._open = self._begin(0)
+        self._hook: Any = model.register_load_state_dict_post_hook(lambda *_: self._refresh())  # type: ignore[no-untyped-call]
+
+    # ── the training loop ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that this rank's gradient is the mean of; its weight. Set it before the backward pass."""
+        return self._num_samples
+
+    @num_samples.setter
+    def num_samples(self, value: int) -> None:
+        if value < 0:
+            raise ConfigError.of("num_samples ≥ 0", value, "0 says that this rank has nothing to add")
+        if not self._open.is_untouched:
+            raise ConfigError.of("num_samples before the backward pass", "after it", "set it when the batch is drawn")
+        self._num_samples = self._open.num_samples = value
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backward passes inside add to ``p.grad`` and start nothing; the last one of a step goes outside.
+
+        Their gradients are summed, as everywhere in PyTorch: divide the loss by the number of passes for a mean.
+        """
+        return self._intake.accumulate()
+
+    def step(self) -> None:
+        """Ends this step's backward pass and applies what is due: this step's gradient, or the one before.
+
+        Raises:
+            NonFiniteGradientError: NaN or infinity on some rank, without a scaler. The step never was.
+            PayloadError: Ranks are not in the same step, or a payload came damaged. What was chosen is kept.
+            PeerLostError: A rank is gone or silent. What was chosen is kept.
+            GradientError: A rank failed; see its log.
+        """
+        self._check_open()
+        work = self._open
+        work.costs.compute_seconds = time.perf_counter() - self._stepped_at
+        self._stepped_at = time.perf_counter()
+        self._intake.seal(work)
+        due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
+        self._optimizer._opt_called = True  # schedulers ask for a step, and the first late one applies nothing
+        try:
+            if due is not None:
+                self._settle(due)
+        finally:
+            self._open = self._begin(work.step + 1)
+
+    def finish(self) -> None:
+        """Brings everything up to date: the last gradient, weights that lag, buffers. Collective; fails as `step`."""
+        self._check_between_steps()
+        due, self._late = self._late, None
+        if due is not None:
+            self._settle(due)
+        self._optimizer.flush()
+        unite_buffers(self._route.world, self._model)
+
+    # ── what a controller says and sees ─────────────────────────────────────────────────────────────────────────────
+
+    def propose(self, decision: Decision) -> None:
+        """Rank 0 decides for all: rides in the coming step's exchange, takes effect at one step on every rank.
+
+        If that step's backward pass has begun, or the step fails, it rides in the next.
+
+        Args:
+            decision: Not before its ``effective_step``, and not before every rank can know of it.
+
+        Raises:
+            ConfigError: On another rank, or one that cannot be.
+        """
+        check_decision(decision, self._route.world.rank, self._route.world.world_size)
+        if self._open.is_untouched:
+            self._open.proposal, self._proposal = decision, None
+        else:
+            self._proposal = decision
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples that this rank shall take in the coming step; None: nobody has decided."""
+        decision = self._plan.at(self._open.step)
+        return decision.batch_sizes[self._route.world.rank] if decision and decision.batch_sizes else None
+
+    @property
+    def density(self) -> float:
+        """Kept fraction in the coming step."""
+        return self._open.density
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken; with staleness 1 the last of them is applied by the next, or by `finish`."""
+        return self._open.step
+
+    def report(self) -> StepReport | None:
+        """What the last step that ended cost this rank; None before the first."""
+        return self._meter.latest
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Totals of this process by name; `_engine.meter.COUNTS` says how to read each."""
+        return dict(self._meter.totals)
+
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, what is still to be applied, the plan; between two steps. Weights are the model's."""
+        self._check_between_steps()
+        if self._late is not None:
+            self._late.wait(StepState.MERGED)
+        self._pipeline.reclaim()
+        proposal = self._proposal or self._open.proposal
+        return {
+            **self._states.take(self._late),
+            "proposal": None if proposal is None else plain_decision(proposal),
+            "step": self._open.step,
+            "plan": self._plan.state_dict(),
+            "scaling": self._scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict` of this rank. Of another rank's (a rank that joins) residuals are left out.
+
+        Args:
+            state: Of an engine over the same model.
+
+        Raises:
+            StateMismatchError: It does not fit; nothing was changed.
+        """
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Goes on from the states of all ranks of a world that may have had another size.
+
+        A rank that there was before gets its own residuals. Those of ranks that are gone are added to those that are
+        left, in turns, so that nothing is lost; a rank that is new begins with none.
+
+        Args:
+            states: Those of the ranks before, in any order; the same on every rank.
+
+        Raises:
+            StateMismatchError: They do not fit; nothing was changed.
+        """
+        self._check_between_steps()
+        if not states:
+            raise StateMismatchError.of("at least one state", "none", "give what state_dict() returned")
+        late = self._states.give(states)
+        self._plan.load_state_dict(states[0]["plan"], self._route.world.world_size)
+        self._scale.load_state_dict(states[0]["scaling"])
+        proposal = states[0]["proposal"] if self._route.world.rank == 0 else None
+        self._proposal = None if proposal is None else read_decision(proposal)
+        self._open.abandon()
+        self._late = late
+        self._open = self._begin(int(states[0]["step"]))
+        self._refresh()
+
+    def close(self) -> None:
+        """Ends the threads and the group; a step under way is dropped. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._hook.remove()
+            self._intake.close()
+            self._unwire()
+
+    def __enter__(self) -> GradientEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _connect(self, purpose: str) -> Transport:
+        """A group for one purpose. Collective."""
+        del purpose  # PyTorch tells groups apart by their order
+        return Transport(**self._grouping)
+
+    def _enter(self, world: Transport) -> None:
+        """Makes this rank one of those in a group: the same model, settings and weights. Collective."""
+        check_alike(world, self._model, self._buckets, self._settings)
+        share_weights(world, self._model, self._buckets)
+
+    def _wire(self, route: Topology, looking: Transport) -> None:
+        """Takes up what knows who is in the group."""
+        self._route, self._looking = route, looking
+        self._watch = Consistency(looking, self._optimizer, self._buckets, every=self._check_every)
+        self._states = EngineState(route, self._lanes)
+        self._pipeline = GradientPipeline(route, self._lanes, self._seed, is_late=self._staleness == 1)
+
+    def _unwire(self) -> None:
+        """Lets go of it; a step under way is dropped."""
+        self._open.abandon()
+        self._pipeline.close()
+        self._route.close()
+        self._looking.close()
+
+    def _begin(self, step: int) -> GradientStep:
+        sizes = [len(lane.bucket.parameters) for lane in self._lanes]
+        proposal, self._proposal = self._proposal, None
+        work = GradientStep(step, sizes, self._plan.density(step), self._num_samples, self._late, proposal)
+        self._pipeline.submit(work)
+        self._intake.work = work
+        return work
+
+    def _refresh(self) -> None:
+        """Takes weights from the parameters, where those are not views of ours and somebody has loaded them."""
+        for lane in self._lanes:
+            lane.bucket.refresh()
+
+    def _settle(self, work: GradientStep) -> None:
+        """Waits for a step's end and applies it, or says on all ranks why not."""
+        started = time.perf_counter()
+        work.wait(StepState.MERGED)
+        self._settled, self._stepped_at = work, time.perf_counter()
+        work.costs.wait_seconds = self._stepped_at - started
+        is_overflow = isinstance(work.error, NonFiniteGradientError) and self._scale.skips
+        outcome = "steps" if work.error is None else "skipped_steps" if is_overflow else "failed_steps"
+        self._meter.add(work, outcome)
+        if work.error is not None and not is_overflow:
+            self._proposal = self._proposal or self._open.proposal or work.proposal  # the newest; told twice, no harm
+            raise work.error
+        self._scale.stepped(work.error is None)
+        if work.decision is not None:
+            self._plan.adopt(work.decision, work.step)
+        if work.error is None:
+            self._apply(work)
+            self._watch.after_step(work.step + 1)
+
+    def _apply(self, work: GradientStep) -> None:
+        """The sparse step, on the training thread: weights change nowhere else."""
+        self._optimizer.step()  # no parameter has a gradient: all it does is to call who asked to be told of steps
+        factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
+        for lane, merged in zip(self._lanes, work.merged, strict=False):
+            scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
+            self._optimizer.apply(lane.bucket, scaled)
+        self._applied = work.step, work.norm
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError.of("an open engine", "a closed one", "make a new one")
+
+    def _check_between_steps(self) -> None:
+        self._check_open()
+        if not self._intake.is_empty:
+            raise ConfigError.of("to be between two steps", "gradients of a step", "call engine.step() first")

@@ -1,0 +1,161 @@
+"""Takes gradients out of ``p.grad`` as the backward pass completes them, and lays them into the step that is open.
+
+Taken without a copy: ``p.grad`` is None afterwards, and the next backward pass cannot write into what is still being
+sent. A parameter that takes part twice in a backward pass is one parameter, and is taken when both parts are added up.
+
+Mixed precision: a step whose gradient overflowed on any rank is skipped on all, and all lower the scale together.
+
+``torch.amp.GradScaler`` looks for infinities in ``p.grad``, each rank in its own. Here gradients leave ``p.grad``
+during the backward pass, and every rank learns of every rank's overflow from the exchange. So the engine unscales
+while it gathers (by the scale of that backward pass), and does what ``scaler.update()`` would do through the scaler's
+public setters: back off after an overflow, grow after ``growth_interval`` good steps. The script keeps
+``scaler.scale(loss)`` and leaves out ``unscale_``, ``step`` and ``update``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shade.errors import ConfigError
+from shade.gradient._comm.step import GradientStep
+from shade.gradient._engine.bucket_state import BucketState
+
+
+class GradientHooks:
+    """The hooks on all parameters of an engine, until `close`.
+
+    Args:
+        lanes: The buckets.
+        param_groups: Of the optimizer, with parameters that are frozen.
+        scale: What gradients have to be multiplied with.
+    """
+
+    def __init__(
+        self, lanes: Sequence[BucketState], param_groups: Sequence[Mapping[str, Any]], scale: ScaleKeeper
+    ) -> None:
+        self._lanes, self._scale = lanes, scale
+        self._places = {
+            parameter: (number, position)
+            for number, lane in enumerate(lanes)
+            for position, parameter in enumerate(lane.bucket.parameters)
+        }
+        trained = [each for entry in param_groups for each in entry["params"]]
+        self._frozen = [each for each in trained if each not in self._places]
+        self._is_accumulating = False
+        self.work: GradientStep | None = None
+        """The step that is open."""
+        take: Any = self._take
+        self._hooks: list[Any] = [each.register_post_accumulate_grad_hook(take) for each in self._places]  # type: ignore[no-untyped-call]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the open step has no gradient yet, taken or to be taken."""
+        is_untouched = self.work is None or self.work.is_untouched
+        return is_untouched and all(parameter.grad is None for parameter in self._places)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Leaves gradients where they are meanwhile; they add up there."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    def seal(self, work: GradientStep) -> None:
+        """Ends a step's backward pass: what has come no gradient yet comes without one.
+
+        Args:
+            work: The step.
+
+        Raises:
+            ConfigError: A parameter that was frozen has a gradient.
+        """
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise ConfigError.of("frozen parameters to stay frozen", "a gradient", "make a new engine to train them")
+        for parameter, (number, position) in self._places.items():
+            if not work.has(number, position):
+                work.put(number, position, parameter.grad)
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Takes the hooks off. Safe to call twice."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _take(self, parameter: Tensor) -> None:
+        """Hook: a parameter's gradient is complete."""
+        if self._is_accumulating or self.work is None:
+            return
+        number, position = self._places[parameter]  # type: ignore[index]
+        work = self.work
+        if work.has(number, position):
+            name = self._lanes[number].bucket.names[position]
+            cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
+            raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
+        if work.is_untouched:
+            work.scale = self._scale.unscale
+        gradient, parameter.grad = parameter.grad, None
+        work.put(number, position, gradient)
+
+
+class ScaleKeeper:
+    """Keeps the scale of a scaler; without a scaler, or with one that is disabled, a scale of 1.
+
+    Args:
+        scaler: The script's.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.num_good_steps = 0
+        """Since the scale last changed."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether an overflow is a step to be skipped, and not an error."""
+        return self._scaler is not None
+
+    @property
+    def unscale(self) -> float:
+        """What gradients have to be multiplied with."""
+        return 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+
+    def stepped(self, is_good: bool) -> None:
+        """Follows one step.
+
+        Args:
+            is_good: Whether it was finite on every rank.
+        """
+        if self._scaler is None:
+            return
+        self.num_good_steps = self.num_good_steps + 1 if is_good else 0
+        scale = self._scaler.get_scale()
+        if not is_good:
+            self._scaler.update(scale * self._scaler.get_backoff_factor())
+        elif self.num_good_steps == self._scaler.get_growth_interval():
+            self._scaler.update(scale * self._scaler.get_growth_factor())
+            self.num_good_steps = 0
+
+    def standing(self) -> dict[str, Any]:
+        """All that a rank which joins has to take over: `state_dict`, and the scale."""
+        return {**self.state_dict(), "scale": None if self._scaler is None else self._scaler.get_scale()}
+
+    def take(self, standing: Mapping[str, Any]) -> None:
+        """Takes over another rank's `standing`."""
+        self.load_state_dict(standing)
+        if self._scaler is not None and standing["scale"] is not None:
+            self._scaler.update(standing["scale"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the scaler itself does not save for us."""
+        return {"num_good_steps": self.num_good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict` back."""
+        self.num_good_steps = int(state["num_good_steps"])

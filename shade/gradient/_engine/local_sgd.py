@@ -1,0 +1,222 @@
+"""Infrequent synchronisation, for links so slow that even a hundredth of every step is too much.
+
+::
+
+    optimizer = torch.optim.AdamW(model.parameters())          # any; each rank's own
+    with DiLoCo(model, every=100) as outer:
+        for images, labels in loader:
+            loss(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()                                       # every 100th synchronises
+
+Each rank takes H steps of its own from common weights, the *anchor*. How far it came, anchor - weights, is then treated
+as a gradient: averaged over the ranks by samples, and applied to the anchor by an outer optimizer. With rate 1 and no
+momentum that is the mean of all ranks' weights (`LocalSGD`); with Nesterov's momentum it is DiLoCo, which holds its
+quality up to hundreds of inner steps. What is averaged goes the same way as a gradient: it can be sparse, with error
+feedback; it is checked, merged in rank order, and applied on all ranks or on none.
+
+The price: two more copies of the weights on the host (anchor and momentum), one more for error feedback. Sent whole,
+an element is 5 bytes. Between synchronisations ranks differ: evaluate and save after one (`synchronise` makes one).
+Buffers are brought together at every synchronisation.
+
+Invariant: after a synchronisation all ranks hold the same weights, bit for bit.
+
+Legend: D bucket.
+
+References:
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. Douillard et al., "DiLoCo", 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
+from shade.gradient._comm.step import GradientStep
+from shade.gradient._comm.topology import FlatTopology
+from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
+from shade.gradient._compress.compressor import Key, Sparse
+from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
+from shade.gradient._engine.replica import check_alike, share_weights, unite_buffers
+
+
+class DiLoCo:
+    """Averages how far the ranks came in H steps, and steps the common weights that way. Collective to make.
+
+    Args:
+        model: Any module; rank 0's parameters and buffers are given to all ranks. Trainable ones are synchronised.
+        every: H, inner steps between two synchronisations, ≥ 1.
+        lr: Rate of the outer step, > 0.
+        momentum: Nesterov's, of the outer step, 0 ≤ momentum < 1.
+        density: Kept fraction of what is averaged; 1: all.
+        compressor: Name in `_compress.compressor.COMPRESSORS`.
+        quantiser: Name in `_compress.quantiser.QUANTISERS`.
+        group: The ranks that train together; None: all.
+        timeout_seconds: Longest silence of a rank: longer than H steps of the slowest differ from those of the fastest.
+        bucket_bytes: What a bucket holds at most.
+        seed: Of what compressors draw; the same on every rank.
+
+    Raises:
+        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        density: float = 1.0,
+        compressor: str = "threshold-v",
+        quantiser: str = "none",
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        bucket_bytes: int = BUCKET_BYTES,
+        seed: int = 0,
+    ) -> None:
+        for expected, got, is_right in (
+            ("every ≥ 1 step", every, every >= 1),
+            ("an outer lr > 0", lr, lr > 0),
+            ("an outer momentum in [0, 1)", momentum, 0 <= momentum < 1),
+            ("a density in (0, 1]", density, 0 < density <= 1),
+        ):
+            if not is_right:
+                raise ConfigError.of(expected, got, "every=100, lr=0.7, momentum=0.9, density=1 are usual")
+        self.num_samples = 1
+        """Weight of this rank's part: samples since the last synchronisation."""
+        self.step_count = 0
+        """Inner steps."""
+        self._model, self._every, self._lr, self._momentum = model, every, lr, momentum
+        self._density, self._seed = density, seed
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
+        world = Transport(group, timeout_seconds=timeout_seconds)
+        settings = {"every, lr, momentum": [every, lr, momentum], "density": density, "seed": seed}
+        check_alike(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
+        share_weights(world, model, buckets)
+        self._route = FlatTopology(world)
+        self._lanes = make_bucket_states(self._route, buckets, compressor, quantiser)
+        self._trade = SparseAllReduce(
+            self._route, [each.size for each in buckets], [lane.coder for lane in self._lanes]
+        )
+        self._states = EngineState(self._route, self._lanes)
+        self._anchors: list[Tensor] = [bucket.weights_D.clone() for bucket in buckets]
+        self._velocities: list[Tensor] = [torch.zeros_like(anchor_D) for anchor_D in self._anchors]
+
+    def step(self) -> bool:
+        """After each inner optimizer step, on every rank.
+
+        Returns:
+            Whether it synchronised.
+
+        Raises:
+            GradientError: As by `synchronise`.
+        """
+        self.step_count += 1
+        if self.step_count % self._every:
+            return False
+        self.synchronise()
+        return True
+
+    def synchronise(self) -> None:
+        """Makes all ranks' weights the same, now. Collective.
+
+        Raises:
+            NonFiniteGradientError: Some rank's weights hold NaN or infinity. All ranks keep their own.
+            PayloadError: Ranks are not in the same step, or a payload came damaged. All ranks keep their own.
+            PeerLostError: A rank is gone or silent.
+        """
+        merged = self._average()
+        for lane, anchor_D, velocity_D, each in zip(self._lanes, self._anchors, self._velocities, merged, strict=True):
+            distance_D = torch.from_numpy(each.dense())
+            if self._momentum:
+                velocity_D.mul_(self._momentum).add_(distance_D)
+                distance_D.add_(velocity_D, alpha=self._momentum)
+            anchor_D.sub_(distance_D, alpha=self._lr)
+            lane.bucket.weights_D.copy_(anchor_D)
+            lane.bucket.publish()
+        unite_buffers(self._route.world, self._model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchor, momentum and residuals; the inner optimizer and the weights are saved by themselves."""
+        return {
+            **self._states.take(None),
+            "step": self.step_count,
+            "anchors": list(self._anchors),
+            "velocities": list(self._velocities),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict` of this rank; load the model's and the inner optimizer's, too.
+
+        Args:
+            state: Of the same model.
+
+        Raises:
+            StateMismatchError: It does not fit; nothing was changed.
+        """
+        sizes = [len(anchor_D) for anchor_D in self._anchors]
+        for name in ("anchors", "velocities"):
+            got = [torch.as_tensor(each).numel() for each in state[name]]
+            if got != sizes:
+                raise StateMismatchError.of(f"{name} of {sizes} elements", got, "build the model as it was")
+        self._states.give([state])
+        self.step_count = int(state["step"])
+        for mine, theirs in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
+            for own_D, loaded_D in zip(mine, theirs, strict=True):
+                own_D.copy_(torch.as_tensor(loaded_D))
+
+    def close(self) -> None:
+        """Frees the group. Safe to call twice."""
+        self._route.close()
+
+    def __enter__(self) -> DiLoCo:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _average(self) -> list[Sparse]:
+        """How far all ranks came, on the mean; or an error on all ranks, and the residuals as they were."""
+        numbers = list(range(len(self._lanes)))
+        work = GradientStep(self.step_count, [], self._density, self.num_samples)
+        for number, (lane, anchor_D) in enumerate(zip(self._lanes, self._anchors, strict=True)):
+            lane.bucket.refresh()
+            try:
+                density = 1.0 if lane.bucket.is_dense else self._density
+                key = Key(self._seed, self.step_count, number)
+                work.chosen[number] = lane.feedback.compress(anchor_D - lane.bucket.weights_D, density, key)
+                work.payloads[number] = self._trade.pack(work, number, work.chosen[number])
+            except Exception as error:  # noqa: BLE001 - told to all by the counts
+                work.trouble.append(error)
+        try:
+            weights_P, lengths = self._trade.count(work, numbers)
+            merged = self._trade.bring(work, numbers, weights_P, lengths)
+            self._trade.vote(work, 0.0)
+        except Exception as error:
+            own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
+            for number in work.chosen:
+                self._lanes[number].feedback.undo()
+            raise error from (own or error.__cause__)
+        return merged
+
+
+class LocalSGD(DiLoCo):
+    """The mean of all ranks' weights, every H steps.
+
+    Args:
+        model: As of `DiLoCo`.
+        every: H.
+        **settings: The others of `DiLoCo`, without ``lr`` and ``momentum``.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int, **settings: Any) -> None:
+        super().__init__(model, every=every, lr=1.0, momentum=0.0, **settings)

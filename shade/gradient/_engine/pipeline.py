@@ -1,0 +1,249 @@
+"""Two threads that carry a step's gradient from the backward pass to the merged result, bucket by bucket.
+
+::
+
+    backward (training thread)   hooks hand over gradients; no copy, no wait
+    compress (thread 1)          device → host, widen, sum over the node, choose, code; or choose there, and what is
+                                 chosen → host
+    exchange (thread 2)          counts, payloads, merge, vote                       → `StepState.MERGED`
+    apply    (training thread)   sparse step, host → device, at one fixed point
+
+Every stage takes the buckets in one order that is fixed beforehand, whatever order the backward pass fills them in,
+so that ranks never wait crosswise and two runs do the same. Without staleness it is the order in which the backward
+pass usually fills them, back layers first, and each bucket has its own round of counts, so that its exchange overlaps
+with the rest of the backward pass. With staleness 1 one round of counts serves all buckets, and front layers go
+first.
+
+Nothing is applied before the whole step is known to be good, and a residual keeps its old content until then. That is
+what makes "on all ranks or on none" true: of a step that fails its gradient is forgotten (NaN), or what was chosen goes
+back into the residuals (a lost peer, a damaged payload).
+
+Legend: D bucket · B buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shade.errors import NonFiniteGradientError, PeerLostError
+from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
+from shade.gradient._comm.step import GradientStep, StepState, Undelivered
+from shade.gradient._comm.topology import Topology
+from shade.gradient._compress.compressor import Key, Sparse
+from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
+from shade.gradient._engine.bucket_state import BucketState
+from shade.gradient._engine.meter import norm_of
+from shade.gradient._kernels.choice import prepare
+
+_JOIN_SECONDS = 5.0
+
+
+class GradientPipeline:
+    """The two threads, which end when this is closed or collected.
+
+    Args:
+        route: Which way gradients take.
+        lanes: The buckets, front layers first.
+        seed: Of what compressors draw; the same on every rank.
+        is_late: Whether a step's result is waited for only in the next step.
+    """
+
+    def __init__(self, route: Topology, lanes: Sequence[BucketState], seed: int, is_late: bool) -> None:
+        self._stages = _Stages(route, tuple(lanes), seed, is_late)
+        self.undelivered = self._stages.undelivered
+        weakref.finalize(self, self._stages.stop).atexit = False
+
+    def submit(self, work: GradientStep) -> None:
+        """Takes a step that is about to begin; steps are worked off in this order."""
+        self._stages.inbox.put(work)
+
+    def reclaim(self) -> None:
+        """Puts what never arrived back into the residuals. While nothing is under way."""
+        self._stages.reclaim()
+
+    def close(self) -> None:
+        """Ends the threads. What is under way gets 5 seconds; safe to call twice."""
+        self._stages.stop()
+        self._stages.join(_JOIN_SECONDS)
+
+
+class _Stages:
+    """The threads' side; does not know the pipeline, so that one can be collected."""
+
+    def __init__(self, route: Topology, lanes: tuple[BucketState, ...], seed: int, is_late: bool) -> None:
+        self.inbox: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
+        self.undelivered = Undelivered()
+        self._route, self._lanes, self._seed = route, lanes, seed
+        self._trade = SparseAllReduce(route, [lane.bucket.size for lane in lanes], [lane.coder for lane in lanes])
+        everything = range(len(lanes))
+        self._compress_order = tuple(reversed(everything))
+        self._rounds = (tuple(everything),) if is_late else tuple((number,) for number in reversed(everything))
+        self._packed: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
+        is_pinned = any(lane.bucket.device.type == "cuda" for lane in lanes)
+        largest = max(lane.bucket.size for lane in lanes)
+        self._gradient_D = torch.empty(largest, dtype=torch.float32, pin_memory=is_pinned)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._threads = [
+            threading.Thread(target=run, name=f"shade-gradient-{name}", daemon=True)
+            for name, run in (("compress", self._run_compress), ("exchange", self._run_exchange))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self.inbox.put(None)
+
+    def join(self, timeout_seconds: float) -> None:
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+
+    def reclaim(self) -> None:
+        for number, sparse in self.undelivered.take():
+            lane = self._lanes[number]
+            with self._on_stream(lane.bucket.device):
+                lane.feedback.absorb(sparse)
+
+    # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run_compress(self) -> None:
+        with contextlib.suppress(Exception):  # what is wrong with it is said in the first step, on all ranks
+            prepare()  # compiles, while the first forward pass runs
+        while (work := self.inbox.get()) is not None:
+            self._packed.put(work)
+            if work.before is not None:
+                work.before.wait(StepState.AGREED)  # until then its residuals may have to be undone
+                work.before = None
+            try:
+                self._compress(work)
+            except Exception as error:  # noqa: BLE001 - every rank is told by the next counts
+                work.trouble.append(error)
+            work.advance(StepState.PACKED)
+            for event in work.packed:
+                event.set()
+        self._packed.put(None)
+
+    def _compress(self, work: GradientStep) -> None:
+        share, weight = 1.0, 0.0
+        for place, number in enumerate(self._compress_order):
+            work.ready[number].wait()
+            if work.state is StepState.ABANDONED:
+                return
+            if place == 0:
+                self.reclaim()
+                share, weight = self._route.begin(work.num_samples)
+            started = time.perf_counter()
+            bucket = self._lanes[number].bucket
+            with self._on_stream(bucket.device):
+                gradient_D = self._gather(work, number, share * work.scale)
+                if gradient_D.device.type == "cpu":
+                    gradient_D = self._route.reduce(gradient_D)
+                if weight and not work.trouble:
+                    density = 1.0 if bucket.is_dense else work.density
+                    self._choose(work, number, gradient_D, density)
+            if not weight and not work.trouble:
+                size = self._lanes[number].feedback.size
+                nothing = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
+                work.payloads[number] = self._trade.pack(work, number, nothing)
+            work.costs.compress_seconds += time.perf_counter() - started
+            work.packed[number].set()
+
+    def _choose(self, work: GradientStep, number: int, gradient_D: torch.Tensor, density: float) -> None:
+        """Chooses and codes; what goes wrong is kept for the counts, so that all ranks hear of it."""
+        feedback = self._lanes[number].feedback
+        try:
+            chosen = feedback.compress(gradient_D, density, Key(self._seed, work.step, number))
+            work.chosen[number] = chosen
+            work.payloads[number] = self._trade.pack(work, number, chosen)
+            work.costs.num_chosen += chosen.count
+        except Exception as error:  # noqa: BLE001 - see above
+            work.trouble.append(error)
+
+    def _gather(self, work: GradientStep, number: int, scale: float) -> torch.Tensor:
+        """The bucket's gradient, where it is chosen from: on the host, or where it is; its tensors are given up."""
+        lane, gradients, computed = self._lanes[number], work.gradients[number], work.copied[number]
+        bucket, host_D = lane.bucket, self._gradient_D[: lane.bucket.size]
+        if computed is not None:
+            torch.cuda.current_stream(bucket.device).wait_event(computed)
+        if isinstance(lane.feedback, DeviceErrorFeedback):
+            gradient_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
+            bucket.gather(gradients, gradient_D, scale)
+        elif bucket.device.type == "cuda":
+            remote_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
+            bucket.gather(gradients, remote_D, scale)
+            gradient_D = host_D.copy_(remote_D, non_blocking=True)
+            torch.cuda.current_stream(bucket.device).synchronize()
+        else:
+            gradient_D = host_D
+            bucket.gather(gradients, gradient_D, scale)
+        work.gradients[number] = []
+        return gradient_D
+
+    def _on_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """A stream of our own, beside the one that the model computes on."""
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._streams[device])
+
+    # ── thread 2 ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run_exchange(self) -> None:
+        while (work := self._packed.get()) is not None:
+            link = self._route.link
+            before = (link.seconds, link.bytes_sent, link.bytes_received)
+            failure: Exception | None = None
+            try:
+                self._exchange(work)
+            except Exception as error:  # noqa: BLE001 - raised by the training thread
+                self._restore_residuals(work, error)
+                failure = error
+            work.costs.exchange_seconds = link.seconds - before[0]
+            work.costs.bytes_sent = link.bytes_sent - before[1]
+            work.costs.bytes_received = link.bytes_received - before[2]
+            work.payloads = {}
+            if work.unvoted is None:
+                work.chosen = {}
+            work.end(failure)
+
+    def _exchange(self, work: GradientStep) -> None:
+        merged: dict[int, Sparse] = {}
+        for numbers in self._rounds:
+            for number in numbers:
+                work.packed[number].wait()
+            if numbers is self._rounds[-1]:
+                work.wait(StepState.PACKED)
+            if work.state is StepState.ABANDONED:
+                return
+            weights_P, lengths = self._trade.count(work, numbers)
+            if numbers is self._rounds[-1]:
+                work.advance(StepState.AGREED)
+            if sum(weights_P) > 0:
+                merged.update(zip(numbers, self._trade.bring(work, numbers, weights_P, lengths), strict=True))
+        everything = [merged[number] for number in sorted(merged)]
+        work.unvoted = None if work.damage else everything
+        work.norm = self._trade.vote(work, norm_of(everything))
+        work.merged, work.unvoted = everything, None
+
+    def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
+        """Of a failed step: undoes its residuals, or keeps what was picked to be added to them again."""
+        own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
+        if own is not None and work.state < StepState.AGREED:
+            error.__cause__ = own
+        work.wait(StepState.PACKED)  # thread 1 may still be picking
+        if not isinstance(error, PeerLostError):
+            work.unvoted = None
+        if isinstance(error, NonFiniteGradientError):
+            for number in work.chosen:
+                self._lanes[number].feedback.undo()
+        else:
+            self.undelivered.put(work)

@@ -1,0 +1,269 @@
+"""The walks in numpy, a tile at a time: for machines without numba, or where its loops turn out to be slower.
+
+A tile and its scratch stay in the second-level cache, so memory is read and written once here too. What remains is some
+overhead a tile and a few passes within the cache.
+
+Legend: D bucket · L lines of 16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shade.types import Bools, Floats
+
+LINE = 16
+"""Elements of a cache line."""
+TILE = 2**14
+"""Elements between two looks at how much room is left: what is picked into has that much to spare."""
+OVERFLOW = -1
+
+Places = npt.NDArray[np.uint32]
+
+
+def pick_elements(
+    gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, indices: Places, values: Floats
+) -> int:
+    """Adds, picks single elements, keeps the rest.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        rest_D: Becomes the sum, 0 where picked.
+        threshold: Picked is what is not smaller in magnitude; so NaN is.
+        indices: Becomes the picked places, ascending.
+        values: As long; becomes their sums.
+
+    Returns:
+        How many; or `OVERFLOW`: at some tile fewer than `TILE` places were left in ``indices``, and ``rest_D`` is worth
+        nothing.
+    """
+    magnitude, is_below = np.empty(TILE, dtype=np.float32), np.empty(TILE, dtype=np.bool_)
+    count, limit = 0, np.float32(threshold)
+    for start in range(0, gradient_D.size, TILE):
+        if count + min(TILE, gradient_D.size - start) > len(indices):
+            return OVERFLOW
+        tile = rest_D[start : start + TILE]
+        np.add(gradient_D[start : start + TILE], residual_D[start : start + TILE], out=tile)
+        np.abs(tile, out=magnitude[: tile.size])
+        np.less(magnitude[: tile.size], limit, out=is_below[: tile.size])
+        picked = np.flatnonzero(np.logical_not(is_below[: tile.size], out=is_below[: tile.size]))
+        after = count + len(picked)
+        np.add(picked, start, out=indices[count:after], casting="unsafe")
+        np.take(tile, picked, out=values[count:after])
+        tile[picked] = 0
+        count = after
+    return count
+
+
+def pick_lines(
+    gradient_D: Floats,
+    residual_D: Floats,
+    rest_D: Floats,
+    scale: float,
+    threshold: float,
+    lines: Places,
+    values: Floats,
+) -> int:
+    """Adds, picks lines of 16 by their energy, keeps the rest. A last line may be shorter.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        rest_D: Becomes the sum, 0 where picked.
+        scale: A power of two, see `line_energy`.
+        threshold: Picked is what has not less energy; so is a line with a NaN.
+        lines: Becomes the numbers of the picked lines, ascending.
+        values: 16 times as long; becomes their sums, 0 beyond the end.
+
+    Returns:
+        How many lines; or `OVERFLOW`, as `pick_elements` where fewer than `TILE` / 16 places were left.
+    """
+    count, limit = 0, np.float32(threshold)
+    for start in range(0, gradient_D.size, TILE):
+        if count + -(-min(TILE, gradient_D.size - start) // LINE) > len(lines):
+            return OVERFLOW
+        tile = rest_D[start : start + TILE]
+        np.add(gradient_D[start : start + TILE], residual_D[start : start + TILE], out=tile)
+        tile_L = as_lines(tile)
+        picked = np.flatnonzero(~(line_energy(tile_L, np.float32(scale)) < limit))
+        after = count + len(picked)
+        np.add(picked, start // LINE, out=lines[count:after], casting="unsafe")
+        values[count * LINE : after * LINE].reshape(-1, LINE)[...] = tile_L[picked]
+        for line in picked:
+            tile[line * LINE : (line + 1) * LINE] = 0
+        count = after
+    return count
+
+
+def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, sample_L: Floats) -> None:
+    """Adds every so many lines.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        start: The first line.
+        stride: From one to the next.
+        sample_L: float32 (L, 16); becomes the sums of so many lines; all of them are whole.
+    """
+    whole = gradient_D.size // LINE * LINE
+    gradient_L, residual_L = gradient_D[:whole].reshape(-1, LINE), residual_D[:whole].reshape(-1, LINE)
+    np.add(gradient_L[start::stride], residual_L[start::stride], out=sample_L)
+
+
+def name_elements(lines: Places, indices_L: Places) -> None:
+    """The elements of lines, in order.
+
+    Args:
+        lines: Their numbers.
+        indices_L: uint32 (L, 16), as many; overwritten.
+    """
+    np.multiply(lines[:, None], np.uint32(LINE), out=indices_L)
+    np.add(indices_L, np.arange(LINE, dtype=np.uint32), out=indices_L)
+
+
+def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Floats) -> None:
+    """Puts what rounding lost where it was picked.
+
+    Args:
+        rest_D: Overwritten at the places.
+        indices_K: The places, < D.
+        values_K: What was picked.
+        seen_K: What the receiver will see of it.
+    """
+    rest_D[indices_K] = values_K - seen_K
+
+
+def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> int:
+    """Takes some of what was picked back out; the others close ranks.
+
+    Args:
+        rest_D: Gets back what lies within it.
+        places: Numbers of the picked units; overwritten.
+        values: float32 (U, unit), theirs; overwritten.
+        is_kept: bool (U,).
+
+    Returns:
+        How many are left, at the front of both.
+    """
+    unit, left = values.shape[1], int(np.count_nonzero(is_kept))
+    back = (places[~is_kept][:, None].astype(np.int64) * unit + np.arange(unit)).reshape(-1)
+    is_within = back < rest_D.size
+    rest_D[back[is_within]] = values[~is_kept].reshape(-1)[is_within]
+    places[:left], values[:left] = places[is_kept], values[is_kept]
+    return left
+
+
+def gain_momentum(velocity_D: Floats, gradient_D: Floats, momentum: float, gained_D: Floats) -> None:
+    """A step of momentum: ``gained ← momentum · velocity + gradient``, rounded twice.
+
+    Args:
+        velocity_D: Unchanged.
+        gradient_D: Unchanged.
+        momentum: The factor.
+        gained_D: From `aligned_zeros`, apart from the other two; overwritten.
+    """
+    np.multiply(velocity_D, np.float32(momentum), out=gained_D)
+    np.add(gained_D, gradient_D, out=gained_D)
+
+
+def gain_adam(
+    first_D: Floats,
+    second_D: Floats,
+    gradient_D: Floats,
+    coefficients: Floats,
+    new_first_D: Floats,
+    new_second_D: Floats,
+    direction_D: Floats,
+) -> None:
+    """A step of Adam's moments, and where it leads; every operation is rounded.
+
+    Args:
+        first_D: Unchanged.
+        second_D: Unchanged.
+        gradient_D: Unchanged.
+        coefficients: See `_compress.correction.AdamCorrection.coefficients`.
+        new_first_D: Overwritten.
+        new_second_D: Overwritten.
+        direction_D: Overwritten.
+    """
+    beta1, rest1, beta2, rest2, unbias1, unbias2, eps = coefficients
+    scratch = np.empty(TILE, dtype=np.float32)
+    for start in range(0, gradient_D.size, TILE):
+        tile = slice(start, start + TILE)
+        gradient, first, second, direction = gradient_D[tile], new_first_D[tile], new_second_D[tile], direction_D[tile]
+        part = scratch[: gradient.size]
+        np.multiply(first_D[tile], beta1, out=first)
+        np.add(first, np.multiply(gradient, rest1, out=part), out=first)
+        np.multiply(second_D[tile], beta2, out=second)
+        np.multiply(np.multiply(gradient, gradient, out=part), rest2, out=part)
+        np.add(second, part, out=second)
+        np.multiply(np.sqrt(second, out=part), unbias2, out=part)
+        np.add(part, eps, out=part)
+        np.divide(np.multiply(first, unbias1, out=direction), part, out=direction)
+
+
+def gain_second(
+    second_D: Floats, gradient_D: Floats, coefficients: Floats, new_second_D: Floats, direction_D: Floats
+) -> None:
+    """`gain_adam` where β₁ is 0 and no first moment is kept; the same bits.
+
+    Args:
+        second_D: Unchanged.
+        gradient_D: Unchanged.
+        coefficients: See `gain_adam`; those of the first moment are not looked at.
+        new_second_D: Overwritten.
+        direction_D: Overwritten.
+    """
+    _, _, beta2, rest2, _, unbias2, eps = coefficients
+    for start in range(0, gradient_D.size, TILE):
+        tile = slice(start, start + TILE)
+        gradient, second, direction = gradient_D[tile], new_second_D[tile], direction_D[tile]
+        np.multiply(second_D[tile], beta2, out=second)
+        np.multiply(np.multiply(gradient, gradient, out=direction), rest2, out=direction)
+        np.add(second, direction, out=second)
+        np.multiply(np.sqrt(second, out=direction), unbias2, out=direction)
+        np.add(direction, eps, out=direction)
+        np.divide(gradient, direction, out=direction)
+
+
+def clear(array_D: Floats, indices_K: Places) -> None:
+    """Puts 0 at some places.
+
+    Args:
+        array_D: Overwritten there.
+        indices_K: The places, < D.
+    """
+    array_D[indices_K] = 0
+
+
+def as_lines(array_D: Floats) -> Floats:
+    """As lines of 16, the last one filled up with zeros; a view where nothing needs filling."""
+    whole = array_D.size // LINE * LINE
+    if whole == array_D.size:
+        return array_D.reshape(-1, LINE)
+    filled = np.zeros(whole + LINE, dtype=np.float32)
+    filled[: array_D.size] = array_D
+    return filled.reshape(-1, LINE)
+
+
+def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
+    """The sum of squares of each line, after scaling; added in halves, as the vector loops add.
+
+    Args:
+        lines_L: float32 (L, 16).
+        scale: A power of two that brings the largest elements near 1. Squares of 1e-23 vanish and of 1e20 overflow, so
+            without it a choice would depend on the loss's scale.
+
+    Returns:
+        float32 (L,).
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        squares = lines_L * scale
+        np.multiply(squares, squares, out=squares)
+        width = LINE // 2
+        while width:
+            squares = squares[:, :width] + squares[:, width:]
+            width //= 2
+        return squares[:, 0]

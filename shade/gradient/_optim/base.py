@@ -1,0 +1,387 @@
+"""SparseOptimizer: a torch.optim.Optimizer that is given a few chosen elements of a bucket, and works on those.
+
+What it computes is the dense optimizer's result on that gradient with zeros everywhere else. There, momentum and weight
+decay move elements whose gradient is zero, too; here they move later, all skipped steps at once, in closed form: when
+something in their line of 16 is touched, or when a sweep comes by. Each step sweeps one part of every bucket in
+``flush_every``, in turn, so that no element ever lags further than that; `flush` brings all of them up to date. The
+forward pass reads lagging elements where they stand, which is what ``flush_every`` bounds; decision 0016 has what that
+costs and what it changes.
+
+Coefficients (learning rate, momentum, betas, decay) are read from ``param_groups`` at every step and enter the closed
+forms as they were at each skipped step, so any scheduler will do.
+
+**Replicas.** What `apply` and `flush` do is the same bits wherever it is done in the same order. A flush rounds
+differently from no flush: call it on all ranks at the same step, or on none. `state_dict` changes nothing: what lags is
+saved lagging, and goes on bit for bit. After a `flush` it is in the format of PyTorch's own optimizer of that name, and
+either loads the other's.
+
+Invariant: after `flush`, weights and moments are the dense optimizer's, to within float32's rounding.
+
+Legend: D bucket · K kept · L lines of 16.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from shade.errors import ConfigError, GradientError
+from shade.gradient._compress.bucket import Bucket
+from shade.gradient._compress.compressor import Sparse
+from shade.gradient._compress.correction import AdamCorrection, Correction
+from shade.gradient._kernels.compiling import choose
+from shade.gradient._optim import arrays
+from shade.gradient._optim.memory import Memory
+
+FLUSH_EVERY = 16
+_FLUSH = "call flush() on every rank first, or keep the bucket size and flush_every"
+
+
+@functools.cache
+def loops() -> Any:
+    """Those in use: compiled, or in numpy."""
+    return choose("shade.gradient._kernels.step", arrays)
+
+
+class SparseOptimizer(Optimizer, ABC):
+    """Base of the sparse optimizers; a subclass fills in `_new_memory`, `_step` and `_sweep`.
+
+    Args:
+        params: As for any optimizer.
+        defaults: What a parameter group has if it does not say otherwise.
+        flush_every: Steps that an element may lag, ≥ 1; 1: none ever does after a step.
+
+    Raises:
+        ConfigError: A setting out of range, or a parameter that is not dense real floating point.
+    """
+
+    moments: ClassVar[tuple[str, ...]]
+    """What PyTorch's optimizer calls them."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], flush_every: int) -> None:
+        if flush_every < 1:
+            raise ConfigError.of("flush_every ≥ 1 step", flush_every, f"{FLUSH_EVERY} is the default")
+        self.flush_every = flush_every
+        self._memories: dict[Parameter, Memory] = {}
+        """By the first parameter of the bucket."""
+        self._lags: list[dict[str, Any]] = []
+        """What was loaded, and waits for its bucket."""
+        self._lock = threading.Lock()
+        super().__init__(params, defaults)
+
+    # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, bucket: Bucket, sparse: Sparse) -> None:
+        """Takes one step of a bucket. Different buckets may be stepped by different threads.
+
+        Args:
+            bucket: Of parameters of one group; the same object at every step. Its `Bucket.weights_D` move.
+            sparse: The gradient; may be empty.
+
+        Raises:
+            GradientError: The gradient is of another bucket.
+            ConfigError: The bucket cannot take over the state of an earlier one.
+        """
+        if sparse.size != bucket.size:
+            raise GradientError.of(f"a gradient of {bucket.size} elements", sparse.size, "apply it to its own bucket")
+        self._opt_called = True  # learning rate schedulers ask whether a step has been taken
+        memory = self._memory(bucket)
+        group = self.param_groups[bucket.group]
+        if group["maximize"]:
+            sparse = Sparse(sparse.indices_K, -sparse.values_K, sparse.size)
+        memory.advance()
+        is_sparse = self._step(memory, group, sparse)
+        if not is_sparse:
+            turn = (memory.step - 1) % self.flush_every
+            start, stop = (memory.num_lines * each // self.flush_every for each in (turn, turn + 1))
+            self._sweep(memory, start, stop)
+        bucket.publish(sparse.indices_K if is_sparse else None)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step with the gradients in ``p.grad``, dense or ``torch.sparse``.
+
+        A parameter that is in no bucket yet gets one of its own. One without a gradient is left alone, as PyTorch does;
+        within a bucket it counts as zero if another one has a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for bucket in self._all_buckets():
+            gradients = [parameter.grad for parameter in bucket.parameters]
+            if any(gradient is not None for gradient in gradients):
+                gradient_D = torch.empty(bucket.size)
+                bucket.gather(gradients, gradient_D)
+                array_D = gradient_D.numpy()
+                indices_K = np.flatnonzero(array_D).astype(np.uint32)
+                self.apply(bucket, Sparse(indices_K, array_D[indices_K], bucket.size))
+        return loss
+
+    def flush(self) -> None:
+        """Brings every element up to date: before weights are evaluated or handed on. On all ranks, or on none.
+
+        Weights change as in a step, so whoever has asked to be called before a step is called: a snapshot may still be
+        being copied.
+        """
+        if not self.is_behind:
+            return
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            hook(self, (), {})
+        for memory in self._memories.values():
+            if memory.is_behind:
+                self._sweep(memory, 0, memory.num_lines)
+                memory.bucket.publish()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `flush` would change anything."""
+        return any(memory.is_behind for memory in self._memories.values())
+
+    def replica(self, bucket: Bucket) -> list[npt.NDArray[np.uint8]]:
+        """All bytes that have to be the same on every rank: weights, moments, what lags, tables. Writable.
+
+        Args:
+            bucket: One that `apply` has seen, or will see.
+
+        Returns:
+            Views of the bucket's own memory, empty ones left out; step counts last.
+        """
+        memory = self._memory(bucket)
+        memory.counted[0] = memory.step
+        arrays: list[Any] = [bucket.array(), *memory.moments.values(), memory.last_L, memory.history, memory.rows]
+        return [array.reshape(-1).view(np.uint8) for array in (*arrays, memory.counted) if array.size]
+
+    def moments_of(self, bucket: Bucket) -> list[str]:
+        """Which moments a bucket has by now; what ranks must have alike to share a `replica`."""
+        return list(self._memory(bucket).moments)
+
+    def add_moments(self, bucket: Bucket, names: Sequence[str]) -> None:
+        """Gives a bucket the moments that another rank's has; they are 0 until its replica is taken over.
+
+        Args:
+            bucket: Whose.
+            names: As `moments_of` says there.
+        """
+        memory = self._memory(bucket)
+        for name in names:
+            if name not in memory.moments:
+                memory.add_moment(name)
+        self._tell(memory)
+
+    def take_replica(self, bucket: Bucket) -> None:
+        """Goes on from what was written to `replica`'s views."""
+        memory = self._memory(bucket)
+        memory.go_to(int(memory.counted[0]))
+        bucket.publish()
+
+    def correction(self, group: Mapping[str, Any]) -> Correction | None:
+        """What every rank has to make of its own gradient before this optimizer sees any of it.
+
+        Args:
+            group: One of ``param_groups``.
+
+        Returns:
+            None: nothing.
+        """
+        del group
+        return None
+
+    @abstractmethod
+    def _new_memory(self, bucket: Bucket, step: int) -> Memory:
+        """Hook: a memory without moments."""
+
+    @abstractmethod
+    def _step(self, memory: Memory, group: Mapping[str, Any], sparse: Sparse) -> bool:
+        """Hook: step number ``memory.step``; returns whether nothing but the touched elements moves, ever."""
+
+    @abstractmethod
+    def _sweep(self, memory: Memory, start: int, stop: int) -> None:
+        """Hook: brings a range of lines up to date."""
+
+    # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer's.
+
+        Args:
+            param_group: Parameters, and what is different for them.
+
+        Raises:
+            ConfigError: A parameter that is not dense real floating point.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+                got = f"{parameter.dtype} {parameter.layout}"
+                raise ConfigError.of(
+                    "dense real floating-point parameters", got, "use an optimizer of torch.optim for it"
+                )
+
+    def _all_buckets(self) -> list[Bucket]:
+        held = {each for memory in self._memories.values() for each in memory.bucket.parameters}
+        buckets = [memory.bucket for memory in self._memories.values()]
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel() and parameter not in held:
+                    buckets.append(Bucket([parameter], group=number))
+        return buckets
+
+    def _memory(self, bucket: Bucket) -> Memory:
+        memory = self._memories.get(bucket.parameters[0])
+        if memory is not None and memory.bucket is bucket:
+            return memory
+        with self._lock:
+            return self._adopt(bucket)
+
+    def _adopt(self, bucket: Bucket) -> Memory:
+        """A memory for a new bucket, with what is known of its parameters from before."""
+        for first, earlier in list(self._memories.items()):
+            if not set(bucket.parameters).isdisjoint(earlier.bucket.parameters):
+                if earlier.is_behind:
+                    raise ConfigError.of("buckets that stay as they are, or are up to date", "new ones", _FLUSH)
+                del self._memories[first]
+        states = [self.state.get(parameter, {}) for parameter in bucket.parameters]
+        steps = {int(state["step"]) if "step" in state else 0 for state in states}
+        if len(steps) > 1:
+            cure = "give them buckets of their own"
+            raise ConfigError.of("parameters that have taken equally many steps", sorted(steps), cure)
+        memory = self._new_memory(bucket, steps.pop())
+        for name in self.moments:
+            known = [state.get(name) for state in states]
+            if any(tensor is not None for tensor in known):
+                memory.add_moment(name)
+                with torch.no_grad():
+                    for view, tensor in zip(memory.views(name), known, strict=True):
+                        if tensor is not None:
+                            view.copy_(tensor)
+        self._take_lag(memory)
+        self._memories[bucket.parameters[0]] = memory
+        self._tell(memory)
+        return memory
+
+    def _tell(self, memory: Memory) -> None:
+        """Shows the memory in ``state``, as PyTorch's optimizers do."""
+        for parameter, told_step in zip(memory.bucket.parameters, memory.told_steps, strict=True):
+            self.state[parameter] = {"step": told_step}
+        for name in memory.moments:
+            for parameter, view in zip(memory.bucket.parameters, memory.views(name), strict=True):
+                self.state[parameter][name] = view
+
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's, and ``lags`` of the buckets that are not up to date. Changes nothing."""
+        state = super().state_dict()
+        lags = self._all_lags()
+        return {**state, "lags": lags} if lags else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of this class, or of PyTorch's optimizer of that name. Moments stay float32 on the CPU.
+
+        Args:
+            state_dict: Its tensors are copied.
+
+        Raises:
+            ConfigError: A moment of another shape than its parameter.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._memories.clear()
+        self.state.clear()
+        parameters = self._numbered()
+        for number, entry in state_dict["state"].items():
+            parameter = parameters[number]
+            kept = {name: entry[name] for name in ("step", *self.moments) if entry.get(name) is not None}
+            for name in self.moments:
+                if name in kept and kept[name].shape != parameter.shape:
+                    expected = f"{name} of shape {tuple(parameter.shape)}"
+                    raise ConfigError.of(expected, tuple(kept[name].shape), "load it into the model it was saved with")
+            self.state[parameter] = {name: _copied(value) for name, value in kept.items()}
+        self._lags = list(state_dict.get("lags", ()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "flush_every": self.flush_every, "_lags": self._all_lags()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._lags = []
+        super().__setstate__(state)
+        self._memories, self._lock = {}, threading.Lock()
+
+    def _numbered(self) -> list[Parameter]:
+        """All parameters, as ``state_dict`` numbers them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _all_lags(self) -> list[dict[str, Any]]:
+        numbers = {parameter: number for number, parameter in enumerate(self._numbered())}
+        behind = [memory for memory in self._memories.values() if memory.is_behind]
+        lags = [
+            {"parameters": [numbers[each] for each in memory.bucket.parameters], **memory.lag()} for memory in behind
+        ]
+        return lags + self._lags
+
+    def _take_lag(self, memory: Memory) -> None:
+        """Gives a new memory what was loaded for its bucket."""
+        parameters = self._numbered()
+        for lag in list(self._lags):
+            mine = [parameters[number] for number in lag["parameters"]]
+            if set(mine).isdisjoint(memory.bucket.parameters):
+                continue
+            if mine != list(memory.bucket.parameters) or not memory.resume(lag):
+                raise ConfigError.of("the buckets with which the state was saved", "others", _FLUSH)
+            self._lags.remove(lag)
+
+
+def corrections_of(
+    optimizer: SparseOptimizer, wanted: Correction | None, clip_norm: float | None
+) -> list[Correction | None]:
+    """What is made of gradients before they are merged and clipped, by the optimizer's groups.
+
+    Args:
+        optimizer: May bring its own.
+        wanted: By the script; None: the optimizer's.
+        clip_norm: Of what is merged; None: any.
+
+    Returns:
+        One for each group.
+
+    Raises:
+        ConfigError: Both remember, or what is merged cannot be clipped so.
+    """
+    own = [optimizer.correction(group) for group in optimizer.param_groups]
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
+    if clip_norm is not None and any(isinstance(each, AdamCorrection) for each in (wanted, *own)):
+        raise ConfigError.of("clip_norm None with Adam's correction", clip_norm, "its steps have one size already")
+    if wanted is None:
+        return own
+    remembers = any(own) or len(optimizer.moments) != 1 or any(group["momentum"] for group in optimizer.param_groups)
+    if remembers:
+        got = f"{type(optimizer).__name__} with {wanted}"
+        raise ConfigError.of("SparseSGD without momentum where a correction remembers", got, "leave one of them out")
+    return [wanted] * len(own)
+
+
+def _copied(value: Any) -> Any:
+    """float32 on the CPU, apart from where it came from."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu", torch.float32, copy=True)

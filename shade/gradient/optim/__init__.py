@@ -1,8 +1,0 @@
-"""Optimizers that take a few chosen elements at a time, on the CPU, and end where the dense ones would."""
-
-from shade.gradient.optim.adam import SparseAdam, SparseAdamW
-from shade.gradient.optim.base import SparseOptimizer
-from shade.gradient.optim.local_adam import LocalAdam, LocalAdamW
-from shade.gradient.optim.sgd import SparseSGD
-
-__all__ = ["LocalAdam", "LocalAdamW", "SparseAdam", "SparseAdamW", "SparseOptimizer", "SparseSGD"]

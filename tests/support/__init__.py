@@ -1,0 +1,1 @@
+"""What several test modules use: small trainings, servers, snapshots, and the programs that tests run and kill."""

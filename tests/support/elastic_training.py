@@ -1,0 +1,83 @@
+"""One rank that trains with others until it has been through what its test has in mind; a script.
+
+    python elastic_training.py ADDRESS FOLDER NAME '{"num_members": 3, "goal": 2, …}'
+
+It writes FOLDER/NAME.log, a line a step, and FOLDER/NAME.json at its end. It ends `MORE_STEPS` after the generation
+``goal`` has begun, or at step ``until``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from shade.gradient._elastic.engine import ElasticEngine
+from shade.gradient._elastic.membership import Membership
+from shade.gradient._elastic.reconcile import kept_norm
+from shade.gradient.optim import SparseSGD
+from tests.support.gradient_ranks import digest, loss_of, network
+
+MORE_STEPS = 20
+
+
+def main() -> None:
+    """Trains."""
+    address, folder, name, words = sys.argv[1:]
+    plan = {"until": None, "goal": None, "fault": None, "fault_step": None, "staleness": 0, **json.loads(words)}
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    membership = Membership(
+        address,
+        plan["num_members"],
+        timeout_seconds=plan["timeout_seconds"],
+        patience_seconds=20.0,
+        dead_seconds=3.0,
+        give_up_seconds=100.0,
+    )
+    model = network()
+    optimizer = SparseSGD(model.parameters(), lr=0.05, momentum=0.9)
+    settings = {"density": 0.05, "bucket_bytes": 4 * 4000, "staleness": plan["staleness"]}
+    longest, until = 0.0, plan["until"]
+    with (
+        ElasticEngine(model, optimizer, membership, **settings) as engine,
+        Path(folder, f"{name}.log").open("w") as log,
+    ):
+        first_step = engine.step_count
+        while until is None or engine.step_count < until:
+            step, began = engine.step_count, time.monotonic()
+            if step == plan["fault_step"] and plan["fault"]:
+                time.sleep(2.0)  # its last words are out
+                os.kill(os.getpid(), getattr(signal, plan["fault"]))
+            loss_of(model, engine.rank, step).backward()
+            engine.step()
+            longest = max(longest, time.monotonic() - began)
+            generation = membership.generation.number
+            if until is None and plan["goal"] is not None and generation >= plan["goal"]:
+                until = (engine.changes[-1].step if engine.changes else first_step) + MORE_STEPS
+            log.write(f"{engine.step_count} {generation} {engine.world_size}\n")
+            log.flush()
+            time.sleep(0.02)
+        engine.finish()
+        outcome = {
+            "digest": digest(model),
+            "changes": [vars(each) for each in engine.changes],
+            "counts": engine.counts,
+            "longest": longest,
+            "first_step": first_step,
+            "kept": kept_norm(engine._lanes),
+            "step": engine.step_count,
+        }
+    Path(folder, f"{name}.json").write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Guards the arrangement of the house: what import-linter and ruff cannot see, and that they see what they should.
+
+Each guard is a function from a package folder to complaints. It is run on the package, where it must find nothing, and
+on a small house with one thing wrong in it, where it must find exactly that: a guard that cannot fail guards nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "shade"
+LEAST_DOCSTRING = 30
+MOST_LINES = 400
+
+
+def modules(package: Path) -> Iterator[tuple[str, Path, ast.Module]]:
+    """Dotted name, path and syntax tree of every module."""
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield name, path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of each import; ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
+
+
+def front_doors(package: Path) -> list[str]:
+    """Imports through a front door from inside: of `shade` itself, of one's own room, or relative ones."""
+    known = {name for name, _, _ in modules(package)}
+    complaints = []
+    for name, path, tree in modules(package):
+        doors = {package.name}
+        if path.name != "__init__.py":
+            doors.add(name.rpartition(".")[0])
+        for node in ast.walk(tree):
+            through: set[str] = set()
+            if isinstance(node, ast.ImportFrom) and node.level:
+                complaints.append(f"{name}:{node.lineno} imports relatively; write the full path")
+            elif isinstance(node, ast.ImportFrom):
+                if any(f"{node.module}.{alias.name}" not in known | {"shade.__version__"} for alias in node.names):
+                    through = {node.module or ""}
+            elif isinstance(node, ast.Import):
+                through = {alias.name for alias in node.names}
+            complaints += [
+                f"{name}:{node.lineno} enters by the front door of {door}; import from the file it lives in"
+                for door in sorted(through & doors)
+            ]
+    return complaints
+
+
+def docstrings(package: Path) -> list[str]:
+    """Modules that do not say what they are."""
+    return [
+        f"{name} has no docstring; say what it does, why this way, and the price"
+        for name, _, tree in modules(package)
+        if len(ast.get_docstring(tree) or "") < LEAST_DOCSTRING
+    ]
+
+
+def registries(package: Path) -> list[str]:
+    """Files that register a class and that their room's ``__init__`` does not import."""
+    trees = {name: (path, tree) for name, path, tree in modules(package)}
+    complaints = []
+    for name, (path, tree) in trees.items():
+        registering = any(
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr == "register"
+            and isinstance(call.func.value, ast.Name)
+            and call.func.value.id.isupper()  # a registry; not atexit
+            for call in ast.walk(tree)
+        )
+        room, _, file = name.rpartition(".")
+        if registering and path.name != "__init__.py" and room in trees:
+            door = trees[room][1]
+            if name not in {imported for _, imported in imports(door, set(trees))}:
+                complaints.append(f"add to {room.replace('.', '/')}/__init__.py: from {room} import {file}")
+    return complaints
+
+
+def long_modules(package: Path) -> list[str]:
+    """Modules that nobody reads to the end."""
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path, _ in modules(package)}
+    return [f"{name} has {n} lines, more than {MOST_LINES}; split it" for name, n in lengths.items() if n > MOST_LINES]
+
+
+def forbidden_words(package: Path) -> list[str]:
+    """Printing, bare excepts and things left undone."""
+    complaints = []
+    for name, _, tree in modules(package):
+        for node in ast.walk(tree):
+            at = f"{name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Name) and node.id == "print" and name != f"{package.name}.cli":
+                complaints.append(f"{at} prints; return the text, or log it")
+            elif isinstance(node, ast.ExceptHandler) and node.type is None:
+                complaints.append(f"{at} has a bare except; name what it expects")
+            elif isinstance(node, ast.Name) and node.id.startswith("NotImplemented"):
+                complaints.append(f"{at} has NotImplemented; write it, or use an abstract method")
+    return complaints
+
+
+def cycles(package: Path) -> list[str]:
+    """Modules that import each other, at whatever level of indentation."""
+    found = list(modules(package))
+    known = {name for name, _, _ in found}
+    graph = {name: {to for _, to in imports(tree, known) if to in known} - {name} for name, _, tree in found}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return ["cycle: " + " → ".join(error.args[1])]
+    return []
+
+
+GUARDS = [front_doors, docstrings, registries, long_modules, forbidden_words, cycles]
+DOC = '"""A module that says at some length what it is."""\n'
+HOUSE = {
+    "shade/__init__.py": DOC,
+    "shade/registry.py": DOC,
+    "shade/store/__init__.py": DOC + "from shade.store import a\n",
+    "shade/store/a.py": DOC + "from shade.store.b import B\n\n@R.register('a')\nclass A: ...\n",
+    "shade/store/b.py": DOC + "class B: ...\n",
+    "shade/cache.py": DOC + "from shade.store import A\nfrom shade import registry\n",
+}
+PLANTED: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
+    (front_doors, "shade/cache.py", DOC + "from shade import SampleCache\n", "front door of shade"),
+    (front_doors, "shade/cache.py", DOC + "import shade\n", "front door of shade"),
+    (front_doors, "shade/store/b.py", DOC + "from shade.store import A\n", "front door of shade.store"),
+    (front_doors, "shade/store/b.py", DOC + "from . import a\n", "relatively"),
+    (docstrings, "shade/store/b.py", "class B: ...\n", "shade.store.b has no docstring"),
+    (registries, "shade/store/__init__.py", DOC, "add to shade/store/__init__.py: from shade.store import a"),
+    (
+        registries,
+        "shade/store/b.py",
+        DOC + "class B: ...\n\nfor _name in ('b', 'c'):\n    STORES.register(_name)(B)\n",
+        "add to shade/store/__init__.py: from shade.store import b",
+    ),
+    (long_modules, "shade/store/b.py", DOC + "\n" * MOST_LINES, "401 lines"),
+    (forbidden_words, "shade/store/b.py", DOC + "print('hello')\n", "prints"),
+    (forbidden_words, "shade/store/b.py", DOC + "try:\n    x = 1\nexcept:\n    x = 2\n", "bare except"),
+    (forbidden_words, "shade/store/b.py", DOC + "def f(): raise NotImplementedError\n", "NotImplemented"),
+    (cycles, "shade/store/b.py", DOC + "def f():\n    from shade.store import a\n", "shade.store.a"),
+]
+
+
+def build_house(folder: Path, **changed: str) -> Path:
+    """Writes the small house, with some files changed."""
+    for name, content in {**HOUSE, **changed}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder / "shade"
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_the_package_keeps_the_house_rules(guard: Callable[[Path], list[str]]) -> None:
+    assert guard(PACKAGE) == []
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_leaves_a_sound_house_alone(guard: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    assert guard(build_house(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("guard", "file", "content", "complaint"), PLANTED)
+def test_a_guard_finds_what_is_planted(
+    guard: Callable[[Path], list[str]], file: str, content: str, complaint: str, tmp_path: Path
+) -> None:
+    complaints = guard(build_house(tmp_path, **{file: content}))
+    assert len(complaints) == 1
+    assert complaint in complaints[0]
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs import-linter in a folder that holds pyproject.toml and the package."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+    return subprocess.run(
+        [*command, "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package and its contracts in a folder of their own."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "shade", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_the_contracts_hold(copy: Path) -> None:
+    result = lint_imports(copy)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_contracts_catch_planted_violations(copy: Path) -> None:
+    planted = {
+        "shade/policy/base.py": "import torch",
+        "shade/cache/residency_map.py": "import redis",
+        "shade/store/base.py": "import shade.cache.residency_map",
+    }
+    for file, line in planted.items():
+        with (copy / file).open("a") as end:
+            end.write(f"\n{line}\n")
+    result = lint_imports(copy)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert re.search(r"Layers: imports go down only BROKEN", result.stdout)
+    assert re.search(r"Decisions are arithmetic.* BROKEN", result.stdout)
+    assert re.search(r"Only the store speaks Redis.* BROKEN", result.stdout)
+
+
+def test_a_new_room_must_be_given_a_floor(copy: Path) -> None:
+    (copy / "shade" / "attic.py").write_text(DOC)
+    result = lint_imports(copy)
+    assert result.returncode == 1
+    assert "shade.attic" in result.stdout + result.stderr
+
+
+def test_importing_shade_loads_neither_torch_nor_redis() -> None:
+    program = "import sys, shade; print(sorted({'torch', 'redis', 'numpy'} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_exists() -> None:
+    import shade
+
+    missing = [name for name in shade.__all__ if not hasattr(shade, name)]
+    assert missing == []
+    with pytest.raises(AttributeError, match="no attribute 'ShadeSamplr'"):
+        _ = shade.ShadeSamplr
+
+
+def tracked_files() -> list[Path]:
+    """What git would publish, or skips where this is no clone."""
+    result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    if result.returncode:
+        pytest.skip("not a git clone")
+    return [ROOT / name for name in result.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
+    # Written in pieces, so that this file does not find itself.
+    homes = "|".join(
+        ["/" + "work/", "/" + "root/", "/" + r"home/(?!cc/|user/|you/)\w", "/" + "Users/", "/" + "tmp/venv"]
+    )
+    machine_path = re.compile(rf"(?<![\w.$}}~*-])(?:{homes})".encode())
+    found = [str(path.relative_to(ROOT)) for path in tracked_files() if machine_path.search(path.read_bytes())]
+    assert found == []
+
+
+def test_scripts_are_executable_and_say_what_they_do() -> None:
+    for script in sorted((ROOT / "scripts").iterdir()):
+        assert script.stat().st_mode & 0o111, f"chmod +x {script.name}"
+        source = script.read_text(encoding="utf-8")
+        assert "|| true" not in source, f"{script.name} swallows a failure"
+        if source.startswith("#!/bin/sh"):
+            result = subprocess.run(
+                [str(script), "--help"], capture_output=True, text=True, timeout=60, check=False, cwd="/"
+            )
+            assert result.returncode == 0, result.stderr
+            assert script.name in result.stdout

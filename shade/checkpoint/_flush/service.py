@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
@@ -107,7 +108,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
         raise ConfigError.of("a store that other processes reach by its URL", store_url, cure)
     given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
-    home = str(Path(__file__).parents[2])
+    home = str(Path(str(files("shade"))).parent)  # where the package lies, for a clone that is not installed
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}"]
     path = flusher_log(run) if log is None else log
@@ -217,10 +218,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShadeError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 TIMEOUT_SECONDS: Final = 5.0
@@ -447,3 +444,7 @@ def _taken(run: str) -> CheckpointError:
     return CheckpointError.of(
         f"{run!r} without a flusher", "one that serves it", "leave it to that one, or end it first"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

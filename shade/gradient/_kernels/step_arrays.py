@@ -1,7 +1,7 @@
-"""The sparse optimizers' loops in numpy, the same to the last bit as `_kernels.step`.
+"""The sparse optimizers' loops in numpy, the same to the last bit as `_kernels.step_loops`.
 
-All work on whole lines of 16 elements. ``last_L`` holds the step up to which each line has moved; a line that lags is
-brought up to date as a whole. Tables have a column for each lag, rows a step's coefficients at ``step % F``.
+All work on whole lines of 16 elements. ``last_L`` holds the step up to which each line has moved. A line that lags is
+brought up to date as a whole. Tables have a column for each lag; ``rows_F9`` has a step's coefficients at ``step % F``.
 
 Legend: L lines of 16 · n lines at hand · F longest lag + 1.
 """
@@ -9,16 +9,13 @@ Legend: L lines of 16 · n lines at hand · F longest lag + 1.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from shade.gradient._kernels.arrays import LINE, Places
 from shade.types import Floats, Indices
-
-LINE = 16
-Places = npt.NDArray[np.uint32]
 
 
 def apply_plain(x: Floats, indices: Places, values: Floats, gain: np.float32) -> None:
-    """Moves the touched elements and nothing else."""
+    """Moves the touched elements only."""
     x[indices] -= gain * values
 
 

@@ -1,10 +1,10 @@
 """The sparse optimizers' loops in numba: line after line of 16, with the next lines already on their way from memory.
 
-`_optim.arrays` says what each does; here is how. A touched element's line has to come from memory whole,
-so all of it is brought up to date, which costs a few vector operations. Elements come in ascending order, far apart:
-the processor's own look-ahead does not see the pattern, so each line is asked for `_AHEAD` elements before its turn.
-That is faster than gathering and scattering 16 elements at a time. A line that was touched whole, as threshold-v16
-picks them, takes its gradient as one vector.
+`_kernels.step_arrays` has the same functions in numpy. A touched element's line has to come from memory
+whole, so all of it is brought up to date, which costs a few vector operations. Elements come in ascending order, far
+apart. The processor's prefetcher does not see that pattern, so each line is requested `_AHEAD` elements before its
+turn. That is faster than gathering and scattering 16 elements at a time. A line that was touched whole, as
+threshold-v16 picks them, takes its gradient as one vector.
 
 Legend: L lines of 16 · F longest lag + 1.
 """
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from shade.gradient._kernels import lanes
-from shade.gradient._kernels.compiling import compiled
+from shade.gradient._kernels.arrays import LINE
+from shade.gradient._kernels.choice import compiled
 
-_LINE, _AHEAD, _U64 = lanes.LINE, 64, np.uint64
+_LINE, _AHEAD, _U64 = LINE, 64, np.uint64
 # Intrinsics are called without their first argument, which no type checker knows.
 add_linear: Any = lanes.add_linear
 advance_adam: Any = lanes.advance_adam
@@ -30,14 +31,14 @@ step_adam: Any = lanes.step_adam
 
 @compiled
 def _is_whole(indices: Any, k: Any, line: Any) -> Any:
-    """Whether all of a line was touched, whose first index is at ``k``: indices ascend, each once."""
+    """Returns whether all of the line was touched whose first index is at ``k``; indices ascend, each once."""
     end = k + _LINE
     return end <= indices.size and _U64(indices[end - 1]) >> _U64(4) == line
 
 
 @compiled
 def apply_plain(x: Any, indices: Any, values: Any, gain: Any) -> None:
-    """Moves the touched elements and nothing else."""
+    """Moves the touched elements only."""
     last = indices.size - 1
     for k in range(indices.size):
         fetch(x, _U64(indices[min(k + _AHEAD, last)]))
@@ -63,7 +64,7 @@ def apply_linear(
             )
             last_L[line] = now
         if _is_whole(indices, k, line):
-            add_linear(x, b, line << _U64(4), values, _U64(k), gain_x, gain_b)  # all of it, as threshold-v16 picks
+            add_linear(x, b, line << _U64(4), values, _U64(k), gain_x, gain_b)
             k += _LINE
         else:
             x[_U64(indices[k])] -= gain_x * values[k]
@@ -138,7 +139,7 @@ def apply_adam(
         offset = line << _U64(4)
         lag = now - _U64(1) - _U64(last_L[line])
         if lag:
-            # Written out here and in `sweep_adam`: a call that hands on five arrays takes longer than the line.
+            # Written out here and in `sweep_adam`: a call that passes five arrays takes longer than the line.
             if replay or is_any_small(m, v, offset, table_6F[5, lag]):
                 _replay(x, m, v, offset, now - _U64(1) - lag, now - _U64(1), rows_F9)
             else:
@@ -204,7 +205,7 @@ def sweep_adam(
 
 
 def probe() -> None:
-    """Compiles all of them, for the types that they are called with."""
+    """Compiles every loop for the types that it is called with."""
     x, m, v = (np.zeros(_LINE, dtype=np.float32) for _ in range(3))
     last_L, index = np.zeros(1, dtype=np.uint32), np.zeros(1, dtype=np.uint32)
     value, one = np.zeros(1, dtype=np.float32), np.float32(1)

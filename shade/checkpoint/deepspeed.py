@@ -33,8 +33,7 @@ from typing import Any, Final
 
 import torch
 
-from shade.checkpoint._capture.layout import chunks_of
-from shade.checkpoint._capture.unflatten import part_of, tensors_in, unflatten
+from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._restore.arena import Arena
 from shade.checkpoint._restore.reader import Snapshot
 from shade.checkpoint._restore.restore import fill_arena
@@ -129,10 +128,10 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         states = {name: plain(state) for name, (_, state) in files.items()}
         self.checkpointer.save_state({"tag": str(info.tag), "files": states}, step)
         self.checkpointer.wait_copy_complete()
-        ticket = self.checkpointer.latest
-        assert ticket is not None, "it has just been saved"
-        if self.checkpointer.terms.save_waits_for not in ("begun", "copied"):
-            ticket.landed.result()
+        handle = self.checkpointer.latest
+        assert handle is not None, "it has just been saved"
+        if self.checkpointer.config.save_waits_for not in ("begun", "copied"):
+            handle.committed.result()
         for name, (path, _) in files.items():
             self._leave_note(path, name, str(info.tag), step)
         return True
@@ -144,7 +143,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
 
     def _leave_note(self, path: Path, name: str, tag: str, step: int) -> None:
         """Says at a state's path where it is; whole or not at all."""
-        rank = self.checkpointer.group.rank
+        rank = self.checkpointer._group.rank
         note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -186,7 +185,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
 
     def _read(self, snapshot: Snapshot, note: dict[str, Any]) -> Any:
         """One rank's state out of a snapshot: its part of that rank's tree, and the chunks that this needs."""
-        reader = self.checkpointer.tiers.reader
+        reader = self.checkpointer._tiers.reader
         tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
         whole = part_of(_only(tree), ["tag", "files"])
         tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only(part_of(whole, ["files"]))
@@ -201,7 +200,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
             entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
             if entries:
                 arena = Arena(manifest.num_bytes)
-                fill_arena(reader, snapshot, manifest, arena, chunks_of(manifest, entries))
+                fill_arena(reader, snapshot, manifest, arena, manifest.chunks_of(entries))
                 tensors |= arena.tensors(entries)
         return unflatten(wanted, tensors)[note["file"]]
 

@@ -94,8 +94,8 @@ class OneMemory:
         if not self._divided or (is_whole and not (due and self._shard_bytes)):
             return
         if not due and self._group.rank == 0 and latest is not None:
-            wait([latest.landed], LANDING_SECONDS)
-            if latest.landed.done():
+            wait([latest.committed], LANDING_SECONDS)
+            if latest.committed.done():
                 self._empty_slots()
         self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
 

@@ -156,7 +156,7 @@ def test_a_state_of_many_chunks_is_saved_while_training_goes_on(
         snapshots = checkpointer.list()
         assert [each.record.step for each in snapshots] == [5, 4, 3, 2, 1]
         for snapshot in snapshots:
-            found = read_newest(checkpointer.tiers.reader, SingleProcessGroup(), step=snapshot.record.step)
+            found = read_newest(checkpointer._tiers.reader, SingleProcessGroup(), step=snapshot.record.step)
             assert_holds(found, right[snapshot.record.step], strategy)
 
 
@@ -201,24 +201,24 @@ class Place(World):
 def mortal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Place]:
     """Makes places that checkpointers save to. What a dead process would not say, a live one that plays dead fails."""
     places: list[Place] = []
-    deliver, landed = AsyncWriter._deliver, Tiers.landed
+    write, after_commit = AsyncWriter._write, Tiers.after_commit
 
-    def delivering(self: AsyncWriter, parcel: SaveRequest, group: ProcessGroup) -> CommitResult:
+    def writing(self: AsyncWriter, request: SaveRequest, group: ProcessGroup) -> CommitResult:
         try:
-            return deliver(self, parcel, group)
+            return write(self, request, group)
         except CrashedError as error:
             raise CheckpointError("dead") from error
 
-    def landing(self: Tiers, one: CommitResult) -> None:
+    def tidying(self: Tiers, result: CommitResult) -> None:
         try:
-            landed(self, one)
+            after_commit(self, result)
         except CrashedError as error:
             raise CheckpointError("dead") from error
 
-    monkeypatch.setattr(AsyncWriter, "_deliver", delivering)
-    monkeypatch.setattr(Tiers, "landed", landing)
+    monkeypatch.setattr(AsyncWriter, "_write", writing)
+    monkeypatch.setattr(Tiers, "after_commit", tidying)
     monkeypatch.setattr(tiers_module, "_volume", lambda url: places[-1].volume("rank 0"))
-    monkeypatch.setattr(tiers_module, "_lead", lambda *words: None)
+    monkeypatch.setattr(tiers_module, "_lock_run", lambda *words: None)
 
     def make() -> Place:
         places.append(Place())
@@ -240,15 +240,15 @@ def two_saves(place: Place, run: str, strategy: str, fault: Fault) -> tuple[list
             if number == 2:
                 place.operations.clear()
                 place.fault = fault
-            ticket = checkpointer.save()
+            handle = checkpointer.save()
             training.step()
             with contextlib.suppress(CheckpointError):
-                ticket.landed.result(PATIENCE_SECONDS)
+                handle.committed.result(PATIENCE_SECONDS)
                 landed = number
     finally:
         hook.remove()
         crash(checkpointer)
-        checkpointer.tiers.stage.remove()
+        checkpointer._tiers.shared_memory.remove()
     return saved, landed
 
 
@@ -332,7 +332,7 @@ def test_the_training_waits_for_what_the_terms_say_and_for_no_more(
 ) -> None:
     training = Training()
     checkpointer = begin(training, strategy=strategy)
-    terms = checkpointer.terms
+    terms = checkpointer.config
     training.step()
     saving = in_thread(checkpointer.save)
     waits_in_save = terms.save_waits_for in ("committed", "durable")
@@ -357,7 +357,7 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
 ) -> None:
     training = Wide()
     checkpointer = begin(training, strategy=strategy)
-    terms = checkpointer.terms
+    terms = checkpointer.config
     begun: list[SaveHandle] = []
 
     def save() -> None:
@@ -387,7 +387,7 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
 def test_a_tighter_budget_is_kept(begin: Callable[..., Checkpointer], run: str, strategy: str) -> None:
     training = Wide()
     with begin(training, strategy=strategy, buffers=1) as checkpointer:
-        assert checkpointer.terms.in_flight == 1
+        assert checkpointer.config.in_flight == 1
         for number in range(3):
             checkpointer.step_count = number
             checkpointer.save()
@@ -425,7 +425,7 @@ def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
         assert written.wait(PATIENCE_SECONDS)
         held.set()
         checkpointer.wait_durable()
-        found = read_newest(checkpointer.tiers.reader, SingleProcessGroup())
+        found = read_newest(checkpointer._tiers.reader, SingleProcessGroup())
         assert found is not None
         assert {name: each.numpy().tobytes() for name, each in found.tensors.items() if "model/" in name} == (
             training.tensors()
@@ -474,16 +474,16 @@ def test_the_newest_of_several_in_flight_is_what_comes_back_whichever_lands_last
 
     monkeypatch.setattr(StorageTier, "commit", committing)
     with begin(training, strategy="pccheck", keep="last=1") as checkpointer:
-        tickets = []
+        handles = []
         for number in (1, 2):
             checkpointer.step_count = number
-            tickets.append(checkpointer.save())
+            handles.append(checkpointer.save())
             training.step()
-        assert tickets[1].landed.result(PATIENCE_SECONDS)
-        assert not tickets[0].landed.done()
+        assert handles[1].committed.result(PATIENCE_SECONDS)
+        assert not handles[0].committed.done()
         assert checkpointer.list()[0].record.step == 2
         held.set()
-        assert tickets[0].landed.result(PATIENCE_SECONDS)
+        assert handles[0].committed.result(PATIENCE_SECONDS)
         checkpointer.step_count = 3
         checkpointer.save()
         checkpointer.wait_durable()
@@ -517,17 +517,17 @@ def test_a_save_that_fails_in_one_lane_leaves_the_others_alone(
 
     monkeypatch.setattr(StorageTier, "commit", committing)
     with begin(training, strategy="pccheck", keep="all") as checkpointer:
-        tickets = []
+        handles = []
         for number in (1, 2, 3):
             checkpointer.step_count = number
-            tickets.append(checkpointer.save())
+            handles.append(checkpointer.save())
             training.step()
-        assert tickets[0].landed.result(PATIENCE_SECONDS)
-        assert tickets[2].landed.result(PATIENCE_SECONDS)
+        assert handles[0].committed.result(PATIENCE_SECONDS)
+        assert handles[2].committed.result(PATIENCE_SECONDS)
         with pytest.raises(CheckpointError, match="storage: no"):
-            tickets[1].landed.result(PATIENCE_SECONDS)
-        assert checkpointer.tiers.storage is not None
-        assert {record.step for record in checkpointer.tiers.storage.held().values()} == {1, 3}
+            handles[1].committed.result(PATIENCE_SECONDS)
+        assert checkpointer._tiers.storage is not None
+        assert {record.step for record in checkpointer._tiers.storage.held().values()} == {1, 3}
 
 
 def test_a_strategy_that_saves_as_often_as_saves_fit_follows_what_they_take(
@@ -535,7 +535,7 @@ def test_a_strategy_that_saves_as_often_as_saves_fit_follows_what_they_take(
 ) -> None:
     training = Training()
     with begin(training, strategy="checkfreq", every=None) as checkpointer:
-        assert checkpointer.terms.every == "profiled 5%"
+        assert checkpointer.config.every == "profiled 5%"
         monkeypatch.setattr(checkpointer._meter, "pace", lambda *took: Pace(0.1, 0.01, 2.0, 0.1))
         saved = []
         for _ in range(90):
@@ -543,6 +543,6 @@ def test_a_strategy_that_saves_as_often_as_saves_fit_follows_what_they_take(
             if checkpointer.step():
                 saved.append(checkpointer.step_count)
                 assert checkpointer.latest is not None
-                checkpointer.latest.landed.result(PATIENCE_SECONDS)
+                checkpointer.latest.committed.result(PATIENCE_SECONDS)
     fits = -(-19 // 1.05)  # 1.9 s that nobody waits for, in steps of 0.1 s that may take 5% longer
     assert saved == [10, 20, 20 + fits, 20 + 2 * fits, 20 + 3 * fits]

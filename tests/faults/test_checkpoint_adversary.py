@@ -209,7 +209,7 @@ def test_no_torn_snapshot_is_ever_committed(
                 assert "expected 'model/weights." in told, told
                 continue
             committed += 1
-            found = read_newest(checkpointer.tiers.reader, SingleProcessGroup())
+            found = read_newest(checkpointer._tiers.reader, SingleProcessGroup())
             assert found is not None
             assert found.record.step == checkpointer.step_count
             weights = [found.tensors[f"model/weights.{place}"].numpy() for place in range(len(SIZES))]
@@ -223,6 +223,6 @@ def test_no_torn_snapshot_is_ever_committed(
         adversary.join()
         checkpointer.save()
         checkpointer.wait_committed()
-        checkpointer.tiers.stage.remove()
+        checkpointer._tiers.shared_memory.remove()
     assert adversary.num_rounds > 1
     assert refused > 0, "the adversary has never met a copy"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -38,7 +38,7 @@ from shade.checkpoint._format.canonical_json import (
     parsed,
 )
 from shade.checkpoint._format.digest import digest_of
-from shade.errors import CorruptCheckpointError
+from shade.errors import CorruptCheckpointError, StateMismatchError
 from shade.types import Bytes
 
 FORMAT: Final = "shade-checkpoint"
@@ -183,6 +183,28 @@ class Manifest:
             if entry.start < entry.stop and entry.stop > first:
                 yield names[place], entry
             place += 1
+
+    def chunks_of(self, names: Iterable[str]) -> list[int]:
+        """Returns the numbers of the chunks that hold some tensors, ascending, each once.
+
+        Args:
+            names: Names of the tensors.
+
+        Returns:
+            The numbers.
+
+        Raises:
+            StateMismatchError: The shard has no such tensor.
+        """
+        wanted: set[int] = set()
+        for name in names:
+            entry = self.tensors.get(name)
+            if entry is None:
+                expected = f"a tensor of the {len(self.tensors)} that rank {self.rank} saved"
+                raise StateMismatchError.of(expected, name, "ask another rank's shard")
+            if entry.start < entry.stop:
+                wanted.update(range(entry.start // self.chunk_bytes, (entry.stop - 1) // self.chunk_bytes + 1))
+        return sorted(wanted)
 
     @cached_property
     def _content(self) -> bytes:

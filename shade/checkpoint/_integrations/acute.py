@@ -173,7 +173,7 @@ class TrainNode:
             self.checkpointer.wait_copy_complete()
         except TornSnapshotError as error:
             logger.error("%s; from now on save() waits for the whole copy", error)
-            self.checkpointer.given.copies_at_once = True
+            self.checkpointer.state_dict_state.copies_at_once = True
 
     waiting_for_copying = wait_copy_complete
     """The original's other name for it."""
@@ -192,7 +192,7 @@ class TrainNode:
         Returns:
             The state, tensors on the CPU; None where nothing was named, ``latest`` found nothing, or it was taken.
         """
-        return self.checkpointer.given.take()
+        return self.checkpointer.state_dict_state.take()
 
 
 _current: tuple[Communicator, TrainNode] | None = None
@@ -336,9 +336,9 @@ def _read(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starti
         checkpointer.restore_latest()
     else:
         _read_elsewhere(checkpointer, str(snapshot_path))
-    if checkpointer.given.loaded is None or not checkpointer.given.epoch:
+    if checkpointer.state_dict_state.loaded is None or not checkpointer.state_dict_state.epoch:
         return starting_epoch
-    return checkpointer.given.epoch + 1
+    return checkpointer.state_dict_state.epoch + 1
 
 
 def _read_elsewhere(checkpointer: StateDictCheckpointer, path: str) -> None:
@@ -348,11 +348,11 @@ def _read_elsewhere(checkpointer: StateDictCheckpointer, path: str) -> None:
     if match is None:
         form = "safetensors" if absolute.endswith((".safetensors", ".json")) else "torch"
         state = load_state(Path(absolute), form)
-        checkpointer.given.loaded = state if isinstance(state, dict) else {"state": state}
+        checkpointer.state_dict_state.loaded = state if isinstance(state, dict) else {"state": state}
         return
     with open_volume(match[1]) as volume:
-        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer.group, step=int(match[3]))
+        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer._group, step=int(match[3]))
     if found is None:
         raise CheckpointError.of("a committed snapshot", f"none at {path}", "see shade checkpoint list")
-    is_old = checkpointer.group.rank < found.record.world_size
-    checkpointer.given.read(found.tree, found.tensors, with_generators=is_old)
+    is_old = checkpointer._group.rank < found.record.world_size
+    checkpointer.state_dict_state.read(found.tree, found.tensors, with_generators=is_old)

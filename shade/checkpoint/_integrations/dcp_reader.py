@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
-from shade.checkpoint._capture.unflatten import tensors_in, unflatten
+from shade.checkpoint._capture.flatten import tensors_in, unflatten
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_shard import DCPParts, from_plain, is_dcp, parts_of, tensor_key
 from shade.checkpoint._integrations.dcp_writer import names_step, step_of

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._buffer.torn_read import Comparison
-from shade.checkpoint._capture.flatten import escape
-from shade.checkpoint._capture.layout import SPELLINGS, TensorSpec, lay_out
+from shade.checkpoint._capture.flatten import SPELLINGS, escape
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import ConfigError, TornSnapshotError
 
 _ROUND_BYTES: Final = 2 * 2**20

@@ -240,7 +240,7 @@ class ShadeWriter(StorageWriter):
             except ShadeError as error:
                 logger.warning("%s: could not tidy %s up: %s", tier.name, place, error)
             raise
-        held.tiers.landed(CommitResult(tier, place))
+        held.tiers.after_commit(CommitResult(tier, place))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

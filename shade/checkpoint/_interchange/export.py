@@ -51,9 +51,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shade.checkpoint._capture.flatten import ARRAYS, flatten
+from shade.checkpoint._capture.flatten import ARRAYS, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._capture.unflatten import unflatten
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
 
 TREE: Final = "shade.tree"

@@ -36,7 +36,7 @@ _RECENT: Final = 3
 _MOST_DIRTY: Final = 8
 _LEAST_POLL_SECONDS: Final = 0.05
 _POLL_FRACTION: Final = 0.05
-"""Of the time since the landing: what is measured is right within so much."""
+"""Of the time since the result: what is measured is right within so much."""
 MEANING: Final[Mapping[str, str]] = {
     "lost_steps": "Optimizer steps that would have to be done again.",
     "lost_seconds": "Training time that would have to be spent again.",
@@ -114,8 +114,8 @@ class RecoveryEstimate:
             for end, loss in self._losses().items():
                 value = {"lost_steps": loss.steps, "lost_seconds": loss.seconds}.get(name, loss.recover_seconds)
                 if value is not None:
-                    told = {**(labels or {}), "end": end, "tier": loss.tier or "none"}
-                    quoted = ",".join(f"{key}={json.dumps(str(each))}" for key, each in told.items())
+                    named = {**(labels or {}), "end": end, "tier": loss.tier or "none"}
+                    quoted = ",".join(f"{key}={json.dumps(str(each))}" for key, each in named.items())
                     lines.append(f"shade_checkpoint_{name}{{{quoted}}} {value!r}")
         return "\n".join(lines) + "\n"
 
@@ -179,7 +179,7 @@ class LossTracker:
         self._lock = threading.RLock()
         self._began = clock()
         self._held: dict[str, _Held] = {}
-        self._under_way: deque[SaveHandle] = deque()
+        self._in_flight: deque[SaveHandle] = deque()
         self._dirty: deque[tuple[SaveHandle, CommitResult]] = deque(maxlen=_MOST_DIRTY)
         """Landed in the cluster's memory and not known to be durable, oldest first."""
         self._recent = _Recent()
@@ -191,22 +191,22 @@ class LossTracker:
 
     # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begun(self, ticket: SaveHandle, num_bytes: int) -> None:
+    def begun(self, handle: SaveHandle, num_bytes: int) -> None:
         """A save has begun.
 
         Args:
-            ticket: Its.
+            handle: Its.
             num_bytes: Of this rank's shard.
         """
         with self._lock:
             self._settle()
             self._num_bytes = num_bytes
-            num_unfinished = sum(not other.kept for other in self._under_way)
-            self._under_way.append(ticket)
+            num_unfinished = sum(not other.is_in_shared_memory for other in self._in_flight)
+            self._in_flight.append(handle)
             if num_unfinished + 1 >= self._num_buffers:  # the newest whole one lay where this one is copied to
                 self._held.pop(OWN, None)
-        ticket.copied.add_done_callback(lambda done: self._copied(ticket, done))
-        ticket.landed.add_done_callback(lambda done: self._landed(ticket, done))
+        handle.copied.add_done_callback(lambda done: self._copied(handle, done))
+        handle.committed.add_done_callback(lambda done: self._committed(handle, done))
 
     def restored(
         self, step: int, held_by: Collection[str], read: Collection[str], seconds: float, num_bytes: int
@@ -225,43 +225,43 @@ class LossTracker:
             self._held = dict.fromkeys(held_by, _Held(step, self._clock()))
             self._restored |= dict.fromkeys(read, num_bytes / max(seconds, 1e-9))
 
-    def _copied(self, ticket: SaveHandle, done: Future[None]) -> None:
+    def _copied(self, handle: SaveHandle, done: Future[None]) -> None:
         if done.exception() is None:
             with self._lock:
-                self._recent.copied.append(self._clock() - ticket.begun)
+                self._recent.copied.append(self._clock() - handle.begun)
 
-    def _landed(self, ticket: SaveHandle, done: Future[CommitResult]) -> None:
-        """In the courier's thread."""
+    def _committed(self, handle: SaveHandle, done: Future[CommitResult]) -> None:
+        """In the writer's thread."""
         if self._rank != 0 or done.exception() is not None:
             return
         logger.info(
             "step %d is in %s: %.1f MB a rank, training waited %.3f s, committed after %.2f s; %s",
-            *(ticket.step, done.result().tier.name, self._num_bytes / 1e6),
-            *(ticket.blocked_seconds, ticket.landed_seconds, self.read()),
+            *(handle.step, done.result().tier.name, self._num_bytes / 1e6),
+            *(handle.blocked_seconds, handle.commit_seconds, self.read()),
         )
         with self._lock:
             if self._dirty and self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._watch, name="shade-gauge", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="shade-recovery-estimate", daemon=True)
                 self._thread.start()
         self._wake.set()
 
     def _settle(self) -> None:
         """Takes in what the saves under way have come to. Under the lock."""
-        for ticket in self._under_way:
-            if ticket.kept:
-                self._held[OWN] = _Held(ticket.step, ticket.begun)
-        while self._under_way and self._under_way[0].landed.done():
-            ticket = self._under_way.popleft()
-            if ticket.landed.exception() is not None:
+        for handle in self._in_flight:
+            if handle.is_in_shared_memory:
+                self._held[OWN] = _Held(handle.step, handle.begun)
+        while self._in_flight and self._in_flight[0].committed.done():
+            handle = self._in_flight.popleft()
+            if handle.committed.exception() is not None:
                 continue
-            landing = ticket.landed.result()
-            self._held[landing.tier.name] = _Held(ticket.step, ticket.begun)
-            if landing.tier.name != OWN:
-                self._recent.committed.append(ticket.landed_seconds)
-            if landing.tier.name == STORAGE:
-                self._recent.durable.append(ticket.landed_seconds)
-            elif landing.tier.name == CLUSTER and self._is_durable is not None:
-                self._dirty.append((ticket, landing))
+            result = handle.committed.result()
+            self._held[result.tier.name] = _Held(handle.step, handle.begun)
+            if result.tier.name != OWN:
+                self._recent.committed.append(handle.commit_seconds)
+            if result.tier.name == STORAGE:
+                self._recent.durable.append(handle.commit_seconds)
+            elif result.tier.name == CLUSTER and self._is_durable is not None:
+                self._dirty.append((handle, result))
 
     # ── whether it is durable ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -283,29 +283,29 @@ class LossTracker:
         with self._lock:
             self._settle()
             asked = list(self._dirty)
-        for ticket, landing in reversed(asked):
+        for handle, result in reversed(asked):
             assert self._is_durable is not None, "nothing is dirty without storage"
             try:
-                durable = self._is_durable(landing)
+                durable = self._is_durable(result)
             except StoreError:
                 return
             if durable:
                 with self._lock:
-                    if (ticket, landing) in self._dirty:
+                    if (handle, result) in self._dirty:
                         if self._rank == 0:  # others ask when somebody looks: that is no measurement
-                            self._recent.durable.append(self._clock() - ticket.begun)
-                        self._held[STORAGE] = _Held(ticket.step, ticket.begun)
-                        while self._dirty and self._dirty[0][0].begun <= ticket.begun:
+                            self._recent.durable.append(self._clock() - handle.begun)
+                        self._held[STORAGE] = _Held(handle.step, handle.begun)
+                        while self._dirty and self._dirty[0][0].begun <= handle.begun:
                             self._dirty.popleft()
                 return
 
-    def is_durable(self, landing: CommitResult) -> bool | None:
+    def is_durable(self, result: CommitResult) -> bool | None:
         """Whether a landed save is in storage, as far as the store says; None where there is no storage."""
-        if landing.tier.name == STORAGE:
+        if result.tier.name == STORAGE:
             return True
-        if landing.tier.name == OWN or self._is_durable is None:
+        if result.tier.name == OWN or self._is_durable is None:
             return None
-        return self._is_durable(landing)
+        return self._is_durable(result)
 
     def close(self) -> None:
         """Ends the thread. Safe to call twice."""
@@ -353,8 +353,8 @@ class LossTracker:
             self._settle()
             copied, committed, durable = self._recent.copied, self._recent.committed, self._recent.durable
             waiting = 0.0
-            if self._under_way and committed:
-                waiting = max(0.0, max(committed) - (self._clock() - self._under_way[-1].begun))
+            if self._in_flight and committed:
+                waiting = max(0.0, max(committed) - (self._clock() - self._in_flight[-1].begun))
             return RecoveryForecast(
                 waiting,
                 max(copied) if copied else self._num_bytes / FIRST_COPY_BYTES_PER_SECOND,

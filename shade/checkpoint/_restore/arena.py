@@ -15,8 +15,8 @@ from typing import Final
 
 import torch
 
-from shade.checkpoint._buffer.streaming_copy import copy_bytes
-from shade.checkpoint._capture.layout import torch_dtype
+from shade.checkpoint._buffer.copy import copy_bytes
+from shade.checkpoint._capture.flatten import torch_dtype
 from shade.checkpoint._format.manifest import Manifest, TensorEntry
 
 FILLING_THREADS: Final = 4

@@ -26,8 +26,7 @@ from typing import Any, Final
 import torch
 
 from shade.checkpoint._capture.app_state import AppState
-from shade.checkpoint._capture.layout import chunks_of
-from shade.checkpoint._capture.unflatten import part_of, tensors_in
+from shade.checkpoint._capture.flatten import part_of, tensors_in
 from shade.checkpoint._commit.process_group import ProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
@@ -216,7 +215,7 @@ class _Attempt:
         try:
             manifest = self._reader.manifest(self._snapshot, shard)
             arena, wanted = Arena(manifest.num_bytes), self._entries(manifest)
-            numbers = chunks_of(manifest, wanted)
+            numbers = manifest.chunks_of(wanted)
             lying = self._reader.in_place(self._snapshot, manifest, numbers)
             if lying is None:
                 fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
@@ -246,7 +245,7 @@ class _Attempt:
         content = self._group.gather(content)[source]
         manifest = Manifest.parse(content.encode(), self._snapshot.record.manifests[shard])
         arena = Arena(manifest.num_bytes)
-        numbers = chunks_of(manifest, self._entries(manifest))
+        numbers = manifest.chunks_of(self._entries(manifest))
         for first in range(0, len(numbers), _BATCH):
             batch = numbers[first : first + _BATCH]
             try:

@@ -205,7 +205,7 @@ class Packer:
         made = self._compare(_data_of(buffer, packed.manifest.num_bytes), packed.manifest, None)
         return PackedShard(replace(packed.manifest, chunks=tuple(made.entries)), made.stored)
 
-    def landed(self, packed: PackedShard, digest: str, buffer: torch.Tensor) -> None:
+    def committed(self, packed: PackedShard, digest: str, buffer: torch.Tensor) -> None:
         """What was packed last has landed: the next one may build on it. Before the buffer is written to again.
 
         Args:

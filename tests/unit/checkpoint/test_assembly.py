@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint._capture.flatten import flatten
-from shade.checkpoint._capture.unflatten import unflatten
+from shade.checkpoint._capture.flatten import flatten, unflatten
 from shade.errors import CorruptCheckpointError
 from tests.support.mutation import mutants
 

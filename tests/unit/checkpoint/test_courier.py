@@ -1,4 +1,4 @@
-"""The courier's ways: memory first, storage if it must, own memory always; trouble told once, and its end."""
+"""The writer's ways: memory first, storage if it must, own memory always; trouble told once, and its end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._save.packing import Packer
 from shade.errors import CheckpointError, RunInUseError, StorageError, StoreFullError, TornSnapshotError
@@ -20,14 +21,14 @@ from tests.support.tiers import Near
 
 
 class Post:
-    """A courier, its tiers, and what it has reported."""
+    """A writer, its tiers, and what it has reported."""
 
     def __init__(self, folder: Path, *, has_memory: bool = True, has_storage: bool = True) -> None:
         self.stage = SharedMemoryTier(RUN, 0, folder=folder)
         self.memory, self.storage = Near("cluster memory"), Near("storage")
-        self.landings: list[CommitResult] = []
+        self.results: list[CommitResult] = []
         self.may_save: Callable[[], None] = lambda: None
-        self.courier = AsyncWriter(
+        self.writer = AsyncWriter(
             RUN,
             [SingleProcessGroup()],
             self.stage,
@@ -35,7 +36,7 @@ class Post:
             self.storage if has_storage else None,
             Packer(RUN, 0, 1, "none"),
             lambda: self.may_save(),
-            self.landings.append,
+            self.results.append,
         )
 
     def send(self, step: int, copied: Exception | None = None) -> SaveHandle:
@@ -43,15 +44,25 @@ class Post:
         manifest = one.manifests[0]
         place, buffer = self.stage.begin(manifest.num_bytes)
         buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(b"".join(one.chunks[0])), dtype=torch.uint8)
-        ticket = SaveHandle(step)
+        handle = SaveHandle(step)
         if copied is None:
-            ticket.copied.set_result(None)
+            handle.copied.set_result(None)
         else:
-            ticket.copied.set_exception(copied)
-        self.courier.send(
-            SaveRequest(ticket, manifest.tensors, manifest.tree, manifest.num_bytes, buffer, place, one.notes)
+            handle.copied.set_exception(copied)
+        self.writer.send(
+            SaveRequest(
+                handle,
+                one.record.sequence,
+                one.record.saved_at,
+                Pace(),
+                entries=manifest.tensors,
+                tree=manifest.tree,
+                num_bytes=manifest.num_bytes,
+                buffer=buffer,
+                place=place,
+            )
         )
-        return ticket
+        return handle
 
 
 @pytest.fixture
@@ -64,7 +75,7 @@ def open_post(tmp_path: Path) -> Iterator[Callable[..., Post]]:
 
     yield make
     for post in posts:
-        post.courier.close()
+        post.writer.close()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -73,10 +84,10 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_memory_comes_first_and_storage_is_the_flushers(open_post: Callable[..., Post]) -> None:
     post = open_post()
-    landing = post.send(10).landed.result()
-    assert (landing.tier, landing.place, landing.sequence) == (post.memory, "10", 10)
-    post.courier.close()
-    assert post.landings == [landing]
+    result = post.send(10).committed.result()
+    assert (result.tier, result.place, result.sequence) == (post.memory, "10", 10)
+    post.writer.close()
+    assert post.results == [result]
     assert post.storage.done == []
     assert [record.step for record in post.stage.held().values()] == [10]
 
@@ -87,10 +98,10 @@ def test_trouble_is_told_when_it_begins_and_when_it_ends(
     post = open_post()
     post.memory.failing["prepare"] = StoreFullError("no memory left")
     for step in (10, 20, 30):
-        assert post.send(step).landed.result().tier is post.storage
+        assert post.send(step).committed.result().tier is post.storage
     del post.memory.failing["prepare"]
     for step in (40, 50):
-        assert post.send(step).landed.result().tier is post.memory
+        assert post.send(step).committed.result().tier is post.memory
     assert told(caplog) == [
         "cluster memory fails; saves go to storage: no memory left",
         "cluster memory works again",
@@ -105,23 +116,23 @@ def test_a_save_that_is_nowhere_is_told_each_time_and_the_next_one_is_tried(
     post.storage.failing["commit"] = StorageError("no space left")
     for step in (10, 20):
         with pytest.raises(CheckpointError, match="cluster memory: no memory left; storage: no space left"):
-            post.send(step).landed.result()
+            post.send(step).committed.result()
         assert [record.step for record in post.stage.held().values()] == [step], "own memory has it all the same"
     assert [each for each in told(caplog) if each.startswith("step")] == [
         f"step {step} is not saved: cluster memory: no memory left; storage: no space left" for step in (10, 20)
     ]
     post.memory.failing.clear()
-    assert post.send(30).landed.result().tier is post.memory
+    assert post.send(30).committed.result().tier is post.memory
 
 
 @pytest.mark.parametrize("error", [TornSnapshotError("'model/x' moved"), ValueError("a bug"), MemoryError("none left")])
 def test_a_copy_that_failed_is_told_with_its_reason(open_post: Callable[..., Post], error: Exception) -> None:
     post = open_post()
     with pytest.raises(CheckpointError, match=f"rank 0: {error}"):
-        post.send(10, error).landed.result()
+        post.send(10, error).committed.result()
     assert post.memory.done == []
     assert post.stage.held() == {}
-    assert post.send(20).landed.result().place == "20"
+    assert post.send(20).committed.result().place == "20"
 
 
 def test_one_that_may_not_save_does_not(open_post: Callable[..., Post]) -> None:
@@ -132,13 +143,13 @@ def test_one_that_may_not_save_does_not(open_post: Callable[..., Post]) -> None:
 
     post.may_save = refuse
     with pytest.raises(CheckpointError, match="another process has taken over"):
-        post.send(10).landed.result()
+        post.send(10).committed.result()
     assert post.memory.done == post.storage.done == []
 
 
 def test_own_memory_alone_is_enough_where_there_is_nothing_else(open_post: Callable[..., Post]) -> None:
     post = open_post(has_memory=False, has_storage=False)
-    assert post.send(10).landed.result().tier is post.stage
+    assert post.send(10).committed.result().tier is post.stage
 
 
 def test_tidying_up_that_fails_does_not_end_the_courier(
@@ -146,19 +157,19 @@ def test_tidying_up_that_fails_does_not_end_the_courier(
 ) -> None:
     post = open_post()
 
-    def fail(landing: CommitResult) -> None:
+    def fail(result: CommitResult) -> None:
         raise StorageError("cannot list")
 
-    monkeypatch.setattr(post.courier, "_landed", fail)
-    assert post.send(10).landed.result()
-    assert post.send(20).landed.result()
-    post.courier.close()
+    monkeypatch.setattr(post.writer, "_after_commit", fail)
+    assert post.send(10).committed.result()
+    assert post.send(20).committed.result()
+    post.writer.close()
     assert told(caplog) == ["after step 10: cannot list", "after step 20: cannot list"]
 
 
 def test_closing_waits_for_what_was_sent(open_post: Callable[..., Post]) -> None:
     post = open_post()
-    tickets = [post.send(10)]
-    post.courier.close()
-    post.courier.close()
-    assert all(ticket.landed.done() for ticket in tickets)
+    handles = [post.send(10)]
+    post.writer.close()
+    post.writer.close()
+    assert all(handle.committed.done() for handle in handles)

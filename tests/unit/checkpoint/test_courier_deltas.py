@@ -12,7 +12,6 @@ import torch
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import Notes
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
@@ -23,13 +22,13 @@ from tests.support.tiers import Near
 
 
 class Post:
-    """A courier that is given a weight that moves."""
+    """A writer that is given a weight that moves."""
 
     def __init__(self, folder: Path, codec: str) -> None:
         self.stage = SharedMemoryTier("run", 0, folder=folder)
         self.memory, self.storage = Near("cluster memory"), Near("storage")
         packer = Packer("run", 0, 1, codec, keyframe_every=100)
-        self.courier = AsyncWriter(
+        self.writer = AsyncWriter(
             "run", [SingleProcessGroup()], self.stage, self.memory, self.storage, packer, lambda: None, lambda _: None
         )
         self.weight = torch.randn(5000, generator=torch.Generator().manual_seed(0))
@@ -39,12 +38,23 @@ class Post:
         layout = lay_out({"model/weight": TensorSpec.of(self.weight)}, 0, 1)
         place, buffer = self.stage.begin(layout.num_bytes)
         buffer[: layout.num_bytes] = self.weight.view(torch.uint8)
-        ticket = SaveHandle(step)
-        ticket.copied.set_result(None)
+        handle = SaveHandle(step)
+        handle.copied.set_result(None)
         tree = {"dict": [["model"], [{"dict": [["weight"], [{"tensor": "model/weight"}]]}]]}
-        notes = Notes(step, float(step), {}, Pace(), "")
-        self.courier.send(SaveRequest(ticket, layout.entries, tree, layout.num_bytes, buffer, place, notes))
-        return ticket.landed.result()
+        self.writer.send(
+            SaveRequest(
+                handle,
+                step,
+                float(step),
+                Pace(),
+                entries=layout.entries,
+                tree=tree,
+                num_bytes=layout.num_bytes,
+                buffer=buffer,
+                place=place,
+            )
+        )
+        return handle.committed.result()
 
     def bases(self, tier: Near) -> dict[int, int | None]:
         """What each step builds on, in one place."""
@@ -66,7 +76,7 @@ class Post:
 def post(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Post]:
     made = Post(tmp_path, request.param)
     yield made
-    made.courier.close()
+    made.writer.close()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -77,7 +87,7 @@ def test_differences_go_where_their_base_is(post: Post) -> None:
     for step in (10, 20, 30):
         assert post.send(step).tier is post.memory
         post.check(post.memory)
-    in_a_chain = post.courier._packer._delta.follows_previous
+    in_a_chain = post.writer._packer._delta.follows_previous
     assert post.bases(post.memory) == {10: None, 20: 10, 30: 20 if in_a_chain else 10}
     own = read_newest(Reader([post.stage]), SingleProcessGroup())
     assert own is not None

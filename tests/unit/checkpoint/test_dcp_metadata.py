@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shade.checkpoint._capture.flatten import flatten
-from shade.checkpoint._capture.unflatten import unflatten
+from shade.checkpoint._capture.flatten import flatten, unflatten
 from shade.checkpoint._integrations.dcp_shard import from_plain, to_plain
 from shade.errors import ConfigError, CorruptCheckpointError
 

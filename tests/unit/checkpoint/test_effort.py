@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shade import Checkpointer
-from shade.checkpoint._pacing.cpu_time import cpu_seconds, processor_ns
+from shade.checkpoint._pacing.schedule import cpu_seconds, processor_ns
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system has no clock for each thread")
 
@@ -34,7 +34,7 @@ def worker(name: str) -> tuple[threading.Thread, threading.Event, threading.Even
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"), [("shade-copy_0", True), ("shade-courier", True), ("shade-origin-1", False)]
+    ("name", "counts"), [("shade-copy_0", True), ("shade-writer", True), ("shade-origin-1", False)]
 )
 def test_only_who_works_for_saves_counts(name: str, counts: bool) -> None:
     before = cpu_seconds()
@@ -60,10 +60,10 @@ def test_work_that_the_training_waits_for_is_not_work_beside_it() -> None:
         with Checkpointer(strategy=strategy, every="never") as checkpointer:
             checkpointer.attach(model=torch.nn.Linear(2048, 2048))
             for _ in range(3):
-                ticket = checkpointer.save()
+                handle = checkpointer.save()
                 checkpointer.wait_copy_complete()
-                ticket.landed.result()
-            worked[strategy] = ticket.worked_seconds
+                handle.committed.result()
+            worked[strategy] = handle.worked_seconds
     assert worked["overlap"] > 0
     assert worked["copy"] > 0, "it is hashed behind the training"
     assert worked["sync"] < worked["copy"] / 4

@@ -36,24 +36,24 @@ class Run:
             rank, 2, num_buffers, lambda: self.step_count, self.is_durable if has_storage else None, self.clock
         )
 
-    def is_durable(self, landing: CommitResult) -> bool:
+    def is_durable(self, result: CommitResult) -> bool:
         if self.is_away:
             raise StoreUnavailableError("no answer")
-        return landing.place in self.durable
+        return result.place in self.durable
 
     def begin(self, step: int) -> SaveHandle:
         self.step_count = step
-        ticket = SaveHandle(step, begun=self.clock())
-        self.losses.begun(ticket, 100 * MB)
-        return ticket
+        handle = SaveHandle(step, begun=self.clock())
+        self.losses.begun(handle, 100 * MB)
+        return handle
 
-    def land(self, ticket: SaveHandle, tier: str, seconds: float = 2.0) -> None:
+    def land(self, handle: SaveHandle, tier: str, seconds: float = 2.0) -> None:
         self.clock.advance(seconds / 4)
-        ticket.copied.set_result(None)
-        ticket.kept = True
+        handle.copied.set_result(None)
+        handle.is_in_shared_memory = True
         self.clock.advance(seconds * 3 / 4)
-        ticket.landed_seconds = seconds
-        ticket.landed.set_result(CommitResult(TierLike(tier), str(ticket.step)))  # type: ignore[arg-type]
+        handle.commit_seconds = seconds
+        handle.committed.set_result(CommitResult(TierLike(tier), str(handle.step)))  # type: ignore[arg-type]
 
     def read(self) -> RecoveryEstimate:
         return self.losses.read()
@@ -91,10 +91,10 @@ def test_each_end_goes_back_to_what_survives_it(run: Run) -> None:
 def test_one_buffer_holds_nothing_while_it_is_copied_into(run: Run) -> None:
     run.land(run.begin(10), CLUSTER)
     assert run.read().process.tier == OWN
-    ticket = run.begin(20)
+    handle = run.begin(20)
     assert run.read().process.tier == CLUSTER
     assert run.read().process.steps == 10
-    ticket.kept = True
+    handle.is_in_shared_memory = True
     assert run.read().process.tier == OWN
     assert run.read().process.steps == 0
 
@@ -108,8 +108,8 @@ def test_a_second_buffer_holds_the_one_before() -> None:
 
 def test_a_save_that_fails_is_nothing_to_go_back_to(run: Run) -> None:
     run.land(run.begin(10), CLUSTER)
-    ticket = run.begin(20)
-    ticket.landed.set_exception(CheckpointError("torn"))
+    handle = run.begin(20)
+    handle.committed.set_exception(CheckpointError("torn"))
     assert (run.read().process.tier, run.read().process.steps) == (CLUSTER, 10)
 
 
@@ -214,6 +214,6 @@ def test_rank_0_finds_out_by_itself_and_says_each_save(first: Run, caplog: pytes
 
 def test_no_thread_is_left(first: Run) -> None:
     first.land(first.begin(10), CLUSTER)
-    assert "shade-gauge" in {thread.name for thread in threading.enumerate()}
+    assert "shade-recovery-estimate" in {thread.name for thread in threading.enumerate()}
     first.losses.close()
-    assert "shade-gauge" not in {thread.name for thread in threading.enumerate()}
+    assert "shade-recovery-estimate" not in {thread.name for thread in threading.enumerate()}

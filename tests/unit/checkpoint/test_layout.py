@@ -10,16 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint._capture.layout import (
-    SPELLINGS,
-    ShardLayout,
-    TensorSpec,
-    bytes_of,
-    chunks_of,
-    lay_out,
-    own_name,
-    torch_dtype,
-)
+from shade.checkpoint._capture.flatten import SPELLINGS, own_name, torch_dtype
+from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, bytes_of, lay_out
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ITEM_BYTES, ChunkEntry, Manifest
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
@@ -118,7 +110,7 @@ def test_the_chunks_of_some_tensors_hold_all_their_bytes_and_none_is_idle(
     manifest = manifest_of(made, bytes(made.num_bytes), chunk_bytes)
     wanted = [name for name in shared if order.random() < 0.5]
     needed = {byte for name in wanted for byte in range(made.entries[name].start, made.entries[name].stop)}
-    numbers = chunks_of(manifest, wanted)
+    numbers = manifest.chunks_of(wanted)
     assert numbers == sorted({byte // chunk_bytes for byte in needed})
 
 
@@ -126,12 +118,12 @@ def test_only_the_chunks_that_hold_something_are_named() -> None:
     tensors = {"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(28, dtype=torch.uint8), "e": torch.zeros(0)}
     made = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
     manifest = manifest_of(made, pack(tensors, made))
-    assert chunks_of(manifest, ["a"]) == [0, 1]
-    assert chunks_of(manifest, ["b"]) == [1]
-    assert chunks_of(manifest, ["e"]) == []
-    assert chunks_of(manifest, ["b", "a", "b"]) == [0, 1]
+    assert manifest.chunks_of(["a"]) == [0, 1]
+    assert manifest.chunks_of(["b"]) == [1]
+    assert manifest.chunks_of(["e"]) == []
+    assert manifest.chunks_of(["b", "a", "b"]) == [0, 1]
     with pytest.raises(StateMismatchError, match="'c'"):
-        chunks_of(manifest, ["c"])
+        manifest.chunks_of(["c"])
 
 
 def test_the_manifest_of_a_plan_is_read_in_the_order_of_its_bytes() -> None:

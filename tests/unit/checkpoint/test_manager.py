@@ -58,7 +58,7 @@ class Training:
 @pytest.fixture
 def no_flusher(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is dirty stays dirty."""
-    monkeypatch.setattr(tiers_module, "_see_to_flusher", lambda *words: None)
+    monkeypatch.setattr(tiers_module, "_ensure_flusher", lambda *words: None)
 
 
 def crash(checkpointer: Checkpointer) -> None:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint._capture.flatten import flatten
-from shade.checkpoint._capture.rng import RandomState
-from shade.checkpoint._capture.unflatten import unflatten
+from shade.checkpoint._capture.app_state import RandomState
+from shade.checkpoint._capture.flatten import flatten, unflatten
 from shade.errors import StateMismatchError
 
 

@@ -15,9 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint._capture.flatten import INLINE, MAX_DEPTH, flatten
-from shade.checkpoint._capture.layout import SPELLINGS
-from shade.checkpoint._capture.unflatten import unflatten
+from shade.checkpoint._capture.flatten import INLINE, MAX_DEPTH, SPELLINGS, flatten, unflatten
 from shade.errors import ConfigError
 from tests.support.states import assert_same
 

@@ -23,6 +23,6 @@ def test_where_no_interval_is_given_the_strategys_own_holds(
     )
     snapshots = Snapshots(config, {"model": torch.nn.Linear(1, 1)}, None)
     try:
-        assert snapshots._checkpointer.terms.every == expected
+        assert snapshots._checkpointer.config.every == expected
     finally:
         snapshots.close(None, None, None)

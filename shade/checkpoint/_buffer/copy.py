@@ -7,8 +7,8 @@ writing, so a write is detected, in two ways that cost next to nothing:
    and addresses at the start are compared with those after the last copy.
 2. A change through ``.data`` or a numpy view is not counted, nor is one that still runs. So CPU tensors are compared
    with their copies at the end: in places, and in full once a difference was found (`_buffer.torn_read`). A write to a
-   whole tensor is found; an uncounted write to a single element only if it lies in such a place. (On a device, comparing
-   would cost a round trip a tensor; there the counts alone are used.)
+   whole tensor is found; an uncounted write to a single element only if it lies in such a place. (On a device,
+   comparing would cost a round trip a tensor; there the counts alone are used.)
 
 How a half-written tensor is found: an operation began before the copy and ends after it. The copy overtook it, so copy
 and tensor are both new up to there and old from there on, and nothing is counted yet. Half a millisecond later the
@@ -17,8 +17,8 @@ threads that the system has interrupted as long as it takes. A torn tensor raise
 the snapshot is refused, and training is not disturbed.
 
 Contiguous CPU tensors are copied without the interpreter's lock, past the caches: an ordinary store first fetches the
-line that it overwrites, so a copy moves every byte three times. The C library avoids that with streaming stores only for
-copies larger than the cache, and a state is hundreds of tensors of a few megabytes. So `prepare` compiles a loop of
+line that it overwrites, so a copy moves every byte three times. The C library avoids that with streaming stores only
+for copies larger than the cache, and a state is hundreds of tensors of a few megabytes. So `prepare` compiles a loop of
 64-byte non-temporal stores with numba, in two seconds of a background thread, and uses it if a short probe finds it
 faster than the C library. Decision 0008 has the measurements. All other tensors are copied by `torch.Tensor.copy_`;
 those on devices into pinned memory, on a stream of their own.

@@ -1,25 +1,25 @@
-"""Detects torn reads: waits until no thread can be in the middle of writing to a tensor, then compares it with its copy.
+"""Detects torn reads: waits until no thread can be in the middle of a write, then compares tensors with copies.
 
-*Waiting.* A change during the copy shows when its writer continues, or ends. A thread that was interrupted in the middle
-of an operation does neither, for as long as others want its processor: tens of milliseconds on a busy machine. So
-`wait_for_others` waits for each other thread until it has slept, since no thread sleeps in the middle of writing memory,
-or has run for `REST_SECONDS`. Asking whether a thread sleeps costs ten microseconds, how long it has run, one. The
-looks are bursts of ctypes calls that keep the interpreter's lock: to get it back each time could take 5 ms. Where the
-system cannot tell (only Linux can), a fixed rest must do.
+*Waiting.* A change during the copy shows when its writer continues, or ends. A thread that was interrupted in the
+middle of an operation does neither, for as long as others want its processor: tens of milliseconds on a busy machine.
+So `wait_for_others` waits for each other thread until it has slept, since no thread sleeps in the middle of writing
+memory, or has run for `REST_SECONDS`. Asking whether a thread sleeps costs ten microseconds, how long it has run, one.
+The looks are bursts of ctypes calls that keep the interpreter's lock: to get it back each time could take 5 ms. Where
+the system cannot tell (only Linux can), a fixed rest must do.
 
-A virtual machine's processor was once taken by its host for two milliseconds. Its kernel cannot know, so the clock of the
-thread on it continued, and a snapshot of half a write was committed: three times in a thousand saves beside a writer. So
-a thread's time counts only between two moments, close to each other, at which every processor of this process was seen to
-execute: membarrier(2) interrupts each and returns when all have answered.
+A virtual machine's processor was once taken by its host for two milliseconds. Its kernel cannot know, so the clock of
+the thread on it continued, and a snapshot of half a write was committed: three times in a thousand saves beside a
+writer. So a thread's time counts only between two moments, close to each other, at which every processor of this
+process was seen to execute: membarrier(2) interrupts each and returns when all have answered.
 
 *Comparing.* PyTorch counts every in-place change but those through ``.data`` or a numpy view. To find these, comparing
-all bytes would cost another copy; so `Comparison` compares a few places, where a copy that is old in one part and new in
-the next can hide, while a writer fills a tensor from front to back. A copy that overtakes it and stays ahead is old from
-there on: one word every 32 KiB, and both ends, show that. A copy that is overtaken in a pause is old up to there: a word
-is compared before each pause. If several threads write a part each, the word at the end of each part shows it. There
-remains a copy that was interrupted within 32 KiB of overtaking an uncounted writer; to meet that takes a writer that
-writes all the time, so after the first difference found anywhere in a state, every byte is compared. Decision 0008 has
-the measurements.
+all bytes would cost another copy; so `Comparison` compares a few places, where a copy that is old in one part and new
+in the next can hide, while a writer fills a tensor from front to back. A copy that overtakes it and stays ahead is old
+from there on: one word every 32 KiB, and both ends, show that. A copy that is overtaken in a pause is old up to there:
+a word is compared before each pause. If several threads write a part each, the word at the end of each part shows it.
+There remains a copy that was interrupted within 32 KiB of overtaking an uncounted writer; to meet that takes a writer
+that writes all the time, so after the first difference found anywhere in a state, every byte is compared. Decision 0008
+has the measurements.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class _SeenThreads:
         left, pause_seconds = [each for each in self._look(others) if _may_be_writing(each)], _PAUSE_SECONDS
         while left:
             self._burst(left)
-            # Now, not after the pause: a thread that got the interpreter's lock in the pause would be seen releasing it.
+            # Now, not after the pause: a thread that got the interpreter's lock in the pause would be seen releasing
+            # it.
             left = [each for each in self._look(left) if _may_be_writing(each)]
             if left and time.monotonic() > deadline:
                 return False

@@ -5,9 +5,9 @@ rule: no rank gets more than 4/3 of the best possible, nor more than the mean an
 same layout from names and shapes alone, without communication. A tensor named ``…@rank3`` is that rank's own and stays
 with it.
 
-In a shard, wide items come before narrow ones, and names ascend among equals. So each tensor is aligned to its items and
-there are no holes: the data of a valid safetensors file. Invariant: the entries of all ranks together hold each name
-once, and those of one shard cover its bytes from 0 to the end.
+In a shard, wide items come before narrow ones, and names ascend among equals. So each tensor is aligned to its items
+and there are no holes: the data of a valid safetensors file. Invariant: the entries of all ranks together hold each
+name once, and those of one shard cover its bytes from 0 to the end.
 """
 
 from __future__ import annotations

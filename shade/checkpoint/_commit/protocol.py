@@ -1,6 +1,7 @@
 """How a snapshot comes to count: the same four steps in every tier; one rank's failure is every rank's failure.
 
-The order of the steps keeps a half-written snapshot from ever being read, whichever process dies at whichever operation:
+The order of the steps keeps a half-written snapshot from ever being read, whichever process dies at whichever
+operation:
 
 1. `agree`: the ranks exchange the digests of their manifests, so that each can make the same commit record.
 2. `prepare`: rank 0 prepares a place and removes the record of what lay there before. A tier that lacks the base of the

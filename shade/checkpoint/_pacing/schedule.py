@@ -1,14 +1,14 @@
 """When a save is due: after so many steps or seconds, for a share of the time, or as often as saves fit.
 
-Ranks must save at the same step, and their clocks differ. So every measured time becomes a number of steps: at each save
-all ranks take rank 0's pace, which came to them with an earlier save, and count on from there. Until the pace is known,
-saves are `WARM_UP_STEPS` apart; these saves measure the cost.
+Ranks must save at the same step, and their clocks differ. So every measured time becomes a number of steps: at each
+save all ranks take rank 0's pace, which came to them with an earlier save, and count on from there. Until the pace is
+known, saves are `WARM_UP_STEPS` apart; these saves measure the cost.
 
-*Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do, for one save in flight and for N: the next
-save begins when its buffer is free. A save takes T seconds, of which training waits o; a step takes t, and q·t during a
-save. So k = max(⌈(T − o) / (N·q·t)⌉, 1). With q − 1 as a budget, saves are also no more frequent than the budget allows.
-CheckFreq approaches that by two steps at a time; here step and cost are measured all the time, and the interval follows
-them in both directions.
+*Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do, for one save in flight and for N: the
+next save begins when its buffer is free. A save takes T seconds, of which training waits o; a step takes t, and q·t
+during a save. So k = max(⌈(T − o) / (N·q·t)⌉, 1). With q − 1 as a budget, saves are also no more frequent than the
+budget allows. CheckFreq approaches that by two steps at a time; here step and cost are measured all the time, and the
+interval follows them in both directions.
 
 *Best* is what Young and Daly do, exactly (`best_cycle`), within a share of the time. Failures come at random, one in M
 seconds on average (a Poisson process). A save adds C seconds to the training, is safe L seconds later than those, and
@@ -22,9 +22,10 @@ which for L = 0 is Daly's ("A higher order estimate of the optimum checkpoint in
 moves its maximum: x = c/M solves x + e^(-x) = 1 + C/M. For C ≪ M that is Young's √(2CM) (CACM 1974). No series is cut
 off; `shade checkpoint simulate` must agree with it on traces drawn from such a process.
 
-The cost of a save also shows in the length of its steps, but no two steps are alike, and a single save shows little that
-way. The CPU time of its threads is known exactly: Linux keeps a clock for each thread, numbered as
-pthread_getcpuclockid(3) does it, and reading it takes a microsecond. Where the system has no such clocks, CPU times are 0.
+The cost of a save also shows in the length of its steps, but no two steps are alike, and a single save shows little
+that way. The CPU time of its threads is known exactly: Linux keeps a clock for each thread, numbered as
+pthread_getcpuclockid(3) does it, and reading it takes a microsecond. Where the system has no such clocks, CPU times are
+0.
 """
 
 from __future__ import annotations

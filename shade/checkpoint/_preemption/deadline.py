@@ -1,8 +1,8 @@
 """Saves one last snapshot before the deadline of a preemption notice, of a step that all ranks agree on.
 
-A notice may reach one rank only, at any moment of a step; a snapshot needs all ranks, after the same step. Ordinary steps
-spend no collective on this: a thread on each rank looks ten times a second for a notice from its sources or another
-rank. Then:
+A notice may reach one rank only, at any moment of a step; a snapshot needs all ranks, after the same step. Ordinary
+steps spend no collective on this: a thread on each rank looks ten times a second for a notice from its sources or
+another rank. Then:
 
 1. The rank with the notice writes it to torch.distributed's own key-value store.
 2. Every rank's thread reads it there, and writes the step that its training is in. From then on the training pauses at
@@ -11,10 +11,10 @@ rank. Then:
    *threads* only, never for their training, which may be in a collective that waits for this very rank.
 4. At the target all ranks save, wait as long as the time allows, log how far the save came, and stop.
 
-How far the save can come is predicted from the last saves (`_preemption.recovery_estimate`): durable, if that fits; else
-committed in the cluster's memory, from where the flusher continues; else in shared memory, which a killed process leaves
-behind. If not even the copy fits, no save is begun, since it would overwrite the snapshot in the buffer. Invariant: what
-was committed before the notice stays committed, unless a newer snapshot took its place.
+How far the save can come is predicted from the last saves (`_preemption.recovery_estimate`): durable, if that fits;
+else committed in the cluster's memory, from where the flusher continues; else in shared memory, which a killed process
+leaves behind. If not even the copy fits, no save is begun, since it would overwrite the snapshot in the buffer.
+Invariant: what was committed before the notice stays committed, unless a newer snapshot took its place.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Saver:
             self._strategy.wait()
 
     def before_step(self) -> None:
-        """Waits as `wait_copy_complete` does, but a torn copy does not end the training: the writer logs the failure."""
+        """Waits as `wait_copy_complete` does, but a torn copy does not raise: the writer logs the failure."""
         with contextlib.suppress(TornSnapshotError):
             self.wait_copy_complete()
 

@@ -1,12 +1,14 @@
 """Checkpointer: what a training script holds. It attaches its objects, and calls `step` after each optimizer step.
 
-The training thread only captures the state and, depending on the strategy, waits for its copy; the async writer does the
-rest. Usually one save is in flight: a save that is due earlier waits for the one before, and its handle says how long.
+The training thread only captures the state and, depending on the strategy, waits for its copy; the async writer does
+the rest. Usually one save is in flight: a save that is due earlier waits for the one before, and its handle says how
+long.
 
 Three words, three promises: *copied*, the state may change again; *committed*, the snapshot outlives this machine;
-*durable*, it outlives all machines. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold, and
-an attached optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit for
-bit (with a lossy codec: within the bounds that `Restored.bounds` says), and never one older than the newest durable one.
+*durable*, it outlives all machines. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold,
+and an attached optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit
+for bit (with a lossy codec: within the bounds that `Restored.bounds` says), and never one older than the newest durable
+one.
 """
 
 from __future__ import annotations
@@ -38,30 +40,34 @@ from shade.types import Stateful
 
 
 class Checkpointer:
-    """Saves and restores one run, as one of its ranks; use as a context manager. Making it, saving and loading are collective.
+    """Saves and restores one run, as one of its ranks; a context manager.
+
+    Making it, saving and restoring are collective: every rank does it at the same step.
 
     Args:
         store: URL of the cluster whose memory takes snapshots; None: shared memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
         run: Id of the run; one live process group each.
         strategy: Name in `_strategies.STRATEGIES`. It sets every argument below that is None.
-        every: When `step` saves: ``50`` (steps), ``"30s"``, ``"5m"``, ``"2%"`` (of the time), ``"never"``; see `Schedule`.
+        every: When `step` saves: ``50`` (steps), ``"30s"``, ``"5m"``, ``"2%"`` (of the time), ``"never"``; see
+            `Schedule`.
         keep: Which snapshots stay in storage: see `_format.retention.Keep`.
         slots: Snapshots that the cluster's memory has room for, ≥ 2: one being flushed, the newest, the next.
         replicas: Further copies of every chunk on other nodes of the cluster.
         parity: (k, r): instead of copies, r parity chunks for every k chunks, on other nodes.
         codec: Codec of the chunks: see `CODECS`.
         keyframe_every: Saves from one full snapshot to the next, with a codec that stores differences.
-        max_error: Greatest relative error of a tensor, with a lossy codec; a tensor beyond it is stored exactly. None: the
-            codec's own limit.
-        compress: ``always``, or ``if-faster``: a chunk is compressed only where that shortens the save, by costs measured
-            when the run begins (`_pacing.write_cost`).
+        max_error: Greatest relative error of a tensor, with a lossy codec; a tensor beyond it is stored exactly. None:
+            the codec's own limit.
+        compress: ``always``, or ``if-faster``: a chunk is compressed only where that shortens the save, by costs
+            measured when the run begins (`_pacing.write_cost`).
         buffers: Snapshots that shared memory has room for, ≥ 1; see `_buffer.shared_memory_tier`.
         in_flight: Saves in flight at once, ≥ 1; at most as many as buffers, and as slots beside the newest snapshot's.
         replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel.
-        first_rank_saves: Rank 0 saves its own state for all ranks, where the others' machines reach none of these tiers.
-        make_room: Called on every rank before it saves, with the bytes of its shard, so that a cache in the same store can
-            give memory back.
+        first_rank_saves: Rank 0 saves its own state for all ranks, where the others' machines reach none of these
+            tiers.
+        make_room: Called on every rank before it saves, with the bytes of its shard, so that a cache in the same store
+            can give memory back.
 
     Raises:
         ConfigError: An argument cannot be honoured, or the store or the storage does not answer.

@@ -1,4 +1,4 @@
-"""Who works for saves is known by name, and what it has worked by the system's clock."""
+"""Which threads count as saving threads, and which of their CPU time counts as work beside the training."""
 
 from __future__ import annotations
 
@@ -10,15 +10,44 @@ import pytest
 import torch
 
 from shade import Checkpointer
+from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._pacing import schedule
 from shade.checkpoint._pacing.schedule import cpu_seconds, processor_ns
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system has no clock for each thread")
+from shade.checkpoint._save import async_writer, save
+from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
+from shade.checkpoint._save.save import WaitPolicy
 
 WORK_SECONDS = 0.05
+WRITE_CPU_SECONDS = 2.0
+"""What the faked clock charges for one write."""
 
 
-def worker(name: str) -> tuple[threading.Thread, threading.Event, threading.Event]:
-    """A thread that works for a while, and then rests until it is told to end."""
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("shade-copy_0", True), ("shade-save", True), ("shade-memory-tier_1", True), ("shade-x", False)],
+)
+def test_only_saving_threads_count(name: str, counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def fake_ns(thread: int) -> int:
+        measured.append(thread)
+        return 3_000_000_000 if thread == worker.native_id else 0
+
+    monkeypatch.setattr(schedule, "processor_ns", fake_ns)
+    may_end = threading.Event()
+    worker = threading.Thread(target=may_end.wait, name=name)
+    worker.start()
+    try:
+        assert cpu_seconds() == (3.0 if counts else 0.0)
+        assert (worker.native_id in measured) == counts
+    finally:
+        may_end.set()
+        worker.join()
+    assert cpu_seconds() == 0.0, "a thread that has ended counts no more"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no clock for each thread")
+def test_the_clock_of_a_thread_counts_what_it_works_and_ends_with_it() -> None:
     has_worked, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -28,42 +57,50 @@ def worker(name: str) -> tuple[threading.Thread, threading.Event, threading.Even
         has_worked.set()
         may_end.wait()
 
-    thread = threading.Thread(target=work, name=name)
+    thread = threading.Thread(target=work)
     thread.start()
-    return thread, has_worked, may_end
-
-
-@pytest.mark.parametrize(
-    ("name", "counts"), [("shade-copy_0", True), ("shade-writer", True), ("shade-origin-1", False)]
-)
-def test_only_who_works_for_saves_counts(name: str, counts: bool) -> None:
-    before = cpu_seconds()
-    thread, has_worked, may_end = worker(name)
     try:
-        assert has_worked.wait(10)
-        told = cpu_seconds() - before
-        assert (WORK_SECONDS <= told < 2 * WORK_SECONDS) if counts else told == 0
+        assert has_worked.wait(60)
         assert processor_ns(thread.native_id or 0) >= WORK_SECONDS * 1e9
     finally:
         may_end.set()
         thread.join()
-    assert cpu_seconds() == before
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while processor_ns(thread.native_id or 0):  # the system takes a moment longer to end it
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_work_that_the_training_waits_for_is_not_work_beside_it() -> None:
-    worked = {}
-    for strategy in ("overlap", "copy", "sync"):
-        with Checkpointer(strategy=strategy, every="never") as checkpointer:
-            checkpointer.attach(model=torch.nn.Linear(2048, 2048))
-            for _ in range(3):
-                handle = checkpointer.save()
-                checkpointer.wait_copy_complete()
-                handle.committed.result()
-            worked[strategy] = handle.worked_seconds
-    assert worked["overlap"] > 0
-    assert worked["copy"] > 0, "it is hashed behind the training"
-    assert worked["sync"] < worked["copy"] / 4
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("overlap", WRITE_CPU_SECONDS), ("copy", WRITE_CPU_SECONDS), ("sync", 0)]
+)
+def test_work_that_the_training_waits_for_is_not_work_beside_it(
+    strategy: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    may_write = threading.Event()
+    write, until_committed = AsyncWriter._write, WaitPolicy._until_committed
+
+    def slow_write(self: AsyncWriter, request: SaveRequest, group: ProcessGroup) -> CommitResult:
+        assert may_write.wait(60)
+        clock[0] += WRITE_CPU_SECONDS
+        return write(self, request, group)
+
+    def wait_for_the_write(self: WaitPolicy, handle: SaveHandle) -> None:
+        may_write.set()
+        until_committed(self, handle)
+
+    monkeypatch.setattr(AsyncWriter, "_write", slow_write)
+    monkeypatch.setattr(WaitPolicy, "_until_committed", wait_for_the_write)
+    for module in (async_writer, save):
+        monkeypatch.setattr(module, "cpu_seconds", lambda: clock[0])
+    with Checkpointer(strategy=strategy, every="never") as checkpointer:
+        checkpointer.attach(model=torch.nn.Linear(64, 64))
+        for _ in range(3):
+            may_write.clear()
+            handle = checkpointer.save()
+            checkpointer.wait_copy_complete()
+            assert may_write.is_set() == (strategy == "sync"), "only sync waits in save()"
+            may_write.set()
+            handle.committed.result()
+            assert handle.background_cpu_seconds == expected

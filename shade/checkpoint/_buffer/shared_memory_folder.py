@@ -6,8 +6,8 @@ and says what the files are. The logs of flushers lie beside the runs' folders.
 A flusher's log is locked (flock, shared) as long as it is open: the lock belongs to the open file, which the flusher
 inherits as its standard error, so it ends with the flusher however that ends. A log is removed under an exclusive lock.
 If a flusher ends while another one of the run starts, the other one holds the lock too, so the log stays; or it waits
-for the lock, finds that its file has lost its name, and makes a new one. If a flusher is killed, nothing holds the lock,
-and the next run on this machine removes the log.
+for the lock, finds that its file has lost its name, and makes a new one. If a flusher is killed, nothing holds the
+lock, and the next run on this machine removes the log.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def open_log(path: Path) -> IO[bytes]:
     """Opens a flusher's log to append to it, locked until it is closed here and in the processes that inherit it.
 
     Args:
-        path: See `flusher_log`; its folder is made.
+        path: As `flusher_log` returned it; its folder is made.
 
     Returns:
         The file.
@@ -121,15 +121,15 @@ def open_log(path: Path) -> IO[bytes]:
         fcntl.flock(log, fcntl.LOCK_SH)
         if _is_at(log.fileno(), path):
             return log
-        log.close()  # removed between the two: story 1
+        log.close()  # a flusher that ended has removed it in between
 
 
 def remove_log(path: Path, descriptor: int) -> None:
     """Removes a flusher's log, unless another process has it open.
 
     Args:
-        path: See `flusher_log`.
-        descriptor: The log, open in this process.
+        path: As `flusher_log` returned it.
+        descriptor: Descriptor of the log, open in this process.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,7 +138,7 @@ def remove_log(path: Path, descriptor: int) -> None:
 
 
 def sweep_logs() -> None:
-    """Removes the logs of flushers that were killed on this machine; those of live ones stay."""
+    """Removes the logs of flushers that were killed on this machine; logs of live ones stay."""
     for path in own_folder("").glob("flusher-*.log"):
         with contextlib.suppress(OSError), path.open("ab") as log:
             remove_log(path, log.fileno())

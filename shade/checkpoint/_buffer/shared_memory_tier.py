@@ -1,8 +1,8 @@
 """The shared-memory tier: the buffers that a rank's state is copied into, and the first place where a snapshot lies.
 
 The buffers are files in the machine's shared memory, mapped and touched beforehand. So a copy meets no page fault (nine
-times faster here than into fresh pages), and the buffers outlive the process: a crashed process finds its state where it
-left it, and is back in the time of a memcpy. They do not outlive the machine; the other tiers do.
+times faster here than into fresh pages), and the buffers outlive the process: a crashed process finds its state where
+it left it, and is back in the time of a memcpy. They do not outlive the machine; the other tiers do.
 
 One buffer costs the state's size once. While it is copied into, the tier holds no snapshot, and after a crash at that
 moment the restore falls back on the tier that the last snapshot had reached. A second buffer closes that gap, for the

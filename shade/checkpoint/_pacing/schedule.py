@@ -195,14 +195,14 @@ def _never(_: Pace) -> float:
 
 
 def best_cycle(cost_seconds: float, mtbf_seconds: float) -> float:
-    """The cycle, save included, with which most of the time ends up as training.
+    """Returns the cycle, with its save, in which the largest share of time is training.
 
     Args:
         cost_seconds: C ≥ 0, what a save adds.
-        mtbf_seconds: M > 0, mean time between failures; infinity: they do not happen.
+        mtbf_seconds: M > 0, mean time between failures; infinity: there are none.
 
     Returns:
-        c = τ + C in seconds; C where a save is free, infinity where nothing fails.
+        c = τ + C in seconds; C where a save is free, infinity where there are no failures.
     """
     if math.isinf(mtbf_seconds):
         return math.inf
@@ -227,14 +227,14 @@ def goodput(
     lag_seconds: float = 0.0,
     recover_seconds: float = 0.0,
 ) -> float:
-    """The share of all time that ends up as training that was never done again.
+    """Returns the share of all time that is training which is not done again.
 
     Args:
         work_seconds: τ > 0, training between two saves, by the clock of a training without saves.
         cost_seconds: C, what a save adds.
-        mtbf_seconds: M; infinity: nothing fails.
+        mtbf_seconds: M; infinity: there are no failures.
         lag_seconds: L, from the end of the cost until the save is safe; negative where it is safe before.
-        recover_seconds: R, from a failure until training goes on.
+        recover_seconds: R, from a failure until training continues.
 
     Returns:
         G, between 0 and 1.
@@ -243,7 +243,7 @@ def goodput(
     if math.isinf(mtbf_seconds):
         return work_seconds / cycle
     life = mtbf_seconds
-    if cycle / life > 500:  # e to that is more than a float holds; nothing is left anyway
+    if cycle / life > 500:  # e to that overflows a float; the share is 0 anyway
         return 0.0
     late = max(-cycle, lag_seconds)
     return work_seconds * math.exp(-(recover_seconds + late) / life) / (life * math.expm1(cycle / life))

@@ -323,7 +323,7 @@ class Deadline:
             durable = self._losses.is_durable(result)
         message = {
             None: "",
-            False: ", not durable in time: its flusher goes on",
+            False: ", not durable in time: its flusher continues",
             True: f", durable in {time.monotonic() - begun:.1f} s",
         }[durable]
         where = f"committed in {result.tier.name} in {committed:.1f} s"

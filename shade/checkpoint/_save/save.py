@@ -356,7 +356,7 @@ class WaitPolicy:
         try:
             self._wait_durable(handle.committed.result(), handle.step, DURABLE_PATIENCE_SECONDS)
         except CheckpointError as error:
-            logger.warning("training goes on before step %d is durable: %s", handle.step, error)
+            logger.warning("training continues before step %d is durable: %s", handle.step, error)
 
 
 def _pass_on(done: Future[None], to: Future[None]) -> None:

@@ -283,7 +283,7 @@ class Checkpointer:
         """Returns when the save begun last outlives this machine.
 
         Returns:
-            The tier that holds it: own memory only if there is no other.
+            Name of the tier that holds it; ``own memory`` only if there is no other tier.
 
         Raises:
             CheckpointError: No tier has taken it, and the message says why; or no save was begun.

@@ -247,7 +247,7 @@ def test_what_is_not_durable_in_time_is_left_to_the_flusher(alone: Rank, said: p
     alone.known.durable = False
     alone.word.say(0.4)
     alone.until_stopped()
-    assert "not durable in time: its flusher goes on" in said.text
+    assert "not durable in time: its flusher continues" in said.text
 
 
 def test_a_rank_that_never_answers_costs_the_time_and_no_more(said: pytest.LogCaptureFixture) -> None:

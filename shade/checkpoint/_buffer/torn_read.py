@@ -179,6 +179,9 @@ class Comparison:
             buffer: uint8, contiguous; holds the copy.
             start: Offset of the copy in the buffer.
             pauses: Offsets in bytes, in the tensor, at which copying was interrupted.
+
+        Returns:
+            True if no compared byte differs.
         """
         live, copied, length = tensor.data_ptr(), buffer.data_ptr() + start, tensor.nbytes
         if self.in_full or length <= _STRIDE_BYTES:

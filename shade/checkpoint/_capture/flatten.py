@@ -577,8 +577,3 @@ def torch_dtype(spelling: str) -> torch.dtype:
         return _SPELLED[spelling]
     except (KeyError, TypeError):
         raise CorruptCheckpointError(f"expected one of {', '.join(_SPELLED)}, got dtype {spelling!r}") from None
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8, of any type, shape and number of elements; nothing is copied."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -60,8 +60,8 @@ def agree(
         sequence: Number of the save in its run; rank 0's counts, like the three below.
         saved_at: When the state was taken, in seconds since 1970.
         metrics: Metrics kept in the record.
-        pace: Pace that this rank measured.
         replica: Digest over samples of the state that all ranks should hold alike; empty where they need not.
+        pace: Pace that this rank measured.
         base: Digest of the record of the snapshot that the shard builds on, the same on every rank; None for none.
 
     Returns:

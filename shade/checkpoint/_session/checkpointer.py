@@ -188,7 +188,7 @@ class Checkpointer:
     def __repr__(self) -> str:
         shown = [repr(self._run), self._strategy_name, f"every {self._config.every}"]
         shown += self._tiers.locations
-        shown += [f"step {self.step_count}", f"{self._saver.num_begun} saves"]
+        shown += [f"step {self.step_count}", f"{self._saver.num_begun} save{'' if self._saver.num_begun == 1 else 's'}"]
         latest = self.latest
         if latest is not None:
             shown.append(f"step {latest.step} {_state_of(latest)}")

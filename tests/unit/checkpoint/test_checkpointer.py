@@ -583,3 +583,43 @@ def test_closing_right_after_the_first_step_leaves_nothing_behind(begin: Callabl
     checkpointer.close()
     assert threading.active_count() == before
     assert not own_folder(run).exists()
+
+
+def test_its_repr_says_what_it_is_doing(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(persist_to=str(tmp_path), run="shown", strategy="copy", every=50)
+    with checkpointer:
+        checkpointer.attach(model=torch.nn.Linear(2, 2))
+        assert (
+            repr(checkpointer) == f"<Checkpointer of run 'shown', copy, every 50, file://{tmp_path}, step 0, 0 saves>"
+        )
+        checkpointer.step_count = 7
+        checkpointer.save()
+        checkpointer.wait_committed()
+        assert repr(checkpointer).endswith("step 7, 1 save, step 7 in storage>")
+    assert repr(checkpointer).endswith("step 7 in storage, closed>")
+
+
+def test_help_shows_what_users_call_and_no_machinery() -> None:
+    assert {name for name in dir(Checkpointer) if not name.startswith("_")} == {
+        "attach",
+        "close",
+        "config",
+        "gauge",
+        "is_due",
+        "is_durable",
+        "latest",
+        "list",
+        "recovery_estimate",
+        "restore",
+        "restore_latest",
+        "run",
+        "save",
+        "should_stop",
+        "step",
+        "wait_committed",
+        "wait_copy_complete",
+        "wait_durable",
+        "watch",
+    }
+    with Checkpointer(every="never") as checkpointer:
+        assert [name for name in vars(checkpointer) if not name.startswith("_")] == ["step_count"]

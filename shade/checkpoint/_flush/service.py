@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import importlib.resources
 import logging
 import os
 import signal
@@ -34,7 +35,6 @@ from typing import IO, Final
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-import shade
 from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._flush.progress import Bar, LongWork
@@ -108,7 +108,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
         raise ConfigError.of("a store that other processes reach by its URL", store_url, cure)
     given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
-    home = str(Path(shade.__file__).parent.parent)
+    home = os.path.dirname(str(importlib.resources.files("shade")))
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}"]
     path = flusher_log(run) if log is None else log

@@ -132,13 +132,9 @@ class Copying:
         self._copy(name, begun, self._num_bytes(name))
 
     def advance(self, num_bytes: int) -> int:
-        """Copies the next bytes in the order of the buffer; may stop within a tensor. Any thread may call it.
+        """Copies about so many bytes in the order of the buffer, and returns how many; 0 when none are left.
 
-        Args:
-            num_bytes: How many; a tensor that is not contiguous is not divided.
-
-        Returns:
-            How many were copied; 0 when none are left, or if ``num_bytes`` is less than an item.
+        Any thread may call it. It may stop within a contiguous tensor, but not within an item.
         """
         taken = self._take(num_bytes)
         if self._stream_hash is None or not all(_is_plain(self._source[name]) for name, _, _ in taken):
@@ -348,14 +344,7 @@ class Copying:
             del self._unchecked[name]
 
     def finish(self, helper: Executor | None = None) -> None:
-        """Settles all tensors that are not settled yet.
-
-        Args:
-            helper: See `settle`.
-
-        Raises:
-            TornSnapshotError: See `settle`.
-        """
+        """Settles all tensors that are not settled yet; see `settle`."""
         self.settle(self._unchecked, helper)
 
     def _agrees(self, name: str, tensor: torch.Tensor) -> bool:

@@ -28,14 +28,7 @@ _RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_run_name(run: str) -> None:
-    """Refuses a run id that cannot be the name of a folder, and a part of keys and of objects' names.
-
-    Args:
-        run: The run id.
-
-    Raises:
-        ConfigError: It cannot be used.
-    """
+    """Refuses a run id that cannot be the name of a folder, and a part of keys and of objects' names."""
     if not _RUN_NAME.fullmatch(run):
         raise ConfigError.of("a run id of letters, digits, '.', '_' and '-'", run, "choose another")
 
@@ -46,27 +39,14 @@ def shared_memory() -> Path:
 
 
 def own_folder(run: str, parent: Path | None = None) -> Path:
-    """Returns the path of a run's folder, which need not exist.
-
-    Args:
-        run: The run id.
-        parent: By default the machine's shared memory.
-
-    Returns:
-        The path.
-    """
+    """Returns the path of a run's folder, which need not exist; by default in the machine's shared memory."""
     return (parent or shared_memory()) / f"shade-{os.getuid()}" / run
 
 
 def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Commit]:
-    """Returns the records in a run's folder; of two records for one place the newer one.
+    """Returns the record of each place in a run's folder; of two records for one place the newer one.
 
-    Args:
-        folder: As `own_folder` returned it.
-        damaged: Receives the names of records that cannot be read.
-
-    Returns:
-        The record of each place.
+    ``damaged`` receives the names of records that cannot be read.
     """
     found: dict[str, Commit] = {}
     for path in sorted(folder.glob("rank-*.commit")):
@@ -85,14 +65,7 @@ def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Com
 
 
 def leftovers(parent: Path | None = None) -> Iterator[tuple[str, int]]:
-    """Yields the runs that have buffers on this machine: memory that stays taken until they are removed.
-
-    Args:
-        parent: As for `own_folder`.
-
-    Yields:
-        Run id and bytes.
-    """
+    """Yields the runs that have buffers on this machine, and their bytes: memory that stays taken until removed."""
     ours = own_folder("", parent)
     for run in sorted(path for path in ours.iterdir() if path.is_dir()) if ours.is_dir() else ():
         yield run.name, sum(path.stat().st_blocks * 512 for path in run.glob("*.data"))
@@ -104,17 +77,7 @@ def flusher_log(run: str) -> Path:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Opens a flusher's log to append to it, locked until it is closed here and in the processes that inherit it.
-
-    Args:
-        path: As `flusher_log` returned it; its folder is made.
-
-    Returns:
-        The file.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Opens a flusher's log to append to it, locked until it is closed here and in processes that inherit it."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         log = path.open("a+b")
@@ -125,12 +88,7 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def remove_log(path: Path, descriptor: int) -> None:
-    """Removes a flusher's log, unless another process has it open.
-
-    Args:
-        path: As `flusher_log` returned it.
-        descriptor: Descriptor of the log, open in this process.
-    """
+    """Removes a flusher's log, which is open in this process, unless another process has it open."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(descriptor, path):

@@ -196,14 +196,7 @@ class SharedMemoryTier(Tier):
         self._next = (self._next + 1) % len(self._buffers)
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes the buffers before they are needed; a buffer that is too small loses its snapshot.
-
-        Args:
-            num_bytes: Length of the shard's data.
-
-        Raises:
-            StorageFullError: There is not enough shared memory.
-        """
+        """Makes the buffers before they are needed; a buffer that is too small loses its snapshot."""
         for number in range(len(self._buffers)):
             self._reserved(number, num_bytes)
 
@@ -379,14 +372,10 @@ def make_resident(memory: torch.Tensor) -> None:
 
 
 def make_huge(memory: torch.Tensor, goes_on: Callable[[], bool] = lambda: True) -> bool:
-    """Puts small pages together, while other threads use the memory.
+    """Puts small pages together, while other threads use the memory; ends when ``goes_on`` returns False.
 
-    Args:
-        memory: As `map_aligned` returned it; its content stays.
-        goes_on: Called before each piece; False ends the work.
-
-    Returns:
-        Whether nothing is left to do; False if a page was being written to a disk, so that another call may do more.
+    Returns whether nothing is left to do; False if a page was being written to a disk, so that another call may do
+    more.
     """
     is_done = True
     for start in range(0, memory.nbytes, _PIECE_BYTES):

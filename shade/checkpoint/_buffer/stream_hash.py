@@ -51,13 +51,7 @@ class StreamHash:
             start = end
 
     def add(self, start: int, stop: int, event: torch.cuda.Event | None = None) -> None:
-        """Reports copied bytes; each byte once.
-
-        Args:
-            start: First byte, in the shard.
-            stop: End of the bytes.
-            event: Event after which they are copied; None: they are copied now.
-        """
+        """Reports copied bytes of the shard, each byte once; with an event, they are copied when it happens."""
         with self._turn:
             if event is None:
                 self._count(start, stop)
@@ -70,12 +64,7 @@ class StreamHash:
         return self._missing[number]
 
     def hashed(self, number: int, digest: str) -> None:
-        """Sets the digest of a chunk, so that `wait` need not compute it.
-
-        Args:
-            number: Number of the chunk; its last bytes are copied, but not reported yet.
-            digest: Digest of the whole chunk.
-        """
+        """Sets the digest of a chunk, before its last bytes are reported, so that `wait` need not compute it."""
         self._digests[number] = digest
 
     def _count(self, start: int, stop: int) -> None:
@@ -89,14 +78,7 @@ class StreamHash:
             self._turn.notify()
 
     def wait(self, number: int) -> str | None:
-        """Waits until a chunk is copied.
-
-        Args:
-            number: Number of the chunk.
-
-        Returns:
-            The chunk's digest; None if its copy has failed.
-        """
+        """Waits until a chunk is copied, and returns its digest; None if its copy has failed."""
         while True:
             with self._turn:
                 self._turn.wait_for(lambda: not self._missing[number] or self._device_copies or self._ended)

@@ -64,8 +64,7 @@ _libc.read.restype = ctypes.c_ssize_t
 def wait_for_others() -> bool:
     """Returns when each other thread of this process has slept, ended, or run for `REST_SECONDS` since the call.
 
-    Returns:
-        True; or False after `LONGEST_SECONDS`: one thread has not, and may be in the middle of a write.
+    Returns False after `LONGEST_SECONDS`: one thread has not, and may be in the middle of a write.
     """
     if sys.platform != "linux":
         time.sleep(REST_SECONDS)
@@ -172,16 +171,9 @@ class Comparison:
         """Whether every byte is compared: a tensor has differed before."""
 
     def agrees(self, tensor: torch.Tensor, buffer: torch.Tensor, start: int, pauses: Iterable[int] = ()) -> bool:
-        """Whether a tensor equals its copy, bit for bit, in the places that are compared.
+        """Whether a contiguous CPU tensor equals its copy in a buffer, bit for bit, in the places that are compared.
 
-        Args:
-            tensor: Contiguous, on the CPU.
-            buffer: uint8, contiguous; holds the copy.
-            start: Offset of the copy in the buffer.
-            pauses: Offsets in bytes, in the tensor, at which copying was interrupted.
-
-        Returns:
-            True if no compared byte differs.
+        ``pauses`` are offsets in bytes, in the tensor, at which copying was interrupted.
         """
         live, copied, length = tensor.data_ptr(), buffer.data_ptr() + start, tensor.nbytes
         if self.in_full or length <= _STRIDE_BYTES:

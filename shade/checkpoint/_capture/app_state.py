@@ -66,11 +66,7 @@ class RandomState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the generators. With more CUDA devices than were saved, the others keep their state, and vice versa.
 
-        Args:
-            state: As `state_dict` returned it.
-
-        Raises:
-            StateMismatchError: The state is of other generators, or of none; nothing was changed.
+        A state of other generators, or of none, raises a StateMismatchError and changes nothing.
         """
         before = self.state_dict()
         try:
@@ -132,14 +128,7 @@ class AppState:
         self._objects: dict[str, Stateful] = {"random": RandomState()}
 
     def attach(self, objects: Mapping[str, Any]) -> None:
-        """Adds objects.
-
-        Args:
-            objects: By name.
-
-        Raises:
-            ConfigError: One has no state to save, or its name is taken.
-        """
+        """Adds objects by name; raises a ConfigError if one has no state to save, or its name is taken."""
         for name, target in objects.items():
             if not isinstance(target, Stateful):
                 cure = "give it state_dict() and load_state_dict()"
@@ -172,15 +161,7 @@ class AppState:
     def capture(self, rank: int, world_size: int) -> CapturedState:
         """Captures the state of all attached objects, without copying a tensor.
 
-        Args:
-            rank: This rank.
-            world_size: Ranks that save together.
-
-        Returns:
-            The state.
-
-        Raises:
-            ConfigError: A part of it cannot be saved; the message names its path.
+        A part that cannot be saved raises a ConfigError that names its path.
         """
         buffers = {
             f"{escape(name)}/{escape(key)}"

@@ -519,18 +519,7 @@ _MAKERS: Final[dict[str, Callable[[_Unflattener, Any, int], Any]]] = {
 
 
 def part_of(tree: Any, only: Collection[str] | None) -> Any:
-    """Returns a tree of some of the attached objects.
-
-    Args:
-        tree: The tree of a manifest.
-        only: Names of the objects; None for all of them. Names that the tree lacks are ignored.
-
-    Returns:
-        The smaller tree.
-
-    Raises:
-        CorruptCheckpointError: The root of the tree is no dict.
-    """
+    """Returns a tree of some of the attached objects, by name; None for all. Names that the tree lacks are ignored."""
     try:
         names, things = tree["dict"]
         kept = [(name, thing) for name, thing in zip(names, things, strict=True) if only is None or name in only]
@@ -562,17 +551,7 @@ def own_name(name: str, rank: int) -> str:
 
 
 def torch_dtype(spelling: str) -> torch.dtype:
-    """Returns the tensor type of a name in a safetensors file.
-
-    Args:
-        spelling: A value of `SPELLINGS`.
-
-    Returns:
-        The type.
-
-    Raises:
-        CorruptCheckpointError: No type has that name.
-    """
+    """Returns the tensor type of a name in a safetensors file."""
     try:
         return _SPELLED[spelling]
     except (KeyError, TypeError):

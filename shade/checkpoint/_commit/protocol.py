@@ -112,18 +112,9 @@ def agree(
 
 
 def announce(group: ProcessGroup, manifest: Manifest | None, error: str | None) -> list[int]:
-    """Makes sure, before chunks are uploaded without a manifest, that every rank is about to upload.
+    """Makes sure, before chunks are uploaded without a manifest, that every rank is about to upload the same step.
 
-    Args:
-        group: The ranks.
-        manifest: Manifest of this rank's shard, without digests.
-        error: Why this rank has no manifest.
-
-    Returns:
-        Length of each rank's shard.
-
-    Raises:
-        CheckpointError: One rank has nothing to upload, or uploads another step.
+    The manifest has no digests yet; without one, ``error`` says why. Returns the length of each rank's shard.
     """
     mine: dict[str, Any] = {"error": error}
     if manifest is not None:
@@ -144,20 +135,7 @@ def _check_alike(gathered: list[dict[str, Any]]) -> None:
 
 
 def prepare(tier: Tier, group: ProcessGroup, step: int, shard_bytes: Sequence[int]) -> str:
-    """Takes step 2 in one tier.
-
-    Args:
-        tier: The tier.
-        group: The ranks.
-        step: Step of the snapshot.
-        shard_bytes: Stored length of each rank's shard.
-
-    Returns:
-        The place.
-
-    Raises:
-        CheckpointError: The tier has no place for it.
-    """
+    """Takes step 2 in one tier; returns the place. ``shard_bytes`` are the stored lengths of all ranks' shards."""
     place: str | None
     place, reason = group.share(_attempt(lambda: tier.prepare(step, shard_bytes)) if group.rank == 0 else None)
     if place is None:
@@ -166,34 +144,16 @@ def prepare(tier: Tier, group: ProcessGroup, step: int, shard_bytes: Sequence[in
 
 
 def put(tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]) -> None:
-    """Takes step 3, and the vote on it, in one tier.
+    """Takes step 3, and the vote on it, in one tier; if one rank cannot write its shard, the place is free again.
 
-    Args:
-        tier: The tier.
-        group: The ranks.
-        place: The place that `prepare` gave.
-        manifest: Manifest of this rank's shard.
-        chunks: Called once; gives this rank's chunks in stored form.
-
-    Raises:
-        CheckpointError: One rank could not write its shard; the place is free again.
+    ``chunks`` is called once and gives this rank's chunks in stored form.
     """
     _, failure = _attempt(lambda: tier.put(place, Shard(manifest, chunks())))
     _vote(tier, group, place, failure)
 
 
 def commit(tier: Tier, group: ProcessGroup, place: str, record: Commit) -> None:
-    """Takes step 4 in one tier.
-
-    Args:
-        tier: The tier.
-        group: The ranks.
-        place: The place that `put` wrote to, on every rank.
-        record: The record that `agree` gave.
-
-    Raises:
-        CheckpointError: The record could not be written; the place is free again.
-    """
+    """Takes step 4 in one tier; if the record cannot be written, the place is free again."""
 
     def write() -> None:
         check_base(tier, record)
@@ -214,13 +174,7 @@ def _vote(tier: Tier, group: ProcessGroup, place: str, failure: str | None) -> N
 
 
 def discard(tier: Tier, group: ProcessGroup, place: str) -> None:
-    """Discards what was put and does not count. Called on every rank; a tier that fails here tidies up later.
-
-    Args:
-        tier: The tier.
-        group: The ranks.
-        place: The place that `prepare` gave.
-    """
+    """Discards what was put and does not count; a tier that fails here tidies up later."""
     if tier.every_rank_commits or group.rank == 0:
         _, failure = _attempt(lambda: tier.discard(place))
         if failure:
@@ -235,21 +189,9 @@ def store(
     manifest: Manifest,
     chunks: Callable[[], Iterable[Bytes]],
 ) -> str:
-    """Takes steps 2 to 4 in one tier.
+    """Takes steps 2 to 4 in one tier, with the record and lengths that `agree` gave; returns the place.
 
-    Args:
-        tier: The tier.
-        group: The ranks.
-        record: The record that `agree` gave.
-        shard_bytes: Stored length of each rank's shard, as `agree` gave it.
-        manifest: Manifest of this rank's shard.
-        chunks: Called once; gives this rank's chunks in stored form.
-
-    Returns:
-        The place where the snapshot is committed.
-
-    Raises:
-        CheckpointError: It is not committed in this tier; another one may still take it.
+    If it raises, the snapshot is not committed in this tier, and another tier may still take it.
     """
     if record.base is not None:
         refusal = group.share(_attempt(lambda: check_base(tier, record))[1] if group.rank == 0 else None)
@@ -262,15 +204,7 @@ def store(
 
 
 def check_base(tier: Tier, record: Commit) -> None:
-    """Refuses a snapshot to a tier that lacks its base. The shared-memory tier holds plain data and needs no base.
-
-    Args:
-        tier: The tier that would take it.
-        record: Record of the snapshot.
-
-    Raises:
-        CheckpointError: The base is not there.
-    """
+    """Raises if a tier lacks the base of a snapshot. The shared-memory tier holds plain data and needs no base."""
     if record.base is None or tier.holds_plain:
         return
     if record.base not in {held.digest for held in tier.held().values()}:

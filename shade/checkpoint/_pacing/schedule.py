@@ -138,14 +138,7 @@ def _interval(every: str, in_flight: int) -> _Interval | None:
 
 
 def budget_of(every: str | int) -> tuple[float, float]:
-    """Returns the budget that a specification names.
-
-    Args:
-        every: As for `Schedule`.
-
-    Returns:
-        The share of the time that saving may add, 1 where none is given; and the mean seconds between failures.
-    """
+    """Returns the share of the time that saving may add, 1 if none is named, and the mean seconds between failures."""
     best = _BEST.fullmatch(str(every))
     if best is not None:
         return float(best[1]) / 100, float(best[2]) * _SECONDS[best[3]]
@@ -265,12 +258,7 @@ class PaceMeter:
         return statistics.median(self._quiet) if self._quiet else 0.0
 
     def step(self, now: float, busy: bool) -> None:
-        """Counts a step that has ended.
-
-        Args:
-            now: Monotonic seconds.
-            busy: Whether a save is still in flight. The step in which a save ends is charged to it, too.
-        """
+        """Counts a step that has ended. The step in which a save ends is charged to it, too."""
         if self._last is not None:
             took = now - self._last
             if busy or self._was_busy:
@@ -304,14 +292,7 @@ _SAVING_THREADS: Final = ("shade-copy", "shade-save", "shade-memory-tier")
 
 
 def processor_ns(thread: int) -> int:
-    """Returns the CPU time of a thread of this process.
-
-    Args:
-        thread: The system's number of the thread (`threading.Thread.native_id`).
-
-    Returns:
-        Nanoseconds; 0 if the thread has ended.
-    """
+    """Returns the CPU time of a thread of this process, by its native id; 0 if the thread has ended."""
     if sys.platform != "linux":
         return 0
     try:

@@ -133,14 +133,7 @@ class CostModel:
         return piece.ratio < limit
 
     def learn(self, codec: str, number: int, data: memoryview, stored: Bytes | None) -> None:
-        """Counts a compressed chunk.
-
-        Args:
-            codec: Name of the codec.
-            number: Number of the chunk.
-            data: The chunk.
-            stored: Its stored form; None: it was not kept.
-        """
+        """Counts a compressed chunk; None as its stored form means that it was not kept."""
         piece = self._pieces[codec, number]
         piece.tried(data, stored)
         if piece.ratio < self._limit(codec, len(data)):

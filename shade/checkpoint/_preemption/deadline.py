@@ -105,14 +105,9 @@ _num_stores = 0
 
 
 def open_deadline_store(rank: int, world_size: int) -> DeadlineStore:
-    """Opens the deadline store of a training run. Collective: the n-th store of each rank is the same one.
+    """Opens the deadline store of a run. Collective: the n-th store of each rank is the same one.
 
-    Args:
-        rank: This rank.
-        world_size: Ranks.
-
-    Returns:
-        The store; with one rank, a store within this process.
+    With one rank, it is a store within this process.
     """
     global _num_stores
     _num_stores += 1
@@ -246,11 +241,7 @@ class Deadline:
     def at_step(self) -> bool:
         """Acts on a notice; the training calls it after each step, and without a notice it returns at once.
 
-        Returns:
-            Whether the last save has just been made.
-
-        Raises:
-            SystemExit: The last save has been made, and there is an exit code.
+        Returns whether the last save has just been made; with an exit code, it raises SystemExit instead.
         """
         now = time.monotonic()
         self._step_seconds, self._last_step = (now - self._last_step if self._last_step else 0.0), now

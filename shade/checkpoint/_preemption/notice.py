@@ -247,18 +247,7 @@ class HttpNotice(NoticeSource):
 
 
 def source_of(text: str, grace_seconds: float = GRACE_SECONDS) -> NoticeSource:
-    """Makes a source from its text: ``SIGTERM``, ``http://…``, or else a path.
-
-    Args:
-        text: What to watch.
-        grace_seconds: Time left after a notice that names no time.
-
-    Returns:
-        The source, watching already.
-
-    Raises:
-        ConfigError: The text is empty, or the source cannot be watched.
-    """
+    """Makes a source from its text: ``SIGTERM``, ``http://…``, or else a path. It watches already."""
     if not text:
         raise ConfigError.of("what to watch", text, "write SIGTERM, http://host/path or the path of a file")
     if text.upper() == "SIGTERM":

@@ -100,14 +100,7 @@ class RecoveryEstimate:
         return found
 
     def prometheus(self, labels: Mapping[str, object] | None = None) -> str:
-        """Returns Prometheus text lines: ``shade_checkpoint_lost_steps{end="process",tier="own memory"} 3``.
-
-        Args:
-            labels: Labels of every line: ``{"rank": 0}``.
-
-        Returns:
-            The lines, each with a line end.
-        """
+        """Returns Prometheus lines, with labels: ``shade_checkpoint_lost_steps{end="process",tier="own memory"} 3``."""
         lines = []
         for name, meaning in MEANING.items():
             lines += [f"# HELP shade_checkpoint_{name} {meaning}", f"# TYPE shade_checkpoint_{name} gauge"]
@@ -208,12 +201,7 @@ class LossTracker:
     ) -> None:
         """Counts a restored snapshot, which a failure would go back to until the next save is committed.
 
-        Args:
-            step: Step of the snapshot.
-            held_by: Names of the tiers that have it.
-            read: Names of the tiers that it was read from.
-            seconds: Duration of the restore.
-            num_bytes: Length of all shards.
+        ``held_by`` are the tiers that have it, ``read`` those that it was read from, in so many seconds.
         """
         with self._lock:
             self._settle()

@@ -192,27 +192,16 @@ class Packer:
         return PackedShard(manifest, made.stored, None if base is None else base.digest)
 
     def alone(self, packed: PackedShard, buffer: torch.Tensor) -> PackedShard:
-        """Packs the same snapshot without its base, for a tier that lacks the base.
+        """Packs the same snapshot without its base, for a tier that lacks the base; the bounds stay the same.
 
-        Args:
-            packed: The shard, packed last.
-            buffer: The buffer that it was packed from, which holds the decoded values of a lossy codec by now.
-
-        Returns:
-            The shard, with the same bounds.
+        The shard was packed last from that buffer, which holds the decoded values of a lossy codec by now.
         """
         self.forget()
         made = self._compare(_data_of(buffer, packed.manifest.num_bytes), packed.manifest, None)
         return PackedShard(replace(packed.manifest, chunks=tuple(made.entries)), made.stored)
 
     def committed(self, packed: PackedShard, digest: str, buffer: torch.Tensor) -> None:
-        """Keeps the shard packed last as a base for the next one, before the buffer is written to again.
-
-        Args:
-            packed: The shard; it is committed.
-            digest: Digest of its record.
-            buffer: The buffer that it was packed from.
-        """
+        """Keeps the shard packed last as a base for the next one; called before its buffer is written to again."""
         if not isinstance(self._codec, Delta):
             return
         if packed.base is not None and not self._codec.follows_previous:
@@ -359,16 +348,7 @@ class _Error:
 
     @classmethod
     def of(cls, chunk: memoryview, back: Bytes, span: Span) -> _Error:
-        """Compares a tensor's part in a chunk with the decoded chunk.
-
-        Args:
-            chunk: The chunk to be saved.
-            back: The decoded chunk.
-            span: The tensor's part.
-
-        Returns:
-            The part's error; infinite where a number is not finite.
-        """
+        """Compares a tensor's part in a chunk with the decoded chunk; infinite where a number is not finite."""
         part = slice(span.start, span.stop)
         if span.start % 4 or span.stop % 4:  # cut by the chunk's edge: such parts are exact
             return cls(0.0 if bytes(chunk[part]) == bytes(back[part]) else math.inf, 0.0, 1.0)

@@ -179,15 +179,7 @@ class Saver:
         return handle
 
     def stand_by(self, step: int, result: CommitResult) -> SaveHandle:
-        """Returns the committed save of a rank for which another rank saves.
-
-        Args:
-            step: Optimizer steps done.
-            result: Where the save is, as far as this rank knows.
-
-        Returns:
-            The save.
-        """
+        """Returns a committed handle, on a rank for which another rank saves."""
         handle = self.latest = SaveHandle(step)
         handle.copied.set_result(None)
         handle.committed.set_result(result)
@@ -205,11 +197,7 @@ class Saver:
         return done
 
     def wait_copy_complete(self) -> None:
-        """Returns when the state may change again.
-
-        Raises:
-            TornSnapshotError: The state has changed already. Nothing is saved.
-        """
+        """Returns when the state may change again; raises a TornSnapshotError if it has changed already."""
         is_copying, self._is_copying = self._is_copying, False
         if not is_copying:
             return
@@ -254,14 +242,7 @@ class Saver:
         wait([self.settled.committed])
 
     def result(self) -> CommitResult:
-        """Waits for the save begun last.
-
-        Returns:
-            The tier and the place where it is committed.
-
-        Raises:
-            CheckpointError: No tier has taken it, or no save was begun.
-        """
+        """Waits for the save begun last; raises a CheckpointError if no tier has taken it, or no save was begun."""
         self.wait_copy_complete()
         if self.latest is None:
             raise CheckpointError.of("a save to wait for", None, "call save() first")

@@ -75,31 +75,14 @@ class StreamUpload:
         return self.place
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yields the chunks in order, each when it is copied.
-
-        Yields:
-            Views of the buffer.
-
-        Raises:
-            CheckpointError: The copy has failed.
-        """
+        """Yields the chunks in order, each when it is copied; raises a CheckpointError if the copy fails."""
         for number, chunk in enumerate(self._chunks):
             self._wait_for(number)
             yield chunk
         self._close()
 
     def batches(self, batching: Batching) -> Iterator[memoryview]:
-        """Yields the same bytes, several chunks at once, and measures each write.
-
-        Args:
-            batching: Chooses how many bytes make a batch.
-
-        Yields:
-            Views of the buffer.
-
-        Raises:
-            CheckpointError: The copy has failed.
-        """
+        """Yields the same bytes, several chunks at once, and measures each write."""
         begin, end = 0, 0
         wanted = batching.batch_bytes(len(self._data), self.manifest.chunk_bytes)
         for number, chunk in enumerate(self._chunks):
@@ -116,14 +99,7 @@ class StreamUpload:
         self._close()
 
     def packed(self) -> PackedShard:
-        """Waits for the end of the copy, and returns the shard as if it had been packed as a whole.
-
-        Returns:
-            The shard.
-
-        Raises:
-            CheckpointError: The copy has failed.
-        """
+        """Waits for the end of the copy, and returns the shard as if it had been packed as a whole."""
         self._copied.result()
         for number in range(len(self._chunks)):
             self._wait_for(number)

@@ -66,17 +66,9 @@ class Tiers:
         self.reader = Reader([tier for tier in (shared_memory, memory, storage) if tier is not None])
 
     def time_write(self, num_bytes: int) -> float:
-        """Measures a write to the tier that saves go to first; leaves nothing behind.
+        """Measures a write of so many bytes to the tier that saves go to first, in seconds; leaves nothing behind.
 
-        Args:
-            num_bytes: How many bytes to write.
-
-        Returns:
-            Seconds; 0 where saves stay in shared memory.
-
-        Raises:
-            StoreError: There is no storage, and memory cannot be written.
-            StorageError: Storage cannot be written, nor memory, if there is any.
+        Returns 0 where saves stay in shared memory; raises the tier's error if it cannot be written.
         """
         if self.memory is not None:
             try:
@@ -87,11 +79,7 @@ class Tiers:
         return 0.0 if self.storage is None else self.storage.time_write(num_bytes)
 
     def check_run_lock(self) -> None:
-        """Checks before a save that this process still holds the run lock.
-
-        Raises:
-            RunInUseError: Another process has taken over, because this one stood still for too long.
-        """
+        """Raises a RunInUseError if another process has taken the run over while this one stood still."""
         if self._run_lock is not None:
             self._run_lock.check()
 
@@ -120,14 +108,7 @@ class Tiers:
         return ()
 
     def is_durable(self, result: CommitResult) -> bool:
-        """Whether a save, or a later one, is in storage.
-
-        Args:
-            result: Where the save is committed.
-
-        Returns:
-            False also while memory or storage does not answer.
-        """
+        """Whether a save, or a later one, is in storage; False also while memory or storage does not answer."""
         if result.tier is self.storage:
             return True
         assert self.memory is not None
@@ -140,15 +121,9 @@ class Tiers:
             return False
 
     def wait_durable(self, result: CommitResult, step: int, timeout_seconds: float | None) -> None:
-        """Returns when a save is in storage.
+        """Returns when a save of that step is in storage; a CheckpointError if it is late, or if memory has lost it.
 
-        Args:
-            result: Where the save is committed.
-            step: Step of the save.
-            timeout_seconds: Longest time to wait; None: as long as it takes.
-
-        Raises:
-            CheckpointError: It is not there in time, or memory has lost it before.
+        None as timeout waits as long as it takes.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.is_durable(result):
@@ -176,11 +151,7 @@ class Tiers:
         return newest < result.sequence and not self.is_durable(result)
 
     def close(self, *, keep_buffers: bool) -> None:
-        """Frees all resources.
-
-        Args:
-            keep_buffers: Whether a snapshot in shared memory stays, for a process that restarts.
-        """
+        """Frees all resources; with ``keep_buffers``, a snapshot in shared memory stays for a process that restarts."""
         if not keep_buffers and (self.memory is not None or self.storage is not None):
             self.shared_memory.remove()
         elif self.shared_memory.held():

@@ -105,11 +105,7 @@ class StateDictState(AppState):
         self.loaded = found["state"] if found.keys() == {"state"} else found
 
     def take(self) -> dict[str, Any] | None:
-        """Returns the state that was read, once, and sets the random generators.
-
-        Returns:
-            The state, or None if no state was read.
-        """
+        """Returns the state that was read, once, and sets the random generators; None if no state was read."""
         state, self.loaded = self.loaded, None
         if self._generators is not None:
             self._random.load_state_dict(self._generators)

@@ -220,10 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 TIMEOUT_SECONDS: Final = 5.0
 """Of a wait for the store's next bytes: a flusher is in no hurry, and a busy server no dead one."""
 PATIENCE_SECONDS: Final = 600.0
@@ -448,3 +444,7 @@ def _taken(run: str) -> CheckpointError:
     return CheckpointError.of(
         f"{run!r} without a flusher", "one that serves it", "leave it to that one, or end it first"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

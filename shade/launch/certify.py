@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._interchange.certify import TRAIL_FILE, carry, differences, read_trail
 from shade.checkpoint._restore.reader import Reader, Snapshot
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest

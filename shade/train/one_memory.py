@@ -32,7 +32,7 @@ from concurrent.futures import wait
 from typing import Final
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._commit.protocol import current_group
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.errors import StoreError

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._commit.protocol import current_group
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.config import RunConfig

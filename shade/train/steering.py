@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._commit.protocol import current_group
 from shade.control.client import TelemetryClient
 from shade.control.controller import Controller
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer, is_loopback, token_given

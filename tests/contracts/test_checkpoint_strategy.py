@@ -23,7 +23,7 @@ import torch
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
-from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader

@@ -20,7 +20,7 @@ import torch
 from shade.checkpoint._buffer import torn_read
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._strategies import STRATEGIES

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import agree, store
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest

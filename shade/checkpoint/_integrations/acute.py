@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public all the same
 
-from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._commit.protocol import current_group
 from shade.checkpoint._flush.service import serving
 from shade.checkpoint._interchange.export import load_state
 from shade.checkpoint._restore.reader import Reader

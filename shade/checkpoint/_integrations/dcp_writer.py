@@ -41,7 +41,7 @@ from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
 from shade.checkpoint._codecs.base import standing_alone
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, contents, tensor_key, to_plain

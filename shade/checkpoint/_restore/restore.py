@@ -27,7 +27,7 @@ import torch
 
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, tensors_in
-from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.arena import FILLING_THREADS, Arena, views

@@ -44,8 +44,7 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._commit.process_group import ProcessGroup
-from shade.checkpoint._commit.protocol import agree, announce, commit, discard, prepare, put, store
+from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, discard, prepare, put, store
 from shade.checkpoint._format.manifest import Commit, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace, cpu_seconds

@@ -31,7 +31,7 @@ from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._buffer.torn_read import Comparison
 from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
-from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter, cpu_seconds
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._strategies.base import Moment, Strategy, Terms

@@ -22,7 +22,7 @@ import torch
 
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._codecs.base import memory_slots
-from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup, current_group
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, current_group
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint._preemption.deadline import EXIT_CODE, Deadline, open_deadline_store

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._flush.service import mark_begun, mark_ended, serving, start_flusher
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from shade.checkpoint._capture.app_state import AppState, CapturedState, RandomState
 from shade.checkpoint._capture.flatten import flatten, unflatten
-from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.errors import ConfigError
 from shade.types import Stateful

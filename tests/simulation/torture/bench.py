@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import ProcessGroup
-from shade.checkpoint._commit.protocol import agree, announce, commit, prepare, put, store
+from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, prepare, put, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.memory import MemoryTier

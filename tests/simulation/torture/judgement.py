@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.reader import Reader, Rebuilt
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Tier

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import agree, store
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader

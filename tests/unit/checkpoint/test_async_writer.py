@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._save.packing import Packer

@@ -11,7 +11,7 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shade import Checkpointer
-from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._pacing import schedule
 from shade.checkpoint._pacing.schedule import cpu_seconds, processor_ns
 from shade.checkpoint._save import async_writer, save

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import agree, check_base, store
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, check_base, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError

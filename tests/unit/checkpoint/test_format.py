@@ -16,8 +16,7 @@ import torch
 from shade.checkpoint._capture.flatten import _MAKERS, FACTORIES, VIEWED, flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._codecs.base import CODECS, standing_alone
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import agree, store
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
 from shade.checkpoint._save import packing

@@ -11,7 +11,7 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.xor_zstd import XorZstandard
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._interchange.certify import carry
 from shade.checkpoint._restore.reader import Reader, Rebuilt, Snapshot, check

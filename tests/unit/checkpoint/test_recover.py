@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Shard, Tier

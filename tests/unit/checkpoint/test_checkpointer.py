@@ -301,7 +301,7 @@ def test_silent_storage_and_rotten_records_are_no_new_run(
 # ── bad places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_places_that_cannot_be_are_told_at_once_and_leave_nothing_open(
+def test_tiers_that_cannot_be_opened_are_refused_at_once_and_leave_nothing_open(
     begin: Callable[..., Checkpointer], tmp_path: Path, server: LocalServer
 ) -> None:
     (tmp_path / "file").write_bytes(b"")

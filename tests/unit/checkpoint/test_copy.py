@@ -30,10 +30,10 @@ class Counted(StreamHash):
     def __init__(self, data: memoryview) -> None:
         super().__init__(data, CHUNK)
         self.came: list[tuple[int, int]] = []
-        self.told: dict[int, str] = {}
+        self.digests_set: dict[int, str] = {}
 
     def hashed(self, number: int, digest: str) -> None:
-        self.told[number] = digest
+        self.digests_set[number] = digest
         super().hashed(number, digest)
 
     def add(self, start: int, stop: int, event: torch.cuda.Event | None = None) -> None:
@@ -46,8 +46,8 @@ def test_threads_that_share_a_copy_take_each_byte_once(seed: int) -> None:
     live = state()
     layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    arrivals = Counted(memoryview(buffer.numpy().data))
-    copying = Copying(live, layout.entries, buffer, frozenset(live), arrivals)
+    stream_hash = Counted(memoryview(buffer.numpy().data))
+    copying = Copying(live, layout.entries, buffer, frozenset(live), stream_hash)
     total = copying.num_bytes_left
 
     def share(number: int) -> int:
@@ -64,12 +64,12 @@ def test_threads_that_share_a_copy_take_each_byte_once(seed: int) -> None:
     for name, entry in layout.entries.items():
         content = buffer[entry.start : entry.stop].view(torch.float32).view(live[name].shape)
         assert torch.equal(content, live[name]), name
-    told = sorted((start, stop) for start, stop in arrivals.came if start < stop)
-    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(told))
-    assert sum(stop - start for start, stop in told) == total
-    digests = [digest_of(chunk) for chunk in arrivals.chunks]
-    assert [arrivals.wait(number) for number in range(len(digests))] == digests
-    assert arrivals.told.items() <= dict(enumerate(digests)).items()
+    copied = sorted((start, stop) for start, stop in stream_hash.came if start < stop)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(copied))
+    assert sum(stop - start for start, stop in copied) == total
+    digests = [digest_of(chunk) for chunk in stream_hash.chunks]
+    assert [stream_hash.wait(number) for number in range(len(digests))] == digests
+    assert stream_hash.digests_set.items() <= dict(enumerate(digests)).items()
 
 
 def begun() -> tuple[Copying, Counted]:
@@ -77,41 +77,41 @@ def begun() -> tuple[Copying, Counted]:
     live = {name: tensor.contiguous() for name, tensor in state().items()}
     layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    arrivals = Counted(memoryview(buffer.numpy().data))
-    return Copying(live, layout.entries, buffer, frozenset(live), arrivals), arrivals
+    stream_hash = Counted(memoryview(buffer.numpy().data))
+    return Copying(live, layout.entries, buffer, frozenset(live), stream_hash), stream_hash
 
 
 @pytest.mark.parametrize("reach", [CHUNK, CHUNK + 64, 5 * CHUNK])
 def test_whoever_brings_a_whole_chunk_hashes_it(reach: int) -> None:
-    copying, arrivals = begun()
+    copying, stream_hash = begun()
     while copying.advance(reach):
         pass
-    assert arrivals.told == {number: digest_of(chunk) for number, chunk in enumerate(arrivals.chunks)}
+    assert stream_hash.digests_set == {number: digest_of(chunk) for number, chunk in enumerate(stream_hash.chunks)}
 
 
 def test_what_was_copied_before_is_hashed_along() -> None:
-    copying, arrivals = begun()
+    copying, stream_hash = begun()
     early = ["01", "05", "06", "11"]
     copying.settle(early)
     while copying.advance(CHUNK):
         pass
-    digests = {number: digest_of(chunk) for number, chunk in enumerate(arrivals.chunks)}
-    assert [arrivals.wait(number) for number in digests] == list(digests.values())
-    assert arrivals.told.items() <= digests.items()
+    digests = {number: digest_of(chunk) for number, chunk in enumerate(stream_hash.chunks)}
+    assert [stream_hash.wait(number) for number in digests] == list(digests.values())
+    assert stream_hash.digests_set.items() <= digests.items()
     of_both = [copying._entries[name].start // CHUNK for name in early]
-    assert set(of_both) & set(arrivals.told), "a chunk with something early in it, and something late"
+    assert set(of_both) & set(stream_hash.digests_set), "a chunk with something early in it, and something late"
 
 
 def test_whoever_brings_the_last_of_a_chunk_hashes_all_of_it() -> None:
-    copying, arrivals = begun()
+    copying, stream_hash = begun()
     assert copying.advance(CHUNK // 2) == CHUNK // 2
-    assert arrivals.told == {}
+    assert stream_hash.digests_set == {}
     assert copying.advance(CHUNK) == CHUNK // 2, "to the end of the chunk, so that the next is whole again"
-    assert arrivals.told == {0: digest_of(arrivals.chunks[0])}
+    assert stream_hash.digests_set == {0: digest_of(stream_hash.chunks[0])}
 
 
 def test_what_is_copied_by_the_tensor_is_left_to_whoever_waits() -> None:
-    copying, arrivals = begun()
+    copying, stream_hash = begun()
     copying.finish()
-    assert arrivals.told == {}
-    assert arrivals.wait(0) == digest_of(arrivals.chunks[0])
+    assert stream_hash.digests_set == {}
+    assert stream_hash.wait(0) == digest_of(stream_hash.chunks[0])

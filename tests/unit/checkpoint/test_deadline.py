@@ -46,14 +46,14 @@ class TierLike:
 
 
 class Known:
-    """What is known of saves: told by the test."""
+    """A loss tracker whose forecast the test sets."""
 
     def __init__(self, forecast: RecoveryForecast | None = None) -> None:
-        self.told = forecast or RecoveryForecast(0.0, 0.01, 0.02, 0.03)
+        self.forecast_given = forecast or RecoveryForecast(0.0, 0.01, 0.02, 0.03)
         self.durable: bool | None = True
 
     def forecast(self) -> RecoveryForecast:
-        return self.told
+        return self.forecast_given
 
     def is_durable(self, result: CommitResult) -> bool | None:
         return self.durable
@@ -194,7 +194,7 @@ def test_ranks_in_step_save_the_same_step(world_size: int, seed: int) -> None:
 def test_what_can_be_reached_is_foreseen(
     alone: Rank, said: pytest.LogCaptureFixture, forecast: RecoveryForecast, goal: str
 ) -> None:
-    alone.known.told = forecast
+    alone.known.forecast_given = forecast
     alone.word.say(30)
     alone.until_stopped()
     assert alone.saver.saved == [alone.saver.step_count]
@@ -204,7 +204,7 @@ def test_what_can_be_reached_is_foreseen(
 def test_no_copy_is_begun_that_cannot_be_ended(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.saver.step_count = 4
     before = alone.saver.save()
-    alone.known.told = RecoveryForecast(0.0, 100.0, 200.0, 300.0)
+    alone.known.forecast_given = RecoveryForecast(0.0, 100.0, 200.0, 300.0)
     alone.word.say(20)
     alone.until_stopped()
     assert alone.code == 143
@@ -282,7 +282,7 @@ def test_a_store_that_is_gone_stops_no_training_without_a_notice() -> None:
     deadline.close()
 
 
-def test_time_that_passes_within_a_step_is_told(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+def test_time_that_passes_within_a_step_is_logged(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.word.say(0.2)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while "no step has ended in time" not in said.text:

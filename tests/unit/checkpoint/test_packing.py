@@ -168,7 +168,7 @@ def test_a_tensor_beyond_the_limit_is_exact_and_its_neighbours_are_not(codec: st
 
 
 def test_what_was_packed_with_loss_stands_alone_with_the_same_bounds() -> None:
-    """Where the base is gone by now: what was lost is lost, and is told."""
+    """Where the base is gone by now: what was lost is lost, and is reported."""
     packer, before = Packer("run", 0, 1, "topk-delta"), state()
     land(packer, before)
     buffer = moved(before)

@@ -92,7 +92,7 @@ def test_one_without_a_snapshot_is_an_error_everywhere_with_its_rank() -> None:
     assert all(isinstance(each, CheckpointError) for each in found)
 
 
-def test_ranks_that_save_different_steps_or_models_are_told_so() -> None:
+def test_ranks_that_save_different_steps_or_models_are_refused() -> None:
     def steps(group: ProcessGroup) -> Any:
         one = saved(10 + group.rank, 1, 2)
         return agreed(group, one)

@@ -185,7 +185,7 @@ def test_a_row_has_every_end_and_prometheus_gets_gauges(run: Run) -> None:
     assert page.count("# TYPE shade_checkpoint_") == page.count("# HELP shade_checkpoint_") == 3
 
 
-def test_prometheus_leaves_out_what_cannot_be_told(run: Run) -> None:
+def test_prometheus_leaves_out_what_is_unknown(run: Run) -> None:
     page = run.read().prometheus()
     assert 'shade_checkpoint_lost_seconds{end="machine",tier="none"} 0' in page
     assert "shade_checkpoint_recover_seconds{" not in page

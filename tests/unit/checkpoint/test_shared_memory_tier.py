@@ -107,10 +107,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         SharedMemoryTier(RUN, 0, folder=tmp_path / "file")
 
 
-def _claims(folder: Path, run: str, told: Any) -> None:
+def _claims(folder: Path, run: str, answers: Any) -> None:
     stage = SharedMemoryTier(run, 0, folder=folder)
     stage.claim()
-    told.send("claimed")
+    answers.send("claimed")
     signal.pause()
 
 
@@ -134,7 +134,7 @@ def test_two_processes_cannot_share_buffers_and_the_dead_have_no_claim(tmp_path:
     theirs.close()
 
 
-def test_a_damaged_record_is_told(tmp_path: Path) -> None:
+def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
     stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     keep([stage], saved(10, 1, 1, RUN))
     assert stage.held()

@@ -21,29 +21,29 @@ CHUNK, LENGTH = 1000, 3700
 
 
 class Shard:
-    """Bytes that arrive when they are told to."""
+    """Bytes that are copied when the test says so."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self.content = random.Random(0).randbytes(length)
         data = memoryview(bytearray(self.content))
-        self.arrivals, self.copied = StreamHash(data, CHUNK), Future[None]()
+        self.stream_hash, self.copied = StreamHash(data, CHUNK), Future[None]()
         tensors = {"x": TensorEntry("U8", (length,), 0, length)}
         draft = Manifest("run", 7, 0, 1, "none", length, tensors, (), None, CHUNK)
-        self.outgoing = StreamUpload(draft, data, self.arrivals, self.copied)
+        self.upload = StreamUpload(draft, data, self.stream_hash, self.copied)
 
     def arrive(self, *ranges: tuple[int, int]) -> None:
         for start, stop in ranges:
-            self.arrivals.add(start, stop)
+            self.stream_hash.add(start, stop)
 
     def finish(self) -> None:
         self.copied.set_result(None)
-        self.arrivals.end()
+        self.stream_hash.end()
 
 
 def test_each_chunk_goes_when_it_is_there_and_not_before() -> None:
     shard = Shard()
     gone: list[bytes] = []
-    sending = threading.Thread(target=lambda: gone.extend(map(bytes, shard.outgoing.chunks())))
+    sending = threading.Thread(target=lambda: gone.extend(map(bytes, shard.upload.chunks())))
     sending.start()
     shard.arrive((1500, 3700), (0, 400))
     sending.join(0.05)
@@ -57,16 +57,16 @@ def test_each_chunk_goes_when_it_is_there_and_not_before() -> None:
 def test_the_manifest_is_there_when_all_chunks_have_gone() -> None:
     shard = Shard()
     shard.arrive((0, LENGTH))
-    manifest = shard.outgoing.manifest
+    manifest = shard.upload.manifest
     assert manifest.stored_bytes == LENGTH
     assert len(manifest.chunks) == 4
-    chunks = shard.outgoing.chunks()
+    chunks = shard.upload.chunks()
     next(chunks)
     with pytest.raises(CheckpointError, match="all chunks to be taken before the manifest"):
         manifest.to_bytes()
     assert len(list(chunks)) == 3
     shard.finish()
-    packed = shard.outgoing.packed()
+    packed = shard.upload.packed()
     assert manifest.to_bytes() == packed.manifest.to_bytes()
     assert type(packed.manifest) is Manifest
     assert Manifest.parse(manifest.to_bytes(), packed.manifest.digest) == packed.manifest
@@ -77,9 +77,9 @@ def test_the_manifest_is_there_when_all_chunks_have_gone() -> None:
 def test_what_nobody_took_is_hashed_in_the_end() -> None:
     shard = Shard()
     shard.arrive((0, LENGTH))
-    next(iter(shard.outgoing.chunks()))  # and then the tier failed
+    next(iter(shard.upload.chunks()))  # and then the tier failed
     shard.finish()
-    packed = shard.outgoing.packed()
+    packed = shard.upload.packed()
     assert b"".join(packed.chunks) == shard.content
     assert packed.manifest.chunks[3].digest == digest_of(shard.content[3000:])
 
@@ -89,28 +89,28 @@ def test_a_copy_that_fails_ends_the_chunks(way: Callable[[StreamUpload], Any]) -
     shard = Shard()
     shard.arrive((0, 1200))
     shard.copied.set_exception(TornSnapshotError("'x' moved"))
-    shard.arrivals.end()
+    shard.stream_hash.end()
     with pytest.raises(CheckpointError, match="chunk 1 of step 7 was not copied: 'x' moved"):
-        list(way(shard.outgoing))
+        list(way(shard.upload))
     with pytest.raises(TornSnapshotError):
-        shard.outgoing.packed()
+        shard.upload.packed()
 
 
 def test_batches_are_the_same_bytes_in_fewer_pieces() -> None:
     shard, batching = Shard(), Batching()
     shard.arrive((0, LENGTH))
-    gone = list(shard.outgoing.batches(batching))
+    gone = list(shard.upload.batches(batching))
     assert [len(each) for each in gone] == [1000, 2000, 700], "one chunk, then two, then what is left"
     assert b"".join(gone) == shard.content
     shard.finish()
-    assert shard.outgoing.manifest.to_bytes() == shard.outgoing.packed().manifest.to_bytes()
+    assert shard.upload.manifest.to_bytes() == shard.upload.packed().manifest.to_bytes()
 
 
 def test_a_shard_of_nothing() -> None:
     for way in (StreamUpload.chunks, lambda one: one.batches(Batching())):
         shard = Shard(0)
-        assert list(way(shard.outgoing)) == []
-        assert shard.outgoing.manifest.to_bytes()
+        assert list(way(shard.upload)) == []
+        assert shard.upload.manifest.to_bytes()
 
 
 class Event:
@@ -124,34 +124,34 @@ class Event:
 
 
 def test_copies_that_are_under_way_on_a_device_are_waited_for_one_by_one() -> None:
-    arrivals, happened = StreamHash(memoryview(bytes(3000)), CHUNK), list[str]()
-    arrivals.add(0, 500)
-    arrivals.add(500, 1500, Event(happened, "first"))  # type: ignore[arg-type]
-    arrivals.add(1500, 3000, Event(happened, "second"))  # type: ignore[arg-type]
-    assert arrivals.wait(0)
+    stream_hash, happened = StreamHash(memoryview(bytes(3000)), CHUNK), list[str]()
+    stream_hash.add(0, 500)
+    stream_hash.add(500, 1500, Event(happened, "first"))  # type: ignore[arg-type]
+    stream_hash.add(1500, 3000, Event(happened, "second"))  # type: ignore[arg-type]
+    assert stream_hash.wait(0)
     assert happened == ["first"]
-    assert arrivals.wait(2)
+    assert stream_hash.wait(2)
     assert happened == ["first", "second"]
 
 
 def test_what_never_comes_is_told_apart_from_what_is_there() -> None:
-    arrivals = StreamHash(memoryview(bytes(3000)), CHUNK)
-    arrivals.add(1000, 2000)
-    arrivals.end()
-    assert [arrivals.wait(number) for number in range(3)] == [None, digest_of(bytes(CHUNK)), None]
+    stream_hash = StreamHash(memoryview(bytes(3000)), CHUNK)
+    stream_hash.add(1000, 2000)
+    stream_hash.end()
+    assert [stream_hash.wait(number) for number in range(3)] == [None, digest_of(bytes(CHUNK)), None]
     content = random.Random(0).randbytes(2500)
     assert StreamHash.of_all(memoryview(content)).wait(0) == digest_of(content)
 
 
 def test_what_was_hashed_on_the_way_is_not_hashed_again() -> None:
-    arrivals = StreamHash(memoryview(bytes(3000)), CHUNK)
-    arrivals.hashed(1, "as told")
-    arrivals.add(0, 3000)
-    assert [arrivals.wait(number) for number in range(2)] == [digest_of(bytes(CHUNK)), "as told"]
+    stream_hash = StreamHash(memoryview(bytes(3000)), CHUNK)
+    stream_hash.hashed(1, "as set")
+    stream_hash.add(0, 3000)
+    assert [stream_hash.wait(number) for number in range(2)] == [digest_of(bytes(CHUNK)), "as set"]
 
 
 def test_pieces_end_where_chunks_do() -> None:
-    arrivals = StreamHash(memoryview(bytes(LENGTH)), CHUNK)
-    assert list(arrivals.pieces(300, 2100)) == [(300, 1000), (1000, 2000), (2000, 2100)]
-    assert list(arrivals.pieces(1000, 2000)) == [(1000, 2000)]
-    assert list(arrivals.pieces(5, 5)) == []
+    stream_hash = StreamHash(memoryview(bytes(LENGTH)), CHUNK)
+    assert list(stream_hash.pieces(300, 2100)) == [(300, 1000), (1000, 2000), (2000, 2100)]
+    assert list(stream_hash.pieces(1000, 2000)) == [(1000, 2000)]
+    assert list(stream_hash.pieces(5, 5)) == []

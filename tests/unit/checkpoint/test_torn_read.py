@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 
 @numba.njit(nogil=True)
-def write_until_told(memory_N: np.ndarray) -> None:
+def write_until_stopped(memory_N: np.ndarray) -> None:
     """Fills memory with 1, 2, 3, … without a rest, and without the interpreter, until its last element is set."""
     number = 0
     while memory_N[-1] == 0:
@@ -31,7 +31,7 @@ def write_until_told(memory_N: np.ndarray) -> None:
 def writer() -> Iterator[np.ndarray]:
     """Memory that a thread writes to."""
     memory_N = np.zeros(2**20)
-    thread = threading.Thread(target=write_until_told, args=(memory_N,))
+    thread = threading.Thread(target=write_until_stopped, args=(memory_N,))
     thread.start()
     while memory_N[0] == 0:
         time.sleep(0.01)  # it is compiled first

@@ -1,10 +1,10 @@
-"""Codec ``int8-delta``: every item's difference from the snapshot before, in steps of 1/127 of its block's largest.
+"""Codec ``int8-delta``: the difference of every item to the previous snapshot, rounded to 255 steps per block. Lossy.
 
-All items move at every snapshot, each by the nearest of 255 steps; what rounding leaves is part of the next difference.
-A quarter of the bytes before zstandard, and an error of at most half a step: the quantised delta for whoever finds
-``topk-delta`` too stale. Not exact.
+A step is 1/127 of the largest difference in a block. All items move at every snapshot; the rounding error becomes part
+of the next difference. It takes a quarter of the bytes before zstandard, with an error of at most half a step: for
+users to whom ``topk-delta`` is too stale.
 
-Stored of N rough items: the steps' sizes (float32, one for each block of 1024 items), then a signed byte an item.
+Stored for N lossy items: the step of each block of 1024 items (float32), then a signed byte per item.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 import numpy as np
+from typing_extensions import override
 
 from shade.checkpoint._codecs.base import CODECS, Span
 from shade.checkpoint._codecs.lossy import Items, LossyCodec, Raw
@@ -24,12 +25,12 @@ _MOST: Final = 127
 
 @CODECS.register("int8-delta")
 class Int8Delta(LossyCodec):
-    """Rounded differences."""
+    """Stores rounded differences."""
 
     name: ClassVar[str] = "int8-delta"
 
+    @override
     def rough(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
-        """See `LossyCodec`."""
         moved_N = items_N - base_N
         if not np.isfinite(moved_N).all():
             return None
@@ -40,19 +41,19 @@ class Int8Delta(LossyCodec):
         counts_N = np.clip(np.rint(ratio_N), -_MOST, _MOST).astype(np.int8)
         return np.concatenate([steps_B.astype("<f4").view(np.uint8), counts_N.view(np.uint8)])
 
+    @override
     def restored(self, told: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        """See `LossyCodec`."""
         head = 4 * -(-len(base_N) // BLOCK)
         steps_B, counts_N = told[:head].view("<f4"), told[head:].view(np.int8)
         base_N += counts_N.astype(np.float32) * _spread(steps_B, len(base_N))
         return base_N
 
+    @override
     def lengths(self, num_items: int) -> tuple[int, int]:
-        """See `LossyCodec`."""
         length = 4 * -(-num_items // BLOCK) + num_items
         return length, length
 
 
 def _spread(steps_B: Items, num_items: int) -> Items:
-    """Its block's step for every item."""
+    """Returns the step of its block for every item."""
     return np.repeat(steps_B, BLOCK)[:num_items]

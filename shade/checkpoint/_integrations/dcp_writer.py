@@ -1,21 +1,16 @@
-"""ShadeWriter: `torch.distributed.checkpoint` saves into cluster memory and durable storage.
+"""ShadeWriter: saves with `torch.distributed.checkpoint` into cluster memory and durable storage.
 
-DCP plans who writes what and gathers the outcomes; we store. The life of a save, and where a crash leaves it:
+DCP plans which rank writes what and gathers the outcomes; this module stores. The life of a save, and of a crash:
 
 1. The coordinator prepares a place in the first tier that has room; each rank learns it with its plan.
-2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and looks once
-   more whether it has changed meanwhile. What is no tensor is taken from the planner as it is, before `torch.save`
-   makes a pickle of it.
-3. DCP gathers the outcomes; one failure is everybody's, and `finish` is not called.
-4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that there is nothing to see.
+2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and checks that it
+   has not changed meanwhile. Objects are taken from the planner before `torch.save` pickles them.
+3. DCP gathers the outcomes; if one rank fails, all do, and `finish` is not called.
+4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that nothing is visible.
 
-So there is nothing collective here, and one save at a time, as DCP's own collectives demand.
-
-The tiers that a process writes DCP checkpoints to, opened when first needed and shared by all writers of one run.
-
-DCP makes the ranks agree, so nothing here is collective. Writers are made anew for every save by many scripts, and are
-pickled to another process by some, so what is opened (connections, the lease on the run id, the flusher of a store)
-does not belong to a writer but to the process; it is closed by `release`, or when the process ends.
+DCP makes the ranks agree, so nothing here is collective; as DCP's own collectives demand, saves run one at a time. Many
+scripts create a writer for every save, and some pickle it to another process. So what is open (connections, the run
+lock, the flusher of a store) belongs to the process and not to a writer; `release` or the end of the process closes it.
 """
 
 from __future__ import annotations
@@ -52,17 +47,17 @@ from shade.errors import CheckpointError, ConfigError, ShadeError
 
 POLL_SECONDS: Final = 0.05
 _RECEIPT: Final = "shade/receipt"
-"""Stands where DCP expects the name of an item: the outcome of a rank's whole shard."""
+"""Index, in DCP's results, of the outcome of a rank's whole shard."""
 _STEP: Final = re.compile(r"(?:step-)?(\d{1,18})")
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
-    """The step that a checkpoint_id of DCP names.
+    """Returns the step that a checkpoint_id of DCP names.
 
     Args:
-        checkpoint_id: A number, alone or behind ``step-``; of a path, its last part.
+        checkpoint_id: A number, alone or after ``step-``; the last part of a path.
 
     Returns:
         The step.
@@ -77,7 +72,7 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
 
 
 def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether `step_of` finds a step in it."""
+    """Returns whether `step_of` finds a step."""
     try:
         step_of(checkpoint_id)
     except ConfigError:
@@ -87,7 +82,7 @@ def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Errand:
-    """What the coordinator tells a rank."""
+    """Sent by the coordinator to a rank."""
 
     place: str
     tier: str
@@ -97,7 +92,7 @@ class _Errand:
 
 @dataclass(frozen=True)
 class _Receipt:
-    """What a rank tells the coordinator."""
+    """Sent by a rank to the coordinator."""
 
     identity: Identity
     sequence: int
@@ -106,21 +101,21 @@ class _Receipt:
 
 
 class ShadeWriter(StorageWriter):
-    """A StorageWriter for `dcp.save` and `dcp.async_save`. Cheap to make: nothing is opened before the first save.
+    """A StorageWriter for `dcp.save` and `dcp.async_save`. Cheap to create: opens nothing before the first save.
 
     Args:
-        store: URL of the cluster whose memory takes snapshots; a flusher brings them to storage.
+        store: URL of the cluster whose memory takes snapshots; a flusher moves them to storage.
         persist_to: Path or URL of durable storage. At least one of both.
-        run: Id under which the snapshots are kept; one live run each.
-        step: Optimizer steps done; ``checkpoint_id`` of `dcp.save` says it too, and wins. May be set between saves.
-        keep: What stays in storage: see `_format.retention.Keep`.
-        slots: Snapshots that the cluster's memory has room for, ≥ 2.
+        run: Id of the run; one live process each.
+        step: Optimizer steps done; ``checkpoint_id`` of `dcp.save` overrides it. May be set between saves.
+        keep: Retention rules of the storage: see `_format.retention.Keep`.
+        slots: Snapshots that the cluster's memory holds, ≥ 2.
         replicas: Further copies of every chunk on other nodes of the cluster.
-        parity: (k, r): instead of copies, r parity chunks for every k on other nodes.
-        codec: Of the chunks: see `_codecs.base.CODECS`.
+        parity: (k, r): r parity chunks for every k chunks on other nodes, instead of copies.
+        codec: Codec of the chunks: see `_codecs.base.CODECS`.
 
     Raises:
-        ConfigError: An argument that cannot be. What does not answer is found out by the first save.
+        ConfigError: An argument is invalid. The first save finds out what does not answer.
     """
 
     def __init__(
@@ -146,12 +141,12 @@ class ShadeWriter(StorageWriter):
     # ── what DCP calls, in this order ───────────────────────────────────────────────────────────────────────────────
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins; the step, if its name has it."""
+        """Begins a save; takes the step from ``checkpoint_id``, if it is given."""
         if checkpoint_id is not None:
             self.step = step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Opens the tiers, if this process has not yet."""
+        """Opens the tiers, unless this process has them open."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError.of("a save that ranks agree on", "use_collectives=False", "leave it out")
         if self.step is None:
@@ -159,11 +154,11 @@ class ShadeWriter(StorageWriter):
         self._opened = opened(self._address, is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Prepares a place, on the coordinator; each plan carries it to its rank."""
+        """Prepares a place on the coordinator, and adds it to each rank's plan."""
         held, step = self._held(), self._step()
         self._saved_at = time.time()
         sequence = held.next_sequence()
@@ -179,7 +174,7 @@ class ShadeWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Packs this rank's items and puts them; done when it returns."""
+        """Packs and puts this rank's items; done when it returns."""
         held, errand = self._held(), plan.storage_data
         if not isinstance(errand, _Errand) or errand.sequence <= held.written:
             cure = "use a planner without enable_plan_caching"
@@ -209,7 +204,7 @@ class ShadeWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Puts the metadata, then the record, on the coordinator: now the snapshot exists."""
+        """Puts the metadata and the record, on the coordinator: now the snapshot exists."""
         held = self._held()
         assert self._way is not None, "DCP finishes on the rank that prepared"
         (tier, place), self._way = self._way, None
@@ -244,7 +239,7 @@ class ShadeWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
+        """Returns whether the id names a step."""
         return names_step(checkpoint_id)
 
     # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +248,7 @@ class ShadeWriter(StorageWriter):
         """Returns when the step saved last is in storage. Any rank may call it.
 
         Args:
-            timeout_seconds: Longest time to wait; None: as long as it takes.
+            timeout_seconds: Longest time to wait; None: no limit.
 
         Raises:
             ConfigError: There is no storage.
@@ -273,7 +268,7 @@ class ShadeWriter(StorageWriter):
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """Closes what this process has opened for the run, also for other writers of it. Safe to call twice."""
+        """Closes what this process has open for the run, also for its other writers. Safe to call twice."""
         self._opened = None
         release(self._address)
 
@@ -284,7 +279,7 @@ class ShadeWriter(StorageWriter):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its arguments alone: another process opens its own connections."""
+        """Returns the arguments alone: another process opens its own connections."""
         return {"_address": self._address, "step": self.step, "_opened": None, "_way": None, "_saved_at": 0.0}
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -299,7 +294,7 @@ class ShadeWriter(StorageWriter):
         return self.step
 
     def _prepare(self, held: Opened, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
-        """A place in the first tier that has room; a tier's trouble is told when it begins and when it ends."""
+        """Prepares a place in the first tier that has room; logs when a tier begins and ceases to fail."""
         reasons = []
         for tier in held.ways:
             try:
@@ -320,13 +315,13 @@ class ShadeWriter(StorageWriter):
 
 
 def _estimate(plan: SavePlan) -> int:
-    """About what a rank will store: its tensors, before any codec; what is no tensor is small."""
+    """Returns about what a rank will store: its tensors before any codec; objects are small."""
     found = (item.tensor_data for item in plan.items)
     return sum(data.properties.dtype.itemsize * data.chunk.sizes.numel() for data in found if data is not None)
 
 
 def _object(planner: SavePlanner, item: WriteItem) -> Any:
-    """What is no tensor, as it is in the state."""
+    """Returns an object of the state, not pickled."""
     if not isinstance(planner, DefaultSavePlanner):
         cure = "derive the planner from DefaultSavePlanner, or save tensors alone"
         raise ConfigError.of(
@@ -336,7 +331,7 @@ def _object(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def _receipts(results: Sequence[Sequence[WriteResult]], sequence: int) -> list[_Receipt]:
-    """Every rank's, in order; all of this save."""
+    """Returns every rank's outcome of this save, in order, or raises CheckpointError."""
     found = [result.storage_data for each in results for result in each if isinstance(result.storage_data, _Receipt)]
     expected = [(rank, sequence) for rank in range(len(results))]
     got = [(receipt.identity.rank, receipt.sequence) for receipt in found]
@@ -347,10 +342,10 @@ def _receipts(results: Sequence[Sequence[WriteResult]], sequence: int) -> list[_
 
 @dataclass(frozen=True)
 class Address:
-    """Where a run's snapshots go, as typed; see `_session.checkpointer.Checkpointer` for each word.
+    """The arguments that say where a run's snapshots go; `_session.checkpointer.Checkpointer` documents them.
 
     Raises:
-        ConfigError: It cannot be; nothing has been opened yet.
+        ConfigError: One is invalid; nothing was opened.
     """
 
     store: str | None
@@ -371,11 +366,11 @@ class Address:
 
 
 class Opened:
-    """The tiers of an address, in this process.
+    """The open tiers of an address, in this process.
 
     Args:
-        address: Which.
-        is_coordinator: Whether this process leads: holds the lease, prepares, commits, removes.
+        address: The address.
+        is_coordinator: Whether this process holds the run lock, prepares, commits and removes.
     """
 
     def __init__(self, address: Address, is_coordinator: bool) -> None:
@@ -393,33 +388,33 @@ class Opened:
         )
         self.ways = [tier for tier in (self.tiers.memory, self.tiers.storage) if tier is not None]
         self.sequence = 0
-        """Of the save begun last; on the coordinator."""
+        """Sequence of the latest save; on the coordinator."""
         self.written = 0
         """Sequence of the save that this process wrote last."""
         self.troubled: set[str] = set()
-        """Tiers that have failed, by name, and were told of."""
+        """Names of tiers whose failure was logged."""
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def room(self, num_bytes: int) -> torch.Tensor:
-        """Memory that stays warm between saves."""
+        """Returns memory that stays warm between saves."""
         if len(self._room) < num_bytes:
             self._room = torch.empty(num_bytes, dtype=torch.uint8)
         return self._room
 
     def next_sequence(self) -> int:
-        """Counts the saves of the run on; on the coordinator."""
+        """Returns the sequence of the next save; on the coordinator."""
         if not self.sequence:
             self.sequence = max((found.record.sequence for found in self.tiers.reader.snapshots()), default=0)
         self.sequence += 1
         return self.sequence
 
     def close(self) -> None:
-        """Closes; own memory, which is not used here, is left as it was found."""
+        """Closes the tiers; shared memory, which is not used here, is left unchanged."""
         self.tiers.close(keep_buffers=True)
 
 
 class _Apart(SingleProcessGroup):
-    """One rank of several that open their tiers without a word to each other."""
+    """One of several ranks that open their tiers without communication."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -430,10 +425,10 @@ _lock: Final = threading.Lock()
 
 
 def opened(address: Address, is_coordinator: bool) -> Opened:
-    """The tiers of an address, opened if they are not yet.
+    """Returns the tiers of an address; opens them if they are not open.
 
     Args:
-        address: Which.
+        address: The address.
         is_coordinator: Whether this process leads.
 
     Returns:
@@ -453,7 +448,7 @@ def opened(address: Address, is_coordinator: bool) -> Opened:
 
 
 def release(address: Address) -> None:
-    """Closes what this process has opened of an address. Nothing is no error."""
+    """Closes what this process has open of an address, if anything."""
     with _lock:
         for key in [key for key in _opened if key[:2] == (os.getpid(), address)]:
             _opened.pop(key).close()

@@ -20,14 +20,14 @@ from shade.checkpoint._capture.flatten import torch_dtype
 from shade.checkpoint._format.manifest import Manifest, TensorEntry
 
 FILLING_THREADS: Final = 4
-"""Fresh memory is given out page by page, a disk likes several requests: both go faster side by side."""
+"""Page faults and disk requests both are faster in parallel."""
 
 _PIECE_BYTES: Final = 16 * 2**20
-"""That a thread copies at a time."""
+"""Bytes that a thread copies at a time."""
 
 
 class Arena:
-    """Room for one shard's data; its tensors keep it alive.
+    """Memory for one shard's data; its tensors keep it alive.
 
     Args:
         num_bytes: Length of the data.
@@ -40,12 +40,7 @@ class Arena:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
 
     def copy_from(self, data: torch.Tensor, entries: Iterable[TensorEntry]) -> None:
-        """Takes tensors over to where they belong.
-
-        Args:
-            data: uint8, the whole shard.
-            entries: Which.
-        """
+        """Copies tensors from a whole shard's data (uint8) to their place."""
         target, source = self.tensor.data_ptr(), data.data_ptr()
 
         def take(piece: range) -> None:
@@ -55,23 +50,23 @@ class Arena:
             list(pool.map(take, _pieces(entries)))
 
     def chunk(self, manifest: Manifest, number: int) -> memoryview:
-        """Where a chunk's data belongs, to be written."""
+        """Returns the memory of a chunk, to be written."""
         start = number * manifest.chunk_bytes
         return memoryview(self._map)[start : min(start + manifest.chunk_bytes, manifest.num_bytes)]
 
     def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-        """Views of the data, by name."""
+        """Returns views of the data, by name."""
         return views(self.tensor, entries)
 
     def forget(self, start: int, stop: int) -> None:
-        """Gives the whole pages within a range back; their content is gone."""
+        """Releases the whole pages within a range; their content is lost."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _pieces(entries: Iterable[TensorEntry]) -> list[range]:
-    """What lies side by side, the gaps of the layout included, as ranges that one thread copies at a time."""
+    """Joins neighbours, with the layout's gaps, and splits them into ranges that one thread copies at a time."""
     joined: list[range] = []
     for entry in sorted(entries, key=lambda entry: entry.start):
         if joined and entry.start - joined[-1].stop < mmap.PAGESIZE:
@@ -82,15 +77,7 @@ def _pieces(entries: Iterable[TensorEntry]) -> list[range]:
 
 
 def views(data: torch.Tensor, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-    """Tensors that lie in a shard's data.
-
-    Args:
-        data: uint8, the whole shard.
-        entries: Which.
-
-    Returns:
-        By name; they share the data's memory.
-    """
+    """Returns tensors, by name, that are views of a whole shard's data (uint8)."""
     found = {}
     for name, entry in entries.items():
         flat = data[entry.start : entry.stop]

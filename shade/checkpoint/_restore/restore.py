@@ -1,17 +1,16 @@
-"""Finds the newest snapshot that is whole, and brings it to every rank.
+"""Finds the newest intact snapshot, reads it on every rank, and loads it into what is attached.
 
-Ranks see different things: own memory is each machine's, and after a crash one may have what another lost. So they tell
-each other what they see, and try from the newest down: a snapshot that turns out to be damaged beyond repair on any
-rank is given up by all of them together, loudly, for the one before it.
+Ranks see different snapshots: shared memory belongs to a machine, and after a crash one machine may have what another
+lost. So the ranks exchange their lists and try from the newest down. If a snapshot turns out to be damaged beyond
+repair on any rank, all ranks log it and try the one before.
 
-A shard that every rank has in its machine's memory is read by each; any other is read by one rank, the first that has
-it near, and broadcast, so that a shared link carries it once whatever the number of ranks. Only the chunks that hold
-something wanted are read. Ranks may be more or fewer than they were: rank r takes what was rank (r mod W)'s own.
+A shard that every rank has in the memory of its machine is read by each. Any other shard is read by one rank, the first
+that has it near, and broadcast, so that a shared link carries it once whatever the number of ranks. Only chunks that
+hold wanted tensors are read. The world size may change: rank r restores the tree of the old rank r mod W.
 
-Gives what is attached the state of a snapshot: found, read, checked, loaded, and its memory given back.
-
-Which snapshot it is, and that every rank takes the same, is `read_newest`'s; what fits and what does not is
-`AppState`'.
+A restart allocates all its memory anew, and page faults would cost more than the bytes do (1.4 GB/s against 10 here).
+So an `Arena` maps a shard's memory at once in huge pages, where one fault replaces 512. Pages that are never written
+cost nothing, so a part of a shard is read to its own offset; what was copied onwards is released with `Arena.forget`.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ logger = logging.getLogger("shade.checkpoint")
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run starts from."""
+    """The result of a restore."""
 
     step: int
-    """Optimizer steps done; 0 where there was nothing to restore."""
+    """Optimizer steps done; 0 if there was no snapshot."""
     epoch: int
-    """As the attached sampler counts, 0 without one."""
+    """Epoch of the attached sampler; 0 without one."""
     tiers: tuple[str, ...] = ()
-    """Where the bytes came from; empty where there was nothing."""
+    """Names of the tiers that were read; empty if there was no snapshot."""
     seconds: float = 0.0
     num_bytes: int = 0
     bounds: Mapping[str, Bound] = field(default_factory=dict)
-    """How far each tensor may be from what was to be saved; empty where all is bit for bit."""
+    """Error bound of each tensor that is not exact; empty if all are."""
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -63,24 +62,24 @@ class Restored:
 
 @dataclass
 class ReadSnapshot:
-    """A snapshot's content, on one rank."""
+    """The content of a snapshot, on one rank."""
 
     record: Commit
     tiers: list[str]
-    """Where its shards were read, by whichever rank; each once."""
+    """Tiers from which any rank read a shard; each once."""
     held_by: list[str]
-    """Tiers that have it, as far as this rank sees."""
+    """Tiers that hold it, as this rank sees them."""
     tree: Any
-    """This rank's."""
+    """The tree of this rank."""
     tensors: dict[str, torch.Tensor]
-    """All that were wanted, by name, of all shards."""
+    """The wanted tensors of all shards, by name."""
     newest_sequence: int
-    """Of all snapshots that any rank sees, this one or another."""
+    """Highest sequence of all snapshots that any rank sees."""
     arenas: list[tuple[Arena, Manifest]]
     trees: list[Any] = field(default_factory=list)
-    """All ranks', by rank."""
+    """The trees of all ranks, by rank."""
     bounds: dict[str, Bound] = field(default_factory=dict)
-    """Of the tensors that are not exact, as measured when they were saved."""
+    """Error bounds of the tensors that are not exact, as measured when they were saved."""
 
 
 def read_newest(
@@ -90,22 +89,23 @@ def read_newest(
     step: int | None = None,
     is_passing: Callable[[str], bool] = lambda name: False,
 ) -> ReadSnapshot | None:
-    """Reads the newest whole snapshot. Collective.
+    """Reads the newest intact snapshot. Collective.
 
     Args:
-        reader: This rank's tiers.
+        reader: The tiers of this rank.
         group: The ranks.
-        only: Attached things to read, the same on every rank; None for all.
-        step: That one and no other; None for the newest.
-        is_passing: Whether a tensor is copied onwards and then done with: it may lie in own memory, where the next save
-            overwrites it.
+        only: Names of attached objects to read, the same on every rank; None for all.
+        step: Reads only this step; None for the newest.
+        is_passing: Returns whether a tensor is copied onwards and then not used: it may be a view of shared memory,
+            which the next save overwrites.
 
     Returns:
-        Its content; None where no tier has any snapshot, or none of that step.
+        Its content; None if no tier has a snapshot, or none of that step.
 
     Raises:
-        CorruptCheckpointError: There are some, and none is whole; the message has the reason for each.
-        CheckpointError: Storage is silent, or another tier is, and no other has anything: there might be a newer one.
+        CorruptCheckpointError: No snapshot is intact; the message has the reason for each.
+        CheckpointError: Storage does not answer; or another tier does not and no tier has a snapshot. A newer one may
+            exist there.
     """
     here = {snapshot.record.digest: snapshot for snapshot in reader.snapshots()}
     told = group.gather(
@@ -127,7 +127,7 @@ def read_newest(
     lost = sorted({place for each in told for place in each["damaged"]})
     rotten = [f"{place}: its record cannot be read" for place in lost]
     if rotten and group.rank == 0:
-        logger.error("%s; going on with the other snapshots", "; ".join(rotten))
+        logger.error("%s; continuing with the other snapshots", "; ".join(rotten))
     reasons = []
     for record in candidates:
         attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, is_passing)
@@ -139,7 +139,7 @@ def read_newest(
                 logger.error("%s; trying the one before", error)
     reasons += rotten
     if reasons:
-        raise CorruptCheckpointError("no snapshot is whole: " + "; ".join(reasons))
+        raise CorruptCheckpointError("no snapshot is intact: " + "; ".join(reasons))
     if silent:
         raise _silence(silent)
     return None
@@ -147,7 +147,7 @@ def read_newest(
 
 def _silence(silent: Mapping[str, str]) -> CheckpointError:
     return CheckpointError.of(
-        "every tier to say what it holds before a run starts from nothing, or from something old",
+        "every tier to answer before a run starts from nothing or from an old snapshot",
         "; ".join(f"{name}: {why}" for name, why in silent.items()),
         "bring it back, or leave it out to start without it",
     )
@@ -158,7 +158,7 @@ def _record(text: str) -> Commit:
 
 
 class _Attempt:
-    """One snapshot, on one rank."""
+    """One attempt to read one snapshot, on one rank."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Attempt:
             whole.tensors |= passing | arena.tensors({name: wanted[name] for name in wanted.keys() - passing.keys()})
             whole.arenas.append((arena, manifest))
             whole.trees.append(part_of(manifest.tree, self._only))
-            told = manifest.bounds.items()  # of some: that they came out exact all the same
+            told = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
             whole.bounds |= {name: bound for name, bound in told if name in wanted and bound.max_abs > 0}
         if whole.bounds and group.rank == 0:
             logger.warning("step %d comes back with loss: %s", record.step, told_loss(whole.bounds))
@@ -200,7 +200,7 @@ class _Attempt:
         return whole
 
     def _is_near(self, rank: int) -> bool:
-        """Whether this machine's memory has a rank's shard; its chunks may still turn out to be damaged."""
+        """Returns whether this machine's memory has a rank's shard; its chunks may still be damaged."""
         for source in self._snapshot.sources:
             if source.tier.every_rank_commits:
                 content = source.tier.read_manifest(source.place, rank)
@@ -209,7 +209,7 @@ class _Attempt:
         return False
 
     def _alone(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
-        """Read by every rank for itself; what one cannot read, all give up together. Third: tensors left in place."""
+        """Reads a shard on every rank; if one fails, all do. Returns also the tensors that are views in place."""
         manifest, arena, failure = None, None, None
         passing: dict[str, torch.Tensor] = {}
         try:
@@ -232,7 +232,7 @@ class _Attempt:
         return manifest, arena, passing
 
     def _together(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
-        """Read by one rank, passed on in batches of chunks."""
+        """Reads a shard on one rank, and broadcasts it in batches of chunks."""
         mine = self._group.rank == source
         manifest, content, failure = None, None, None
         try:
@@ -267,7 +267,7 @@ class _Attempt:
             raise CorruptCheckpointError(reason)
 
     def _entries(self, manifest: Manifest) -> dict[str, TensorEntry]:
-        """The tensors of a shard that are to be read."""
+        """Returns the tensors of a shard that are wanted."""
         named = manifest.tensors if self._only is None else tensors_in(part_of(manifest.tree, self._only))
         return {name: entry for name, entry in manifest.tensors.items() if name in named}
 
@@ -277,34 +277,27 @@ class _Attempt:
 
 
 def told_loss(bounds: Mapping[str, Bound]) -> str:
-    """What bounds come to, for people.
-
-    Args:
-        bounds: By tensor; at least one.
-
-    Returns:
-        The number of tensors, and the worst of them.
-    """
+    """Returns a sentence about error bounds: the number of tensors and the worst of them."""
     worst = max(bounds, key=lambda name: bounds[name].relative)
     most = max(bounds, key=lambda name: bounds[name].max_abs)
     return (
-        f"{len(bounds)} tensors are not what was to be saved, by up to {bounds[worst].relative:.2g} of their length "
-        f"({worst}) and {bounds[most].max_abs:.2g} in an item ({most}); all others are exact"
+        f"{len(bounds)} tensors are not exactly what was saved: they differ by up to {bounds[worst].relative:.2g} of "
+        f"their norm ({worst}) and {bounds[most].max_abs:.2g} in an item ({most}); all others are exact"
     )
 
 
 def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
-    """Reads verified chunks, decoded, to where they belong; without a codec straight from the tier.
+    """Reads verified, decoded chunks to their place in the arena; without a codec straight from the tier.
 
     Args:
         reader: The tiers.
-        snapshot: Which.
-        manifest: Of the shard.
-        arena: For that shard.
-        numbers: Which chunks.
+        snapshot: The snapshot.
+        manifest: The shard's manifest.
+        arena: Memory of the shard.
+        numbers: Chunk numbers.
 
     Raises:
-        CorruptCheckpointError: A chunk is right in no place.
+        CorruptCheckpointError: A chunk is lost in every copy.
     """
     parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
     shard = Rebuilt(reader, snapshot, manifest)
@@ -323,20 +316,20 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
 def restore_app_state(
     reader: Reader, group: ProcessGroup, contents: AppState, step: int | None, only: Sequence[str] | None
 ) -> tuple[Restored, ReadSnapshot | None]:
-    """Loads a snapshot. Collective.
+    """Loads a snapshot into what is attached, and releases the memory that it was read into. Collective.
 
     Args:
-        reader: Of the tiers.
+        reader: The tiers.
         group: The ranks.
         contents: What is attached.
-        step: Of the snapshot; None: the newest that is whole.
-        only: Names of what to load; None: everything.
+        step: Step of the snapshot; None for the newest intact one.
+        only: Names of what to load; None for everything.
 
     Returns:
-        What was loaded; and the snapshot, None where there is none.
+        The result, and the snapshot; None if there is none.
 
     Raises:
-        CheckpointError: As `read_newest`, and as `AppState.load`; nothing was changed.
+        CheckpointError: As in `read_newest` and `AppState.load`; nothing was changed.
     """
     begun = time.monotonic()
     found = read_newest(reader, group, only, step, contents.forgettable)
@@ -345,7 +338,7 @@ def restore_app_state(
     record = found.record
     names = contents.names if only is None else list(only)
     if group.rank >= record.world_size and "random" in names:
-        names.remove("random")  # nobody's before: a rank that is new keeps the generators that it was seeded with
+        names.remove("random")  # a new rank keeps the generators that it was seeded with
     contents.load(found.tree, found.tensors, names, found.trees)
     for arena, manifest in found.arenas:
         for name, entry in manifest.tensors.items():

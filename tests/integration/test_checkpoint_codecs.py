@@ -183,7 +183,7 @@ def test_the_command_tells_of_bases_and_bounds(
     assert "model/0.weight" in told["manifests"][0]["bounds"]
     shutil.rmtree(next((tmp_path / "durable").rglob("step-0000000002")))
     assert main(["checkpoint", "verify", "all", *where]) == 1
-    assert "in no place" in capsys.readouterr().out
+    assert "in no tier" in capsys.readouterr().out
 
 
 def test_what_a_codec_needs_is_said_at_once(

@@ -94,7 +94,7 @@ def other_process(url: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_second_is_told_who_is_first(keep: Callable[[], Keeper]) -> None:
     with RunLock(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
-        expected = rf"expected a run id of one's own, got 'run', which host \S+, process {os.getpid()} saves under"
+        expected = rf"expected a run id that no live process uses, got 'run', which process {os.getpid()} on host \S+ saves under"
         with pytest.raises(RunInUseError, match=expected):
             RunLock(keep(), "run", beat_seconds=BEAT_SECONDS).acquire()
         lease.check()
@@ -132,7 +132,7 @@ def test_a_stopped_owner_that_was_replaced_finds_out(
     with RunLock(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
         other_process.send_signal(signal.SIGCONT)
         _, errors = other_process.communicate(timeout=30)
-        assert "RunInUseError: expected a run id of one's own, got 'run', which host" in errors
+        assert "RunInUseError: expected a run id that no live process uses, got 'run', which process" in errors
         assert f"process {os.getpid()} saves under" in errors
         lease.check()
 

@@ -95,7 +95,7 @@ def test_a_base_that_is_nowhere_is_named() -> None:
         CorruptCheckpointError, match=f"step 30: the snapshot that it builds on .{saves[1].record.digest}"
     ):
         built([tier])
-    with pytest.raises(CorruptCheckpointError, match="in no place"):
+    with pytest.raises(CorruptCheckpointError, match="in no tier"):
         check(Reader([tier]), Reader([tier]).snapshots()[0])
     assert not any(Reader([tier]).examine(Reader([tier]).snapshots()[0])), "what is there is sound"
 
@@ -107,7 +107,7 @@ def test_a_base_that_is_another_one_is_found_out() -> None:
     reader = Reader([tier])
     newest, _, keyframe = reader.snapshots()
     wrong = replace(newest, base=keyframe)
-    with pytest.raises(CorruptCheckpointError, match="chunk 1 of rank 0 cannot be built again"):
+    with pytest.raises(CorruptCheckpointError, match="chunk 1 of rank 0 cannot be decoded"):
         Rebuilt(reader, wrong, reader.manifest(newest, 0)).chunks([0, 1, 2])
 
 
@@ -121,7 +121,7 @@ def test_a_difference_that_is_added_twice_is_found_out(monkeypatch: pytest.Monke
         "decode",
         lambda self, stored, base, piece: decode(self, stored, decode(self, stored, base, piece), piece),
     )
-    with pytest.raises(CorruptCheckpointError, match="not what it was saved against"):
+    with pytest.raises(CorruptCheckpointError, match="not the one that it was encoded against"):
         built([tier])
 
 

@@ -137,7 +137,7 @@ def test_silent_storage_is_no_reason_to_go_back_to_something_old() -> None:
     ):
         (error,) = together(1, lambda group, tiers=tiers: read_newest(Reader(tiers), group))
         assert isinstance(error, CheckpointError)
-        assert "every tier to say what it holds" in str(error)
+        assert "every tier to answer" in str(error)
     seen = found([[silent(storage(), StorageError("stale handle"))], [storage(SECOND)]])
     assert all(each[0] == SECOND.record for each in seen), "another rank sees it"
 

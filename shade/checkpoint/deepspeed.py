@@ -34,9 +34,8 @@ from typing import Any, Final
 import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
-from shade.checkpoint._restore.arena import Arena
 from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import fill_arena
+from shade.checkpoint._restore.restore import Arena, fill_arena
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
@@ -133,7 +132,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         if self.checkpointer.config.save_waits_for not in ("begun", "copied"):
             handle.committed.result()
         for name, (path, _) in files.items():
-            self._leave_note(path, name, str(info.tag), step)
+            self._write_note(path, name, str(info.tag), step)
         return True
 
     def _step_of(self, tag: str) -> int:
@@ -141,7 +140,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         found = _NUMBER.search(tag)
         return int(found[1]) if found else self.checkpointer.step_count + 1
 
-    def _leave_note(self, path: Path, name: str, tag: str, step: int) -> None:
+    def _write_note(self, path: Path, name: str, tag: str, step: int) -> None:
         """Writes the note that names a state's snapshot to the state's path, atomically."""
         rank = self.checkpointer._group.rank
         note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
@@ -171,7 +170,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         state = self._read(snapshot, note)
         if isinstance(map_location, str | torch.device) and torch.device(map_location).type != "cpu":
             state = _moved(state, torch.device(map_location))
-        return revived(state)
+        return from_plain(state)
 
     def _snapshot(self, note: dict[str, Any]) -> Snapshot:
         found = self.checkpointer.list()
@@ -187,8 +186,8 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         """Reads one rank's state: its part of that rank's tree, and the chunks that it needs."""
         reader = self.checkpointer._tiers.reader
         tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
-        whole = part_of(_only(tree), ["tag", "files"])
-        tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only(part_of(whole, ["files"]))
+        whole = part_of(_only_child(tree), ["tag", "files"])
+        tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only_child(part_of(whole, ["files"]))
         if tag != note["tag"]:
             cure = "another was saved under the same number: give tags of one run different numbers"
             raise CheckpointError.of(f"step {note['step']} to be {note['tag']!r}", tag, cure)
@@ -234,7 +233,7 @@ def _note_at(path: Path, run: str) -> dict[str, Any]:
     return dict(note)
 
 
-def _only(tree: Any) -> Any:
+def _only_child(tree: Any) -> Any:
     """Returns the only child in a part of a tree."""
     try:
         (thing,) = tree["dict"][1]
@@ -293,7 +292,7 @@ def plain(state: Any) -> Any:
     return state
 
 
-def revived(state: Any) -> Any:
+def from_plain(state: Any) -> Any:
     """Returns the state that `plain` was given.
 
     Args:
@@ -310,9 +309,9 @@ def revived(state: Any) -> Any:
         if _OBJECT in state:
             return _object(state[_OBJECT], state.get("fields"))
         for key, each in state.items():
-            state[key] = revived(each)
+            state[key] = from_plain(each)
     elif kind in (list, tuple):
-        return kind(revived(each) for each in state)
+        return kind(from_plain(each) for each in state)
     return state
 
 
@@ -323,5 +322,5 @@ def _object(name: Any, fields: Any) -> Any:
     if issubclass(found, Enum):
         return found(fields)
     made = object.__new__(found)
-    vars(made).update(revived(fields))
+    vars(made).update(from_plain(fields))
     return made

@@ -66,16 +66,16 @@ class _Finding:
 
 def _examine(places: Places, snapshot: Snapshot) -> _Finding:
     """Reads everything; damage in places that were given to another snapshot meanwhile is none."""
-    from shade.checkpoint._flush.progress import Bar
-    from shade.checkpoint._restore.reader import check
+    from shade.checkpoint._flush.progress import ProgressBar
+    from shade.checkpoint._restore.reader import check_decodable
 
-    record, bar = snapshot.record, Bar()
+    record, bar = snapshot.record, ProgressBar()
     finding = _Finding(record.step)
     copies = sum(source.tier.num_copies for source in snapshot.sources)
     bar.begin(f"step {record.step}", record.num_bytes * copies)
     try:
         finding.damages = places.reader.examine(snapshot, bar.advance)
-        check(places.reader, snapshot)
+        check_decodable(places.reader, snapshot)
     except CorruptCheckpointError as error:
         finding.lost = str(error)
     finally:
@@ -96,7 +96,7 @@ def _mend(places: Places, snapshot: Snapshot, finding: _Finding) -> _Finding:
     lost = None
     mended = 0
     try:
-        mended = places.reader.mend(snapshot, finding.damages)
+        mended = places.reader.repair(snapshot, finding.damages)
     except (CorruptCheckpointError, StoreError, StorageError) as error:
         lost = str(error)
     after = _examine(places, snapshot)

@@ -119,12 +119,12 @@ def _sharded(places: Places, step: int | None) -> int | None:
 
 def _restore_sharded(given: argparse.Namespace, places: Places, step: int, form: str) -> int:
     """Puts what ranks had in parts together."""
-    from shade.checkpoint._integrations.dcp_reader import whole_state
+    from shade.checkpoint._integrations.dcp_reader import gather_state
     from shade.checkpoint._interchange.export import save_state
     from shade.checkpoint.dcp import ShadeReader
 
     with ShadeReader(given.store, persist_to=given.persist, run=places.run, step=step) as reader:
-        state = whole_state(reader)
+        state = gather_state(reader)
     if given.only is not None:
         if given.only not in state:
             raise ConfigError.of(f"one of {', '.join(state)}", given.only, "name a part of the state that was saved")

@@ -37,7 +37,7 @@ import torch
 from typing_extensions import override
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
-from shade.checkpoint._codecs.base import standing_alone
+from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
@@ -255,7 +255,7 @@ class SharedMemoryTier(Tier):
     @override
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
         data = self._data(place, manifest)
-        codec = standing_alone(manifest.codec if manifest.version == 1 else "none")
+        codec = standalone_codec(manifest.codec if manifest.version == 1 else "none")
         item_bytes = manifest.item_bytes
         found: list[Bytes | None] = []
         for number in numbers:

@@ -75,7 +75,7 @@ class Span:
     stop: int
     offset: int
     """First byte in the tensor."""
-    may_be_rough: bool
+    may_be_lossy: bool
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Piece:
                     max(entry.start, first) - first,
                     min(entry.stop, last) - first,
                     max(entry.start, first) - entry.start,
-                    entry.may_be_rough,
+                    entry.may_be_lossy,
                 )
                 for name, entry in manifest.tensors_between(first, last)
             ),
@@ -167,7 +167,7 @@ class Delta(Codec, ABC):
         """
 
 
-def standing_alone(name: str) -> Standalone:
+def standalone_codec(name: str) -> Standalone:
     """Returns a standalone codec.
 
     Args:
@@ -187,7 +187,7 @@ def standing_alone(name: str) -> Standalone:
     return codec
 
 
-def builds(name: str) -> bool:
+def is_delta(name: str) -> bool:
     """Returns whether snapshots with that codec build on others."""
     return issubclass(CODECS.get(name), Delta)
 
@@ -210,7 +210,7 @@ def memory_slots(name: str, slots: int, keyframe_every: int) -> int:
     return (slots - 1) * keyframe_every + 1 if kind.follows_previous else slots + 1
 
 
-def of_length(content: Bytes, num_bytes: int) -> Bytes:
+def check_length(content: Bytes, num_bytes: int) -> Bytes:
     """Returns a chunk if it has ``num_bytes`` bytes, or raises CorruptCheckpointError."""
     if len(content) != num_bytes:
         raise CorruptCheckpointError(f"expected a chunk of {num_bytes} bytes, got {len(content)}")

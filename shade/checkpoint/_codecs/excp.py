@@ -35,7 +35,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from shade.checkpoint._codecs.base import CODECS, Span
-from shade.checkpoint._codecs.lossy import Items, LossyCodec, Raw, item_ranges
+from shade.checkpoint._codecs.lossy import Items, LossyDelta, Raw, item_ranges
 from shade.checkpoint._format.manifest import TensorEntry
 from shade.errors import CorruptCheckpointError
 
@@ -44,7 +44,7 @@ CENTRES: Final = 15
 
 
 @CODECS.register("excp")
-class ExCPCodec(LossyCodec):
+class ExCPCodec(LossyDelta):
     """Stores pruned and clustered items."""
 
     name: ClassVar[str] = "excp"
@@ -59,43 +59,43 @@ class ExCPCodec(LossyCodec):
         self._survey = Survey(data, base, entries, tree)
 
     @override
-    def rough(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
+    def encode_items(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
         # None if centres and indices would take more bytes than the items.
         assert self._survey is not None, "survey() comes first"
-        told: list[Raw] = []
+        encoded: list[Raw] = []
         for span, here in item_ranges(spans):
             kept = self._survey.kept[span.name][span.offset // 4 :][: here.stop - here.start]
             is_change = not self._survey.is_moment[span.name]
             values = items_N[here] - base_N[here] if is_change else items_N[here]
             if not np.isfinite(values).all():
                 return None
-            told += _part(values, kept, is_change=is_change)
-        whole = np.concatenate(told)
+            encoded += _part(values, kept, is_change=is_change)
+        whole = np.concatenate(encoded)
         return whole if len(whole) <= 4 * len(items_N) else None
 
     @override
-    def restored(self, told: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
+    def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
         place = 0
         for _, here in item_ranges(spans):
             length = here.stop - here.start
-            head = told[place : place + 2]
+            head = encoded[place : place + 2]
             if len(head) < 2 or head[0] > 1 or head[1] > CENTRES:
                 raise CorruptCheckpointError("expected the centres of a tensor's part, got other bytes")
             centres_end = place + 2 + 4 * int(head[1])
             place = centres_end + (length + 1) // 2
-            if place > len(told):
+            if place > len(encoded):
                 raise CorruptCheckpointError(f"expected {length} indices, got too few bytes")
             values = np.zeros(CENTRES + 1, "<f4")
-            values[1 : 1 + int(head[1])] = told[centres_end - 4 * int(head[1]) : centres_end].view("<f4")
-            pairs = told[centres_end:place]
+            values[1 : 1 + int(head[1])] = encoded[centres_end - 4 * int(head[1]) : centres_end].view("<f4")
+            pairs = encoded[centres_end:place]
             indices = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:length]
             base_N[here] = base_N[here] + values[indices] if head[0] else values[indices]
-        if place != len(told):
-            raise CorruptCheckpointError(f"expected {place} bytes of indices, got {len(told)}")
+        if place != len(encoded):
+            raise CorruptCheckpointError(f"expected {place} bytes of indices, got {len(encoded)}")
         return base_N
 
     @override
-    def lengths(self, num_items: int) -> tuple[int, int]:
+    def encoded_lengths(self, num_items: int) -> tuple[int, int]:
         return 3, 4 * num_items
 
 
@@ -200,7 +200,7 @@ class Survey:
 
     def __init__(self, data: memoryview, base: memoryview, entries: Mapping[str, TensorEntry], tree: Any) -> None:
         self._data, self._base = np.frombuffer(data, np.uint8), np.frombuffer(base, np.uint8)
-        self._entries = {name: entry for name, entry in entries.items() if entry.may_be_rough}
+        self._entries = {name: entry for name, entry in entries.items() if entry.may_be_lossy}
         self.is_moment = {name: bool(_MOMENT.fullmatch(name)) for name in self._entries}
         """By tensor."""
         self.kept: dict[str, npt.NDArray[np.bool_]] = {}

@@ -38,7 +38,7 @@ class Frames:
 
     def pack(self, data: npt.NDArray[np.uint8], item_bytes: int = 1) -> bytes:
         """Returns a frame of flat data, grouped by ``item_bytes``; a shorter rest stays at the end."""
-        grouped = data if item_bytes == 1 else turn(data, len(data) // item_bytes, item_bytes)
+        grouped = data if item_bytes == 1 else transpose(data, len(data) // item_bytes, item_bytes)
         made: bytes = self._zstandard.ZstdCompressor(level=_LEVEL).compress(grouped)
         return made
 
@@ -59,19 +59,19 @@ class Frames:
         """
         zstandard = self._zstandard
         try:
-            told = zstandard.get_frame_parameters(stored).content_size
-            if not least <= told <= most:  # zstandard allocates what the frame states, whatever max_output_size is
-                raise CorruptCheckpointError(f"expected a chunk of {least} to {most} bytes, got one of {told}")
-            plain = zstandard.ZstdDecompressor().decompress(stored, max_output_size=told, allow_extra_data=False)
+            length = zstandard.get_frame_parameters(stored).content_size
+            if not least <= length <= most:  # zstandard allocates what the frame states, whatever max_output_size is
+                raise CorruptCheckpointError(f"expected a chunk of {least} to {most} bytes, got one of {length}")
+            plain = zstandard.ZstdDecompressor().decompress(stored, max_output_size=length, allow_extra_data=False)
         except (zstandard.ZstdError, ValueError) as error:
             raise CorruptCheckpointError(f"a chunk of {len(stored)} bytes is not a zstandard frame: {error}") from error
-        if len(plain) != told:
-            raise CorruptCheckpointError(f"expected a chunk of {told} bytes, got {len(plain)}")
+        if len(plain) != length:
+            raise CorruptCheckpointError(f"expected a chunk of {length} bytes, got {len(plain)}")
         grouped = np.frombuffer(plain, dtype=np.uint8)
-        return grouped if item_bytes == 1 else turn(grouped, item_bytes, told // item_bytes)
+        return grouped if item_bytes == 1 else transpose(grouped, item_bytes, length // item_bytes)
 
 
-def turn(data: npt.NDArray[np.uint8], num_rows: int, num_columns: int) -> npt.NDArray[np.uint8]:
+def transpose(data: npt.NDArray[np.uint8], num_rows: int, num_columns: int) -> npt.NDArray[np.uint8]:
     """Returns the transpose of a table that is stored row by row; a shorter rest stays at the end."""
     turned = np.empty_like(data)
     length = num_rows * num_columns

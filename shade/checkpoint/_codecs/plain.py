@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from shade.checkpoint._codecs.base import CODECS, Standalone, of_length
+from shade.checkpoint._codecs.base import CODECS, Standalone, check_length
 from shade.types import Bytes
 
 
@@ -18,4 +18,4 @@ class Plain(Standalone):
 
     @override
     def decode(self, stored: Bytes, num_bytes: int, item_bytes: int) -> Bytes:
-        return of_length(stored, num_bytes)
+        return check_length(stored, num_bytes)

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from shade.checkpoint._codecs.base import CODECS, Span
-from shade.checkpoint._codecs.frames import turn
-from shade.checkpoint._codecs.lossy import Items, LossyCodec, Raw, item_ranges
+from shade.checkpoint._codecs.frames import transpose
+from shade.checkpoint._codecs.lossy import Items, LossyDelta, Raw, item_ranges
 from shade.errors import CorruptCheckpointError
 
 DENSITY: Final = 0.01
@@ -32,41 +32,41 @@ DENSITY: Final = 0.01
 
 
 @CODECS.register("topk-delta")
-class TopKDelta(LossyCodec):
+class TopKDelta(LossyDelta):
     """Stores the largest differences."""
 
     name: ClassVar[str] = "topk-delta"
 
     @override
-    def rough(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
-        moved_N = items_N - base_N
-        if not np.isfinite(moved_N).all():
+    def encode_items(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
+        difference_N = items_N - base_N
+        if not np.isfinite(difference_N).all():
             return None
-        places_K = np.concatenate([_largest(moved_N[here]) + here.start for _, here in item_ranges(spans)]).astype(
+        places_K = np.concatenate([_largest(difference_N[here]) + here.start for _, here in item_ranges(spans)]).astype(
             "<u4"
         )
         kept = len(places_K)
         gaps_K = np.diff(places_K, prepend=places_K.dtype.type(0))
-        return turn(np.concatenate([gaps_K.view(np.uint8), moved_N[places_K].view(np.uint8)]), 2 * kept, 4)
+        return transpose(np.concatenate([gaps_K.view(np.uint8), difference_N[places_K].view(np.uint8)]), 2 * kept, 4)
 
     @override
-    def restored(self, told: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        if len(told) % 8:
-            raise CorruptCheckpointError(f"expected pairs of a gap and a difference, got {len(told)} bytes")
-        flat = turn(told, 4, len(told) // 4)
-        gaps_K, moved_K = flat[: len(flat) // 2].view("<u4"), flat[len(flat) // 2 :].view("<f4")
+    def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
+        if len(encoded) % 8:
+            raise CorruptCheckpointError(f"expected pairs of a gap and a difference, got {len(encoded)} bytes")
+        flat = transpose(encoded, 4, len(encoded) // 4)
+        gaps_K, difference_K = flat[: len(flat) // 2].view("<u4"), flat[len(flat) // 2 :].view("<f4")
         places_K = np.cumsum(gaps_K, dtype=np.uint64)
         if not gaps_K[1:].all() or places_K[-1] >= len(base_N):
             raise CorruptCheckpointError(f"expected places among {len(base_N)} items, each once, got others")
-        base_N[places_K] += moved_K
+        base_N[places_K] += difference_K
         return base_N
 
     @override
-    def lengths(self, num_items: int) -> tuple[int, int]:
+    def encoded_lengths(self, num_items: int) -> tuple[int, int]:
         return 8, 8 * num_items
 
 
-def _largest(moved_N: Items) -> npt.NDArray[np.int64]:
+def _largest(difference_N: Items) -> npt.NDArray[np.int64]:
     """Returns the ascending indices of the items that moved furthest."""
-    kept = max(1, round(DENSITY * len(moved_N)))
-    return np.sort(np.argpartition(np.abs(moved_N), len(moved_N) - kept)[-kept:])
+    kept = max(1, round(DENSITY * len(difference_N)))
+    return np.sort(np.argpartition(np.abs(difference_N), len(difference_N) - kept)[-kept:])

@@ -30,7 +30,7 @@ MOST_BYTES: Final = 2**20
 """Bytes of one fetch, unless one chunk alone is longer: it is received and verified while it is in a core's cache. With
 a round trip of 1 ms this is still 1 GB/s."""
 _PAGE_BYTES: Final = 4096
-_FIRST: Final = (1, 2, 4, 8)
+_FIRST_FETCHES: Final = (1, 2, 4, 8)
 _REMEMBERED: Final = 8
 
 
@@ -53,8 +53,8 @@ class FetchPace:
 
     def num_chunks(self, num_all: int) -> int:
         """Returns the number of chunks of the next fetch, at least 1; ``num_all`` is that of the snapshot."""
-        if self._num_tried < len(_FIRST):
-            return _FIRST[self._num_tried]
+        if self._num_tried < len(_FIRST_FETCHES):
+            return _FIRST_FETCHES[self._num_tried]
         line = Line.fit([(num, statistics.median(seconds)) for num, seconds in self._seconds.items()])
         return max(1, round(best_batch_bytes(num_all, line.alpha, 1, line.beta)))
 
@@ -81,7 +81,7 @@ def batches(lengths: Sequence[int], pace: FetchPace, num_all: int) -> Iterator[r
         first = stop
 
 
-class Ring:
+class BufferRing:
     """Lends memory in turn, each piece at the beginning of a page.
 
     A piece is lent again when so many bytes were lent after it that it cannot be in use any more.
@@ -113,11 +113,11 @@ def _pages(num_bytes: int) -> int:
 
 
 T = TypeVar("T")
-_LOOK_SECONDS: Final = 0.1
+_POLL_SECONDS: Final = 0.1
 """Time that a thread with a full queue takes to notice that the reader has left."""
 
 
-class _Ended:
+class _End:
     """Follows the last item; carries the error of the source, if any."""
 
     def __init__(self, error: BaseException | None) -> None:
@@ -135,26 +135,26 @@ class Prefetch(Generic[T]):
     """
 
     def __init__(self, source: Iterable[T], num_items: int) -> None:
-        self._source, self._is_ahead = source, num_items > 0
-        self._queue: queue.Queue[T | _Ended] = queue.Queue(num_items)
-        self._unwanted = threading.Event()
+        self._source, self._has_thread = source, num_items > 0
+        self._queue: queue.Queue[T | _End] = queue.Queue(num_items)
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name="shade-ahead", daemon=True)
 
     def __enter__(self) -> Iterator[T]:
-        if not self._is_ahead:
+        if not self._has_thread:
             return iter(self._source)
         self._thread.start()
         return self._items()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._unwanted.set()
-        if self._is_ahead:
+        self._closed.set()
+        if self._has_thread:
             self._thread.join()
 
     def _items(self) -> Iterator[T]:
         while True:
             item = self._queue.get()
-            if isinstance(item, _Ended):
+            if isinstance(item, _End):
                 if item.error is not None:
                     raise item.error
                 return
@@ -164,15 +164,15 @@ class Prefetch(Generic[T]):
         error: BaseException | None = None
         try:
             for item in self._source:
-                if not self._offer(item):
+                if not self._put(item):
                     return
         except BaseException as raised:  # noqa: BLE001  # raised again in the reading thread
             error = raised
-        self._offer(_Ended(error))
+        self._put(_End(error))
 
-    def _offer(self, item: T | _Ended) -> bool:
-        while not self._unwanted.is_set():
+    def _put(self, item: T | _End) -> bool:
+        while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=_LOOK_SECONDS)
+                self._queue.put(item, timeout=_POLL_SECONDS)
                 return True
         return False

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shade.checkpoint._commit.protocol import check_base
-from shade.checkpoint._flush.fetch import FetchPace, Prefetch, Ring, batches
-from shade.checkpoint._flush.progress import LongWork
+from shade.checkpoint._flush.fetch import BufferRing, FetchPace, Prefetch, batches
+from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep, lineage
 from shade.checkpoint._restore.reader import Reader, Snapshot, SnapshotSource
@@ -66,7 +66,7 @@ class Flushed:
         )
 
 
-class _StoppedError(Exception):
+class _StopRequestedError(Exception):
     """Leaves a write in progress after a request to stop."""
 
 
@@ -92,14 +92,14 @@ class Flusher:
         *,
         stop: threading.Event | None = None,
         may_write: Callable[[], bool] = lambda: True,
-        progress: LongWork | None = None,
+        progress: Progress | None = None,
         clock: Clock = time.monotonic,
         ahead_fetches: int = AHEAD_FETCHES,
     ) -> None:
         self._ahead_fetches = ahead_fetches
         self.memory, self.storage, self.keep = memory, storage, keep
         self._stop = stop or threading.Event()
-        self._may_write, self._progress, self._clock = may_write, progress or LongWork(), clock
+        self._may_write, self._progress, self._clock = may_write, progress or Progress(), clock
         self._reader, self._pace = Reader([memory]), FetchPace()
         self._damaged: set[str] = set()
         self._trouble: type[ShadeError] | None = None
@@ -132,7 +132,7 @@ class Flusher:
         self.is_drained = not dirty
         if not dirty:
             return None
-        dirty, wanted = self._settle(dirty, self.storage.held())
+        dirty, wanted = self._skip_or_queue(dirty, self.storage.held())
         lasting = {record.digest for record in self.keep.lasting.kept(record for _, record in dirty)}
         for place, record in dirty:
             if record.digest in lasting:
@@ -141,8 +141,8 @@ class Flusher:
         for place, record in wanted:
             began = self._clock()
             try:
-                num_bytes = sum(self._make_durable(*each) for each in self._lacking(place, record))
-            except _StoppedError:
+                num_bytes = sum(self._make_durable(*each) for each in self._missing_chain(place, record))
+            except _StopRequestedError:
                 return None
             except CorruptCheckpointError as error:
                 if not self.memory.is_dirty(place):  # a newer snapshot has taken the slot
@@ -165,7 +165,7 @@ class Flusher:
         self.last_contact = self._clock()
         return dirty
 
-    def _settle(
+    def _skip_or_queue(
         self, dirty: list[tuple[str, Commit]], stored: Mapping[str, Commit]
     ) -> tuple[list[tuple[str, Commit]], list[tuple[str, Commit]]]:
         """Clears the bits of snapshots that need no write; returns the dirty rest, and what of it to write."""
@@ -187,7 +187,7 @@ class Flusher:
         newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
         return left, [(place, record) for place, record in newest_first if record.digest in kept]
 
-    def _lacking(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
+    def _missing_chain(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
         """Returns a snapshot and those of its bases that storage lacks, the keyframe first."""
         if record.base is None:
             return [(place, record)]
@@ -220,7 +220,7 @@ class Flusher:
                 chunks = itertools.chain.from_iterable(fetches)
                 for manifest in manifests:
                     self.storage.put(
-                        target, Shard(manifest, self._pass_on(itertools.islice(chunks, len(manifest.chunks))))
+                        target, Shard(manifest, self._count_bytes(itertools.islice(chunks, len(manifest.chunks))))
                     )
             self._check()
             check_base(self.storage, record)
@@ -233,19 +233,19 @@ class Flusher:
         finally:
             self._progress.end()
             with contextlib.suppress(StoreError):
-                self.memory.let_go(place)
+                self.memory.release_hold(place)
         return sum(sizes)
 
-    def _pass_on(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+    def _count_bytes(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
         for content in chunks:
             if self._stop.is_set():
-                raise _StoppedError
+                raise _StopRequestedError
             yield content
             self._progress.advance(len(content))
 
     def _check(self) -> None:
         if self._stop.is_set() or not self._may_write():
-            raise _StoppedError
+            raise _StopRequestedError
 
     def _retain(self) -> None:
         """Removes what no rule keeps; a failed removal is tried again after the next snapshot."""
@@ -261,7 +261,7 @@ class Flusher:
 
     # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def turn(self) -> Flushed | None:
+    def poll(self) -> Flushed | None:
         """Calls `flush_one` if it is time to try; logs an error once, and retries later with a growing delay."""
         if self._clock() < self._not_before:
             return None
@@ -277,7 +277,7 @@ class Flusher:
             logger.info("%s", flushed)
         return flushed
 
-    def is_hopeless(self, patience_seconds: float) -> bool:
+    def is_stuck(self, patience_seconds: float) -> bool:
         """Returns whether memory has not answered, or has been damaged, for so long."""
         lost = isinstance(self.last_error, (StoreError, CorruptCheckpointError))
         return lost and self._clock() - self._trouble_since > patience_seconds
@@ -302,7 +302,7 @@ def _fetch(
     """
     longest = max((chunk.num_bytes for manifest in manifests for chunk in manifest.chunks), default=1)
     num_all = sum(len(manifest.chunks) for manifest in manifests)
-    ring = Ring(longest, AHEAD_FETCHES + 1)
+    ring = BufferRing(longest, AHEAD_FETCHES + 1)
     pace.begin()
     for manifest in manifests:
         lengths = [chunk.num_bytes for chunk in manifest.chunks]

@@ -8,7 +8,7 @@ from typing_extensions import override
 from shade.terminal import progress_bar
 
 
-class LongWork:
+class Progress:
     """Receives progress and ignores it."""
 
     def begin(self, what: str, num_bytes: int) -> None:
@@ -21,7 +21,7 @@ class LongWork:
         """Ends the task, done or not. Safe to call twice."""
 
 
-class Bar(LongWork):
+class ProgressBar(Progress):
     """Shows a bar on standard error with rate and time left, if that is a terminal."""
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Runs the flusher as a process: finds dirty snapshots in a store, makes them durable, and outlives their run.
 
 ``python -m shade.checkpoint._flush.service`` (for users: ``shade checkpoint flush``) serves one run, or every run that
-it finds in a store. It may be killed at any moment: see `_flush.flusher`. A `Checkpointer` calls `serving`, and starts
-a flusher with `start_flusher` if none serves its run. That process is detached; it ends when everything is durable and
-the run has called `mark_ended` or has been silent for long.
+it finds in a store. It may be killed at any moment: see `_flush.flusher`. A `Checkpointer` calls `is_served`, and then
+`start_flusher` if no flusher serves its run. That process is detached; it ends when everything is durable and the run
+has called `mark_ended` or has been silent for long.
 
-Race of an ending flusher and a starting run: the run removes its end mark, then calls `serving`; the flusher releases
+Race of an ending flusher and a starting run: the run removes its end mark, then calls `is_served`; the flusher releases
 its run lock, then reads the end mark. In any order, either the run finds no lock and starts a flusher, or the flusher
 finds no mark and continues.
 
@@ -35,7 +35,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
 from shade.checkpoint._flush.flusher import Flusher
-from shade.checkpoint._flush.progress import Bar, LongWork
+from shade.checkpoint._flush.progress import Progress, ProgressBar
 from shade.checkpoint._format.retention import DEFAULT, Keep
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import ENDED, FLUSHER, TRAINER, RunLock, is_held, runs_in_store, spread_keys
@@ -57,7 +57,7 @@ logger = logging.getLogger("shade.checkpoint")
 # ── called by runs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def serving(store: Store, run: str) -> bool:
+def is_served(store: Store, run: str) -> bool:
     """Returns whether a flusher serves a run; takes a second as a rule, and three at most.
 
     Args:
@@ -73,8 +73,8 @@ def serving(store: Store, run: str) -> bool:
     return is_held(store, run, FLUSHER)
 
 
-def mark_begun(store: Store, run: str) -> None:
-    """Removes the end mark of a run; call it before `serving`."""
+def mark_started(store: Store, run: str) -> None:
+    """Removes the end mark of a run; call it before `is_served`."""
     store.delete_many(spread_keys(run, ENDED))
 
 
@@ -121,8 +121,8 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         while not any(now not in (None, before) for now, before in zip(store.get_many(keys), stale, strict=True)):
             if not is_running(process_id) or time.monotonic() > deadline:
                 errors.seek(begin)
-                told = errors.read().decode(errors="replace").strip()[-1000:]
-                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {path}")
+                output = errors.read().decode(errors="replace").strip()[-1000:]
+                raise CheckpointError.of("a flusher that starts", output or "silence", f"mend that; its log is {path}")
             time.sleep(_POLL_SECONDS)
     return process_id
 
@@ -161,11 +161,11 @@ def flush(
     rules = Keep.parse(keep)
     stop = threading.Event()
 
-    def told(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         stop.set()
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     level = logger.level
@@ -180,7 +180,7 @@ def flush(
                 keep=rules,
                 until=Until.DRAINED if once else Until.ENDED if until_ended else Until.STOPPED,
                 stop=stop,
-                progress=Bar(),
+                progress=ProgressBar(),
             )
     finally:
         logger.setLevel(level)
@@ -246,7 +246,7 @@ def serve(
     until: Until = Until.STOPPED,
     stop: threading.Event | None = None,
     patience_seconds: float = PATIENCE_SECONDS,
-    progress: LongWork | None = None,
+    progress: Progress | None = None,
 ) -> bool:
     """Flushes until nothing is left to wait for.
 
@@ -276,19 +276,21 @@ def serve(
         with open_volume(persist_url) as volume:
             volume.ping()
             logger.info("from %s to %s", store.url, volume.url)
-        service = resources.enter_context(_Service(store, persist_url, keep or Keep.parse(DEFAULT), stop, progress))
+        service = resources.enter_context(
+            _FlushService(store, persist_url, keep or Keep.parse(DEFAULT), stop, progress)
+        )
         if run is not None:
-            service.take(run)
+            service.add(run)
         discovered = -float("inf")
         while not stop.is_set():
             if run is None and time.monotonic() - discovered > DISCOVER_SECONDS:
                 service.discover()
                 discovered = time.monotonic()
-            if service.turn():
+            if service.poll():
                 continue
             if run is not None and run not in service.served:
-                raise _taken(run)
-            if until is Until.DRAINED and (service.is_drained or service.is_hopeless(patience_seconds)):
+                raise _served_by_other(run)
+            if until is Until.DRAINED and (service.is_drained or service.is_stuck(patience_seconds)):
                 break
             if until is Until.ENDED and run is not None and service.is_finished(run, patience_seconds):
                 break
@@ -296,18 +298,18 @@ def serve(
         return service.is_drained
 
 
-class _Served:
+class _ServedRun:
     """One served run: its flusher and its run lock."""
 
     def __init__(
-        self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event, progress: LongWork | None
+        self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event, progress: Progress | None
     ) -> None:
         self._store, self._run = store, run
-        self.lease = RunLock(store, run, name=FLUSHER)
+        self.run_lock = RunLock(store, run, name=FLUSHER)
         self._memory = MemoryTier(store, run)
         self._storage = StorageTier(open_volume(persist_url), run)
         self.flusher = Flusher(
-            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.lease.is_ours, progress=progress
+            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.run_lock.is_ours, progress=progress
         )
         self._trainer: list[bytes | None] = []
         self._trainer_seen = time.monotonic()
@@ -316,7 +318,7 @@ class _Served:
         """Removes what interrupted flushers left."""
         self._storage.tidy()
 
-    def is_over(self, patience_seconds: float) -> bool:
+    def has_ended(self, patience_seconds: float) -> bool:
         """Returns whether the run has ended, or neither trainer nor store has shown life for long."""
         now = time.monotonic()
         try:
@@ -329,18 +331,18 @@ class _Served:
             self._trainer, self._trainer_seen = trainer, now
         return now - self._trainer_seen > patience_seconds
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Releases the run."""
-        self.lease.release()
+        self.run_lock.release()
         self._memory.close()
         self._storage.close()
 
 
-class _Service:
+class _FlushService:
     """The runs that this process serves."""
 
     def __init__(
-        self, store: Store, persist_url: str, keep: Keep, stop: threading.Event, progress: LongWork | None
+        self, store: Store, persist_url: str, keep: Keep, stop: threading.Event, progress: Progress | None
     ) -> None:
         self._store, self._persist_url, self._keep, self._stop, self._progress = (
             store,
@@ -349,25 +351,25 @@ class _Service:
             stop,
             progress,
         )
-        self.served: dict[str, _Served] = {}
+        self.served: dict[str, _ServedRun] = {}
 
-    def __enter__(self) -> _Service:
+    def __enter__(self) -> _FlushService:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for each in self.served.values():
-            each.end()
+            each.close()
 
-    def take(self, run: str) -> None:
+    def add(self, run: str) -> None:
         """Starts to serve a run; raises CheckpointError if another flusher does."""
-        each = _Served(self._store, self._persist_url, run, self._keep, self._stop, self._progress)
+        each = _ServedRun(self._store, self._persist_url, run, self._keep, self._stop, self._progress)
         try:
-            each.lease.acquire()
+            each.run_lock.acquire()
         except RunInUseError as error:
-            each.end()
-            raise _taken(run) from error
+            each.close()
+            raise _served_by_other(run) from error
         except BaseException:
-            each.end()
+            each.close()
             raise
         self.served[run] = each
         logger.info("serving %s, keeping %s", run, self._keep)
@@ -379,15 +381,15 @@ class _Service:
             for run in runs_in_store(self._store):
                 if run not in self.served:
                     with contextlib.suppress(StoreError, StorageError, CheckpointError):
-                        self.take(run)
+                        self.add(run)
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         """Flushes one snapshot of each run, and releases runs that others have taken over; returns whether any was."""
-        done = [each.flusher.turn() is not None for each in self.served.values()]
+        done = [each.flusher.poll() is not None for each in self.served.values()]
         for run, each in list(self.served.items()):
-            if not each.lease.is_ours:
+            if not each.run_lock.is_ours:
                 logger.warning("another flusher serves %s now", run)
-                self.served.pop(run).end()
+                self.served.pop(run).close()
         return any(done)
 
     @property
@@ -395,11 +397,9 @@ class _Service:
         """Whether the last look at each run found nothing dirty."""
         return all(each.flusher.is_drained for each in self.served.values())
 
-    def is_hopeless(self, patience_seconds: float) -> bool:
+    def is_stuck(self, patience_seconds: float) -> bool:
         """Returns whether everything left has been damaged in memory, or out of reach, for long."""
-        return all(
-            each.flusher.is_drained or each.flusher.is_hopeless(patience_seconds) for each in self.served.values()
-        )
+        return all(each.flusher.is_drained or each.flusher.is_stuck(patience_seconds) for each in self.served.values())
 
     def is_finished(self, run: str, patience_seconds: float) -> bool:
         """Returns whether a run has ended and is durable, or cannot be saved; its lock is then released.
@@ -414,20 +414,20 @@ class _Service:
             Whether to stop serving it.
         """
         each = self.served[run]
-        if not each.is_over(patience_seconds):
+        if not each.has_ended(patience_seconds):
             return False
         if not self.is_drained:
-            return self.is_hopeless(patience_seconds)
-        each.lease.release()
-        if each.is_over(patience_seconds):
+            return self.is_stuck(patience_seconds)
+        each.run_lock.release()
+        if each.has_ended(patience_seconds):
             return True
         with contextlib.suppress(RunInUseError):
-            each.lease.acquire()
+            each.run_lock.acquire()
             return False
         return True  # another flusher took the lock
 
 
-def _taken(run: str) -> CheckpointError:
+def _served_by_other(run: str) -> CheckpointError:
     return CheckpointError.of(
         f"{run!r} without a flusher", "one that serves it", "leave the run to it, or end it first"
     )

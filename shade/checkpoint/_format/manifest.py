@@ -16,8 +16,10 @@ parsed `Commit` are the bytes that the rank wrote, or 128 bits of xxh3 have coll
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any, Final
 
-from shade.checkpoint._format.canonical_json import (
+from shade.checkpoint._format.digest import (
     as_count,
     as_digest,
     as_list,
@@ -33,10 +35,10 @@ from shade.checkpoint._format.canonical_json import (
     as_object,
     canonical,
     check_canonical,
+    digest_of,
     expect,
-    parsed,
+    parse_json,
 )
-from shade.checkpoint._format.digest import digest_of
 from shade.errors import CorruptCheckpointError, StateMismatchError
 from shade.types import Bytes
 
@@ -53,10 +55,12 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
 """Width of each tensor type, as safetensors spells it."""
-ROUGH_ITEMS: Final = 1024
+MIN_LOSSY_ITEMS: Final = 1024
 """A float32 tensor with fewer items is always stored exactly: step counts, biases, norms."""
 EXACT_CODECS: Final = frozenset({"none", "zstd", "dedup", "xor-zstd"})
 """Codecs that are exact; data of any other needs bounds."""
+ALIGNMENT: Final = 4096
+_HEADER_LENGTH: Final = struct.Struct("<Q")
 _MAX_RANKS: Final = 2**20
 _MAX_CHUNK_BYTES: Final = 2**30
 _MAX_DIMENSIONS: Final = 64
@@ -77,9 +81,9 @@ class TensorEntry:
     """One past the last."""
 
     @property
-    def may_be_rough(self) -> bool:
+    def may_be_lossy(self) -> bool:
         """Whether a lossy codec may change it."""
-        return self.dtype == "F32" and self.stop - self.start >= 4 * ROUGH_ITEMS
+        return self.dtype == "F32" and self.stop - self.start >= 4 * MIN_LOSSY_ITEMS
 
 
 @dataclass(frozen=True)
@@ -227,13 +231,13 @@ class Manifest:
         if digest_of(content) != digest:
             raise CorruptCheckpointError(f"a manifest of {len(content)} bytes is not the one that was committed")
         fields = _parse(content, cls)
-        is_second = fields["version"] == 2
+        is_version_2 = fields["version"] == 2
         tensors = as_object(fields["tensors"], "tensors")
         entries = [(name, _tensor(name, entry)) for name, entry in tensors.items()]
         entries.sort(key=lambda each: (each[1].start, each[1].stop, -ITEM_BYTES[each[1].dtype], each[0]))
         fields["tensors"] = dict(entries)
-        fields["chunks"] = tuple(_chunk(each, is_second) for each in as_list(fields["chunks"], "chunks"))
-        if is_second:
+        fields["chunks"] = tuple(_chunk(each, is_version_2) for each in as_list(fields["chunks"], "chunks"))
+        if is_version_2:
             bounds = as_object(fields["bounds"], "bounds")
             fields["bounds"] = {name: _bound(name, bound) for name, bound in bounds.items()}
         manifest = cls(**fields)
@@ -271,8 +275,8 @@ class Manifest:
             if chunk.codec is not None and chunk.codec not in EXACT_CODECS:
                 first = number * self.chunk_bytes
                 for name, entry in self.tensors_between(first, first + self.data_length(number)):
-                    told = name in self.bounds or not entry.may_be_rough
-                    expect(name, told, f"chunk {number}, which is not exact: a tensor in it has no bound")
+                    is_bounded = name in self.bounds or not entry.may_be_lossy
+                    expect(name, is_bounded, f"chunk {number}, which is not exact: a tensor in it has no bound")
 
 
 @dataclass(frozen=True)
@@ -339,14 +343,47 @@ class Commit:
         return record
 
 
-_SECOND: Final[Mapping[type, frozenset[str]]] = {Manifest: frozenset({"bounds"}), Commit: frozenset({"base"})}
+def safetensors_header(manifest: Manifest) -> bytes:
+    """Returns the header that makes a shard's file a safetensors file, for a shard with the codec ``none``.
+
+    Eight bytes of length (little endian), JSON, and spaces up to a multiple of 4096, so that the data behind it can be
+    written and mapped page by page. It depends on the manifest alone: the position of a chunk is known without the
+    file, and a damaged header hides nothing and is written again by a repair.
+
+    Args:
+        manifest: Its tensors become entries; run, step and rank go into the metadata, as text.
+
+    Returns:
+        A multiple of `ALIGNMENT` bytes; tensor offsets in it count from its end.
+    """
+    metadata = {
+        "format": "pt",
+        "written_by": f"{FORMAT} {manifest.version}",
+        "run": manifest.run,
+        "step": str(manifest.step),
+        "rank": str(manifest.rank),
+        "world_size": str(manifest.world_size),
+    }
+    entries: dict[str, object] = {"__metadata__": metadata}
+    for name, tensor in manifest.tensors.items():
+        offsets = [tensor.start, tensor.stop]
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-(_HEADER_LENGTH.size + len(body)) % ALIGNMENT)
+    return _HEADER_LENGTH.pack(len(body)) + body
+
+
+_VERSION_2_FIELDS: Final[Mapping[type, frozenset[str]]] = {Manifest: frozenset({"bounds"}), Commit: frozenset({"base"})}
 """Members that version 1 does not have."""
 
 
 def _fields(record: Manifest | Commit) -> dict[str, Any]:
     """Returns the members of a record in its version."""
     names = {each.name for each in dataclass_fields(record)}
-    return {name: getattr(record, name) for name in names - (_SECOND[type(record)] if record.version == 1 else set())}
+    return {
+        name: getattr(record, name)
+        for name in names - (_VERSION_2_FIELDS[type(record)] if record.version == 1 else set())
+    }
 
 
 def _members(entry: Any) -> dict[str, Any]:
@@ -356,14 +393,14 @@ def _members(entry: Any) -> dict[str, Any]:
 
 def _parse(content: Bytes, kind: type, *others: str) -> dict[str, Any]:
     """Returns the unchecked fields of a record of a known version, if they are the expected ones."""
-    fields = as_object(parsed(content), "JSON")
-    told, version = fields.pop("format", None), fields.get("version")
-    if told != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
+    fields = as_object(parse_json(content), "JSON")
+    name, version = fields.pop("format", None), fields.get("version")
+    if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
         raise CorruptCheckpointError(
-            f"expected {FORMAT} version 1 to {VERSION}, got {(told, version)!r}; use the shade that wrote it"
+            f"expected {FORMAT} version 1 to {VERSION}, got {(name, version)!r}; use the shade that wrote it"
         )
     expected = {each.name for each in dataclass_fields(kind)} | set(others)
-    expected -= _SECOND[kind] if version == 1 else set()
+    expected -= _VERSION_2_FIELDS[kind] if version == 1 else set()
     if fields.keys() != expected:
         raise CorruptCheckpointError(f"a record with fields {sorted(fields)} instead of {sorted(expected)}")
     return fields
@@ -385,14 +422,14 @@ def _tensor(name: str, found: Any) -> TensorEntry:
     return TensorEntry(entry["dtype"], sizes, start, stop)
 
 
-def _chunk(found: Any, is_second: bool) -> ChunkEntry:
+def _chunk(found: Any, is_version_2: bool) -> ChunkEntry:
     entry = as_object(found, "chunk")
-    known = {"num_bytes", "digest"} | ({"codec", "plain"} if is_second else set())
+    known = {"num_bytes", "digest"} | ({"codec", "plain"} if is_version_2 else set())
     expect(sorted(entry), entry.keys() == known, "chunk")
     made = ChunkEntry(
         as_count(entry["num_bytes"], "length of a chunk"), as_digest(entry["digest"], "digest of a chunk")
     )
-    if not is_second:
+    if not is_version_2:
         return made
     codec = entry["codec"]
     expect(codec, type(codec) is str and _CODEC.fullmatch(codec), "codec of a chunk")

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public all the same
 
 from shade.checkpoint._commit.protocol import current_group
-from shade.checkpoint._flush.service import serving
+from shade.checkpoint._flush.service import is_served
 from shade.checkpoint._interchange.export import load_state
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
@@ -130,7 +130,7 @@ class RemoteNode:
         if self.store is None:
             return False
         with open_store(os.environ.get(CHECKPOINT_URL, self.store)) as store:
-            return serving(store, self.run)
+            return is_served(store, self.run)
 
 
 class TrainNode:
@@ -223,11 +223,11 @@ def init_acute(args: argparse.Namespace | None = None, **overrides: Any) -> tupl
     if unknown:
         raise ConfigError.of(f"some of {', '.join(_DEFAULTS)}", sorted(unknown), "leave the others out")
     given = {**_DEFAULTS, **{name: getattr(args, name) for name in _DEFAULTS if hasattr(args, name)}, **overrides}
-    communicator = _join(given)
+    communicator = _init_group(given)
     try:
         node, remote = _open(given)
     except BaseException:
-        _leave(communicator)
+        _destroy_group(communicator)
         raise
     if args is not None:
         args.starting_epoch = node.starting_epoch
@@ -252,14 +252,14 @@ def destroy_acute() -> None:
     try:
         node.checkpointer.close()
     finally:
-        _leave(communicator)
+        _destroy_group(communicator)
 
 
 destroy_dash = destroy_acute
 """DASH's name for it."""
 
 
-def _join(given: Mapping[str, Any]) -> Communicator:
+def _init_group(given: Mapping[str, Any]) -> Communicator:
     """Joins the process group of torchrun's variables, or mpirun's, or a group of one."""
     owns = not dist.is_initialized()
     for name, theirs in _OPENMPI.items():
@@ -279,7 +279,7 @@ def _join(given: Mapping[str, Any]) -> Communicator:
     return Communicator(dist.get_rank(), dist.get_world_size(), local_rank, owns)
 
 
-def _leave(communicator: Communicator) -> None:
+def _destroy_group(communicator: Communicator) -> None:
     if communicator.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -300,7 +300,7 @@ def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
         store, persist_to=persist, run=run, slots=max(LEAST_SLOTS, slots), keep="all" if dated else "last=2"
     )
     try:
-        starting_epoch = _read(checkpointer, given["snapshot_path"], int(given["starting_epoch"]))
+        starting_epoch = _restore_named(checkpointer, given["snapshot_path"], int(given["starting_epoch"]))
     except BaseException:
         checkpointer.close()
         raise
@@ -328,20 +328,20 @@ def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None
         group.close()
 
 
-def _read(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starting_epoch: int) -> int:
+def _restore_named(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starting_epoch: int) -> int:
     """Restores what was named, and returns the first epoch to train."""
     if snapshot_path is None:
         return starting_epoch
     if snapshot_path == LATEST:
         checkpointer.restore_latest()
     else:
-        _read_elsewhere(checkpointer, str(snapshot_path))
+        _restore_path(checkpointer, str(snapshot_path))
     if checkpointer.state_dict_state.loaded is None or not checkpointer.state_dict_state.epoch:
         return starting_epoch
     return checkpointer.state_dict_state.epoch + 1
 
 
-def _read_elsewhere(checkpointer: StateDictCheckpointer, path: str) -> None:
+def _restore_path(checkpointer: StateDictCheckpointer, path: str) -> None:
     """Reads a snapshot's folder, or a file in it, or another program's file, which is not executed."""
     absolute = path if "://" in path else str(Path(path).absolute())
     match = _PLACE.fullmatch(absolute.rstrip("/"))

@@ -9,7 +9,7 @@ Nothing that was stored is unpickled. DCP's `DefaultLoadPlanner.load_bytes` woul
 ``weights_only=False``), so objects are put directly where it would put them. A planner that overrides `load_bytes`
 receives bytes that `torch.save` has just made here from the plain types of the skeleton.
 
-`whole_state` gathers a sharded snapshot in one process, for exports; it needs memory for the whole state. It is nested
+`gather_state` gathers a sharded snapshot in one process, for exports; it needs memory for the whole state. It is nested
 as DCP's planner says; dicts come back with string keys, as DCP has them.
 """
 
@@ -42,9 +42,8 @@ from shade.checkpoint._capture.flatten import tensors_in, unflatten
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_shard import DCPParts, from_plain, is_dcp, parts_of, tensor_key
 from shade.checkpoint._integrations.dcp_writer import names_step, step_of
-from shade.checkpoint._restore.arena import Arena
 from shade.checkpoint._restore.reader import Reader, Snapshot
-from shade.checkpoint._restore.restore import fill_arena
+from shade.checkpoint._restore.restore import Arena, fill_arena
 from shade.checkpoint._session.open_tiers import STORE_TIMEOUT_SECONDS
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
@@ -58,7 +57,7 @@ WINDOW_CHUNKS: Final = 32
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _ReadRequest:
     """One item of a plan, and what has to be read for it."""
 
     item: ReadItem
@@ -141,7 +140,7 @@ class ShadeReader(StorageReader):
         for item in plan.items:
             rank = self._ranks.get(item.storage_index)
             if rank is None:
-                raise _lost(item)
+                raise _missing_piece(item)
             by_rank.setdefault(rank, []).append(item)
         for rank, items in sorted(by_rank.items()):
             self._read_shard(rank, items, planner)
@@ -219,23 +218,23 @@ class ShadeReader(StorageReader):
             self._manifests[rank] = manifest, parts_of(manifest.tree)
         manifest, parts = self._manifests[rank]
         shard = _Shard(self._tiers(), snapshot, manifest)
-        wishes = []
+        requests = []
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
                 node = parts.objects.get(item.storage_index.fqn)
                 if node is None:
-                    raise _lost(item)
+                    raise _missing_piece(item)
                 (value,) = shard.value(node)
-                _give(planner, item, value)
+                _deliver(planner, item, value)
             else:
                 node = parts.tensors.get(tensor_key(item.storage_index))
                 if node is None:
-                    raise _lost(item)
-                wishes.append(_wish(manifest, item, node))
-        for window in _windows(sorted(wishes, key=lambda wish: wish.chunks.start)):
-            shard.read(number for wish in window for number in wish.chunks)
-            for wish in window:
-                _copy(shard.tensor(wish.node, wish.names), wish.item, planner)
+                    raise _missing_piece(item)
+                requests.append(_read_request(manifest, item, node))
+        for window in _windows(sorted(requests, key=lambda request: request.chunks.start)):
+            shard.read(number for request in window for number in request.chunks)
+            for request in window:
+                _copy(shard.tensor(request.node, request.names), request.item, planner)
             shard.forget(window[-1].chunks)
 
 
@@ -273,11 +272,11 @@ class _Shard:
     def forget(self, last: range) -> None:
         """Releases the memory of all chunks before the last one of a range."""
         end = max(last.start, last.stop - 1)
-        self._arena.forget(0, end * self._manifest.chunk_bytes)
+        self._arena.release_pages(0, end * self._manifest.chunk_bytes)
         self._here = {number for number in self._here if number >= end}
 
 
-def _wish(manifest: Manifest, item: ReadItem, node: Any) -> _Wish:
+def _read_request(manifest: Manifest, item: ReadItem, node: Any) -> _ReadRequest:
     """Returns what an item needs: from the first byte of its part of the saved piece to the last."""
     named = tensors_in(node)
     names = tuple(name for name in manifest.tensors if name in named)
@@ -296,13 +295,13 @@ def _wish(manifest: Manifest, item: ReadItem, node: Any) -> _Wish:
             f"a part of {sizes} of {item.storage_index.fqn!r}", list(item.lengths), "load as saved"
         )
     if not num_bytes or not item.lengths.numel():
-        return _Wish(item, node, names, range(0))
+        return _ReadRequest(item, node, names, range(0))
     width = num_bytes // math.prod(sizes)
     first = last = 0
     for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True):
         first, last = first * size + offset, last * size + offset + length - 1
     chunks = _chunks(manifest, entry.start + first * width, entry.start + (last + 1) * width)
-    return _Wish(item, node, names, chunks)
+    return _ReadRequest(item, node, names, chunks)
 
 
 def _chunks(manifest: Manifest, start: int, stop: int) -> range:
@@ -310,14 +309,14 @@ def _chunks(manifest: Manifest, start: int, stop: int) -> range:
     return range(start // manifest.chunk_bytes, -(-stop // manifest.chunk_bytes)) if start < stop else range(0)
 
 
-def _windows(wishes: Sequence[_Wish]) -> Iterator[list[_Wish]]:
+def _windows(requests: Sequence[_ReadRequest]) -> Iterator[list[_ReadRequest]]:
     """Groups ascending requests that need about `WINDOW_CHUNKS` together, at least one each."""
-    window: list[_Wish] = []
-    for wish in wishes:
-        if window and wish.chunks.stop - window[0].chunks.start > WINDOW_CHUNKS:
+    window: list[_ReadRequest] = []
+    for request in requests:
+        if window and request.chunks.stop - window[0].chunks.start > WINDOW_CHUNKS:
             yield window
             window = []
-        window.append(wish)
+        window.append(request)
     if window:
         yield window
 
@@ -337,7 +336,7 @@ def _copy(saved: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     planner.commit_tensor(item, target)
 
 
-def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+def _deliver(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     """Puts an object where the planner would put it."""
     if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         made = io.BytesIO()
@@ -350,7 +349,7 @@ def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
         planner.state_dict[item.dest_index.fqn] = value
 
 
-def _lost(item: ReadItem) -> CorruptCheckpointError:
+def _missing_piece(item: ReadItem) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"expected {tensor_key(item.storage_index)!r} in the shard that has it, got none there"
     )
@@ -361,7 +360,7 @@ def is_sharded(reader: Reader, snapshot: Snapshot) -> bool:
     return is_dcp(reader.manifest(snapshot, snapshot.record.world_size - 1).tree)
 
 
-def whole_state(reader: ShadeReader) -> dict[str, Any]:
+def gather_state(reader: ShadeReader) -> dict[str, Any]:
     """Reads all shards of a snapshot as one state.
 
     Args:

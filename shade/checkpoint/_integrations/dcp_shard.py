@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shade.checkpoint._capture.flatten import DTYPES, flatten
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._codecs.base import standing_alone
+from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry
 from shade.checkpoint._tiers.tier import Shard
@@ -100,7 +100,7 @@ class PackedState:
 
     Args:
         identity: Identity of the shard.
-        content: Trees by name, as `contents` returns them.
+        content: Trees by name, as `shard_content` returns them.
         codec: Name of the chunks' codec.
         buffer: Returns memory, uint8 (at least as long as requested,), for chunks that have to be joined.
 
@@ -137,7 +137,7 @@ class PackedState:
             chunks=(),
             tree=tree,
         )
-        chosen = standing_alone(codec)
+        chosen = standalone_codec(codec)
         self._stored = [chosen.encode(chunk, draft.item_bytes) for chunk in plain]
         chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in self._stored)
         self.manifest = replace(draft, chunks=chunks)
@@ -218,7 +218,7 @@ class _Memory:
         return room
 
 
-def contents(tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any]) -> dict[str, Any]:
+def shard_content(tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a rank's shard content. Objects are wrapped in tuples: a long dict of numbers would become a tensor."""
     return {"tensors": dict(tensors), "objects": {name: (value,) for name, value in objects.items()}}
 

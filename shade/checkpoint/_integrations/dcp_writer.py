@@ -2,7 +2,7 @@
 
 DCP plans which rank writes what and gathers the outcomes; this module stores. The life of a save, and of a crash:
 
-1. The coordinator prepares a place in the first tier that has room; each rank learns it with its plan.
+1. The coordinator prepares a place in the first tier that has scratch; each rank learns it with its plan.
 2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and checks that it
    has not changed meanwhile. Objects are taken from the planner before `torch.save` pickles them.
 3. DCP gathers the outcomes; if one rank fails, all do, and `finish` is not called.
@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
-from shade.checkpoint._codecs.base import standing_alone
+from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
-from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, contents, tensor_key, to_plain
+from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content, tensor_key, to_plain
 from shade.checkpoint._save.async_writer import CommitResult
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
 from shade.checkpoint._tiers.tier import Tier
@@ -81,7 +81,7 @@ def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Errand:
+class _Assignment:
     """Sent by the coordinator to a rank."""
 
     place: str
@@ -134,8 +134,8 @@ class ShadeWriter(StorageWriter):
         super().__init__()
         self._address = Address(store, persist_to, run, keep, slots, replicas, parity, codec)
         self.step = step
-        self._opened: Opened | None = None
-        self._way: tuple[Tier, str] | None = None
+        self._opened: OpenTiers | None = None
+        self._target: tuple[Tier, str] | None = None
         self._saved_at = 0.0
 
     # ── what DCP calls, in this order ───────────────────────────────────────────────────────────────────────────────
@@ -162,11 +162,11 @@ class ShadeWriter(StorageWriter):
         held, step = self._held(), self._step()
         self._saved_at = time.time()
         sequence = held.next_sequence()
-        tier, place = self._way = self._prepare(held, step, [*map(_estimate, plans), 0])
+        tier, place = self._target = self._prepare(held, step, [*map(_estimate, plans), 0])
         return [
             replace(
                 plan,
-                storage_data=_Errand(
+                storage_data=_Assignment(
                     place, tier.name, Identity(self._address.run, step, rank, len(plans) + 1), sequence
                 ),
             )
@@ -175,11 +175,11 @@ class ShadeWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Packs and puts this rank's items; done when it returns."""
-        held, errand = self._held(), plan.storage_data
-        if not isinstance(errand, _Errand) or errand.sequence <= held.written:
+        held, assignment = self._held(), plan.storage_data
+        if not isinstance(assignment, _Assignment) or assignment.sequence <= held.written:
             cure = "use a planner without enable_plan_caching"
             raise ConfigError.of("a plan that was made for this save", "one of a save before", cure)
-        held.written = errand.sequence
+        held.written = assignment.sequence
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, Any] = {}
         for item in plan.items:
@@ -189,15 +189,15 @@ class ShadeWriter(StorageWriter):
                 resolved = planner.resolve_data(item)
                 assert isinstance(resolved, torch.Tensor), "DCP gives a tensor for each item that is none of bytes"
                 tensors[tensor_key(item.index)] = resolved.detach()
-        packed = PackedState(errand.identity, contents(tensors, objects), self._address.codec, held.room)
-        tier = next(tier for tier in held.ways if tier.name == errand.tier)
-        tier.put(errand.place, packed.shard)
+        packed = PackedState(assignment.identity, shard_content(tensors, objects), self._address.codec, held.scratch)
+        tier = next(tier for tier in held.writable if tier.name == assignment.tier)
+        tier.put(assignment.place, packed.shard)
         packed.check()
         manifest = packed.manifest
-        receipt = _Receipt(errand.identity, errand.sequence, manifest.digest, manifest.num_bytes)
+        receipt = _Receipt(assignment.identity, assignment.sequence, manifest.digest, manifest.num_bytes)
         results = [WriteResult(MetadataIndex(_RECEIPT), manifest.stored_bytes, receipt)]
         results += [
-            WriteResult(item.index, item.tensor_storage_size() or 0, errand.identity.rank) for item in plan.items
+            WriteResult(item.index, item.tensor_storage_size() or 0, assignment.identity.rank) for item in plan.items
         ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -206,8 +206,8 @@ class ShadeWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Puts the metadata and the record, on the coordinator: now the snapshot exists."""
         held = self._held()
-        assert self._way is not None, "DCP finishes on the rank that prepared"
-        (tier, place), self._way = self._way, None
+        assert self._target is not None, "DCP finishes on the rank that prepared"
+        (tier, place), self._target = self._target, None
         try:
             receipts = _receipts(results, held.sequence)
             metadata.storage_data = {
@@ -217,7 +217,7 @@ class ShadeWriter(StorageWriter):
                 if not isinstance(result.storage_data, _Receipt)
             }
             last = replace(receipts[0].identity, rank=len(receipts))
-            packed = PackedState(last, {"plan": to_plain(metadata)}, self._address.codec, held.room)
+            packed = PackedState(last, {"plan": to_plain(metadata)}, self._address.codec, held.scratch)
             tier.put(place, packed.shard)
             record = Commit(
                 run=last.run,
@@ -280,11 +280,11 @@ class ShadeWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the arguments alone: another process opens its own connections."""
-        return {"_address": self._address, "step": self.step, "_opened": None, "_way": None, "_saved_at": 0.0}
+        return {"_address": self._address, "step": self.step, "_opened": None, "_target": None, "_saved_at": 0.0}
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _held(self) -> Opened:
+    def _held(self) -> OpenTiers:
         assert self._opened is not None, "DCP sets the writer up first"
         return self._opened
 
@@ -293,22 +293,22 @@ class ShadeWriter(StorageWriter):
             raise ConfigError.of("a step", None, "save first")
         return self.step
 
-    def _prepare(self, held: Opened, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
-        """Prepares a place in the first tier that has room; logs when a tier begins and ceases to fail."""
+    def _prepare(self, held: OpenTiers, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
+        """Prepares a place in the first tier that has scratch; logs when a tier begins and ceases to fail."""
         reasons = []
-        for tier in held.ways:
+        for tier in held.writable:
             try:
                 place = tier.prepare(step, shard_bytes)
             except ShadeError as error:
                 reasons.append(f"{tier.name}: {error}")
-                if tier.name not in held.troubled:
-                    held.troubled.add(tier.name)
+                if tier.name not in held.failing:
+                    held.failing.add(tier.name)
                     logger.warning(
-                        "%s fails%s: %s", tier.name, "" if tier is held.ways[-1] else "; saves go to storage", error
+                        "%s fails%s: %s", tier.name, "" if tier is held.writable[-1] else "; saves go to storage", error
                     )
                 continue
-            if tier.name in held.troubled:
-                held.troubled.discard(tier.name)
+            if tier.name in held.failing:
+                held.failing.discard(tier.name)
                 logger.warning("%s works again", tier.name)
             return tier, place
         raise CheckpointError("; ".join(reasons))
@@ -360,12 +360,12 @@ class Address:
     def __post_init__(self) -> None:
         check_run_name(self.run)
         Keep.parse(self.keep)
-        standing_alone(self.codec)
+        standalone_codec(self.codec)
         if self.store is None and self.persist_to is None:
             raise ConfigError.of("a place for snapshots", "neither store nor persist_to", "name at least one")
 
 
-class Opened:
+class OpenTiers:
     """The open tiers of an address, in this process.
 
     Args:
@@ -377,7 +377,7 @@ class Opened:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 1
         self.tiers: Tiers = open_tiers(
             address.run,
-            _Apart(0 if is_coordinator else max(1, rank)),
+            _UncoordinatedRank(0 if is_coordinator else max(1, rank)),
             address.store,
             address.persist_to,
             keep=address.keep,
@@ -386,20 +386,20 @@ class Opened:
             parity=address.parity,
             buffers=1,
         )
-        self.ways = [tier for tier in (self.tiers.memory, self.tiers.storage) if tier is not None]
+        self.writable = [tier for tier in (self.tiers.memory, self.tiers.storage) if tier is not None]
         self.sequence = 0
         """Sequence of the latest save; on the coordinator."""
         self.written = 0
         """Sequence of the save that this process wrote last."""
-        self.troubled: set[str] = set()
+        self.failing: set[str] = set()
         """Names of tiers whose failure was logged."""
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, num_bytes: int) -> torch.Tensor:
+    def scratch(self, num_bytes: int) -> torch.Tensor:
         """Returns memory that stays warm between saves."""
-        if len(self._room) < num_bytes:
-            self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._room
+        if len(self._scratch) < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch
 
     def next_sequence(self) -> int:
         """Returns the sequence of the next save; on the coordinator."""
@@ -413,18 +413,18 @@ class Opened:
         self.tiers.close(keep_buffers=True)
 
 
-class _Apart(SingleProcessGroup):
+class _UncoordinatedRank(SingleProcessGroup):
     """One of several ranks that open their tiers without communication."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
 
-_opened: Final[dict[tuple[int, Address, bool], Opened]] = {}
+_opened: Final[dict[tuple[int, Address, bool], OpenTiers]] = {}
 _lock: Final = threading.Lock()
 
 
-def opened(address: Address, is_coordinator: bool) -> Opened:
+def opened(address: Address, is_coordinator: bool) -> OpenTiers:
     """Returns the tiers of an address; opens them if they are not open.
 
     Args:
@@ -443,7 +443,7 @@ def opened(address: Address, is_coordinator: bool) -> Opened:
         if key not in _opened:
             if not any(pid == os.getpid() for pid, _, _ in _opened):
                 util.Finalize(None, _release_all, exitpriority=10)
-            _opened[key] = Opened(address, is_coordinator)
+            _opened[key] = OpenTiers(address, is_coordinator)
         return _opened[key]
 
 

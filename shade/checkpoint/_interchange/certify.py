@@ -24,7 +24,7 @@ from shade.checkpoint._tiers.tier import Shard, Tier
 
 TRAIL_FILE: Final = "trail.jsonl"
 """Name of the file in the run directory."""
-_TOGETHER: Final = 64
+_LOSSES_PER_WRITE: Final = 64
 
 
 class Trail:
@@ -38,10 +38,10 @@ class Trail:
         self._path = path
         self._pending: list[tuple[int, torch.Tensor]] = []
 
-    def note(self, step: int, loss: torch.Tensor) -> None:
+    def record(self, step: int, loss: torch.Tensor) -> None:
         """Records the loss of a step of the run: a scalar on any device."""
         self._pending.append((step, loss))
-        if len(self._pending) >= _TOGETHER:
+        if len(self._pending) >= _LOSSES_PER_WRITE:
             self.flush()
 
     def flush(self) -> None:
@@ -65,7 +65,7 @@ def read_trail(path: Path) -> dict[int, str]:
     return losses
 
 
-def carry(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
+def copy_snapshot(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
     """Copies a snapshot into another tier, verified, after its bases.
 
     Args:
@@ -79,7 +79,7 @@ def carry(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
     """
     record = snapshot.record
     if snapshot.base is not None and snapshot.base.record not in target.held().values():
-        carry(reader, snapshot.base, target)
+        copy_snapshot(reader, snapshot.base, target)
     manifests = [reader.manifest(snapshot, rank) for rank in range(record.world_size)]
     place = target.prepare(record.step, [manifest.stored_bytes for manifest in manifests])
     for manifest in manifests:

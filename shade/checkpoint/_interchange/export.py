@@ -102,7 +102,7 @@ def load_safetensors(path: Path) -> Any:
         path = found[0]
     if path.suffix != ".json":
         tensors, metadata = _read(path)
-        return _assembled(metadata.get(TREE), tensors)
+        return _state(metadata.get(TREE), tensors)
     index = json.loads(path.read_text(encoding="utf-8"))
     files = sorted(set(index["weight_map"].values()))
     if any(Path(file).name != file for file in files):
@@ -110,10 +110,10 @@ def load_safetensors(path: Path) -> Any:
     tensors = {}
     for file in files:
         tensors |= _read(path.parent / file)[0]
-    return _assembled(index.get("metadata", {}).get(TREE), tensors)
+    return _state(index.get("metadata", {}).get(TREE), tensors)
 
 
-def _assembled(tree: str | None, tensors: dict[str, torch.Tensor]) -> Any:
+def _state(tree: str | None, tensors: dict[str, torch.Tensor]) -> Any:
     return tensors if tree is None else unflatten(json.loads(tree), tensors)
 
 
@@ -140,11 +140,11 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for content in _contents(tensors[name] for name in entries):
+        for content in _tensor_bytes(tensors[name] for name in entries):
             file.write(content)
 
 
-def _contents(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:
+def _tensor_bytes(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:
     for tensor in tensors:
         yield bytes_of(tensor.cpu().contiguous()).numpy().data
 
@@ -203,7 +203,7 @@ def save_dcp(state: Any, plain: Any, path: Path) -> None:
     flat, _ = _nested_dict.flatten_state_dict(plain)
     unseen = {name: tensor for name, tensor in tensors.items() if not _is_like(flat.get(_dotted(name)), tensor)}
     try:
-        with _alone():
+        with _warning_silenced():
             save({**plain, _OURS: {"tree": json.dumps(tree), **unseen}}, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise StorageError(f"DCP could not write {path}: {_reason(error)}") from error
@@ -231,7 +231,7 @@ def load_dcp(path: Path) -> Any:
         for name, entry in described.state_dict_metadata.items()
     }
     try:
-        with _alone():
+        with _warning_silenced():
             load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
     except CheckpointException as error:
         raise CorruptCheckpointError(f"DCP cannot read {path}: {_reason(error)}") from error
@@ -242,7 +242,7 @@ def load_dcp(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _warning_silenced() -> Iterator[None]:
     """Silences DCP's warning about running in one process, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -388,7 +388,7 @@ def save_state(state: Any, path: Path, form: str) -> None:
         ConfigError: As in `export`.
         StorageError: As in `export`.
     """
-    with _appearing(path) as aside:
+    with _atomically(path) as aside:
         _form(form).save(state, aside)
 
 
@@ -424,7 +424,7 @@ def _form(name: str) -> ExportFormat:
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
+def _atomically(path: Path) -> Iterator[Path]:
     """Yields a path beside the wanted one; syncs it and moves it into place at the end."""
     if path.exists():
         raise ConfigError.of("a path that does not exist", str(path), "remove it, or choose another")

@@ -2,11 +2,11 @@
 
 A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
 in it, if it has the digest that the manifest states; the record states the manifest's. What is missing or wrong in one
-place is read from the next, and `Reader.mend` writes it back. Invariant: no byte leaves `Reader` unverified.
+place is read from the next, and `Reader.repair` writes it back. Invariant: no byte leaves `Reader` unverified.
 
-`Rebuilt` decodes the chunks of a shard. A chunk that is a delta needs the same chunk of the base, which may be a delta
-too, and so on down to the keyframe. Each step is compared with the digest in that shard's manifest, so a wrong base or
-a lost or repeated delta is found where it happens. Shared memory holds the data undecoded, and then nothing is decoded.
+`ShardDecoder` decodes the chunks of a shard. A delta needs the same chunk of the base, which may be a delta too, and so
+on down to the keyframe. Each step is compared with the digest in that shard's manifest, so a wrong base or a lost or
+repeated delta is found where it happens. Shared memory holds the data unencoded, and then nothing is decoded.
 
 Invariant: the decoded data of a version 2 snapshot has the digest that was computed when it was saved. For version 1
 this holds of the stored form, which its codec decodes in one way only.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Final
 
-from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Piece, Standalone, standing_alone
+from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Piece, Standalone, standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Tier
@@ -228,7 +228,7 @@ class Reader:
             The shard, valid until this rank begins a save; None if it has to be read.
         """
 
-        def are_right(data: memoryview, some: Sequence[int]) -> bool:
+        def are_intact(data: memoryview, some: Sequence[int]) -> bool:
             lie = {number: data[number * manifest.chunk_bytes :][: manifest.data_length(number)] for number in some}
             return all(digest_of(content) == manifest.plain_digest(number) for number, content in lie.items())
 
@@ -236,7 +236,7 @@ class Reader:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-verify") as pool:
             for source in snapshot.sources:
                 data = source.tier.in_place(source.place, manifest)
-                if data is not None and all(pool.map(partial(are_right, data), parts)):
+                if data is not None and all(pool.map(partial(are_intact, data), parts)):
                     return data
         return None
 
@@ -278,7 +278,7 @@ class Reader:
             report.append(damage)
         return report
 
-    def mend(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
+    def repair(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
         """Writes what each place has lost, from the places that have it.
 
         Args:
@@ -292,21 +292,21 @@ class Reader:
             CorruptCheckpointError: Something is lost in every copy; everything else was repaired.
         """
         lost: CorruptCheckpointError | None = None
-        mended = 0
+        repaired = 0
         for damage in filter(None, report):
             for rank in sorted(damage.manifests | set(damage.chunks)):
                 manifest = self.manifest(snapshot, rank)
-                right: dict[int, Bytes] = {}
+                intact: dict[int, Bytes] = {}
                 for number in sorted(damage.chunks.get(rank, ())):
                     try:
-                        right |= self._batch(snapshot, manifest, [number])
+                        intact |= self._batch(snapshot, manifest, [number])
                     except CorruptCheckpointError as error:
                         lost = error
-                damage.source.tier.repair(damage.source.place, manifest, right)
-                mended += len(right)
+                damage.source.tier.repair(damage.source.place, manifest, intact)
+                repaired += len(intact)
         if lost is not None:
             raise lost
-        return mended
+        return repaired
 
 
 def _collect(
@@ -378,7 +378,7 @@ def _chunks_at(source: SnapshotSource, manifest: Manifest, numbers: Sequence[int
         return [None] * len(numbers)
 
 
-class Rebuilt:
+class ShardDecoder:
     """Decodes the chunks of one shard.
 
     Args:
@@ -404,7 +404,7 @@ class Rebuilt:
         """
         manifest = self._manifest
         if manifest.version == 1:
-            codec = standing_alone(manifest.codec)
+            codec = standalone_codec(manifest.codec)
             return {
                 number: codec.decode(stored, manifest.data_length(number), manifest.item_bytes)
                 for number, stored in self._reader.chunks(self._snapshot, manifest, numbers)
@@ -426,13 +426,13 @@ class Rebuilt:
         else:
             assert isinstance(codec, Delta)
             if base is None or len(base) != length:
-                raise self._wrong(number, "its base does not have this chunk")
+                raise self._undecodable(number, "its base does not have this chunk")
             data = codec.decode(stored, base, Piece.of(manifest, number))
-        if not is_right(manifest, number, data):
-            raise self._wrong(number, "its base is not the one that it was encoded against")
+        if not matches_data_digest(manifest, number, data):
+            raise self._undecodable(number, "its base is not the one that it was encoded against")
         return data
 
-    def _wrong(self, number: int, why: str) -> CorruptCheckpointError:
+    def _undecodable(self, number: int, why: str) -> CorruptCheckpointError:
         manifest = self._manifest
         return CorruptCheckpointError(
             f"step {manifest.step}: chunk {number} of rank {manifest.rank} cannot be decoded: {why}"
@@ -447,20 +447,20 @@ class Rebuilt:
         return {name: CODECS.get(name)() for name in names}
 
     @cached_property
-    def _base(self) -> Rebuilt:
+    def _base(self) -> ShardDecoder:
         base, rank = self._snapshot.base, self._manifest.rank
         if base is None or rank >= base.record.world_size:
-            told = f"its base ({self._snapshot.record.base}) is in no tier"
-            raise CorruptCheckpointError(f"step {self._manifest.step}: {told}")
-        return Rebuilt(self._reader, base, self._reader.manifest(base, rank))
+            reason = f"its base ({self._snapshot.record.base}) is in no tier"
+            raise CorruptCheckpointError(f"step {self._manifest.step}: {reason}")
+        return ShardDecoder(self._reader, base, self._reader.manifest(base, rank))
 
 
-def is_right(manifest: Manifest, number: int, data: Bytes) -> bool:
+def matches_data_digest(manifest: Manifest, number: int, data: Bytes) -> bool:
     """Returns whether the bytes are a chunk's data before any codec."""
     return digest_of(data) == manifest.plain_digest(number)
 
 
-def check(reader: Reader, snapshot: Snapshot) -> None:
+def check_decodable(reader: Reader, snapshot: Snapshot) -> None:
     """Decodes a snapshot that has a base completely; an intact snapshot is still lost without its base.
 
     Args:
@@ -474,6 +474,6 @@ def check(reader: Reader, snapshot: Snapshot) -> None:
         return
     for rank in range(snapshot.record.world_size):
         manifest = reader.manifest(snapshot, rank)
-        shard = Rebuilt(reader, snapshot, manifest)
+        shard = ShardDecoder(reader, snapshot, manifest)
         for first in range(0, len(manifest.chunks), BATCH):
             shard.chunks(range(first, min(first + BATCH, len(manifest.chunks))))

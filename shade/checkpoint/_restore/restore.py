@@ -10,35 +10,101 @@ hold wanted tensors are read. The world size may change: rank r restores the tre
 
 A restart allocates all its memory anew, and page faults would cost more than the bytes do (1.4 GB/s against 10 here).
 So an `Arena` maps a shard's memory at once in huge pages, where one fault replaces 512. Pages that are never written
-cost nothing, so a part of a shard is read to its own offset; what was copied onwards is released with `Arena.forget`.
+cost nothing, so a part of a shard is read to its own offset. `Arena.release_pages` releases what was copied onwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from shade.checkpoint._buffer.copy import copy_bytes
 from shade.checkpoint._capture.app_state import AppState
-from shade.checkpoint._capture.flatten import part_of, tensors_in
+from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
-from shade.checkpoint._restore.arena import FILLING_THREADS, Arena, views
-from shade.checkpoint._restore.reader import Reader, Rebuilt, Snapshot
+from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
 
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
 _PART: Final = 4
 """Chunks that a thread reads at once."""
+_THREADS: Final = 4
+"""Page faults and disk requests both are faster in parallel."""
+
+_PIECE_BYTES: Final = 16 * 2**20
+"""Bytes that a thread copies at a time."""
 
 logger = logging.getLogger("shade.checkpoint")
+
+
+class Arena:
+    """Memory for one shard's data; its tensors keep it alive.
+
+    Args:
+        num_bytes: Length of the data.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
+
+    def copy_from(self, data: torch.Tensor, entries: Iterable[TensorEntry]) -> None:
+        """Copies tensors from a whole shard's data (uint8) to their place."""
+        target, source = self.tensor.data_ptr(), data.data_ptr()
+
+        def take(piece: range) -> None:
+            copy_bytes(target + piece.start, source + piece.start, len(piece))
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
+            list(pool.map(take, _pieces(entries)))
+
+    def chunk(self, manifest: Manifest, number: int) -> memoryview:
+        """Returns the memory of a chunk, to be written."""
+        start = number * manifest.chunk_bytes
+        return memoryview(self._map)[start : min(start + manifest.chunk_bytes, manifest.num_bytes)]
+
+    def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        """Returns views of the data, by name."""
+        return views(self.tensor, entries)
+
+    def release_pages(self, start: int, stop: int) -> None:
+        """Releases the whole pages within a range; their content is lost."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _pieces(entries: Iterable[TensorEntry]) -> list[range]:
+    """Joins neighbours, with the layout's gaps, and splits them into ranges that one thread copies at a time."""
+    joined: list[range] = []
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        if joined and entry.start - joined[-1].stop < mmap.PAGESIZE:
+            joined[-1] = range(joined[-1].start, entry.stop)
+        else:
+            joined.append(range(entry.start, entry.stop))
+    return [whole[first : first + _PIECE_BYTES] for whole in joined for first in range(0, len(whole), _PIECE_BYTES)]
+
+
+def views(data: torch.Tensor, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Returns tensors, by name, that are views of a whole shard's data (uint8)."""
+    found = {}
+    for name, entry in entries.items():
+        flat = data[entry.start : entry.stop]
+        found[name] = flat.view(torch_dtype(entry.dtype)).view(entry.shape)
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,7 +153,7 @@ def read_newest(
     group: ProcessGroup,
     only: Collection[str] | None = None,
     step: int | None = None,
-    is_passing: Callable[[str], bool] = lambda name: False,
+    may_borrow: Callable[[str], bool] = lambda name: False,
 ) -> ReadSnapshot | None:
     """Reads the newest intact snapshot. Collective.
 
@@ -96,7 +162,7 @@ def read_newest(
         group: The ranks.
         only: Names of attached objects to read, the same on every rank; None for all.
         step: Reads only this step; None for the newest.
-        is_passing: Returns whether a tensor is copied onwards and then not used: it may be a view of shared memory,
+        may_borrow: Returns whether a tensor is copied onwards and then not used: it may be a view of shared memory,
             which the next save overwrites.
 
     Returns:
@@ -108,7 +174,7 @@ def read_newest(
             exist there.
     """
     here = {snapshot.record.digest: snapshot for snapshot in reader.snapshots()}
-    told = group.gather(
+    reports = group.gather(
         {
             "records": [snapshot.record.to_bytes().decode() for snapshot in here.values()],
             "silent": reader.unreachable,
@@ -116,39 +182,39 @@ def read_newest(
             "durable": [tier.name for tier in reader.tiers if tier.is_durable],
         }
     )
-    silent = {name: why for each in told for name, why in each["silent"].items()}
-    for name in told[0]["durable"]:
-        if all(name in each["silent"] for each in told):
-            raise _silence({name: silent[name]})
-    records = {record.digest: record for each in told for record in map(_record, each["records"])}
+    unreachable = {name: why for report in reports for name, why in report["silent"].items()}
+    for name in reports[0]["durable"]:
+        if all(name in report["silent"] for report in reports):
+            raise _tiers_unreachable({name: unreachable[name]})
+    records = {record.digest: record for report in reports for record in map(_record, report["records"])}
     candidates = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
     candidates = [record for record in candidates if step is None or record.step == step]
     newest = max((record.sequence for record in records.values()), default=0)
-    lost = sorted({place for each in told for place in each["damaged"]})
-    rotten = [f"{place}: its record cannot be read" for place in lost]
-    if rotten and group.rank == 0:
-        logger.error("%s; continuing with the other snapshots", "; ".join(rotten))
+    lost = sorted({place for report in reports for place in report["damaged"]})
+    unreadable = [f"{place}: its record cannot be read" for place in lost]
+    if unreadable and group.rank == 0:
+        logger.error("%s; continuing with the other snapshots", "; ".join(unreadable))
     reasons = []
     for record in candidates:
-        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, is_passing)
+        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, may_borrow)
         try:
             return attempt.run()
         except CorruptCheckpointError as error:
             reasons.append(str(error))
             if group.rank == 0 and record is not candidates[-1]:
                 logger.error("%s; trying the one before", error)
-    reasons += rotten
+    reasons += unreadable
     if reasons:
         raise CorruptCheckpointError("no snapshot is intact: " + "; ".join(reasons))
-    if silent:
-        raise _silence(silent)
+    if unreachable:
+        raise _tiers_unreachable(unreachable)
     return None
 
 
-def _silence(silent: Mapping[str, str]) -> CheckpointError:
+def _tiers_unreachable(unreachable: Mapping[str, str]) -> CheckpointError:
     return CheckpointError.of(
         "every tier to answer before a run starts from nothing or from an old snapshot",
-        "; ".join(f"{name}: {why}" for name, why in silent.items()),
+        "; ".join(f"{name}: {why}" for name, why in unreachable.items()),
         "bring it back, or leave it out to start without it",
     )
 
@@ -167,37 +233,37 @@ class _Attempt:
         snapshot: Snapshot,
         only: Collection[str] | None,
         newest_sequence: int,
-        is_passing: Callable[[str], bool],
+        may_borrow: Callable[[str], bool],
     ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
-        self._newest_sequence, self._is_passing = newest_sequence, is_passing
+        self._newest_sequence, self._may_borrow = newest_sequence, may_borrow
         self._tiers: dict[str, None] = {}
 
     def run(self) -> ReadSnapshot:
         record, group = self._snapshot.record, self._group
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
-        seeing = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
-        whole = ReadSnapshot(record, [], self._snapshot.tiers, None, {}, self._newest_sequence, [])
+        ranks_with_source = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
+        result = ReadSnapshot(record, [], self._snapshot.tiers, None, {}, self._newest_sequence, [])
         for shard in range(record.world_size):
-            having = [rank for rank in range(group.world_size) if near[rank][shard]]
-            if len(having) == group.world_size:
-                manifest, arena, passing = self._alone(shard)
+            ranks_near = [rank for rank in range(group.world_size) if near[rank][shard]]
+            if len(ranks_near) == group.world_size:
+                manifest, arena, borrowed = self._read_on_every_rank(shard)
             else:
-                source = having[0] if having else seeing[shard % len(seeing)]
-                manifest, arena = self._together(shard, source, is_near=bool(having))
-                passing = {}
+                source = ranks_near[0] if ranks_near else ranks_with_source[shard % len(ranks_with_source)]
+                manifest, arena = self._read_on_one_rank(shard, source, is_near=bool(ranks_near))
+                borrowed = {}
             if shard == group.rank % record.world_size:
-                whole.tree = part_of(manifest.tree, self._only)
+                result.tree = part_of(manifest.tree, self._only)
             wanted = self._entries(manifest)
-            whole.tensors |= passing | arena.tensors({name: wanted[name] for name in wanted.keys() - passing.keys()})
-            whole.arenas.append((arena, manifest))
-            whole.trees.append(part_of(manifest.tree, self._only))
-            told = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
-            whole.bounds |= {name: bound for name, bound in told if name in wanted and bound.max_abs > 0}
-        if whole.bounds and group.rank == 0:
-            logger.warning("step %d comes back with loss: %s", record.step, told_loss(whole.bounds))
-        whole.tiers = list(dict.fromkeys(name for told in group.gather(list(self._tiers)) for name in told))
-        return whole
+            result.tensors |= borrowed | arena.tensors({name: wanted[name] for name in wanted.keys() - borrowed.keys()})
+            result.arenas.append((arena, manifest))
+            result.trees.append(part_of(manifest.tree, self._only))
+            items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
+            result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
+        if result.bounds and group.rank == 0:
+            logger.warning("step %d comes back with loss: %s", record.step, describe_loss(result.bounds))
+        result.tiers = list(dict.fromkeys(name for names in group.gather(list(self._tiers)) for name in names))
+        return result
 
     def _is_near(self, rank: int) -> bool:
         """Returns whether this machine's memory has a rank's shard; its chunks may still be damaged."""
@@ -208,30 +274,30 @@ class _Attempt:
                     return True
         return False
 
-    def _alone(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
+    def _read_on_every_rank(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
         """Reads a shard on every rank; if one fails, all do. Returns also the tensors that are views in place."""
         manifest, arena, failure = None, None, None
-        passing: dict[str, torch.Tensor] = {}
+        borrowed: dict[str, torch.Tensor] = {}
         try:
             manifest = self._reader.manifest(self._snapshot, shard)
             arena, wanted = Arena(manifest.num_bytes), self._entries(manifest)
             numbers = manifest.chunks_of(wanted)
-            lying = self._reader.in_place(self._snapshot, manifest, numbers)
-            if lying is None:
+            mapped = self._reader.in_place(self._snapshot, manifest, numbers)
+            if mapped is None:
                 fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
             else:
-                data = torch.frombuffer(lying, dtype=torch.uint8)
-                passing = views(data, {name: entry for name, entry in wanted.items() if self._is_passing(name)})
-                arena.copy_from(data, (wanted[name] for name in wanted.keys() - passing.keys()))
+                data = torch.frombuffer(mapped, dtype=torch.uint8)
+                borrowed = views(data, {name: entry for name, entry in wanted.items() if self._may_borrow(name)})
+                arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
         assert manifest is not None
         assert arena is not None
         self._note(is_near=True)
-        return manifest, arena, passing
+        return manifest, arena, borrowed
 
-    def _together(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
+    def _read_on_one_rank(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
         """Reads a shard on one rank, and broadcasts it in batches of chunks."""
         mine = self._group.rank == source
         manifest, content, failure = None, None, None
@@ -276,7 +342,7 @@ class _Attempt:
         self._tiers[(near or self._snapshot.sources)[0].tier.name] = None
 
 
-def told_loss(bounds: Mapping[str, Bound]) -> str:
+def describe_loss(bounds: Mapping[str, Bound]) -> str:
     """Returns a sentence about error bounds: the number of tensors and the worst of them."""
     worst = max(bounds, key=lambda name: bounds[name].relative)
     most = max(bounds, key=lambda name: bounds[name].max_abs)
@@ -300,7 +366,7 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
         CorruptCheckpointError: A chunk is lost in every copy.
     """
     parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
-    shard = Rebuilt(reader, snapshot, manifest)
+    shard = ShardDecoder(reader, snapshot, manifest)
 
     def fill(part: Sequence[int]) -> None:
         if manifest.codec == "none":
@@ -309,7 +375,7 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
         for number, data in shard.chunks(part).items():
             arena.chunk(manifest, number)[:] = data
 
-    with ThreadPoolExecutor(FILLING_THREADS, thread_name_prefix="shade-restore") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
         list(pool.map(fill, parts))
 
 
@@ -343,7 +409,7 @@ def restore_app_state(
     for arena, manifest in found.arenas:
         for name, entry in manifest.tensors.items():
             if contents.forgettable(name):
-                arena.forget(entry.start, entry.stop)
+                arena.release_pages(entry.start, entry.stop)
     seconds = time.monotonic() - begun
     logger.info(
         "restored step %d from %s: %.1f MB in %.2f s",

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standing_alone
+from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, Bound, ChunkEntry, Manifest, TensorEntry
 from shade.checkpoint._pacing.write_cost import CostModel
@@ -119,7 +119,7 @@ class Packer:
             raise ConfigError.of("a relative error of 0 or more", max_error, "0.01 is a hundredth of a tensor's length")
         self._run, self._rank, self._world_size, self._codec_name = run, rank, world_size, codec
         self._codec = CODECS.get(codec)()
-        self._alone: Standalone = standing_alone(codec if isinstance(self._codec, Standalone) else self._delta.alone)
+        self._alone: Standalone = standalone_codec(codec if isinstance(self._codec, Standalone) else self._delta.alone)
         self._keyframe_every = keyframe_every
         asks = compress == IF_FASTER and codec != "none"
         self._costs = CostModel(time_write) if asks and time_write is not None else None
@@ -299,7 +299,7 @@ class Packer:
         if codec.is_exact:
             return _Difference(stored, None, {})
         back = codec.decode(stored, before, piece)
-        errors = {span.name: _Error.of(chunk, back, span) for span in piece.spans if span.may_be_rough}
+        errors = {span.name: _Error.of(chunk, back, span) for span in piece.spans if span.may_be_lossy}
         return _Difference(stored, back, errors)
 
     def _encode_alone(self, chunk: memoryview, item_bytes: int) -> Bytes:

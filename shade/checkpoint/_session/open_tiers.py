@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._commit.protocol import ProcessGroup
-from shade.checkpoint._flush.service import mark_begun, mark_ended, serving, start_flusher
+from shade.checkpoint._flush.service import is_served, mark_ended, mark_started, start_flusher
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
@@ -290,7 +290,7 @@ def _lock_run(run: str, store: Store | None, volume: Volume | None, resources: c
     lockable = store if store is not None else volume
     run_lock = None if lockable is None else resources.enter_context(RunLock(lockable, run))
     if store is not None:
-        mark_begun(store, run)
+        mark_started(store, run)
         resources.callback(_end, store, run)
     return run_lock
 
@@ -302,6 +302,6 @@ def _end(store: Store, run: str) -> None:
 
 def _ensure_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str) -> None:
     """Starts a flusher on this machine if none serves the run yet."""
-    if not serving(store, run):
+    if not is_served(store, run):
         process_id = start_flusher(store_url, persist_to, run, keep)
         logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, flusher_log(run))

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint._codecs.base import CODECS, builds
+from shade.checkpoint._codecs.base import CODECS, is_delta
 from shade.checkpoint._pacing.schedule import Pace
 from shade.errors import ConfigError
 from shade.registry import Registry
@@ -90,7 +90,7 @@ class Terms:
         """
         chosen = self.codec if codec is None else codec
         wanted = self.in_flight if in_flight is None else in_flight
-        if builds(chosen):  # what a save is compared with has to have landed
+        if is_delta(chosen):  # what a save is compared with has to have landed
             if in_flight is not None and in_flight > 1:
                 raise ConfigError.of(f"one save in flight with codec {chosen!r}", in_flight, "leave in_flight out")
             wanted = 1

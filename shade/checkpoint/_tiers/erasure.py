@@ -295,8 +295,8 @@ class Stripe:
         if number not in self._chunks:
             entry = self._manifest.chunks[number]
             content = self._read(self._names.chunk(self._slot, self._manifest.rank, number), entry.num_bytes)
-            is_right = content is not None and digest_of(content) == entry.digest
-            self._chunks[number] = content if is_right else None
+            is_intact = content is not None and digest_of(content) == entry.digest
+            self._chunks[number] = content if is_intact else None
         return self._chunks[number]
 
     def _parity(self, row: int) -> Bytes | None:

@@ -10,9 +10,9 @@ copy, GET from the socket into the caller's memory (`Store.get_many_into`). Smal
 first correct one counts. A write needs every server: if one is down, `prepare` refuses and the caller saves elsewhere.
 A read uses the servers that answer.
 
-`check_room` decides before anything changes whether a snapshot fits. It counts the allocator's rounding and what is in
-flight (a server reads a large value into a buffer of the same length first). The fullest server decides. Cost: one INFO
-per save.
+`check_capacity` decides before anything changes whether a snapshot fits. It counts the allocator's rounding and what is
+in flight (a server reads a large value into a buffer of the same length first). The fullest server decides. Cost: one
+INFO per save.
 
 Invariant: a place in `held` was complete on every server when its record was written, and nothing of an earlier
 snapshot in that slot can be found. With `SlotLayout.survives` ≥ 1 this holds after the loss of that many servers.
@@ -100,13 +100,13 @@ class MemoryTier(Tier):
         self.store, self.run = store, run
         self._num_slots, self._replicas, self._parity = num_slots, replicas, parity or (0, 0)
         self._flushed = flushed
-        self._book = SlotRecords(store, run)
+        self._records = SlotRecords(store, run)
         self._slots: dict[str, Slot] = {}
         self._commits: dict[str, Commit] = {}
         self._num_threads, self._in_flight = num_threads, in_flight
-        self._overtaken = False
-        self._turn = threading.Lock()  # held while the table is read, changed and written
-        self._on_their_way: dict[str, int] = {}
+        self._has_overtaken = False
+        self._table_lock = threading.Lock()  # held while the table is read, changed and written
+        self._pending: dict[str, int] = {}
         """Slot numbers by place, oldest first: claimed here and not committed yet."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shade-memory-tier")
         layout = self._layout()
@@ -124,47 +124,47 @@ class MemoryTier(Tier):
     @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
         # "Full" also means that every slot waits for the flusher.
-        with self._turn:
-            while len(self._on_their_way) >= self._in_flight:  # the oldest one failed without a call of discard()
-                del self._on_their_way[next(iter(self._on_their_way))]
-            layout, (table, tags) = self._layout(), self._book.table()
-            number, given_up = self._given_up(table)
-            check_room(self.store, layout, shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
-            for slot in given_up:
-                self._book.erase_record(slot)
+        with self._table_lock:
+            while len(self._pending) >= self._in_flight:  # the oldest one failed without a call of discard()
+                del self._pending[next(iter(self._pending))]
+            layout, (table, tags) = self._layout(), self._records.table()
+            number, reused = self._slots_to_reuse(table)
+            check_capacity(self.store, layout, shard_bytes, reused, self._num_threads * CHUNK_BYTES)
+            for slot in reused:
+                self._records.erase_record(slot)
                 kept_ranks = len(shard_bytes) if slot.number == number and slot.layout == layout else 0
-                self._book.erase_content(slot, range(kept_ranks, len(slot.shard_bytes)))
+                self._records.erase_content(slot, range(kept_ranks, len(slot.shard_bytes)))
                 table = table if slot.number == number else table.without(slot.number)
             table = table.with_slot(number, step, layout, tuple(shard_bytes))
-            self._book.write_table(table, tags)
-            self._on_their_way[table.slots[number].place] = number
+            self._records.write_table(table, tags)
+            self._pending[table.slots[number].place] = number
             return table.slots[number].place
 
-    def _given_up(self, table: SlotTable) -> tuple[int, list[Slot]]:
+    def _slots_to_reuse(self, table: SlotTable) -> tuple[int, list[Slot]]:
         """Returns the slot to claim, and the used slots to erase: that one, and clean ones beyond ``num_slots``."""
         # In-flight slots first: read after the records, a slot that commits in between would be in neither.
-        taken = set(self._on_their_way.values())
-        commits = self._book.committed(table)
-        number = self._choose(table, commits, taken)
+        claimed = set(self._pending.values())
+        commits = self._records.committed(table)
+        number = self._choose(table, commits, claimed)
         surplus = [n for n in table.slots if n >= self._num_slots and self._is_free(table, n, commits)]
         return number, [table.slots[n] for n in (*surplus, number) if n in table.slots]
 
     def spare_bytes(self, shard_bytes: Sequence[int]) -> int | None:
         """Returns the bytes that the servers have left after such a snapshot, or as they are; see `spare_bytes`."""
-        given_up = self._given_up(self._book.table()[0])[1] if shard_bytes else []
-        return spare_bytes(self.store, self._layout(), shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
+        reused = self._slots_to_reuse(self._records.table()[0])[1] if shard_bytes else []
+        return spare_bytes(self.store, self._layout(), shard_bytes, reused, self._num_threads * CHUNK_BYTES)
 
-    def _choose(self, table: SlotTable, commits: Mapping[int, Commit], taken: set[int]) -> int:
+    def _choose(self, table: SlotTable, commits: Mapping[int, Commit], claimed: set[int]) -> int:
         """Returns the slot to claim: an empty one, else the oldest clean one, else the oldest that is not held."""
-        free = [n for n in range(self._num_slots) if n not in taken and self._is_free(table, n, commits)]
+        free = [n for n in range(self._num_slots) if n not in claimed and self._is_free(table, n, commits)]
         if not free and commits:
             free = [
                 number
-                for number in set(range(self._num_slots)) - needed_slots(commits) - taken
-                if self._flushed and not self._book.has(table.slots[number], hold_name(table.slots[number]))
+                for number in set(range(self._num_slots)) - needed_slots(commits) - claimed
+                if self._flushed and not self._records.has(table.slots[number], hold_name(table.slots[number]))
             ]
-            if free and not self._overtaken:
-                self._overtaken = True
+            if free and not self._has_overtaken:
+                self._has_overtaken = True
                 logger.warning("storage is slower than the saves: some leave %s before they are in storage", self.name)
         if not free:
             steps = ", ".join(map(str, sorted(commit.step for commit in commits.values())))
@@ -178,76 +178,76 @@ class MemoryTier(Tier):
         if number not in commits:
             return True
         slot = table.slots[number]
-        return number not in needed_slots(commits) and not (self._flushed and self._book.has(slot, dirty_name(slot)))
+        return number not in needed_slots(commits) and not (self._flushed and self._records.has(slot, dirty_name(slot)))
 
     @override
     def put(self, place: str, shard: Shard) -> None:
         # What ``shard.chunks`` yields must stay unchanged until this returns.
-        slot, manifest = self._taken(place), shard.manifest
+        slot, manifest = self._claimed_slot(place), shard.manifest
         num_chunks, extent = len(manifest.chunks), extent_name(slot, manifest.rank)
-        before = self._book.extent(slot, manifest.rank)
+        before = self._records.extent(slot, manifest.rank)
         if before > num_chunks:
-            self.store.delete_many(list(self._book.names.content(slot, manifest.rank, num_chunks, before)))
+            self.store.delete_many(list(self._records.names.content(slot, manifest.rank, num_chunks, before)))
         if before != num_chunks:
-            self._book.write_everywhere(slot, extent, b"%d" % num_chunks)
+            self._records.write_everywhere(slot, extent, b"%d" % num_chunks)
         group = max(1, slot.layout.num_data)
         chunks = iter(shard.chunks)
         stripes: Iterator[tuple[int, list[Bytes]]] = enumerate(iter(lambda: list(islice(chunks, group)), []))
-        self._in_threads(lambda part: self._put_stripe(slot, manifest, *part), stripes)
-        self._book.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
+        self._run_in_threads(lambda part: self._put_stripe(slot, manifest, *part), stripes)
+        self._records.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
 
     def _put_stripe(self, slot: Slot, manifest: Manifest, stripe: int, chunks: Sequence[Bytes]) -> None:
         """Writes one chunk and its replicas, or k chunks and their parity, to all their servers at the same time."""
         first = stripe * max(1, slot.layout.num_data)
         items: dict[str, Bytes] = {
-            self._book.names.chunk(slot, manifest.rank, first + member, copy): chunk
+            self._records.names.chunk(slot, manifest.rank, first + member, copy): chunk
             for member, chunk in enumerate(chunks)
             for copy in range(1 + slot.layout.replicas)
         }
         if slot.layout.num_parity:
             for row, content in enumerate(parity_of(slot.layout, chunks)):
-                items[self._book.names.parity(slot, manifest.rank, stripe, row)] = content
-        self._book.write(items)
+                items[self._records.names.parity(slot, manifest.rank, stripe, row)] = content
+        self._records.write(items)
 
     @override
     def commit(self, place: str, record: Commit) -> None:
-        slot = self._taken(place)
+        slot = self._claimed_slot(place)
         if self._flushed:
-            self._book.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
+            self._records.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
         try:
-            self._book.write_everywhere(slot, commit_name(slot), record.to_bytes())
+            self._records.write_everywhere(slot, commit_name(slot), record.to_bytes())
         except StoreError:
             with contextlib.suppress(StoreError):
-                self._book.erase_record(slot)
+                self._records.erase_record(slot)
             raise
-        self._on_their_way.pop(place, None)
+        self._pending.pop(place, None)
 
     @override
     def discard(self, place: str) -> None:
-        self._on_their_way.pop(place, None)
-        with self._turn:
-            table, tags = self._book.table()
+        self._pending.pop(place, None)
+        with self._table_lock:
+            table, tags = self._records.table()
             slot = table.find(place)
             if slot is not None:
-                self._book.erase_record(slot)
-                self._book.erase_content(slot, range(len(slot.shard_bytes)))
-                self._book.write_table(table.emptied(slot.number), tags)
+                self._records.erase_record(slot)
+                self._records.erase_content(slot, range(len(slot.shard_bytes)))
+                self._records.write_table(table.emptied(slot.number), tags)
 
     # ------------------------------------------------------------------------------------------------ dirty bits
 
     def dirty(self) -> list[tuple[str, Commit]]:
         """Returns the place and record of each snapshot that is not in storage yet, oldest first."""
-        table, _ = self._book.table()
+        table, _ = self._records.table()
         self._slots = {slot.place: slot for slot in table.slots.values()}
-        commits = self._book.committed(table)
+        commits = self._records.committed(table)
         found = [(table.slots[number], commit) for number, commit in commits.items()]
-        found = [(slot, commit) for slot, commit in found if self._book.has(slot, dirty_name(slot))]
+        found = [(slot, commit) for slot, commit in found if self._records.has(slot, dirty_name(slot))]
         return [(slot.place, commit) for slot, commit in sorted(found, key=lambda each: each[1].sequence)]
 
     def is_dirty(self, place: str) -> bool:
         """Returns whether that snapshot is not in storage yet."""
         slot = self._find(place)
-        return slot is not None and self._book.has(slot, dirty_name(slot))
+        return slot is not None and self._records.has(slot, dirty_name(slot))
 
     def mark_clean(self, place: str, step: int) -> None:
         """Clears the dirty bit and the hold: the snapshot is in storage, or is given up.
@@ -256,31 +256,31 @@ class MemoryTier(Tier):
             place: A place from `dirty`.
             step: Step of the snapshot; a slot that holds another step by now is left unchanged.
         """
-        table, _ = self._book.table()
+        table, _ = self._records.table()
         slot = table.find(place)  # from the current table: a store that came back empty restarts its generations
         if slot is not None and slot.step == step:
             for name in (dirty_name(slot), hold_name(slot)):
-                self.store.delete_many(self._book.names.everywhere(slot, name))
+                self.store.delete_many(self._records.names.everywhere(slot, name))
 
     def hold(self, place: str) -> None:
-        """Asks `prepare` not to overtake a dirty snapshot until it is clean or `let_go` is called."""
+        """Asks `prepare` not to overtake a dirty snapshot until it is clean or `release_hold` is called."""
         slot = self._find(place)
         if slot is not None:
-            self._book.write_everywhere(slot, hold_name(slot), b"1")
+            self._records.write_everywhere(slot, hold_name(slot), b"1")
 
-    def let_go(self, place: str) -> None:
+    def release_hold(self, place: str) -> None:
         """Takes `hold` back."""
         slot = self._find(place)
         if slot is not None:
-            self.store.delete_many(self._book.names.everywhere(slot, hold_name(slot)))
+            self.store.delete_many(self._records.names.everywhere(slot, hold_name(slot)))
 
     # ------------------------------------------------------------------------------------------------ reading
 
     @override
     def held(self) -> Mapping[str, Commit]:
-        table, tags = self._book.table()
-        commits = self._book.committed(table)
-        self.damaged = self._book.damaged(table, tags, commits)
+        table, tags = self._records.table()
+        commits = self._records.committed(table)
+        self.damaged = self._records.damaged(table, tags, commits)
         self._slots = {slot.place: slot for slot in table.slots.values()}
         self._commits = {table.slots[number].place: commit for number, commit in commits.items()}
         copies = [self._slots[place].layout.num_copies for place in self._commits]
@@ -293,7 +293,7 @@ class MemoryTier(Tier):
         slot = self._find(place)
         if slot is None:
             return None
-        keys = self._book.names.everywhere(slot, manifest_name(slot, rank))
+        keys = self._records.names.everywhere(slot, manifest_name(slot, rank))
         start = copy % len(keys)
         found = [content for content in self.store.get_many(keys[start:] + keys[:start]) if content is not None]
         record = self._commits.get(place)
@@ -304,8 +304,8 @@ class MemoryTier(Tier):
     @override
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
         ends = np.cumsum([manifest.chunks[number].num_bytes for number in numbers]).tolist()
-        whole = np.empty(ends[-1] if ends else 0, np.uint8).data  # one allocation: the kernel uses huge pages
-        buffers = [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        memory = np.empty(ends[-1] if ends else 0, np.uint8).data  # one allocation: the kernel uses huge pages
+        buffers = [memory[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         found = self.read_chunks_into(place, manifest, numbers, buffers, copy)
         return [buffer if is_there else None for buffer, is_there in zip(buffers, found, strict=True)]
 
@@ -323,11 +323,11 @@ class MemoryTier(Tier):
         into = dict(zip(numbers, buffers, strict=True))
 
         def fetch(number: int) -> None:
-            key = self._book.names.chunk(slot, manifest.rank, number, copy)
+            key = self._records.names.chunk(slot, manifest.rank, number, copy)
             (found[number],) = self.store.get_many_into({key: into[number]})
 
         def rebuild(stripe: int) -> None:
-            pieces = Stripe(self.store, self._book.names, slot, manifest, stripe, {})
+            pieces = Stripe(self.store, self._records.names, slot, manifest, stripe, {})
             for number in (number for number in into if number // slot.layout.num_data == stripe):
                 content = pieces.rebuild(number, copy - 1)
                 if content is not None:
@@ -335,46 +335,46 @@ class MemoryTier(Tier):
                     found[number] = True
 
         if copy and slot.layout.num_parity:
-            self._in_threads(rebuild, sorted({number // slot.layout.num_data for number in numbers}))
+            self._run_in_threads(rebuild, sorted({number // slot.layout.num_data for number in numbers}))
         else:
-            self._in_threads(fetch, numbers)
+            self._run_in_threads(fetch, numbers)
         return [found[number] for number in numbers]
 
     @override
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         # What lies on every server is written again too, for a server that came back empty.
-        table, _ = self._book.table()
+        table, _ = self._records.table()
         slot = table.find(place)
-        record = self._book.committed(table).get(slot.number) if slot else None
+        record = self._records.committed(table).get(slot.number) if slot else None
         if slot is None or record is None:
             raise StoreError(f"expected a snapshot in {place}, got none; it was replaced by a newer one")
-        is_dirty = self._book.has(slot, dirty_name(slot))
-        self._book.write_everywhere(slot, extent_name(slot, manifest.rank), b"%d" % len(manifest.chunks))
-        self._book.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
+        is_dirty = self._records.has(slot, dirty_name(slot))
+        self._records.write_everywhere(slot, extent_name(slot, manifest.rank), b"%d" % len(manifest.chunks))
+        self._records.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
         if slot.layout.num_parity:
             stripes = sorted({number // slot.layout.num_data for number in damaged})
-            self._in_threads(lambda stripe: self._mend_stripe(slot, manifest, stripe, damaged), stripes)
+            self._run_in_threads(lambda stripe: self._repair_stripe(slot, manifest, stripe, damaged), stripes)
         else:
-            self._in_threads(lambda number: self._put_stripe(slot, manifest, number, [damaged[number]]), damaged)
+            self._run_in_threads(lambda number: self._put_stripe(slot, manifest, number, [damaged[number]]), damaged)
         if is_dirty:
-            self._book.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
-        self._book.write_everywhere(slot, commit_name(slot), record.to_bytes())
+            self._records.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
+        self._records.write_everywhere(slot, commit_name(slot), record.to_bytes())
         # add, not set: a newer table may have been written by a concurrent prepare().
-        self.store.add_many(dict.fromkeys(self._book.names.everywhere(slot, TABLE_NAME), table.to_bytes()))
+        self.store.add_many(dict.fromkeys(self._records.names.everywhere(slot, TABLE_NAME), table.to_bytes()))
 
-    def _mend_stripe(self, slot: Slot, manifest: Manifest, number: int, damaged: Mapping[int, Bytes]) -> None:
-        """Writes the whole stripe again with its parity; if another of its chunks is lost, only the given chunks."""
-        stripe = Stripe(self.store, self._book.names, slot, manifest, number, damaged)
-        whole = stripe.data()
-        if whole is not None:
-            self._put_stripe(slot, manifest, number, whole)
+    def _repair_stripe(self, slot: Slot, manifest: Manifest, number: int, damaged: Mapping[int, Bytes]) -> None:
+        """Writes a stripe again with its parity; if another of its chunks is lost, only the given chunks."""
+        stripe = Stripe(self.store, self._records.names, slot, manifest, number, damaged)
+        chunks = stripe.data()
+        if chunks is not None:
+            self._put_stripe(slot, manifest, number, chunks)
         else:
-            keys = {n: self._book.names.chunk(slot, manifest.rank, n) for n in stripe.numbers if n in damaged}
-            self._book.write({key: damaged[n] for n, key in keys.items()})
+            keys = {n: self._records.names.chunk(slot, manifest.rank, n) for n in stripe.numbers if n in damaged}
+            self._records.write({key: damaged[n] for n, key in keys.items()})
 
     def time_write(self, num_bytes: int) -> float:
         """Returns the seconds that writing a value of that length takes; the value is removed again."""
-        return self._book.time_write(num_bytes)
+        return self._records.time_write(num_bytes)
 
     @override
     def close(self) -> None:
@@ -384,20 +384,20 @@ class MemoryTier(Tier):
     def _find(self, place: str) -> Slot | None:
         """Returns the slot from the last table that was read, else from the current one."""
         if place not in self._slots:
-            table, _ = self._book.table()
+            table, _ = self._records.table()
             self._slots |= {slot.place: slot for slot in table.slots.values()}
         return self._slots.get(place)
 
-    def _taken(self, place: str) -> Slot:
+    def _claimed_slot(self, place: str) -> Slot:
         """Returns the slot that `prepare` claimed; raises StoreError if the table does not have it any more."""
-        table, _ = self._book.table()
+        table, _ = self._records.table()
         slot = table.find(place)
         if slot is None:
             cure = "was the store emptied, or does another process save under this run id?"
             raise StoreError(f"expected {place} of run {self.run!r} to be ours, got a table without it; {cure}")
         return slot
 
-    def _in_threads(self, action: Callable[[T], object], items: Iterable[T]) -> None:
+    def _run_in_threads(self, action: Callable[[T], object], items: Iterable[T]) -> None:
         """Runs the action for each item in a few threads; the first failure is raised after the running ones end."""
         pending: deque[Future[object]] = deque()
         try:
@@ -422,18 +422,18 @@ _EDGE: Final = 64
 
 def needed_bytes(store: Store, layout: SlotLayout, shard_bytes: Sequence[int]) -> int:
     """Returns the bytes that a snapshot occupies on all servers together, with the allocator's rounding."""
-    whole = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES)
+    chunk_bytes = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES)
     total = 0
     for size in shard_bytes:
         num_whole, rest = divmod(size, CHUNK_BYTES)
-        copies = num_whole * whole + (store.stored_bytes(_KEY_LENGTH, rest) if rest else 0)
+        copies = num_whole * chunk_bytes + (store.stored_bytes(_KEY_LENGTH, rest) if rest else 0)
         num_parity = layout.num_stripes(num_whole + bool(rest)) * layout.num_parity
-        total += copies * (1 + layout.replicas) + num_parity * min(whole, copies)
+        total += copies * (1 + layout.replicas) + num_parity * min(chunk_bytes, copies)
     return total
 
 
 def spare_bytes(
-    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], given_up: Sequence[Slot], rank_bytes: int
+    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
 ) -> int | None:
     """Returns the bytes that the store has left after a snapshot: those of the fullest server, times the servers.
 
@@ -441,7 +441,7 @@ def spare_bytes(
         store: The store.
         layout: Layout of the snapshot.
         shard_bytes: Length of each rank's shard; empty for no snapshot.
-        given_up: Slots whose content is erased first.
+        reused: Slots whose content is erased first.
         rank_bytes: Bytes that one rank has in flight at once.
 
     Returns:
@@ -452,7 +452,7 @@ def spare_bytes(
     uneven = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES) if shard_bytes and num_servers > 1 else 0
     wanted = needed_bytes(store, layout, shard_bytes) + sum(_BUFFERS * min(size, rank_bytes) for size in shard_bytes)
     wanted += min(sum(shard_bytes), rank_bytes)  # for a flusher that reads another snapshot meanwhile
-    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in given_up)
+    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in reused)
     share = (wanted - freed) // num_servers + uneven
     left = [_left_bytes(node) - node.max_bytes // _EDGE - share for node in primaries]
     return num_servers * min(left) if left else None
@@ -462,8 +462,8 @@ def _left_bytes(node: NodeStats) -> int:
     return node.max_bytes - node.used_bytes - node.overhead_bytes
 
 
-def check_room(
-    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], given_up: Sequence[Slot], rank_bytes: int
+def check_capacity(
+    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
 ) -> None:
     """Raises StoreFullError if the fullest server has less left than its share of a snapshot.
 
@@ -471,7 +471,7 @@ def check_room(
         store: The store.
         layout: Layout of the snapshot.
         shard_bytes: Length of each rank's shard.
-        given_up: Slots whose content is erased first.
+        reused: Slots whose content is erased first.
         rank_bytes: Bytes that one rank has in flight at once.
 
     Raises:
@@ -483,7 +483,7 @@ def check_room(
     if len(primaries) < num_servers:
         raise StoreUnavailableError(f"only {len(primaries)} of {num_servers} servers of {store.url} answer")
     needed = needed_bytes(store, layout, shard_bytes)
-    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in given_up)
+    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in reused)
     under_way = sum(_BUFFERS * min(size, rank_bytes) for size in shard_bytes)
     for node in primaries:
         left = _left_bytes(node) + freed // num_servers

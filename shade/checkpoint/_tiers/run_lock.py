@@ -55,11 +55,11 @@ def spread_keys(run: str, name: str) -> list[str]:
     return [f"shade:checkpoint:{run}:{{{tag}}}{name}" for tag in tags[:: -(-len(tags) // _NUM_KEYS)]]
 
 
-_STORE_BEAT_SECONDS: Final = 1.0
-_STORAGE_BEAT_SECONDS: Final = 5.0
+_STORE_HEARTBEAT_SECONDS: Final = 1.0
+_STORAGE_HEARTBEAT_SECONDS: Final = 5.0
 """A write to a disk or a bucket costs more."""
-_BEATS_TO_WAIT: Final = 3
-_LOOKS_A_BEAT: Final = 10
+_HEARTBEATS_TO_WAIT: Final = 3
+_READS_PER_HEARTBEAT: Final = 10
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -88,7 +88,7 @@ class LockRecord:
             return None
 
 
-class _Keeper(Protocol):
+class _LockBackend(Protocol):
     """Reads and writes the lock record in one place."""
 
     def read(self) -> bytes | None: ...
@@ -98,7 +98,7 @@ class _Keeper(Protocol):
     def remove(self) -> None: ...
 
 
-class _InStore:
+class _StoreBackend:
     """Keeps the record under a few keys of a store, so that it outlives a server."""
 
     def __init__(self, store: Store, run: str, name: str) -> None:
@@ -114,7 +114,7 @@ class _InStore:
         self._store.delete_many(self._keys)
 
 
-class _InVolume:
+class _VolumeBackend:
     """Keeps the record in a small file beside the run's snapshots."""
 
     def __init__(self, volume: Volume, run: str, name: str) -> None:
@@ -130,15 +130,15 @@ class _InVolume:
         self._volume.delete_many([self._name])
 
 
-def _keeper_of(keeper: Store | Volume, run: str, name: str) -> _Keeper:
-    return _InStore(keeper, run, name) if isinstance(keeper, Store) else _InVolume(keeper, run, name)
+def _backend_of(backend: Store | Volume, run: str, name: str) -> _LockBackend:
+    return _StoreBackend(backend, run, name) if isinstance(backend, Store) else _VolumeBackend(backend, run, name)
 
 
-def is_held(keeper: Store | Volume, run: str, name: str = TRAINER) -> bool:
+def is_held(backend: Store | Volume, run: str, name: str = TRAINER) -> bool:
     """Returns whether a live process holds a lock; takes one heartbeat as a rule, and three at most.
 
     Args:
-        keeper: A store or volume.
+        backend: A store or volume.
         run: The run id.
         name: Name of the lock.
 
@@ -149,26 +149,26 @@ def is_held(keeper: Store | Volume, run: str, name: str = TRAINER) -> bool:
         StoreError: The store does not answer.
         StorageError: The storage does not answer.
     """
-    return _living_owner(_keeper_of(keeper, run, name)) is not None
+    return _live_owner(_backend_of(backend, run, name)) is not None
 
 
 class RunLock:
     """Holds the right to save under a run id, from ``with`` or `acquire` until `release`; may be acquired again.
 
     Args:
-        keeper: A store or volume, the same for every process that could save under this id.
+        backend: A store or volume, the same for every process that could save under this id.
         run: The run id.
         name: Name of the lock.
-        beat_seconds: Time between two heartbeats; by default 1 in a store, 5 in storage.
+        heartbeat_seconds: Time between two heartbeats; by default 1 in a store, 5 in storage.
     """
 
     def __init__(
-        self, keeper: Store | Volume, run: str, *, name: str = TRAINER, beat_seconds: float | None = None
+        self, backend: Store | Volume, run: str, *, name: str = TRAINER, heartbeat_seconds: float | None = None
     ) -> None:
         self._run = run
-        self._keeper = _keeper_of(keeper, run, name)
-        default = _STORE_BEAT_SECONDS if isinstance(keeper, Store) else _STORAGE_BEAT_SECONDS
-        self._beat_seconds = beat_seconds or default
+        self._backend = _backend_of(backend, run, name)
+        default = _STORE_HEARTBEAT_SECONDS if isinstance(backend, Store) else _STORAGE_HEARTBEAT_SECONDS
+        self._heartbeat_seconds = heartbeat_seconds or default
         self._owner = secrets.token_hex(16)
         self._replaced_by: LockRecord | None = None
         self._stop = threading.Event()
@@ -182,16 +182,16 @@ class RunLock:
             StoreError: The store does not answer.
             StorageError: The storage does not answer.
         """
-        living = _living_owner(self._keeper)
-        if living is not None:
-            raise self._in_use(living)
+        live = _live_owner(self._backend)
+        if live is not None:
+            raise self._in_use(live)
         self._stop.clear()
         self._replaced_by = None
         self._write(0)
-        winner = self._found()
+        winner = _read_record(self._backend)
         if winner is not None and winner.owner != self._owner:
             raise self._in_use(winner)
-        self._thread = threading.Thread(target=self._beat, name="shade-lease", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="shade-run-lock", daemon=True)
         self._thread.start()
 
     @property
@@ -207,7 +207,7 @@ class RunLock:
         """
         if self._replaced_by is None:
             try:
-                self._look()
+                self._check_owner()
             except (StoreError, StorageError) as error:
                 logger.debug("the run lock of %s cannot be checked: %s", self._run, error)
         if self._replaced_by is not None:
@@ -221,8 +221,8 @@ class RunLock:
         self._thread.join()
         self._thread = None
         try:
-            if self._look():
-                self._keeper.remove()
+            if self._check_owner():
+                self._backend.remove()
         except (StoreError, StorageError) as error:
             logger.debug("the run lock of %s stays, and will be found dead: %s", self._run, error)
 
@@ -233,62 +233,61 @@ class RunLock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         count = 0
-        while not self._stop.wait(self._beat_seconds):
+        while not self._stop.wait(self._heartbeat_seconds):
             count += 1
             try:
-                if not self._look():
+                if not self._check_owner():
                     return
                 self._write(count)
             except (StoreError, StorageError) as error:
                 logger.debug("no heartbeat of the run lock of %s: %s", self._run, error)
 
-    def _look(self) -> bool:
+    def _check_owner(self) -> bool:
         """Returns False for good once another owner was found; a missing record (an emptied store) is written again."""
-        found = self._found()
+        found = _read_record(self._backend)
         if found is not None and found.owner != self._owner:
             self._replaced_by = found
         return self._replaced_by is None
 
-    def _found(self) -> LockRecord | None:
-        return _note_in(self._keeper)
-
     def _write(self, count: int) -> None:
         pid = os.getpid()
         started = start_of(pid) or ""
-        note = LockRecord(self._owner, this_machine(), socket.gethostname(), pid, started, self._beat_seconds, count)
-        self._keeper.write(json.dumps(asdict(note)).encode())
+        record = LockRecord(
+            self._owner, this_machine(), socket.gethostname(), pid, started, self._heartbeat_seconds, count
+        )
+        self._backend.write(json.dumps(asdict(record)).encode())
 
     def _in_use(self, other: LockRecord) -> RunInUseError:
         got = f"expected a run id that no live process uses, got {self._run!r}, which process {other.process_id} on "
         return RunInUseError(f"{got}host {other.host} saves under; choose another id, or end that process")
 
 
-def _note_in(keeper: _Keeper) -> LockRecord | None:
-    content = keeper.read()
+def _read_record(backend: _LockBackend) -> LockRecord | None:
+    content = backend.read()
     return None if content is None else LockRecord.parse(content)
 
 
-def _living_owner(keeper: _Keeper) -> LockRecord | None:
+def _live_owner(backend: _LockBackend) -> LockRecord | None:
     """Returns the record of the owner if it is alive, else None."""
-    found = _note_in(keeper)
-    if found is None or _has_ended(found):
+    found = _read_record(backend)
+    if found is None or _is_dead(found):
         return None
-    deadline = time.monotonic() + _BEATS_TO_WAIT * found.beat_seconds
+    deadline = time.monotonic() + _HEARTBEATS_TO_WAIT * found.beat_seconds
     while time.monotonic() < deadline:
-        time.sleep(found.beat_seconds / _LOOKS_A_BEAT)
-        now = _note_in(keeper)
-        if now is None or _has_ended(now):
+        time.sleep(found.beat_seconds / _READS_PER_HEARTBEAT)
+        now = _read_record(backend)
+        if now is None or _is_dead(now):
             return None
         if now != found:
             return now
     return None
 
 
-def _has_ended(note: LockRecord) -> bool:
+def _is_dead(record: LockRecord) -> bool:
     """Returns whether the owner ran on this machine and is gone."""
-    return bool(note.machine) and note.machine == this_machine() and start_of(note.process_id) != note.started
+    return bool(record.machine) and record.machine == this_machine() and start_of(record.process_id) != record.started
 
 
 _PREFIX = "shade:checkpoint:"

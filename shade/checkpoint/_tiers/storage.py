@@ -27,8 +27,7 @@ from typing import ClassVar, Final
 import numpy as np
 from typing_extensions import override
 
-from shade.checkpoint._format.manifest import Commit, Manifest
-from shade.checkpoint._format.safetensors_header import safetensors_header
+from shade.checkpoint._format.manifest import Commit, Manifest, safetensors_header
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError
 from shade.storage.base import Volume
@@ -167,9 +166,9 @@ class StorageTier(Tier):
         # A correct file is not written again.
         name, header = _data_name(place, manifest), _header(manifest)
         length = len(header) + manifest.stored_bytes
-        is_whole = not damaged and self._volume.size_bytes(name) == length
-        if not is_whole or self._volume.read(name, 0, len(header)) != header:
-            self._write_data(place, manifest, self._mended(place, manifest, damaged))
+        is_complete = not damaged and self._volume.size_bytes(name) == length
+        if not is_complete or self._volume.read(name, 0, len(header)) != header:
+            self._write_data(place, manifest, self._repaired_chunks(place, manifest, damaged))
         content = manifest.to_bytes()
         if self.read_manifest(place, manifest.rank) != content:
             self._volume.write(_manifest_name(place, manifest.rank), [content])
@@ -255,7 +254,7 @@ class StorageTier(Tier):
             return {number: chunk for piece in pieces for number, chunk in piece.items()}
         return {number: buffer[bounds[number] - first : bounds[number + 1] - first] for number in run}
 
-    def _mended(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
+    def _repaired_chunks(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
         """Yields the corrected chunks; zeros for a chunk that is lost, which a later repair may supply."""
         for number, chunk in enumerate(manifest.chunks):
             right = damaged[number] if number in damaged else self.read_chunks(place, manifest, [number])[0]

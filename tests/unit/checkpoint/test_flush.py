@@ -14,14 +14,14 @@ import pytest
 
 from shade.checkpoint._flush.fetch import Prefetch
 from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
-from shade.checkpoint._flush.progress import LongWork
+from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CorruptCheckpointError, StorageError, StorageFullError, StoreUnavailableError
 from tests.support.tiers import CHUNK, Shelf
 
 
-class Telling(LongWork):
+class Telling(Progress):
     """Calls something after each chunk."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.checkpoint._flush.fetch import MOST_BYTES, FetchPace, Ring, batches
+from shade.checkpoint._flush.fetch import MOST_BYTES, BufferRing, FetchPace, batches
 
 PAGE = 4096
 
@@ -81,7 +81,7 @@ def test_batches_cover_all_chunks_once_and_keep_within_memory() -> None:
 def test_what_may_be_in_use_is_never_given_out_again(seed: int) -> None:
     dice = random.Random(seed)
     num_held, longest = 3, 5 << 20
-    ring = Ring(longest, num_held)
+    ring = BufferRing(longest, num_held)
     fetches: list[list[memoryview]] = []
     for _ in range(60):
         lengths = [longest]

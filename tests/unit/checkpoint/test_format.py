@@ -15,7 +15,7 @@ import torch
 
 from shade.checkpoint._capture.flatten import _MAKERS, FACTORIES, VIEWED, flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._codecs.base import CODECS, standing_alone
+from shade.checkpoint._codecs.base import CODECS, standalone_codec
 from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
@@ -63,7 +63,7 @@ def state_of(rank: int) -> dict[str, Any]:
 def write(folder: Path, codec_name: str) -> None:
     """Saves the states of three ranks through the storage tier."""
     tier = StorageTier(open_volume(str(folder)), "run-1")
-    codec = standing_alone(codec_name)
+    codec = standalone_codec(codec_name)
     place = tier.prepare(120, [0] * WORLD_SIZE)
     manifests = []
     for rank in range(WORLD_SIZE):

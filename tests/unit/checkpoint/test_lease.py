@@ -55,7 +55,7 @@ def keep(url: str) -> Iterator[Callable[[], Keeper]]:
 
 def held_elsewhere(keeper: Keeper, beat: int = 0) -> None:
     """The note of an owner on another machine."""
-    lease = RunLock(keeper, "run", beat_seconds=BEAT_SECONDS)
+    lease = RunLock(keeper, "run", heartbeat_seconds=BEAT_SECONDS)
     lease._keeper.write(
         json.dumps(asdict(LockRecord("other", "a machine", "far", 7, "1", BEAT_SECONDS, beat))).encode()
     )
@@ -65,7 +65,7 @@ PROGRAM = """
 import sys, time
 from tests.unit.checkpoint.test_lease import BEAT_SECONDS, open_keeper
 from shade.checkpoint._tiers.run_lock import RunLock
-lease = RunLock(open_keeper(sys.argv[1]), "run", beat_seconds=BEAT_SECONDS)
+lease = RunLock(open_keeper(sys.argv[1]), "run", heartbeat_seconds=BEAT_SECONDS)
 lease.acquire()
 print("held", flush=True)
 while True:
@@ -93,18 +93,19 @@ def other_process(url: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_second_is_told_who_is_first(keep: Callable[[], Keeper]) -> None:
-    with RunLock(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
-        expected = rf"expected a run id that no live process uses, got 'run', which process {os.getpid()} on host \S+ saves under"
+    with RunLock(keep(), "run", heartbeat_seconds=BEAT_SECONDS) as lease:
+        expected = rf"expected a run id that no live process uses, got 'run', which process {os.getpid()} on host \S+ "
+        expected += "saves under"
         with pytest.raises(RunInUseError, match=expected):
-            RunLock(keep(), "run", beat_seconds=BEAT_SECONDS).acquire()
+            RunLock(keep(), "run", heartbeat_seconds=BEAT_SECONDS).acquire()
         lease.check()
-        with RunLock(keep(), "another", beat_seconds=BEAT_SECONDS) as another:
+        with RunLock(keep(), "another", heartbeat_seconds=BEAT_SECONDS) as another:
             another.check()
 
 
 def test_after_a_release_it_is_free(keep: Callable[[], Keeper]) -> None:
     for _ in range(2):
-        lease = RunLock(keep(), "run", beat_seconds=60)
+        lease = RunLock(keep(), "run", heartbeat_seconds=60)
         lease.acquire()
         lease.check()
         lease.release()
@@ -116,10 +117,10 @@ def test_a_killed_process_of_this_machine_is_succeeded_at_once(
     keep: Callable[[], Keeper], other_process: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(RunInUseError, match=f"process {other_process.pid} "):
-        RunLock(keep(), "run", beat_seconds=60).acquire()
+        RunLock(keep(), "run", heartbeat_seconds=60).acquire()
     other_process.kill()
     other_process.wait()
-    lease = RunLock(keep(), "run", beat_seconds=60)
+    lease = RunLock(keep(), "run", heartbeat_seconds=60)
     lease._wait_for_silence = None  # type: ignore[assignment,method-assign]
     lease.acquire()
     lease.release()
@@ -129,7 +130,7 @@ def test_a_stopped_owner_that_was_replaced_finds_out(
     keep: Callable[[], Keeper], other_process: subprocess.Popen[str]
 ) -> None:
     other_process.send_signal(signal.SIGSTOP)
-    with RunLock(keep(), "run", beat_seconds=BEAT_SECONDS) as lease:
+    with RunLock(keep(), "run", heartbeat_seconds=BEAT_SECONDS) as lease:
         other_process.send_signal(signal.SIGCONT)
         _, errors = other_process.communicate(timeout=30)
         assert "RunInUseError: expected a run id that no live process uses, got 'run', which process" in errors
@@ -141,7 +142,7 @@ def test_an_owner_elsewhere_is_dead_when_its_beat_stands_still(keep: Callable[[]
     keeper = keep()
     held_elsewhere(keeper)
     begun = time.monotonic()
-    with RunLock(keeper, "run", beat_seconds=BEAT_SECONDS) as lease:
+    with RunLock(keeper, "run", heartbeat_seconds=BEAT_SECONDS) as lease:
         assert time.monotonic() - begun >= 3 * BEAT_SECONDS
         lease.check()
 
@@ -152,13 +153,13 @@ def test_an_owner_elsewhere_that_beats_is_alive(keep: Callable[[], Keeper]) -> N
     timer = threading.Timer(BEAT_SECONDS, held_elsewhere, (keeper, 1))
     timer.start()
     with pytest.raises(RunInUseError, match="host far, process 7"):
-        RunLock(keeper, "run", beat_seconds=BEAT_SECONDS).acquire()
+        RunLock(keeper, "run", heartbeat_seconds=BEAT_SECONDS).acquire()
     timer.join()
 
 
 def test_a_replaced_owner_raises_at_its_next_save_and_leaves_the_note(keep: Callable[[], Keeper]) -> None:
     keeper = keep()
-    lease = RunLock(keeper, "run", beat_seconds=60)
+    lease = RunLock(keeper, "run", heartbeat_seconds=60)
     lease.acquire()
     held_elsewhere(keeper)
     for _ in range(2):
@@ -173,7 +174,7 @@ def test_a_replaced_owner_raises_at_its_next_save_and_leaves_the_note(keep: Call
 def test_of_two_at_the_same_moment_one_goes_on(keep: Callable[[], Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_living_owner", lambda keeper: None)  # nobody has seen anybody
     for _ in range(5):
-        leases = [RunLock(keep(), "run", beat_seconds=60) for _ in range(4)]
+        leases = [RunLock(keep(), "run", heartbeat_seconds=60) for _ in range(4)]
         barrier = threading.Barrier(len(leases))
         outcomes: list[str] = []
 
@@ -206,7 +207,7 @@ def test_of_two_at_the_same_moment_one_goes_on(keep: Callable[[], Keeper], monke
 def test_a_store_that_is_away_or_emptied_stops_nobody(server: LocalServer) -> None:
     with open_store(server.url, timeout_seconds=5) as inner:
         store = FaultyStore(inner)
-        with RunLock(store, "run", beat_seconds=BEAT_SECONDS) as lease:
+        with RunLock(store, "run", heartbeat_seconds=BEAT_SECONDS) as lease:
             store.fail_from("*", 0, StoreUnavailableError("gone"))
             calls = store.num_faults["get_many"]
             lease.check()
@@ -221,7 +222,7 @@ def test_a_store_that_is_away_or_emptied_stops_nobody(server: LocalServer) -> No
                 time.sleep(0.01)
             lease.check()
             with pytest.raises(RunInUseError):
-                RunLock(inner, "run", beat_seconds=BEAT_SECONDS).acquire()
+                RunLock(inner, "run", heartbeat_seconds=BEAT_SECONDS).acquire()
 
 
 def test_nobody_to_keep_it_is_an_error_at_the_start(server: LocalServer) -> None:
@@ -241,7 +242,7 @@ def test_a_zombie_holds_nothing(keep: Callable[[], Keeper]) -> None:
     child.start()
     assert child.pid is not None
     keeper = keep()
-    lease = RunLock(keeper, "run", beat_seconds=60)
+    lease = RunLock(keeper, "run", heartbeat_seconds=60)
     lease.acquire()
     mine = lease._found()
     lease.release()
@@ -255,6 +256,6 @@ def test_a_zombie_holds_nothing(keep: Callable[[], Keeper]) -> None:
     while start_of(child.pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with RunLock(keeper, "run", beat_seconds=60):
+    with RunLock(keeper, "run", heartbeat_seconds=60):
         pass
     child.join()

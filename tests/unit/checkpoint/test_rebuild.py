@@ -13,8 +13,8 @@ from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.xor_zstd import XorZstandard
 from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
-from shade.checkpoint._interchange.certify import carry
-from shade.checkpoint._restore.reader import Reader, Rebuilt, Snapshot, check
+from shade.checkpoint._interchange.certify import copy_snapshot
+from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot, check_decodable
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError
@@ -48,7 +48,7 @@ def built(tiers: Sequence[Tier], number: int = 0) -> list[bytes]:
     data = []
     for rank in range(WORLD_SIZE):
         manifest = reader.manifest(snapshot, rank)
-        chunks = Rebuilt(reader, snapshot, manifest).chunks(range(len(manifest.chunks)))
+        chunks = ShardDecoder(reader, snapshot, manifest).chunks(range(len(manifest.chunks)))
         data.append(b"".join(bytes(chunks[each]) for each in range(len(manifest.chunks))))
     return data
 
@@ -96,7 +96,7 @@ def test_a_base_that_is_nowhere_is_named() -> None:
     ):
         built([tier])
     with pytest.raises(CorruptCheckpointError, match="in no tier"):
-        check(Reader([tier]), Reader([tier]).snapshots()[0])
+        check_decodable(Reader([tier]), Reader([tier]).snapshots()[0])
     assert not any(Reader([tier]).examine(Reader([tier]).snapshots()[0])), "what is there is sound"
 
 
@@ -108,7 +108,7 @@ def test_a_base_that_is_another_one_is_found_out() -> None:
     newest, _, keyframe = reader.snapshots()
     wrong = replace(newest, base=keyframe)
     with pytest.raises(CorruptCheckpointError, match="chunk 1 of rank 0 cannot be decoded"):
-        Rebuilt(reader, wrong, reader.manifest(newest, 0)).chunks([0, 1, 2])
+        ShardDecoder(reader, wrong, reader.manifest(newest, 0)).chunks([0, 1, 2])
 
 
 def test_a_difference_that_is_added_twice_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_own_memory_needs_no_base(tmp_path: Path) -> None:
     assert built([stage]) == list(one.data)
     reader = Reader([stage])
     newest = reader.snapshots()[0]
-    check(reader, newest)
+    check_decodable(reader, newest)
     assert not any(reader.examine(newest))
     lying = reader.in_place(newest, one.manifests[0], [0, 1, 2])
     assert lying is not None
@@ -174,7 +174,7 @@ def test_what_is_damaged_in_one_place_is_given_back_in_its_stored_form() -> None
     near.chunks["30", 0, 1] = b"rot"
     reader = Reader([near, far])
     newest = reader.snapshots()[0]
-    assert reader.mend(newest, reader.examine(newest)) == 1
+    assert reader.repair(newest, reader.examine(newest)) == 1
     assert near.chunks["30", 0, 1] == saves[2].chunks[0][1]
     assert built([near]) == list(saves[2].data)
 
@@ -185,7 +185,7 @@ def test_a_snapshot_is_carried_with_what_it_builds_on() -> None:
         put(near, one)
     put(far, saves[0])
     reader = Reader([near])
-    carry(reader, reader.snapshots()[0], far)
+    copy_snapshot(reader, reader.snapshots()[0], far)
     assert built([far]) == list(saves[2].data)
     assert [each for each in far.done if each.startswith("commit")] == ["commit 10", "commit 20", "commit 30"]
 
@@ -206,7 +206,7 @@ def test_a_chain_is_parsed_once_a_shard() -> None:
         put(tier, one)
     reader = Reader([tier])
     newest = reader.snapshots()[0]
-    shard = Rebuilt(reader, newest, reader.manifest(newest, 0))
+    shard = ShardDecoder(reader, newest, reader.manifest(newest, 0))
     for number in range(3):
         shard.chunks([number])
     assert tier.num_manifests == 3
@@ -217,5 +217,5 @@ def test_nothing_is_asked_of_a_base_for_what_stands_alone() -> None:
     put(tier, saves[1])
     reader = Reader([tier])
     newest = reader.snapshots()[0]
-    found: Mapping[int, object] = Rebuilt(reader, newest, reader.manifest(newest, 0)).chunks([2])
+    found: Mapping[int, object] = ShardDecoder(reader, newest, reader.manifest(newest, 0)).chunks([2])
     assert list(found) == [2]

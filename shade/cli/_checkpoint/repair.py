@@ -1,7 +1,8 @@
-"""``shade checkpoint verify``, ``repair`` and ``scrub``: read every byte of every copy, and put right what is not.
+"""Implements ``shade checkpoint verify``, ``repair``, ``scrub`` and ``certify``.
 
-A snapshot may be replaced while it is read: a slot is taken again, retention removes a folder. So what looks damaged
-counts only if the same record still lies there afterwards.
+The first three read every byte of every copy. A snapshot may be replaced while it is read: a slot is claimed again, or
+retention removes a folder. So damage counts only if the same record is still in that place afterwards. ``certify``
+replays steps from a snapshot and compares them bit for bit.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, opened
+from shade.cli._checkpoint.common import Places, Verb, add_places, opened
 from shade.cli.tables import table
 from shade.errors import CorruptCheckpointError, StorageError, StoreError
 
@@ -26,38 +28,47 @@ examples:
   shade checkpoint verify 1200 --persist /mnt/ckpt --json
 
 Reads every byte of every copy and compares it with what was committed; changes nothing.
-exit code: 0 all sound; 1 damage, or nothing there; 2 it could not be done
+exit code: 0 all intact; 1 damage, or no snapshot; 2 the command could not be carried out
 """
 _REPAIR_EXAMPLES: Final = """\
 examples:
   shade checkpoint repair 1200 --persist /mnt/ckpt --store redis://10.0.0.1:6379
 
-Whatever is damaged or missing in one copy is written again from another copy, or from the other place.
-exit code: 0 all sound now; 1 something is right nowhere, or nothing is there
+What is damaged or missing in one copy is written again from another copy or another place.
+exit code: 0 all intact now; 1 something is lost in every copy, or there is no snapshot
 """
 _SCRUB_EXAMPLES: Final = """\
 examples:
   shade checkpoint scrub --persist /mnt/ckpt --store redis://10.0.0.1:6379
   0 3 * * * shade checkpoint scrub --persist /mnt/ckpt      every night, from cron
 
-verify and repair of every snapshot, newest first.
-exit code: 0 all sound now; 1 something is right nowhere
+Verifies and repairs every snapshot, newest first.
+exit code: 0 all intact now; 1 something is lost in every copy
+"""
+_CERTIFY_EXAMPLES: Final = """\
+examples:
+  shade checkpoint certify 1200 runs/20260101-120000
+  shade checkpoint certify 1200 runs/20260101-120000 --steps 50
+
+Restores the snapshot in a fresh process, repeats the steps up to the next snapshot with the run's own script, and
+compares the loss of each step with the run's trail and every tensor with the next snapshot. The run is not changed.
+exit code: 0 equal bit for bit; 1 not, with the first step and tensor that differ; 2 it could not be tried
 """
 _MOST_SHOWN: Final = 8
-"""Of a list of chunk numbers."""
+"""Longest list of chunk numbers."""
 
 
 @dataclass
 class _Finding:
-    """What became of one snapshot."""
+    """The result for one snapshot."""
 
     step: int
     damages: list[Damage] = field(default_factory=list)
-    """One a place."""
+    """One per place."""
     lost: str | None = None
-    """What is right nowhere."""
+    """What is lost in every copy."""
     mended: int = 0
-    """Chunks written again."""
+    """Number of chunks written again."""
 
     @property
     def is_sound(self) -> bool:
@@ -65,7 +76,7 @@ class _Finding:
 
 
 def _examine(places: Places, snapshot: Snapshot) -> _Finding:
-    """Reads everything; damage in places that were given to another snapshot meanwhile is none."""
+    """Reads everything; ignores damage in places that another snapshot has taken meanwhile."""
     from shade.checkpoint._flush.progress import ProgressBar
     from shade.checkpoint._restore.reader import check_decodable
 
@@ -89,8 +100,8 @@ def _examine(places: Places, snapshot: Snapshot) -> _Finding:
     return finding
 
 
-def _mend(places: Places, snapshot: Snapshot, finding: _Finding) -> _Finding:
-    """Repairs what an examination found, and examines again."""
+def _repair(places: Places, snapshot: Snapshot, finding: _Finding) -> _Finding:
+    """Repairs what an examination found, and examines the snapshot again."""
     if finding.is_sound or finding.lost is not None:
         return finding
     lost = None
@@ -167,54 +178,83 @@ def _which(text: str) -> str:
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", type=_which, nargs="?", default="newest", metavar="STEP|all", help="(the newest)")
     add_places(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _repair_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("which", type=_which, metavar="STEP", help="as shade checkpoint list has it; newest or all")
+    parser.add_argument("which", type=_which, metavar="STEP", help="a step of shade checkpoint list, newest or all")
     add_places(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _scrub_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(which="all")
     add_places(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _answer(given: argparse.Namespace, *, mending: bool) -> int:
+def _answer(given: argparse.Namespace, *, repairing: bool) -> int:
     with opened(given) as places:
         findings = []
         for snapshot in _chosen(places, given.which):
             finding = _examine(places, snapshot)
-            findings.append(_mend(places, snapshot, finding) if mending else finding)
+            findings.append(_repair(places, snapshot, finding) if repairing else finding)
         if not findings:
-            sys.stderr.write(f"no snapshot of run {places.run} to look at\n")
+            sys.stderr.write(f"no snapshot of run {places.run} to read\n")
             return 1
         return max(_report(findings, as_json=given.json), 1 if places.is_partial else 0)
 
 
 VERIFY: Final = Verb(
     "verify",
-    "is every byte of every copy right?",
+    "check every byte of every copy",
     "Checks snapshots against what was committed.",
     _VERIFY_EXAMPLES,
     _verify_arguments,
-    lambda given: _answer(given, mending=False),
+    lambda given: _answer(given, repairing=False),
 )
 REPAIR: Final = Verb(
     "repair",
-    "put right what is damaged, from where it is not",
-    "Mends a snapshot.",
+    "repair damaged copies from intact ones",
+    "Repairs a snapshot.",
     _REPAIR_EXAMPLES,
     _repair_arguments,
-    lambda given: _answer(given, mending=True),
+    lambda given: _answer(given, repairing=True),
 )
 SCRUB: Final = Verb(
     "scrub",
     "verify and repair everything",
-    "Checks and mends every snapshot.",
+    "Verifies and repairs every snapshot.",
     _SCRUB_EXAMPLES,
     _scrub_arguments,
-    lambda given: _answer(given, mending=True),
+    lambda given: _answer(given, repairing=True),
+)
+
+
+def _certify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", type=int, metavar="STEP", help="step of the snapshot")
+    parser.add_argument("out", type=Path, metavar="RUN", help="the run directory")
+    parser.add_argument("--steps", type=int, metavar="K", help="steps to repeat (to the next snapshot, else 10)")
+
+
+def _certify(given: argparse.Namespace) -> int:
+    from shade.launch.certify import certify
+    from shade.launch.ranks import Ended, signals_as_exceptions
+
+    try:
+        with signals_as_exceptions():
+            certificate = certify(given.out.resolve(), given.step, given.steps)
+    except Ended as ended:
+        return 128 + ended.number
+    sys.stdout.write(str(certificate))
+    return 0 if certificate.is_good else 1
+
+
+CERTIFY: Final = Verb(
+    "certify",
+    "replay steps from a snapshot and compare bit for bit",
+    "Proves that a run resumed from a snapshot equals the run without an interruption, bit for bit.",
+    _CERTIFY_EXAMPLES,
+    _certify_arguments,
+    _certify,
 )

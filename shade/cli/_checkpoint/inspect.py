@@ -1,4 +1,4 @@
-"""``shade checkpoint list`` and ``show``: what snapshots there are, where each lies, and what is in one."""
+"""Implements ``shade checkpoint list`` and ``show``: which snapshots exist, where they are, and what one contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, moment, opened
+from shade.cli._checkpoint.common import Places, Verb, add_places, moment, opened
 from shade.cli.tables import size, table
 from shade.errors import StoreError
 
@@ -23,14 +23,14 @@ examples:
   shade checkpoint list --store redis://10.0.0.1:6379 --persist /mnt/ckpt --run vgg
   shade checkpoint list --persist s3://bucket/ckpt --json
 
-This machine's memory is looked into as well.
+This machine's shared memory is read as well.
 
 state:
-  durable     it lies in storage
-  to flush    it lies in memory only, and waits for a flusher: see shade checkpoint flush
-  in memory   it lies in memory only, and nobody was asked to flush it
+  durable     in storage
+  to flush    in memory only, waiting for a flusher: see shade checkpoint flush
+  in memory   in memory only, without a flusher
 
-exit code: 0; 1 where a place that was named is silent
+exit code: 0; 1 if a named place does not answer
 """
 _SHOW_EXAMPLES: Final = """\
 examples:
@@ -42,11 +42,11 @@ examples:
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
     add_places(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _list(given: argparse.Namespace) -> int:
-    with opened(given, own_memory=True) as places:
+    with opened(given, shared_memory=True) as places:
         snapshots = places.snapshots()
         states = [_state(places, snapshot) for snapshot in snapshots]
         if given.json:
@@ -83,11 +83,11 @@ def _state(places: Places, snapshot: Snapshot) -> str:
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step", type=int, metavar="STEP", help="as shade checkpoint list has it")
+    parser.add_argument("step", type=int, metavar="STEP", help="a step that shade checkpoint list shows")
     add_places(parser)
     parser.add_argument("--tensors", type=int, default=10, metavar="N", help="list the N biggest (10)")
     parser.add_argument("--depth", type=int, default=2, metavar="N", help="levels of the outline (2)")
-    parser.add_argument("--json", action="store_true", help="for programs: everything that is known")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -110,7 +110,7 @@ def _show(given: argparse.Namespace) -> int:
         for source in snapshot.sources:
             sys.stdout.write(f"lies in {source}\n")
         if record.base is not None:
-            known = "a snapshot that is nowhere" if snapshot.base is None else f"step {snapshot.base.record.step}"
+            known = "a snapshot that is in no tier" if snapshot.base is None else f"step {snapshot.base.record.step}"
             sys.stdout.write(f"builds on {known}\n")
         sys.stdout.write(
             f"\n{_shards(manifests)}\n{_biggest(manifests, given.tensors)}\n{_bounds(manifests, given.tensors)}"
@@ -138,7 +138,7 @@ def _biggest(manifests: Iterable[Manifest], num: int) -> str:
 
 
 def _bounds(manifests: Iterable[Manifest], num: int) -> str:
-    """How far tensors are from what was to be saved, the farthest first; nothing where all is exact."""
+    """Returns the error bounds, the largest first; an empty text if all tensors are exact."""
     bounds = [(name, bound) for each in manifests for name, bound in each.bounds.items() if bound.max_abs > 0]
     if not bounds:
         return ""
@@ -149,7 +149,7 @@ def _bounds(manifests: Iterable[Manifest], num: int) -> str:
 
 
 def _outline(manifests: Iterable[Manifest], depth: int) -> str:
-    """How much lies below each name, to a depth."""
+    """Returns the size below each name, to a depth."""
     sums: dict[tuple[str, ...], list[int]] = {}
     for each in manifests:
         for name, entry in each.tensors.items():
@@ -166,12 +166,17 @@ def _outline(manifests: Iterable[Manifest], depth: int) -> str:
 
 LIST: Final = Verb(
     "list",
-    "what snapshots there are, and where",
+    "list the snapshots and their places",
     "Lists every snapshot of a run, newest first.",
     _LIST_EXAMPLES,
     _list_arguments,
     _list,
 )
 SHOW: Final = Verb(
-    "show", "what is in one", "Shows what a snapshot consists of.", _SHOW_EXAMPLES, _show_arguments, _show
+    "show",
+    "show the content of a snapshot",
+    "Shows what a snapshot consists of.",
+    _SHOW_EXAMPLES,
+    _show_arguments,
+    _show,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shade.checkpoint._pacing.schedule import goodput
-from shade.cli.checkpoint_replay import Habit, Outcome
+from shade.cli._checkpoint.replay import Habit, Outcome
 from shade.errors import ConfigError
 
 HEADER = (

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shade.cli.checkpoint_verb import Verb
+from shade.cli._checkpoint.common import Verb
 from shade.cli.tables import size, table
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:
     from shade.checkpoint._strategies.measure import Costs
     from shade.checkpoint._strategies.predict import Prediction
-    from shade.cli.checkpoint_replay import PreemptionTrace
+    from shade.cli._checkpoint.replay import PreemptionTrace
 
 _EXAMPLES: Final = """\
 examples:
@@ -92,8 +92,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _answer(given: argparse.Namespace) -> int:
     from shade.checkpoint._strategies.predict import interval_steps
-    from shade.cli.checkpoint_rendering import plot, rows
-    from shade.cli.checkpoint_replay import Habit, replay, replay_all
+    from shade.cli._checkpoint.rendering import plot, rows
+    from shade.cli._checkpoint.replay import Habit, replay, replay_all
 
     trace = _trace(given)
     costs = _costs(given)
@@ -121,7 +121,7 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _trace(given: argparse.Namespace) -> PreemptionTrace:
-    from shade.cli.checkpoint_replay import PreemptionTrace
+    from shade.cli._checkpoint.replay import PreemptionTrace
 
     if (given.trace is None) == (given.mtbf is None):
         got = "both" if given.trace is not None else "neither"

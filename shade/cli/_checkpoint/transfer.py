@@ -1,4 +1,4 @@
-"""``shade checkpoint restore``, ``export`` and ``import``: between snapshots and the files that others read."""
+"""Implements ``shade checkpoint restore``, ``export``, ``import`` and ``flush``: moves snapshots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli.checkpoint_verb import Places, Verb, add_places, opened
+from shade.cli._checkpoint.common import Places, Verb, add_places, opened
 from shade.cli.tables import size
 from shade.errors import ConfigError
 
@@ -26,28 +26,49 @@ examples:
 
 The suffix chooses the format: .safetensors; .pt, .pth and .bin for torch.load; none for a folder of
 torch.distributed.checkpoint. Every byte is verified; what is damaged in one place is read from another.
-exit code: 0 done; 1 it is damaged in every place, or not there; 2 it could not be done
+exit code: 0 done; 1 damaged in every place, or missing; 2 the command could not be carried out
 """
 _EXPORT_EXAMPLES: Final = """\
 examples:
   shade checkpoint export 1200 --to model.safetensors --format safetensors --only model --persist /mnt/ckpt
   shade checkpoint export newest --to folder --format dcp --persist s3://bucket/ckpt
 
-As restore, with the format named. exit code: 0 done; 1 damaged everywhere, or not there; 2 it could not be done
+Like restore, with an explicit format.
+exit code: 0 done; 1 damaged in every place, or missing; 2 the command could not be carried out
 """
 _IMPORT_EXAMPLES: Final = """\
 examples:
   shade checkpoint import model.safetensors --as model --run vgg --persist /mnt/ckpt
   shade checkpoint import state.pt --step 1200 --run vgg --persist /mnt/ckpt
 
-Without --as the file must hold a dict by the names that things are attached under: model, optimizer, …
-Nothing in the file is executed. exit code: 0 done; 1 the file is damaged; 2 it could not be done
+Without --as the file must contain a dict by the names of attached objects: model, optimizer, …
+Nothing in the file is executed.
+exit code: 0 done; 1 the file is damaged; 2 the command could not be carried out
+"""
+_FLUSH_EXAMPLES: Final = """\
+examples:
+  shade checkpoint flush redis://10.0.0.1:6379 --persist /mnt/ckpt
+  shade checkpoint flush redis+cluster://10.0.0.1:7000 --persist s3://bucket/ckpt --keep last=3,every=1000,best=val_loss
+  shade checkpoint flush redis://10.0.0.1:6379 --persist /mnt/ckpt --run vgg --once
+  shade checkpoint flush unix:///run/redis.sock --persist /mnt/ckpt 2>> flusher.log &
+
+Run it on the memory node: then what trainers have committed becomes durable, whatever happens to them. The newest
+snapshot is written first. A store or storage that fails is tried again until it is back. The command may be killed at
+any moment.
+
+rules of --keep, separated by commas; the newest always stays:
+  last=3          the newest three
+  every=1000      the first at or after each multiple of 1000 steps
+  best=val_loss   the one with the smallest val_loss; best=accuracy:max:3 the three with the largest
+  all             everything
+
+exit code: 0 stopped with everything durable; 1 stopped with something not durable; 2 it could not start
 """
 
 
 @dataclass
-class _Restored:
-    """What `shade.checkpoint._interchange.export` takes."""
+class _ReadState:
+    """The source that `shade.checkpoint._interchange.export` takes."""
 
     tree: Any
     found: dict[str, torch.Tensor]
@@ -72,27 +93,27 @@ def _step(text: str) -> int | None:
 
 
 def _restore_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step", type=_step, metavar="STEP", help="as shade checkpoint list has it, or newest")
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="where nothing is yet")
-    parser.add_argument("--only", metavar="NAME", help="one attached thing, as model: its state alone")
+    parser.add_argument("step", type=_step, metavar="STEP", help="a step that shade checkpoint list shows, or newest")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="a path that does not exist yet")
+    parser.add_argument("--only", metavar="NAME", help="the state of one attached object alone, for example model")
     add_places(parser)
     parser.set_defaults(format=None)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _restore_arguments(parser)
-    parser.add_argument("--format", choices=FORMATS, required=True, help="who shall read it")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="format of the file")
 
 
 def _restore(given: argparse.Namespace) -> int:
-    from shade.checkpoint._commit.protocol import SingleProcessGroup
+    from shade.checkpoint._commit.process_group import SingleProcessGroup
     from shade.checkpoint._interchange.export import export
     from shade.checkpoint._restore.restore import read_newest
 
     form = given.format or _format_of(given.to)
     if given.to.exists():
-        raise ConfigError.of("a path where nothing is", str(given.to), "remove it, or choose another")
-    with opened(given, own_memory=True) as places:
+        raise ConfigError.of("a path that does not exist", str(given.to), "remove it, or choose another")
+    with opened(given, shared_memory=True) as places:
         if given.step is not None and places.of_step(given.step) is None:
             return 1
         sharded = _sharded(places, given.step)
@@ -104,13 +125,13 @@ def _restore(given: argparse.Namespace) -> int:
         if found is None:
             sys.stderr.write(f"no snapshot of run {places.run}\n")
             return 1
-        export(_Restored(found.tree, found.tensors), given.to, form, given.only)
+        export(_ReadState(found.tree, found.tensors), given.to, form, given.only)
         sys.stdout.write(f"step {found.record.step} of run {places.run}, from {', '.join(found.tiers)}: {given.to}\n")
     return 0
 
 
 def _sharded(places: Places, step: int | None) -> int | None:
-    """The step, if the snapshot was saved through DCP."""
+    """Returns the step if the snapshot was saved through DCP."""
     from shade.checkpoint._integrations.dcp_reader import is_sharded
 
     chosen = [snapshot for snapshot in places.snapshots() if step in (None, snapshot.record.step)]
@@ -118,7 +139,7 @@ def _sharded(places: Places, step: int | None) -> int | None:
 
 
 def _restore_sharded(given: argparse.Namespace, places: Places, step: int, form: str) -> int:
-    """Puts what ranks had in parts together."""
+    """Gathers the parts of all ranks into one file."""
     from shade.checkpoint._integrations.dcp_reader import gather_state
     from shade.checkpoint._interchange.export import save_state
     from shade.checkpoint.dcp import ShadeReader
@@ -136,10 +157,12 @@ def _restore_sharded(given: argparse.Namespace, places: Places, step: int, form:
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a file, or a folder of torch.distributed.checkpoint")
-    parser.add_argument("--format", choices=FORMATS, help="of the file (by its suffix)")
-    parser.add_argument("--as", dest="name", metavar="NAME", help="it is the state of one thing, attached as NAME")
-    parser.add_argument("--step", type=int, default=0, help="optimizer steps that are in it (0)")
-    parser.add_argument("--run", required=True, metavar="ID", help="becomes the newest snapshot of this run")
+    parser.add_argument("--format", choices=FORMATS, help="format of the file (default: by its suffix)")
+    parser.add_argument(
+        "--as", dest="name", metavar="NAME", help="the file is the state of the object attached as NAME"
+    )
+    parser.add_argument("--step", type=int, default=0, help="optimizer steps that it has done (0)")
+    parser.add_argument("--run", required=True, metavar="ID", help="run whose newest snapshot it becomes")
     parser.add_argument("--persist", required=True, metavar="URL", help="durable storage: a path, s3://bucket/path, …")
 
 
@@ -156,7 +179,7 @@ def _import(given: argparse.Namespace) -> int:
     if given.name is not None:
         state = {given.name: state}
     elif not isinstance(state, dict):
-        raise ConfigError.of("a dict of attached things", type(state).__name__, "name what it is with --as model")
+        raise ConfigError.of("a dict of attached objects", type(state).__name__, "name the object, as in --as model")
     with (
         open_volume(given.persist) as volume,
         RunLock(volume, given.run),
@@ -168,7 +191,7 @@ def _import(given: argparse.Namespace) -> int:
 
 RESTORE: Final = Verb(
     "restore",
-    "write one into a file that others read",
+    "write a snapshot into a file for other programs",
     "Reads a snapshot, verified, into a file.",
     _RESTORE_EXAMPLES,
     _restore_arguments,
@@ -176,7 +199,7 @@ RESTORE: Final = Verb(
 )
 EXPORT: Final = Verb(
     "export",
-    "the same, with the format named",
+    "the same, with an explicit format",
     "Reads a snapshot, verified, into a file of a format.",
     _EXPORT_EXAMPLES,
     _export_arguments,
@@ -184,9 +207,40 @@ EXPORT: Final = Verb(
 )
 IMPORT: Final = Verb(
     "import",
-    "make one of such a file",
-    "Makes a snapshot in durable storage of a file.",
+    "make a snapshot from such a file",
+    "Makes a snapshot in durable storage from a file.",
     _IMPORT_EXAMPLES,
     _import_arguments,
     _import,
+)
+
+
+def _flush_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", metavar="URL", help="the cluster; its password is read from SHADE_REDIS_PASSWORD")
+    parser.add_argument("--persist", metavar="URL", required=True, help="durable storage: a path, s3://bucket/path, …")
+    parser.add_argument(
+        "--run", metavar="ID", help="that run only (every run in the store that no other flusher serves)"
+    )
+    parser.add_argument("--keep", metavar="RULES", help="what stays in storage (last=2)")
+    ending = parser.add_mutually_exclusive_group()
+    ending.add_argument("--once", action="store_true", help="end when everything is durable")
+    ending.add_argument("--until-ended", action="store_true", help="end when the --run has ended and is durable")
+
+
+def _flush(given: argparse.Namespace) -> int:
+    from shade.checkpoint._flush.service import flush
+    from shade.checkpoint._format.retention import DEFAULT
+
+    return flush(
+        given.store, given.persist, given.run, given.keep or DEFAULT, once=given.once, until_ended=given.until_ended
+    )
+
+
+FLUSH: Final = Verb(
+    "flush",
+    "make snapshots durable while the training continues",
+    "Moves snapshots from a cluster's memory into durable storage.",
+    _FLUSH_EXAMPLES,
+    _flush_arguments,
+    _flush,
 )

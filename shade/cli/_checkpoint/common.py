@@ -1,4 +1,4 @@
-"""Shared by the verbs of ``shade checkpoint``: opens the places to look, chooses a snapshot, writes moments as text."""
+"""Shared by the verbs of ``shade checkpoint``: opens the places to look, chooses a snapshot, writes times as text."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ if TYPE_CHECKING:
     from shade.store import Store
 
 TIMEOUT_SECONDS = 5.0
-"""Of a wait for a store's next bytes."""
+"""Longest wait for a store's next bytes."""
 _logger = logging.getLogger("shade.checkpoint")
 
 
 @dataclass(frozen=True)
 class Verb:
-    """One word after ``shade checkpoint``."""
+    """A verb of ``shade checkpoint``."""
 
     name: str
     help: str
-    """A few words, for the list of verbs."""
+    """Short text for the list of verbs."""
     description: str
     epilog: str
-    """Examples, and what the output means."""
+    """Examples, and the meaning of the output."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     answer: Callable[[argparse.Namespace], int]
 
 
 @dataclass
 class Places:
-    """The tiers of one run that were named, opened."""
+    """The open tiers of one run."""
 
     run: str
     reader: Reader
     memory: MemoryTier | None
     storage: StorageTier | None
     is_partial: bool = False
-    """Whether a place that was named is silent; the reason was told on standard error."""
+    """Whether a named place does not answer; the reason was written to standard error."""
 
     def snapshots(self) -> list[Snapshot]:
-        """All that there are, newest first."""
+        """Returns all snapshots, newest first."""
         found = self.reader.snapshots()
         self.is_partial |= bool(self.reader.unreachable)
         return found
 
     def of_step(self, step: int) -> Snapshot | None:
-        """The newest snapshot of a step; if there is none, what steps there are is told on standard error."""
+        """Returns the newest snapshot of a step; if there is none, writes the known steps to standard error."""
         found = self.snapshots()
         for snapshot in found:
             if snapshot.record.step == step:
@@ -69,28 +69,28 @@ class Places:
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """Adds where to look."""
+    """Adds the arguments that name the places to look."""
     where = parser.add_argument_group("where to look")
     where.add_argument("--store", metavar="URL", help="a cluster's memory, as redis+cluster://host:7000")
     where.add_argument("--persist", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
-    where.add_argument("--run", metavar="ID", help="whose snapshots (the only run there)")
+    where.add_argument("--run", metavar="ID", help="id of the run (default: the only run there)")
 
 
 @contextlib.contextmanager
-def opened(given: argparse.Namespace, *, own_memory: bool = False) -> Iterator[Places]:
-    """Opens what was named.
+def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterator[Places]:
+    """Opens the named places.
 
     Args:
-        given: With the arguments of `add_places`.
-        own_memory: Look into this machine's memory too, where the run has left anything there.
+        given: The arguments of `add_places`.
+        shared_memory: Read this machine's shared memory too, if the run has left anything there.
 
     Yields:
         The tiers.
 
     Raises:
-        ConfigError: Nothing was named, nothing is there, or several runs are.
-        StoreError: The store does not answer, and its runs have to be known.
-        StorageError: The same of storage.
+        ConfigError: No place was named, or there is no run, or there are several.
+        StoreError: The store does not answer, and is needed to find the runs.
+        StorageError: The storage does not answer, and is needed to find the runs.
     """
     from shade.checkpoint._restore.reader import Reader
     from shade.checkpoint._tiers.memory import MemoryTier
@@ -121,33 +121,33 @@ def opened(given: argparse.Namespace, *, own_memory: bool = False) -> Iterator[P
                 _logger.warning("cluster memory cannot be read: %s", error)
         if volume is not None:
             storage = StorageTier(volume, run)
-        own = _own_memory(run) if own_memory else []
-        tiers = [*own, *(tier for tier in (memory, storage) if tier is not None)]
-        for tier in own:
+        shared = _shared_memory(run) if shared_memory else []
+        tiers = [*shared, *(tier for tier in (memory, storage) if tier is not None)]
+        for tier in shared:
             resources.callback(tier.close)
         yield Places(run, Reader(tiers), memory, storage, partial)
 
 
 @contextlib.contextmanager
 def _warnings_once() -> Iterator[None]:
-    """Shows what the tiers complain of on standard error, each complaint once."""
-    told = _Once()
-    _logger.addHandler(told)
+    """Writes the warnings of the tiers to standard error, each once."""
+    handler = _Once()
+    _logger.addHandler(handler)
     try:
         yield
     finally:
-        _logger.removeHandler(told)
+        _logger.removeHandler(handler)
 
 
 class _Once(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: set[str] = set()
+        self._seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         message = " ".join(record.getMessage().split())
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._seen:
+            self._seen.add(message)
             sys.stderr.write(f"{message}\n")
 
 
@@ -155,25 +155,25 @@ def _only_run(store: Store | None, volume: Volume | None) -> str:
     from shade.checkpoint._tiers.run_lock import runs_in_store, runs_in_volume
 
     runs: set[str] = set()
-    silent: StoreError | None = None
+    store_error: StoreError | None = None
     if volume is not None:
         runs.update(runs_in_volume(volume))
     if store is not None:
         try:
             runs.update(runs_in_store(store))
         except StoreError as error:
-            silent = error
+            store_error = error
     if len(runs) == 1:
         return runs.pop()
-    if silent is not None:
-        raise silent
+    if store_error is not None:
+        raise store_error
     if not runs:
         looked = " and ".join(each.url for each in (store, volume) if each is not None)
         raise ConfigError.of("snapshots", f"none at all in {looked}", "check the address")
     raise ConfigError.of("one run", ", ".join(sorted(runs)), "choose one with --run")
 
 
-def _own_memory(run: str) -> list[Tier]:
+def _shared_memory(run: str) -> list[Tier]:
     from shade.checkpoint._buffer.shared_memory_folder import leftovers
     from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 
@@ -181,5 +181,5 @@ def _own_memory(run: str) -> list[Tier]:
 
 
 def moment(seconds: float) -> str:
-    """A moment in local time."""
+    """Returns a time in the local time zone as text."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -63,7 +63,7 @@ def held_elsewhere(keeper: Keeper, beat: int = 0) -> None:
 
 PROGRAM = """
 import sys, time
-from tests.unit.checkpoint.test_lease import BEAT_SECONDS, open_keeper
+from tests.unit.checkpoint.test_run_lock import BEAT_SECONDS, open_keeper
 from shade.checkpoint._tiers.run_lock import RunLock
 lease = RunLock(open_keeper(sys.argv[1]), "run", heartbeat_seconds=BEAT_SECONDS)
 lease.acquire()

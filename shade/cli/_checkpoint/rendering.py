@@ -1,4 +1,4 @@
-"""Replayed habits for people: a table for the terminal, and a plot of what is kept over how often is saved."""
+"""Renders replays: a table for the terminal, and a plot of the goodput over the interval."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HEADER = (
     "strategy", "every", "stall", "cost", "safe", "kept", "lost", "saving", "recovering", "down", "lost/failure",
     "expected",
 )  # fmt: skip
-"""``cost`` is stall and drag; ``expected`` is what the closed form says of failures at random moments."""
+"""``cost`` is stall and drag; ``expected`` is the closed form for failures at random times."""
 
 
 def expected(habit: Habit, mtbf_seconds: float) -> float:
-    """The share of time that would be kept if failures came at random moments, and nothing were down after them."""
+    """Returns the expected goodput for failures at random times without down time."""
     prediction, cost = habit.prediction, habit.cost_seconds
     return goodput(
         habit.work_seconds,
@@ -29,7 +29,7 @@ def expected(habit: Habit, mtbf_seconds: float) -> float:
 
 
 def rows(outcomes: Sequence[Outcome], mtbf_seconds: float) -> list[list[str]]:
-    """Cells of a table, heading first.
+    """Returns the cells of a table, heading first.
 
     Args:
         outcomes: In the order of the table.
@@ -60,7 +60,7 @@ def rows(outcomes: Sequence[Outcome], mtbf_seconds: float) -> list[list[str]]:
 
 
 def plot(curves: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Draws what is kept over seconds between two saves, a line a strategy.
+    """Plots the goodput over the seconds between two saves, one line per strategy.
 
     Args:
         curves: By strategy, in order of the interval.

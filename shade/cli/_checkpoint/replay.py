@@ -1,4 +1,4 @@
-"""Replays a trace of preemptions against a way to save: what of the time was training, and where the rest went.
+"""Replays a trace of failures against a strategy and an interval, and accounts for the time of the run.
 
 A trace is a CSV file::
 
@@ -7,20 +7,19 @@ A trace is a CSV file::
     4000,process,0
     86400,end,
 
-``kind`` is what the event takes: ``process``, a trainer and nothing else; ``machine``, one machine with its memory;
-``cluster``, all memory there is. ``down_seconds`` is how long it takes until as many machines are there again (none
-where a spare stands by). ``end`` says how long was watched; without it the last event ends the trace. Columns may stand
-in any order, ``kind`` may be left out (``machine``), and so may ``down_seconds`` (0): a list of times, as providers
-publish it, is a trace with a line ``time_seconds`` above it. Lines that begin with # are remarks.
+``kind`` is what fails: ``process``, a trainer alone; ``machine``, one machine with its memory; ``cluster``, all memory.
+``down_seconds`` is the time until as many machines are available again (0 with a spare). ``end`` is the length of the
+trace; without it the last event ends the trace. Columns may be in any order; ``kind`` (``machine``) and
+``down_seconds`` (0) may be missing: a list of times, as providers publish it, is a trace after a line
+``time_seconds``. Lines that begin with # are comments.
 
-The replay is exact, not drawn: between two events the run is periodic (so many steps, then what a save adds, and
-again), so the state at any moment follows by division, and a trace of a year takes milliseconds. What is followed is
-what each tier holds: own memory is lost when a machine dies, cluster memory when all memory goes, storage never. A save
-that was committed becomes durable even if the trainer dies meanwhile, because the flusher lives on; it does not if all
-memory goes.
+The replay is exact: between two events the run is periodic (a number of steps, then the cost of a save), so the state
+at any moment follows by division, and a trace of a year takes milliseconds. It tracks what each tier holds: shared
+memory is lost with its machine, cluster memory with all memory, storage never. A committed save becomes durable even if
+the trainer fails meanwhile, because the flusher survives, unless all memory is lost.
 
-A save is taken where its cost begins. An event during a recovery begins the recovery again. A step that was begun and
-not ended is lost with the rest. Invariant: useful, lost, saving, recovering and down seconds add up to the trace.
+A save holds the state at the moment when its cost begins. An event during a recovery restarts the recovery. A step in
+progress at an event is lost. Invariant: useful, lost, saving, recovering and down seconds add up to the trace.
 """
 
 from __future__ import annotations
@@ -41,45 +40,35 @@ KINDS: Final[tuple[Kind, ...]] = ("process", "machine", "cluster")
 _COLUMNS: Final = ("time_seconds", "kind", "down_seconds")
 _END: Final = "end"
 _ROUNDING: Final = 1e-9
-"""Of a step: what division leaves over."""
+"""Part of a step that rounding may lose."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One event."""
+    """One failure."""
 
     time_seconds: float
-    """Since the trace began."""
+    """Time since the start of the trace."""
     kind: Kind = "machine"
     down_seconds: float = 0.0
-    """Until training could go on, before it has restored anything."""
+    """Time until the machines are available again, before the restore."""
 
 
 @dataclass(frozen=True)
 class PreemptionTrace:
-    """Events in order, and how long was watched."""
+    """Failures in order, and the length of the trace."""
 
     failures: tuple[Failure, ...]
     length_seconds: float
 
     @property
     def mtbf_seconds(self) -> float:
-        """Mean time between failures, as far as the trace shows: infinity where nothing failed."""
+        """Mean time between failures in the trace; infinity without a failure."""
         return self.length_seconds / len(self.failures) if self.failures else float("inf")
 
     @classmethod
     def load(cls, path: Path) -> PreemptionTrace:
-        """Reads a file.
-
-        Args:
-            path: Of it; the format is at the top.
-
-        Returns:
-            The trace.
-
-        Raises:
-            DataError: It is no such file; the message names the line.
-        """
+        """Reads a trace file, or raises DataError with the number of the wrong line."""
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -88,18 +77,7 @@ class PreemptionTrace:
 
     @classmethod
     def parse(cls, lines: Iterable[str], name: str = "trace") -> PreemptionTrace:
-        """Reads lines; as `load`.
-
-        Args:
-            lines: With the names of the columns in the first that is no remark.
-            name: For messages.
-
-        Returns:
-            The trace.
-
-        Raises:
-            DataError: They are no trace.
-        """
+        """Parses the lines of a trace file; ``name`` is for the messages of DataError."""
         rows = csv.reader(line if line.strip() and not line.lstrip().startswith("#") else "" for line in lines)
         columns: list[str] = []
         failures: list[Failure] = []
@@ -134,7 +112,7 @@ class PreemptionTrace:
         return cls(tuple(failures), length)
 
     def to_csv(self) -> str:
-        """The same as text; `parse` gives it back bit for bit."""
+        """Returns CSV that `parse` reads back exactly."""
         rows = [f"{each.time_seconds!r},{each.kind},{each.down_seconds!r}" for each in self.failures]
         return "\n".join([",".join(_COLUMNS), *rows, f"{self.length_seconds!r},{_END},"]) + "\n"
 
@@ -148,14 +126,14 @@ class PreemptionTrace:
         down_seconds: float = 0.0,
         kind: Kind = "machine",
     ) -> PreemptionTrace:
-        """Makes one up: failures at random moments, independent of each other.
+        """Generates a trace of independent failures at random times.
 
         Args:
-            mtbf_seconds: Mean time between two of them, > 0.
-            length_seconds: Of the trace, > 0.
-            seed: Of the moments.
-            down_seconds: After each.
-            kind: Of all.
+            mtbf_seconds: Mean time between failures, > 0.
+            length_seconds: Length of the trace, > 0.
+            seed: Seed of the random times.
+            down_seconds: Down time after each failure.
+            kind: Kind of all failures.
 
         Returns:
             The trace.
@@ -184,63 +162,55 @@ def _seconds(text: str, place: str) -> float:
 
 @dataclass(frozen=True)
 class Habit:
-    """A way to save, as often as it is done."""
+    """A strategy with its interval."""
 
     name: str
-    """Of the strategy."""
+    """Name of the strategy."""
     prediction: Prediction
     step_seconds: float
     every_steps: int
 
     @property
     def work_seconds(self) -> float:
-        """Training between two saves."""
+        """Training time between two saves."""
         return self.every_steps * self.step_seconds
 
     @property
     def cost_seconds(self) -> float:
-        """What a save adds; a save that falls due while as many are under way as may be waits for the oldest."""
+        """Time that a save adds; with ``in_flight`` saves in progress the next one waits for the oldest."""
         landing = self.prediction.landed_seconds / self.prediction.in_flight
         return max(self.prediction.cost_seconds, landing - self.work_seconds)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where the time went."""
+    """How the time of a run was spent."""
 
     habit: Habit
     num_failures: int
     steps: int
-    """That count in the end."""
+    """Steps that are not lost at the end."""
     useful_seconds: float
     lost_seconds: float
-    """Of training that was done again, or that an event left undone."""
+    """Training that had to be repeated, and steps that an event interrupted."""
     saving_seconds: float
     recovering_seconds: float
     down_seconds: float
 
     @property
     def total_seconds(self) -> float:
-        """All of it: the trace."""
+        """Sum of all parts: the length of the trace."""
         spent = self.lost_seconds + self.saving_seconds + self.recovering_seconds + self.down_seconds
         return self.useful_seconds + spent
 
     @property
     def goodput(self) -> float:
-        """The share that counts."""
+        """Useful part of the time."""
         return self.useful_seconds / self.total_seconds
 
 
 def replay(trace: PreemptionTrace, habit: Habit) -> Outcome:
-    """Plays a run from the beginning of a trace to its end.
-
-    Args:
-        trace: What happened.
-        habit: How the run saved.
-
-    Returns:
-        Where the time went.
-    """
+    """Replays a run through a trace, and returns how its time was spent."""
     run = _Run(habit)
     for failure in trace.failures:
         run.reach(failure.time_seconds)
@@ -250,30 +220,30 @@ def replay(trace: PreemptionTrace, habit: Habit) -> Outcome:
 
 
 def replay_all(trace: PreemptionTrace, habits: Iterable[Habit]) -> list[Outcome]:
-    """The same for several, the best first."""
+    """Replays several runs through a trace; returns the best first."""
     return sorted((replay(trace, habit) for habit in habits), key=lambda outcome: -outcome.goodput)
 
 
 class _Run:
-    """A run somewhere in a trace. A *life* is the time from the end of a recovery to the next event."""
+    """The state of a run in a trace. A *life* is the time from the end of a recovery to the next event."""
 
     def __init__(self, habit: Habit) -> None:
         self._habit = habit
         self._work, self._cycle = habit.work_seconds, habit.work_seconds + habit.cost_seconds
         self._now = self._down_until = 0.0
         self._born = 0.0
-        """When this life begins: down and recovery end."""
+        """When this life begins: after down time and recovery."""
         self._base = self._steps = 0
-        """Steps at its beginning, and now."""
+        """Steps at the beginning of this life, and now."""
         self._own = self._cluster = self._storage = 0
-        """Steps of the newest snapshot that each holds."""
+        """Steps of the newest snapshot in shared memory, cluster memory and storage."""
         self._flushing: list[tuple[float, int]] = []
-        """Committed to the cluster's memory: when it will be in storage, and its steps."""
+        """For each snapshot in cluster memory: when it will be durable, and its steps."""
         self._executed = 0
         self._torn = self._saving = self._recovering = self._down = 0.0
 
     def reach(self, moment: float) -> None:
-        """Lets the time pass until an event, or the end."""
+        """Advances the time to an event or the end."""
         self._down += max(0.0, min(moment, self._down_until) - self._now)
         begin = max(self._now, self._down_until)
         self._recovering += max(0.0, min(moment, self._born) - begin)
@@ -282,7 +252,7 @@ class _Run:
         self._now = moment
 
     def _live(self, age: float) -> None:
-        """Accounts for a whole life, and for what it leaves in the tiers."""
+        """Accounts for a complete life, and for the snapshots that it leaves in the tiers."""
         habit = self._habit
         cycles = math.floor(age / self._cycle)
         rest = age - cycles * self._cycle
@@ -314,7 +284,7 @@ class _Run:
                 self._flushing.append((taken + prediction.durable_seconds, self._after(number)))
 
     def _num_safe(self, age: float, lag: float | None) -> int:
-        """How many of this life's snapshots are as old as it takes."""
+        """Returns how many of this life's snapshots are older than the lag."""
         if lag is None or age < self._work + lag:
             return 0
         return math.floor((age - self._work - lag) / self._cycle) + 1
@@ -323,7 +293,7 @@ class _Run:
         return self._base + number * self._habit.every_steps
 
     def fail(self, kind: Kind, down_seconds: float) -> None:
-        """Something goes away, now."""
+        """Applies a failure at the current time."""
         self._storage = max([self._storage, *(steps for ready, steps in self._flushing if ready <= self._now)])
         self._flushing = [each for each in self._flushing if each[0] > self._now]
         if kind != "process":
@@ -342,7 +312,7 @@ class _Run:
         self._born = self._down_until + (seconds or 0.0) * (self._base > 0)
 
     def outcome(self, num_failures: int) -> Outcome:
-        """At the end; steps since the last recovery count, saved or not."""
+        """Returns the outcome at the end; steps since the last recovery count, saved or not."""
         step = self._habit.step_seconds
         return Outcome(
             self._habit,

@@ -1,4 +1,4 @@
-"""``shade checkpoint simulate``: what another strategy, another interval would have kept of a run, on a real trace."""
+"""Implements ``shade checkpoint simulate``: replays a trace of failures against strategies and intervals."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ The trace is a CSV file, a line an event:
   4000,process,0
   86400,end,
 
-kind is what went away: process (a trainer), machine (with its memory), cluster (all memory there is). down_seconds is
-how long it took until as many machines were there again. Without kind every event is a machine, without down_seconds a
-spare stands by, without end the last event ends the trace.
+kind is what failed: process (a trainer), machine (with its memory), cluster (all memory). down_seconds is the time
+until as many machines were available again. Without kind every event is a machine, without down_seconds a spare is
+available, without end the last event ends the trace.
 
-The costs are those of a run (strategy="auto" logs them), or are measured here and now: copies and hashes in this
-machine's memory, writing at --persist, sending to --store. The replay is exact: nothing is drawn at random. kept + lost
-+ saving + recovering + down is the whole trace. expected is what the closed form says of failures at random moments.
-Strategies that do not restore bit for bit are left out unless they are named.
+The costs are those of a run (strategy="auto" logs them), or are measured on this machine: copies and hashes in memory,
+writes to --persist, transfers to --store. The replay is exact; nothing is drawn at random. kept + lost + saving +
+recovering + down is the length of the trace. expected is the closed form for failures at random moments. Strategies
+that do not restore bit for bit are left out unless they are named.
 
-exit code: 0; 2 what was asked cannot be done
+exit code: 0; 2 the command could not be carried out
 """
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PASS_FRACTION: Final = 0.9
-"""Of a step, forward and backward, where no run has measured it: an optimizer's step is short."""
+"""Part of a step that is forward and backward, if no run has measured it: an optimizer's step is short."""
 _WEIGHTS: Final = 2**22
-"""Numbers that a codec is tried on."""
+"""Numbers that a codec is measured on."""
 _POINTS: Final = 24
-"""Intervals of each line of the plot, from a fifth of the best to five times."""
+"""Intervals per line of the plot, from a fifth of the best one to five times it."""
 
 
 def _seconds(text: str) -> float:
@@ -68,26 +68,30 @@ def _share(text: str) -> float:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    happened = parser.add_argument_group("what happened")
-    happened.add_argument("--trace", type=Path, metavar="FILE", help="preemptions, as CSV")
-    happened.add_argument("--mtbf", type=_seconds, metavar="TIME", help="or made up: mean time between failures")
-    happened.add_argument("--length", type=_seconds, default="30d", metavar="TIME", help="of what is made up (30d)")
-    happened.add_argument("--down", type=_seconds, default=0.0, metavar="TIME", help="after each failure made up (0)")
-    happened.add_argument("--seed", type=int, default=0, metavar="N", help="of what is made up (0)")
-    happened.add_argument("--make-trace", type=Path, metavar="FILE", help="write what is made up")
-    run = parser.add_argument_group("what was trained, and where")
-    run.add_argument("--costs", type=Path, metavar="FILE", help="measured by a run")
-    run.add_argument("--state", metavar="BYTES", help="or measured now: length of the state, as 1.5GB")
-    run.add_argument("--step", type=_seconds, metavar="TIME", help="of a training step")
+    failures = parser.add_argument_group("failures")
+    failures.add_argument("--trace", type=Path, metavar="FILE", help="preemptions, as CSV")
+    failures.add_argument(
+        "--mtbf", type=_seconds, metavar="TIME", help="or a synthetic one: mean time between failures"
+    )
+    failures.add_argument(
+        "--length", type=_seconds, default="30d", metavar="TIME", help="length of a synthetic trace (30d)"
+    )
+    failures.add_argument("--down", type=_seconds, default=0.0, metavar="TIME", help="down time after each failure (0)")
+    failures.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the synthetic trace (0)")
+    failures.add_argument("--make-trace", type=Path, metavar="FILE", help="write the synthetic trace")
+    run = parser.add_argument_group("training and hardware")
+    run.add_argument("--costs", type=Path, metavar="FILE", help="costs that a run has measured")
+    run.add_argument("--state", metavar="BYTES", help="length of the state, as 1.5GB, to measure the costs now")
+    run.add_argument("--step", type=_seconds, metavar="TIME", help="time of a training step")
     run.add_argument("--persist", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
     run.add_argument("--store", metavar="URL", help="a cluster's memory, as redis+cluster://host:7000")
-    run.add_argument("--save-costs", type=Path, metavar="FILE", help="write what was measured")
-    asked = parser.add_argument_group("what if")
+    run.add_argument("--save-costs", type=Path, metavar="FILE", help="write the measured costs")
+    asked = parser.add_argument_group("alternatives")
     asked.add_argument("--strategy", metavar="NAMES", help="separated by commas (all that restore bit for bit)")
-    asked.add_argument("--codec", metavar="NAME", help="of the chunks (each strategy has its own)")
+    asked.add_argument("--codec", metavar="NAME", help="codec of the chunks (that of each strategy)")
     asked.add_argument("--every", metavar="STEPS", help="intervals, separated by commas (the best of each strategy)")
-    asked.add_argument("--budget", type=_share, default=0.05, metavar="SHARE", help="that saving may add (5%%)")
-    asked.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what is kept over the interval")
+    asked.add_argument("--budget", type=_share, default=0.05, metavar="SHARE", help="time that saving may add (5%%)")
+    asked.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the goodput over the interval")
 
 
 def _answer(given: argparse.Namespace) -> int:
@@ -125,7 +129,7 @@ def _trace(given: argparse.Namespace) -> PreemptionTrace:
 
     if (given.trace is None) == (given.mtbf is None):
         got = "both" if given.trace is not None else "neither"
-        raise ConfigError.of("a --trace, or --mtbf to make one up", got, "name one of them")
+        raise ConfigError.of("a --trace, or --mtbf for a synthetic one", got, "name one of them")
     if given.trace is not None:
         return PreemptionTrace.load(given.trace)
     made = PreemptionTrace.synthetic(given.mtbf, given.length, given.seed, down_seconds=given.down)
@@ -147,7 +151,7 @@ def _costs(given: argparse.Namespace) -> Costs:
     if given.costs is not None:
         return Costs.load(given.costs)
     if given.state is None or given.step is None:
-        cure = "name a file that a run wrote, or say how long the state and a step are"
+        cure = "name a file that a run wrote, or give the length of the state and the time of a step"
         raise ConfigError.of("--costs, or --state and --step", None, cure)
     costs = _measured(given)
     if given.save_costs is not None:
@@ -185,7 +189,7 @@ def _measured(given: argparse.Namespace) -> Costs:
 
 
 def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str, Prediction]:
-    """Of the strategies that were named, or of all that restore bit for bit and whose codec has been measured."""
+    """Predicts the named strategies, or all that restore bit for bit and whose codec has been measured."""
     from shade.checkpoint._strategies import STRATEGIES
     from shade.checkpoint._strategies.measure import codec_cost
     from shade.checkpoint._strategies.pilot import candidates
@@ -203,7 +207,7 @@ def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str
 
 
 def _weights() -> memoryview:
-    """What a codec is tried on: numbers spread as a network's are, and as hard to compress."""
+    """Returns numbers distributed like the weights of a network, and as hard to compress."""
     import numpy as np
 
     return np.random.default_rng(0).normal(0, 0.02, _WEIGHTS).astype(np.float32).view(np.uint8).data
@@ -221,12 +225,12 @@ def _numbers(text: str) -> list[int]:
 
 def _about(trace: PreemptionTrace, costs: Costs) -> str:
     kinds = {kind: sum(each.kind == kind for each in trace.failures) for kind in ("process", "machine", "cluster")}
-    told = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "none"
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "none"
     rates = {
         "copy": costs.copy_rate, "hash": costs.hash_rate, "send": costs.send_rate, "write": costs.write_rate
     }  # fmt: skip
     return (
-        f"{trace.length_seconds / 86400:.2f} days, {len(trace.failures)} failures ({told}), one in "
+        f"{trace.length_seconds / 86400:.2f} days, {len(trace.failures)} failures ({counts}), one in "
         f"{trace.mtbf_seconds / 3600:.2f} h\n"
         f"state {size(costs.state_bytes)}, step {costs.step_seconds:.3f} s; "
         + ", ".join(f"{name} {size(rate)}/s" for name, rate in rates.items() if rate is not None)
@@ -235,7 +239,7 @@ def _about(trace: PreemptionTrace, costs: Costs) -> str:
 
 SIMULATE: Final = Verb(
     "simulate",
-    "what another strategy or interval would have kept of a run",
+    "compare strategies and intervals on a trace of failures",
     "Replays a trace of preemptions against strategies and intervals.",
     _EXAMPLES,
     _arguments,

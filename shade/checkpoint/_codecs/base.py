@@ -125,14 +125,7 @@ class Delta(Codec, ABC):
     """Greatest relative error, per tensor and chunk, that is kept unless the user sets another."""
 
     def survey(self, data: memoryview, base: memoryview, entries: Mapping[str, TensorEntry], tree: Any) -> None:
-        """Inspects a whole shard before its chunks are encoded; most codecs do nothing here.
-
-        Args:
-            data: The shard.
-            base: The base's shard, of the same layout.
-            entries: Its tensors.
-            tree: The skeleton of the state.
-        """
+        """Inspects a whole shard before its chunks are encoded; most codecs do nothing here."""
 
     @abstractmethod
     def encode(
@@ -170,15 +163,8 @@ class Delta(Codec, ABC):
 def standalone_codec(name: str) -> Standalone:
     """Returns a standalone codec.
 
-    Args:
-        name: A name in `CODECS`.
-
-    Returns:
-        The codec.
-
-    Raises:
-        UnknownNameError: There is no such codec.
-        ConfigError: The codec needs a base, or a package is missing.
+    Raises UnknownNameError if there is no such codec, or ConfigError if the codec needs a base, or a package is
+    missing.
     """
     codec = CODECS.get(name)()
     if not isinstance(codec, Standalone):

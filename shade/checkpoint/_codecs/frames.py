@@ -45,17 +45,7 @@ class Frames:
     def unpack(self, stored: Bytes, least: int, most: int, item_bytes: int = 1) -> npt.NDArray[np.uint8]:
         """Returns the data of a frame.
 
-        Args:
-            stored: The frame.
-            least: Least number of bytes in it.
-            most: Greatest number of bytes in it.
-            item_bytes: The value that `pack` was given.
-
-        Returns:
-            Flat data; may be read-only.
-
-        Raises:
-            CorruptCheckpointError: It is no frame, or its length is out of range.
+        Raises CorruptCheckpointError if it is no frame, or its length is out of range.
         """
         zstandard = self._zstandard
         try:

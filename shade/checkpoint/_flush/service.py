@@ -405,13 +405,6 @@ class _FlushService:
         """Returns whether a run has ended and is durable, or cannot be saved; its lock is then released.
 
         The end mark is read once more after the release, for a run that restarted while it still saw the lock.
-
-        Args:
-            run: The run id.
-            patience_seconds: See `PATIENCE_SECONDS`.
-
-        Returns:
-            Whether to stop serving it.
         """
         each = self.served[run]
         if not each.has_ended(patience_seconds):

@@ -53,12 +53,7 @@ def check_canonical(make: Callable[[], bytes], content: Bytes) -> None:
 
     So a record has no member twice, no spaces, and nothing left out.
 
-    Args:
-        make: Writes the record that was parsed.
-        content: The bytes that were parsed.
-
-    Raises:
-        CorruptCheckpointError: The bytes differ.
+    Raises CorruptCheckpointError if the bytes differ.
     """
     try:
         again = make()

@@ -182,14 +182,7 @@ class Manifest:
     def chunks_of(self, names: Iterable[str]) -> list[int]:
         """Returns the numbers of the chunks that hold some tensors, ascending, each once.
 
-        Args:
-            names: Names of the tensors.
-
-        Returns:
-            The numbers.
-
-        Raises:
-            StateMismatchError: The shard has no such tensor.
+        Raises StateMismatchError if the shard has no such tensor.
         """
         wanted: set[int] = set()
         for name in names:
@@ -218,15 +211,7 @@ class Manifest:
     def parse(cls, content: Bytes, digest: str) -> Manifest:
         """Parses and checks a manifest.
 
-        Args:
-            content: Bytes from `to_bytes`.
-            digest: Digest from the commit record.
-
-        Returns:
-            The manifest.
-
-        Raises:
-            CorruptCheckpointError: It is not the committed one, or its version is unknown.
+        Raises CorruptCheckpointError if it is not the committed one, or its version is unknown.
         """
         if digest_of(content) != digest:
             raise CorruptCheckpointError(f"a manifest of {len(content)} bytes is not the one that was committed")
@@ -315,14 +300,7 @@ class Commit:
     def parse(cls, content: Bytes) -> Commit:
         """Parses and checks a record.
 
-        Args:
-            content: Bytes from `to_bytes`.
-
-        Returns:
-            The record.
-
-        Raises:
-            CorruptCheckpointError: It does not match its own digest, or its version is unknown.
+        Raises CorruptCheckpointError if it does not match its own digest, or its version is unknown.
         """
         fields = _parse(content, cls, "digest")
         del fields["digest"]  # check_canonical() compares it

@@ -116,15 +116,7 @@ class Keep:
         return [record for digest, record in known.items() if digest in kept]
 
     def discardable(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
-        """Returns the records that may be removed: oldest first, but each before its base; never the newest.
-
-        Args:
-            records: As in `kept`.
-            others: As in `kept`.
-
-        Returns:
-            The records.
-        """
+        """Returns the records that may be removed: oldest first, but each before its base; never the newest."""
         known = {record.digest: record for record in records}
         kept = {record.digest for record in self.kept(known.values(), others)}
 

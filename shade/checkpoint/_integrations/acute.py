@@ -121,11 +121,7 @@ class RemoteNode:
     def is_serving(self) -> bool:
         """Returns whether a flusher serves the run; takes half a second as a rule.
 
-        Returns:
-            Whether one does.
-
-        Raises:
-            StoreError: The store does not answer.
+        Raises StoreError if the store does not answer.
         """
         if self.store is None:
             return False
@@ -242,8 +238,7 @@ init_dash = init_acute
 def destroy_acute() -> None:
     """Ends, on every rank, when all saves are committed; the flusher continues. Safe to call twice.
 
-    Raises:
-        CheckpointError: The last save is in no tier.
+    Raises CheckpointError if the last save is in no tier.
     """
     global _current
     if _current is None:

@@ -107,12 +107,8 @@ class ShadeReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Returns DCP's metadata of the snapshot.
 
-        Returns:
-            The metadata.
-
-        Raises:
-            CheckpointError: There is no such snapshot.
-            CorruptCheckpointError: Its metadata is lost in every copy.
+        Raises CheckpointError if there is no such snapshot, or CorruptCheckpointError if its metadata is lost in every
+        copy.
         """
         self._snapshot, manifest = self._choose()
         self._manifests = {}
@@ -363,15 +359,8 @@ def is_sharded(reader: Reader, snapshot: Snapshot) -> bool:
 def gather_state(reader: ShadeReader) -> dict[str, Any]:
     """Reads all shards of a snapshot as one state.
 
-    Args:
-        reader: Selects the snapshot.
-
-    Returns:
-        The state.
-
-    Raises:
-        CheckpointError: There is no such snapshot.
-        CorruptCheckpointError: Something in it is lost in every copy.
+    Raises CheckpointError if there is no such snapshot, or CorruptCheckpointError if something in it is lost in every
+    copy.
     """
     metadata = reader.read_metadata()
     wanted: dict[str, Any] = {

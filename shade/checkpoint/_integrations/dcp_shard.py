@@ -150,8 +150,7 @@ class PackedState:
     def check(self) -> None:
         """Compares the data in memory with what was hashed.
 
-        Raises:
-            TornSnapshotError: It has changed; what was stored may be a mixture.
+        Raises TornSnapshotError if it has changed; what was stored may be a mixture.
         """
         for name, (tensor, version, address) in self._live.items():
             if (tensor._version, tensor.data_ptr()) != (version, address):

@@ -247,12 +247,7 @@ class ShadeWriter(StorageWriter):
     def wait_durable(self, timeout_seconds: float | None = None) -> None:
         """Returns when the step saved last is in storage. Any rank may call it.
 
-        Args:
-            timeout_seconds: Longest time to wait; None: no limit.
-
-        Raises:
-            ConfigError: There is no storage.
-            CheckpointError: It is not there in time.
+        Raises ConfigError if there is no storage, or CheckpointError if it is not there in time.
         """
         step, storage = self._step(), (self._opened or opened(self._address, is_coordinator=False)).tiers.storage
         if storage is None:

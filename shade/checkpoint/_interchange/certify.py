@@ -68,14 +68,7 @@ def read_trail(path: Path) -> dict[int, str]:
 def copy_snapshot(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
     """Copies a snapshot into another tier, verified, after its bases.
 
-    Args:
-        reader: The tiers that hold it.
-        snapshot: The snapshot.
-        target: Tier to write to.
-
-    Raises:
-        CorruptCheckpointError: It is lost in every copy.
-        StorageError: It cannot be written.
+    Raises CorruptCheckpointError if it is lost in every copy, or StorageError if it cannot be written.
     """
     record = snapshot.record
     if snapshot.base is not None and snapshot.base.record not in target.held().values():

@@ -188,14 +188,7 @@ _KNOWN: Final[dict[tuple[str, str], Any]] = {
 def save_dcp(state: Any, plain: Any, path: Path) -> None:
     """Writes a state as a DCP folder.
 
-    Args:
-        state: The state: a dict.
-        plain: The same in plain types, for other readers.
-        path: The folder.
-
-    Raises:
-        ConfigError: It is no dict, or has a key that we use.
-        StorageError: DCP could not write.
+    Raises ConfigError if it is no dict, or has a key that we use, or StorageError if DCP could not write.
     """
     if not isinstance(plain, dict) or _OURS in plain:
         raise ConfigError.of(f"a dict without a key {_OURS!r} for DCP", type(state).__name__, "wrap or rename it")

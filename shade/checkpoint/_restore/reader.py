@@ -125,15 +125,7 @@ class Reader:
     def manifest(self, snapshot: Snapshot, rank: int) -> Manifest:
         """Returns one rank's manifest, from the first place that has it intact.
 
-        Args:
-            snapshot: The snapshot.
-            rank: A rank below the snapshot's world size.
-
-        Returns:
-            The manifest as it was committed.
-
-        Raises:
-            CorruptCheckpointError: It is lost in every copy.
+        Raises CorruptCheckpointError if it is lost in every copy.
         """
         digest = snapshot.record.manifests[rank]
         for source in snapshot.sources:
@@ -193,14 +185,7 @@ class Reader:
     ) -> None:
         """Reads verified chunks, in stored form, into the caller's memory.
 
-        Args:
-            snapshot: The snapshot.
-            manifest: The shard's manifest.
-            numbers: Chunk numbers.
-            buffers: One per chunk, of its stored length.
-
-        Raises:
-            CorruptCheckpointError: A chunk is lost in every copy; the content of the buffers is undefined.
+        Raises CorruptCheckpointError if a chunk is lost in every copy; the content of the buffers is undefined.
         """
         into = dict(zip(numbers, buffers, strict=True))
 
@@ -281,15 +266,7 @@ class Reader:
     def repair(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
         """Writes what each place has lost, from the places that have it.
 
-        Args:
-            snapshot: The snapshot.
-            report: The result of `examine`.
-
-        Returns:
-            The number of chunks written.
-
-        Raises:
-            CorruptCheckpointError: Something is lost in every copy; everything else was repaired.
+        Raises CorruptCheckpointError if something is lost in every copy; everything else was repaired.
         """
         lost: CorruptCheckpointError | None = None
         repaired = 0
@@ -463,12 +440,7 @@ def matches_data_digest(manifest: Manifest, number: int, data: Bytes) -> bool:
 def check_decodable(reader: Reader, snapshot: Snapshot) -> None:
     """Decodes a snapshot that has a base completely; an intact snapshot is still lost without its base.
 
-    Args:
-        reader: The tiers.
-        snapshot: The snapshot.
-
-    Raises:
-        CorruptCheckpointError: A chunk cannot be decoded.
+    Raises CorruptCheckpointError if a chunk cannot be decoded.
     """
     if snapshot.record.base is None:
         return

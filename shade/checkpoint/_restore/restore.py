@@ -355,15 +355,7 @@ def describe_loss(bounds: Mapping[str, Bound]) -> str:
 def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
     """Reads verified, decoded chunks to their place in the arena; without a codec straight from the tier.
 
-    Args:
-        reader: The tiers.
-        snapshot: The snapshot.
-        manifest: The shard's manifest.
-        arena: Memory of the shard.
-        numbers: Chunk numbers.
-
-    Raises:
-        CorruptCheckpointError: A chunk is lost in every copy.
+    Raises CorruptCheckpointError if a chunk is lost in every copy.
     """
     parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
     shard = ShardDecoder(reader, snapshot, manifest)

@@ -211,15 +211,7 @@ _DIGEST_BYTES: Final = 16
 
 
 def parity_of(layout: SlotLayout, chunks: Sequence[Bytes]) -> list[memoryview]:
-    """Returns the r parity pieces of a stripe as they are stored, each followed by its digest.
-
-    Args:
-        layout: A layout with parity.
-        chunks: The k chunks, or fewer in the last stripe.
-
-    Returns:
-        The pieces.
-    """
+    """Returns the r parity pieces of a stripe as they are stored, each followed by its digest."""
     length = padded_bytes(max(map(len, chunks)))
     stored = [np.empty(length + _DIGEST_BYTES, np.uint8) for _ in range(layout.num_parity)]
     parity = [each[:length] for each in stored]

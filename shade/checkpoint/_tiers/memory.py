@@ -467,16 +467,7 @@ def check_capacity(
 ) -> None:
     """Raises StoreFullError if the fullest server has less left than its share of a snapshot.
 
-    Args:
-        store: The store.
-        layout: Layout of the snapshot.
-        shard_bytes: Length of each rank's shard.
-        reused: Slots whose content is erased first.
-        rank_bytes: Bytes that one rank has in flight at once.
-
-    Raises:
-        StoreFullError: The snapshot does not fit.
-        StoreUnavailableError: A server does not answer.
+    Raises StoreFullError if the snapshot does not fit, or StoreUnavailableError if a server does not answer.
     """
     primaries = [node for node in store.stats().nodes if node.role == "primary"]
     num_servers = len(layout.tags)

@@ -137,17 +137,7 @@ def _backend_of(backend: Store | Volume, run: str, name: str) -> _LockBackend:
 def is_held(backend: Store | Volume, run: str, name: str = TRAINER) -> bool:
     """Returns whether a live process holds a lock; takes one heartbeat as a rule, and three at most.
 
-    Args:
-        backend: A store or volume.
-        run: The run id.
-        name: Name of the lock.
-
-    Returns:
-        Whether its owner is alive.
-
-    Raises:
-        StoreError: The store does not answer.
-        StorageError: The storage does not answer.
+    Raises StoreError if the store does not answer, or StorageError if the storage does not answer.
     """
     return _live_owner(_backend_of(backend, run, name)) is not None
 
@@ -202,8 +192,7 @@ class RunLock:
     def check(self) -> None:
         """Verifies that the lock is still ours; called before each save. A store that does not answer is ignored.
 
-        Raises:
-            RunInUseError: Another process holds it now.
+        Raises RunInUseError if another process holds it now.
         """
         if self._replaced_by is None:
             try:

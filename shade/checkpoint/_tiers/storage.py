@@ -214,11 +214,7 @@ class StorageTier(Tier):
             self._volume.delete_many([name])
 
     def tidy(self, *, is_only_writer: bool = False) -> None:
-        """Sweeps before a run's first save; an error of the storage is only logged.
-
-        Args:
-            is_only_writer: See `sweep`.
-        """
+        """Sweeps before a run's first save; an error of the storage is only logged."""
         try:
             for place in self.sweep(is_only_writer=is_only_writer):
                 logger.info("removed %s: an interrupted save", place)

@@ -62,12 +62,7 @@ def rows(outcomes: Sequence[Outcome], mtbf_seconds: float) -> list[list[str]]:
 def plot(curves: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     """Plots the goodput over the seconds between two saves, one line per strategy.
 
-    Args:
-        curves: By strategy, in order of the interval.
-        path: Where to; the suffix says the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the path cannot be written.
+    Raises ConfigError if matplotlib is not installed, or the path cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -128,18 +128,7 @@ class PreemptionTrace:
     ) -> PreemptionTrace:
         """Generates a trace of independent failures at random times.
 
-        Args:
-            mtbf_seconds: Mean time between failures, > 0.
-            length_seconds: Length of the trace, > 0.
-            seed: Seed of the random times.
-            down_seconds: Down time after each failure.
-            kind: Kind of all failures.
-
-        Returns:
-            The trace.
-
-        Raises:
-            ConfigError: One of the times is not positive.
+        Raises ConfigError if one of the times is not positive.
         """
         if not (mtbf_seconds > 0 and length_seconds > 0):
             cure = "give both in seconds"

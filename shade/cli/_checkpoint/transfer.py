@@ -106,7 +106,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _restore(given: argparse.Namespace) -> int:
-    from shade.checkpoint._commit.process_group import SingleProcessGroup
+    from shade.checkpoint._commit.protocol import SingleProcessGroup
     from shade.checkpoint._interchange.export import export
     from shade.checkpoint._restore.restore import read_newest
 

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 
 from typing_extensions import override
 
-from shade.storage.names import PARTIAL
+from shade.storage.base import PARTIAL
 from tests.simulation.torture.world import Act, World
 
 SECTOR_BYTES: Final = 512

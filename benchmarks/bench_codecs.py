@@ -11,7 +11,7 @@ Method
     stored in a folder and read back by `shade.checkpoint._restore.restore`.
 
     keyframe, delta   stored bytes over the state's.
-    pack, build       MB of state a second, of the courier's thread and of a restore, keyframes apart from deltas.
+    pack, build       MB of state a second, of the writer's thread and of a restore, keyframes apart from deltas.
     off               greatest relative error of a weight, and of a moment, over all saves.
 
     Cost model: a volume that takes so many MB/s on top of what it does; ``always``, ``never`` (codec none) and
@@ -44,9 +44,7 @@ from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._codecs.base import CODECS
 from shade.checkpoint._codecs.excp import cluster
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import Notes, agree, store
-from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._save.packing import Packer
@@ -102,13 +100,14 @@ def run(
         begun = time.perf_counter()
         packed = packer.pack(number, buffer, layout.num_bytes, layout.entries, tree)
         seconds = time.perf_counter() - begun
-        notes = Notes(number + 1, 0.0, {}, Pace(), "")
-        agreed = agree(SingleProcessGroup(), packed.manifest, None, notes, packed.base)
+        record, shard_bytes, _ = agree(
+            SingleProcessGroup(), packed.manifest, None, sequence=number + 1, saved_at=0.0, base=packed.base
+        )
         assert (
-            store(tier, SingleProcessGroup(), agreed, packed.manifest, lambda chunks=packed.chunks: chunks).place
+            store(tier, SingleProcessGroup(), record, shard_bytes, packed.manifest, lambda chunks=packed.chunks: chunks)
             is not None
         )
-        packer.landed(packed, agreed.record.digest, buffer)
+        packer.committed(packed, record.digest, buffer)
         kind = "keyframe" if packed.base is None else "delta"
         found[kind].append(packed.manifest.stored_bytes / layout.num_bytes)
         found[f"pack_{kind}"].append(layout.num_bytes / 1e6 / seconds)

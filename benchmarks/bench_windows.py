@@ -147,7 +147,7 @@ def measure(rounds: int) -> list[str]:
         for share in random.Random(turn).sample(PASSES, len(PASSES)):
             found[share].append(training.save(share * statistics.median(standing)))
     training.checkpointer.close()
-    training.checkpointer.tiers.stage.remove()
+    training.checkpointer._tiers.shared_memory.remove()
     copy = statistics.median(standing)
     before = statistics.median(called for called, _, _ in found[max(PASSES)])
     rows = [

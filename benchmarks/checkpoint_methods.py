@@ -4,9 +4,9 @@ A method has three verbs. `begin` takes the snapshot; what it needs until it ret
 the optimizer may step: a method that copies in the background waits there, which blocks as well. `finish` returns when
 everything begun is on the disk. What a library leaves in the page cache is synced for it, so that all reach the same.
 
-Every strategy of the package is a method by the name `shade, <strategy>`, with its own terms but for the interval: what
-sync, fastpersist and the like wait for beyond the copy is waited for here as in a training. torchsnapshot is here and
-is no strategy: it is the package as it is, with its own format (decision 0027).
+Every strategy of the package is a method by the name `shade, <strategy>`, with its own config but for the interval.
+What sync, fastpersist and the like wait for beyond the copy is waited for here as in a training. torchsnapshot is here
+and is no strategy: it is the package as it is, with its own format (decision 0027).
 """
 
 from __future__ import annotations
@@ -227,30 +227,30 @@ class Shade(Method):
             self.store, persist_to=str(self.folder), run=run_id(), strategy=self.strategy, every="never"
         )
         self.checkpointer.attach(model=self.model, optimizer=self.optimizer)
-        self.tickets: list[Any] = []
+        self.handles: list[Any] = []
         self.committed_seconds: list[float] = []
 
     def begin(self, step: int) -> None:
         self.checkpointer.step_count = step
         begun = time.perf_counter()
-        ticket = self.checkpointer.save()
-        self.tickets.append(ticket)
-        self.watch(ticket, begun)
+        handle = self.checkpointer.save()
+        self.handles.append(handle)
+        self.watch(handle, begun)
 
-    def watch(self, ticket: Any, begun: float) -> None:
+    def watch(self, handle: Any, begun: float) -> None:
         def landed(_: Any) -> None:
             (self.committed_seconds if self.store else self.durable_seconds).append(time.perf_counter() - begun)
 
-        ticket.landed.add_done_callback(landed)
+        handle.committed.add_done_callback(landed)
 
     def may_change(self) -> None:
         self.checkpointer.wait_copy_complete()
-        if self.checkpointer.terms.step_waits_for == "durable" and self.tickets:
+        if self.checkpointer.config.step_waits_for == "durable" and self.handles:
             self.checkpointer.wait_durable()
 
     def finish(self) -> None:
-        if self.tickets:
-            begun = self.tickets[-1].begun
+        if self.handles:
+            begun = self.handles[-1].begun
             self.checkpointer.wait_durable()
             if self.store:
                 self.durable_seconds.append(time.monotonic() - begun)

@@ -110,16 +110,16 @@ class Strategy(checkpoint_methods.Shade):
     def __init__(self, *args: Any) -> None:
         _link(_spare(), own_folder(checkpoint_methods.run_id()))
         super().__init__(*args)
-        self.num_buffers = self.checkpointer.terms.buffers
+        self.num_buffers = self.checkpointer.config.buffers
 
-    def watch(self, ticket: Any, begun: float) -> None:
+    def watch(self, handle: Any, begun: float) -> None:
         """Notes when it is kept, and when it has landed."""
-        super().watch(ticket, begun)
+        super().watch(handle, begun)
         if self.store is None:
-            threading.Thread(target=self._look, args=(ticket, begun), daemon=True).start()
+            threading.Thread(target=self._look, args=(handle, begun), daemon=True).start()
 
-    def _look(self, ticket: Any, begun: float) -> None:
-        while not ticket.kept and not ticket.landed.done():
+    def _look(self, handle: Any, begun: float) -> None:
+        while not handle.is_in_shared_memory and not handle.committed.done():
             time.sleep(POLL_SECONDS)
         self.committed_seconds.append(time.perf_counter() - begun)
 

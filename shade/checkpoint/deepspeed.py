@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed in our tiers, by its own plug-in interface, `CheckpointEngine`.
+"""Saves checkpoints of DeepSpeed into our tiers, by its plug-in interface `CheckpointEngine`.
 
 ::
 
@@ -7,18 +7,18 @@
     engine.save_checkpoint("/mnt/runs/bert")
     engine.load_checkpoint("/mnt/runs/bert")
 
-DeepSpeed thinks in files: for a tag, each rank hands over some states, each with a path, and then says that it was all.
-Here those states become one snapshot: hashed, sent to the cluster's memory or storage, committed whole or not at all,
-verified when read. What is the same on several ranks is saved once. At each path lies a note of some bytes, which says
-in which snapshot the state is: so DeepSpeed's own search for files finds what it looks for, and a folder can be copied
-or removed as before. The tag's number is the step that `shade checkpoint list` shows.
+DeepSpeed works with files: for a tag, each rank passes some states, each with a path, and then calls `commit`. Here
+those states become one snapshot: hashed, sent to the cluster's memory or storage, committed completely or not at all,
+verified when read. State that is the same on several ranks is saved once. At each path lies a small note that names the
+snapshot, so DeepSpeed's own search for files works, and a folder can be copied or removed as before. The number in the
+tag is the step that `shade checkpoint list` shows.
 
-How far a save has come when `save_checkpoint` returns is the strategy's word: ``mlc-base``, committed, outlives this
-machine (without a store: durable); ``sync``, durable; ``copy``, copied and on its way. DeepSpeed's file ``latest`` is
-written then; with ``copy`` it may name a snapshot that never came to be, which loading says, with those that did.
+The strategy decides how far a save has come when `save_checkpoint` returns: ``mlc-base``: committed, outlives this
+machine (without a store: durable); ``sync``: durable; ``copy``: copied and in progress. DeepSpeed's file ``latest`` is
+written then; with ``copy`` it may name a snapshot that never came to exist, which loading reports, with those that did.
 
-A closed list of types goes in, as always here (`_capture.flatten`), and of DeepSpeed's own classes those that its
-optimizers put into their states, field by field. No pickle, neither way.
+Only a closed list of types is saved (`_capture.flatten`), and those of DeepSpeed's own classes that its optimizers put
+into their states, field by field. Nothing is pickled or unpickled.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from typing import Any, Final
 
 import torch
 
-from shade.checkpoint._capture.layout import chunks_of
-from shade.checkpoint._capture.unflatten import part_of, tensors_in, unflatten
-from shade.checkpoint._restore.arena import Arena
+from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import fill_arena
+from shade.checkpoint._restore.restore import Arena, fill_arena
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
@@ -52,23 +50,23 @@ except ImportError as error:
     ) from error
 
 NOTE: Final = "shade.deepspeed"
-"""Marks a file as one of ours, and says which version."""
+"""Key that marks a note of this module; its value is the version."""
 _VERSION: Final = 1
 _NUMBER: Final = re.compile(r"(\d{1,18})$")
 _OBJECT: Final = "%deepspeed"
-"""Key of a dict that stands for an object of DeepSpeed's."""
+"""Key of a dict that replaces an object of DeepSpeed's."""
 
 
 class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not typed
-    """One rank's part; make one on every rank, after `deepspeed.initialize`, and close it at the end.
+    """Saves and loads on one rank; create one on every rank after `deepspeed.initialize`, and close it at the end.
 
     Args:
         store: URL of the cluster whose memory takes snapshots; None: storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
-        run: Id under which the snapshots are kept; one live run each.
-        strategy: How far a save has come when `save_checkpoint` returns; see the top of the file.
-        keep: What stays in storage: see `_format.retention.Keep`; DeepSpeed itself never removes any.
-        **options: As `Checkpointer`.
+        run: Id of the run; one live process each.
+        strategy: Decides how far a save has come when `save_checkpoint` returns; see the top of the file.
+        keep: Retention rules of the storage: see `_format.retention.Keep`; DeepSpeed itself never removes any.
+        **options: As in `Checkpointer`.
 
     Raises:
         ConfigError: See `Checkpointer`.
@@ -94,57 +92,57 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
     # ── saving ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """A checkpoint begins.
+        """Begins a checkpoint.
 
         Args:
-            info: Its tag, and the folder.
+            info: Its tag and folder.
         """
         self._files.clear()
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Takes a state; it is saved with all others when `commit` is called.
+        """Takes a state; `commit` saves it with all others.
 
         Args:
-            state_dict: Stays as it is until then.
+            state_dict: The state; it must not change until then.
             path: Where DeepSpeed will look for it.
         """
         where = Path(path)
         self._files[f"{where.parent.name}/{where.name}"] = where, state_dict
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Saves what this rank was given since `create`. Collective.
+        """Saves the states that this rank was given since `create`. Collective.
 
         Args:
-            info: As for `create`.
+            info: As in `create`.
 
         Returns:
             True.
 
         Raises:
             ConfigError: Something in a state cannot be saved.
-            CheckpointError: It is nowhere; DeepSpeed goes on with the ``latest`` that there was.
+            CheckpointError: No tier took it; DeepSpeed continues with the previous ``latest``.
         """
         files, self._files = self._files, {}
         step = self._step_of(str(info.tag))
         states = {name: plain(state) for name, (_, state) in files.items()}
         self.checkpointer.save_state({"tag": str(info.tag), "files": states}, step)
         self.checkpointer.wait_copy_complete()
-        ticket = self.checkpointer.latest
-        assert ticket is not None, "it has just been saved"
-        if self.checkpointer.terms.save_waits_for not in ("begun", "copied"):
-            ticket.landed.result()
+        handle = self.checkpointer.latest
+        assert handle is not None, "it has just been saved"
+        if self.checkpointer.config.save_waits_for not in ("begun", "copied"):
+            handle.committed.result()
         for name, (path, _) in files.items():
-            self._leave_note(path, name, str(info.tag), step)
+            self._write_note(path, name, str(info.tag), step)
         return True
 
     def _step_of(self, tag: str) -> int:
-        """The number that a tag ends in, as in ``global_step120``; else one more than the last."""
+        """Returns the number at the end of a tag, as in ``global_step120``; else the last step plus one."""
         found = _NUMBER.search(tag)
         return int(found[1]) if found else self.checkpointer.step_count + 1
 
-    def _leave_note(self, path: Path, name: str, tag: str, step: int) -> None:
-        """Says at a state's path where it is; whole or not at all."""
-        rank = self.checkpointer.group.rank
+    def _write_note(self, path: Path, name: str, tag: str, step: int) -> None:
+        """Writes the note that names a state's snapshot to the state's path, atomically."""
+        rank = self.checkpointer._group.rank
         note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -154,25 +152,25 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
     # ── loading ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Reads a state, verified. Each rank for itself.
+        """Reads a state, verified. Each rank by itself.
 
         Args:
-            path: Where a note lies.
-            map_location: Device to move tensors to; a function, as DeepSpeed has it for the CPU, leaves them there.
+            path: Path of a note.
+            map_location: Device to move tensors to; a function, as DeepSpeed passes it for the CPU, leaves them there.
 
         Returns:
-            The state as it was given to `save`.
+            The state as `save` was given it.
 
         Raises:
-            CheckpointError: There is no note, or the snapshot never came to be, or is gone.
-            CorruptCheckpointError: It is right in no place.
+            CheckpointError: There is no note, or the snapshot never came to exist, or was removed.
+            CorruptCheckpointError: It is lost in every copy.
         """
         note = _note_at(Path(path), self.checkpointer.run)
         snapshot = self._snapshot(note)
         state = self._read(snapshot, note)
         if isinstance(map_location, str | torch.device) and torch.device(map_location).type != "cpu":
             state = _moved(state, torch.device(map_location))
-        return revived(state)
+        return from_plain(state)
 
     def _snapshot(self, note: dict[str, Any]) -> Snapshot:
         found = self.checkpointer.list()
@@ -185,11 +183,11 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         )
 
     def _read(self, snapshot: Snapshot, note: dict[str, Any]) -> Any:
-        """One rank's state out of a snapshot: its part of that rank's tree, and the chunks that this needs."""
-        reader = self.checkpointer.tiers.reader
+        """Reads one rank's state: its part of that rank's tree, and the chunks that it needs."""
+        reader = self.checkpointer._tiers.reader
         tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
-        whole = part_of(_only(tree), ["tag", "files"])
-        tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only(part_of(whole, ["files"]))
+        whole = part_of(_only_child(tree), ["tag", "files"])
+        tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only_child(part_of(whole, ["files"]))
         if tag != note["tag"]:
             cure = "another was saved under the same number: give tags of one run different numbers"
             raise CheckpointError.of(f"step {note['step']} to be {note['tag']!r}", tag, cure)
@@ -201,27 +199,27 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
             entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
             if entries:
                 arena = Arena(manifest.num_bytes)
-                fill_arena(reader, snapshot, manifest, arena, chunks_of(manifest, entries))
+                fill_arena(reader, snapshot, manifest, arena, manifest.chunks_of(entries))
                 tensors |= arena.tensors(entries)
         return unflatten(wanted, tensors)[note["file"]]
 
     # ── the rest of the interface ───────────────────────────────────────────────────────────────────────────────────
 
     def preserves_storage_sharing(self) -> bool:
-        """No: of a view its own elements are saved, and nobody has to clone it first."""
+        """Returns False: only a view's own elements are saved, so nothing has to be cloned first."""
         return False
 
     def cleanup(self) -> None:
-        """Waits until what was saved has landed, then lets go. Safe to call twice.
+        """Waits until the saves are committed, then closes. Safe to call twice.
 
         Raises:
-            CheckpointError: The save begun last is nowhere.
+            CheckpointError: The last save is in no tier.
         """
         self.checkpointer.close()
 
 
 def _note_at(path: Path, run: str) -> dict[str, Any]:
-    """What a note says."""
+    """Returns the content of a note."""
     cure = "load a checkpoint that was saved through ShadeCheckpointEngine, or leave the engine as DeepSpeed has it"
     try:
         with path.open("rb") as file:
@@ -235,19 +233,17 @@ def _note_at(path: Path, run: str) -> dict[str, Any]:
     return dict(note)
 
 
-def _only(tree: Any) -> Any:
-    """The one thing in a part of a tree."""
+def _only_child(tree: Any) -> Any:
+    """Returns the only child in a part of a tree."""
     try:
         (thing,) = tree["dict"][1]
     except (TypeError, KeyError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(
-            f"expected a state of DeepSpeed's in the snapshot, got another: {error}"
-        ) from error
+        raise CorruptCheckpointError(f"expected a state of DeepSpeed in the snapshot, got another: {error}") from error
     return thing
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same on a device."""
+    """Returns the value with its tensors on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -263,20 +259,20 @@ def _moved(value: Any, device: torch.device) -> Any:
 _CLASSES: Final[dict[str, type[Any]]] = {
     each.__qualname__: each for each in (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 }
-"""What its optimizers put into their states beside plain types; nothing else is looked up by a name from a snapshot."""
+"""Classes that its optimizers put into their states; no other name from a snapshot is looked up."""
 
 
 def plain(state: Any) -> Any:
-    """A state without objects of DeepSpeed's: each is a dict that says its class and its fields.
+    """Returns a state with each object of DeepSpeed's replaced by a dict of its class and fields.
 
     Args:
-        state: Not changed; parts of it that hold no such object are in the answer themselves.
+        state: The state; not changed. Parts without such an object are returned as they are.
 
     Returns:
         The state.
 
     Raises:
-        ConfigError: It has a dict that looks like such an object already.
+        ConfigError: It has a dict that looks like such a replacement already.
     """
     kind = type(state)
     if _CLASSES.get(kind.__qualname__) is kind:
@@ -287,7 +283,7 @@ def plain(state: Any) -> Any:
         made = {key: plain(each) for key, each in state.items()}
         if all(made[key] is each for key, each in state.items()):
             return state
-        changed = copy.copy(state)  # an OrderedDict of a module has an attribute, too
+        changed = copy.copy(state)  # a module's OrderedDict has an attribute, too
         changed.update(made)
         return changed
     if kind in (list, tuple):
@@ -296,8 +292,8 @@ def plain(state: Any) -> Any:
     return state
 
 
-def revived(state: Any) -> Any:
-    """The state again: what `plain` was given.
+def from_plain(state: Any) -> Any:
+    """Returns the state that `plain` was given.
 
     Args:
         state: From `plain`; its dicts are changed in place.
@@ -306,25 +302,25 @@ def revived(state: Any) -> Any:
         The state.
 
     Raises:
-        CorruptCheckpointError: An object is of no class that DeepSpeed's optimizers put there.
+        CorruptCheckpointError: An object has an unknown class.
     """
     kind = type(state)
     if isinstance(state, dict):
         if _OBJECT in state:
             return _object(state[_OBJECT], state.get("fields"))
         for key, each in state.items():
-            state[key] = revived(each)
+            state[key] = from_plain(each)
     elif kind in (list, tuple):
-        return kind(revived(each) for each in state)
+        return kind(from_plain(each) for each in state)
     return state
 
 
 def _object(name: Any, fields: Any) -> Any:
     found = _CLASSES.get(str(name))
     if found is None:
-        raise CorruptCheckpointError(f"expected one of {', '.join(_CLASSES)} in a state of DeepSpeed's, got {name!r}")
+        raise CorruptCheckpointError(f"expected one of {', '.join(_CLASSES)} in a state of DeepSpeed, got {name!r}")
     if issubclass(found, Enum):
         return found(fields)
     made = object.__new__(found)
-    vars(made).update(revived(fields))
+    vars(made).update(from_plain(fields))
     return made

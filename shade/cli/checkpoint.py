@@ -1,7 +1,7 @@
-"""``shade checkpoint …``: look at snapshots, check them, mend them, take them elsewhere.
+"""Adds ``shade checkpoint …``: list, verify, repair, convert and flush snapshots.
 
-A verb is a `Verb` and its place in `VERBS`. Files of verbs import little at their top, as the parser loads them all;
-what needs PyTorch, NumPy or Redis is imported when it is used.
+A new verb is a `Verb` and a line in `VERBS`. The parser loads the modules of all verbs, so PyTorch, NumPy and Redis are
+imported where they are used.
 """
 
 from __future__ import annotations
@@ -10,32 +10,25 @@ import argparse
 import sys
 from typing import Any, Final
 
-from shade.cli import (
-    checkpoint_certify,
-    checkpoint_flush,
-    checkpoint_look,
-    checkpoint_mend,
-    checkpoint_move,
-    checkpoint_simulate,
-)
-from shade.cli.checkpoint_verb import Verb
+from shade.cli._checkpoint import inspect, repair, simulate, transfer
+from shade.cli._checkpoint.common import Verb
 from shade.errors import CorruptCheckpointError
 
 VERBS: Final[tuple[Verb, ...]] = (
-    checkpoint_look.LIST,
-    checkpoint_look.SHOW,
-    checkpoint_mend.VERIFY,
-    checkpoint_mend.REPAIR,
-    checkpoint_mend.SCRUB,
-    checkpoint_certify.CERTIFY,
-    checkpoint_move.RESTORE,
-    checkpoint_move.EXPORT,
-    checkpoint_move.IMPORT,
-    checkpoint_flush.FLUSH,
-    checkpoint_simulate.SIMULATE,
+    inspect.LIST,
+    inspect.SHOW,
+    repair.VERIFY,
+    repair.REPAIR,
+    repair.SCRUB,
+    repair.CERTIFY,
+    transfer.RESTORE,
+    transfer.EXPORT,
+    transfer.IMPORT,
+    transfer.FLUSH,
+    simulate.SIMULATE,
 )
-"""In the order in which they are listed; a new verb is a new line."""
-_DESCRIPTION: Final = "Snapshots of training runs: in this machine's memory, in a cluster's, in durable storage."
+"""In the order in which they are listed."""
+_DESCRIPTION: Final = "Snapshots of training runs, in shared memory, in a cluster's memory and in durable storage."
 _EXAMPLES: Final = """\
 examples:
   shade checkpoint list --persist /mnt/ckpt
@@ -48,25 +41,28 @@ examples:
 where to look, for every verb:
   --persist URL   durable storage: a path, s3://bucket/path, …
   --store URL     a cluster's memory; its password is read from SHADE_REDIS_PASSWORD
-  --run ID        needed only where several runs lie
+  --run ID        needed only if there are several runs
 
-exit code: 0 done and sound; 1 damage, or it is not there; 2 what was asked cannot be done
+exit code: 0 done and intact; 1 damaged or missing; 2 the command could not be carried out
 """
 
 
 def add(verbs: Any) -> None:
-    """Adds ``checkpoint`` and its verbs to the command."""
+    """Adds ``checkpoint`` and its verbs to the parser."""
     top = verbs.add_parser(
-        "checkpoint", help="list, check, mend, move and flush snapshots", description=_DESCRIPTION, epilog=_EXAMPLES
+        "checkpoint",
+        help="list, verify, repair, convert and flush snapshots",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
     )
     actions = top.add_subparsers(metavar="VERB", required=True)
     for verb in VERBS:
         parser = actions.add_parser(verb.name, help=verb.help, description=verb.description, epilog=verb.epilog)
         verb.add_arguments(parser)
-        parser.set_defaults(answer=_answering(verb))
+        parser.set_defaults(answer=_handler(verb))
 
 
-def _answering(verb: Verb) -> Any:
+def _handler(verb: Verb) -> Any:
     def answer(given: argparse.Namespace) -> int:
         try:
             return verb.answer(given)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._interchange.certify import TRAIL_FILE, carry, differences, read_trail
+from shade.checkpoint._commit.protocol import SingleProcessGroup
+from shade.checkpoint._interchange.certify import TRAIL_FILE, copy_snapshot, differences, read_trail
 from shade.checkpoint._restore.reader import Reader, Snapshot
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
 from shade.checkpoint._tiers.memory import MemoryTier
@@ -109,7 +109,7 @@ def certify(out: Path, step: int, num_steps: int | None = None) -> Certificate:
         last_step = _last_step(start, held, trail, num_steps)
         replay = _replay_of(config, start, last_step, Path(folder) / "run")
         storage = StorageTier(open_volume(str(replay.persist_to)), replay.run)
-        carry(reader, start, storage)
+        copy_snapshot(reader, start, storage)
         _run(replay, Path(folder) / "output.log")
         replayed = read_trail(Path(replay.out) / TRAIL_FILE)
         both = [each for each in range(step + 1, last_step + 1) if each in trail and each in replayed]

@@ -21,8 +21,7 @@ import fsspec
 from typing_extensions import override
 
 from shade.errors import ConfigError, ShadeError, StorageError
-from shade.storage.base import VOLUMES, Volume
-from shade.storage.names import check_name, failure, is_partial, partial_name
+from shade.storage.base import VOLUMES, Volume, check_name, failure, is_partial, partial_name
 from shade.types import Bytes
 
 _OBJECT_STORES: Final = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")

@@ -106,7 +106,7 @@ class RunRecord:
         """Adds one step's losses and right answers to the epoch's averages and the trail, without a device sync."""
         loss = losses_B.detach().float().sum()
         if self._trail is not None:
-            self._trail.note(step, loss)
+            self._trail.record(step, loss)
         self._loss_sum = self._loss_sum.to(losses_B.device) + loss
         self._num_correct = self._num_correct.to(losses_B.device) + correct_B.sum()
         self._num_seen += len(losses_B)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from shade.checkpoint._commit.process_group import current_group
+from shade.checkpoint._commit.protocol import current_group
 from shade.config import RunConfig
 from shade.control.client import TelemetryClient
 from shade.control.controller import FLOOR, Controller

@@ -39,8 +39,8 @@ from types import TracebackType
 from typing import Any, Final
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint._commit.process_group import current_group
-from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
+from shade.checkpoint._commit.protocol import current_group
+from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.config import RunConfig
@@ -104,8 +104,8 @@ class OneMemory:
         if not self._divided or (is_whole and not (due and self._shard_bytes)):
             return
         if not due and self._group.rank == 0 and latest is not None:
-            wait([latest.landed], LANDING_SECONDS)
-            if latest.landed.done():
+            wait([latest.committed], LANDING_SECONDS)
+            if latest.committed.done():
                 self._empty_slots()
         self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
 
@@ -193,13 +193,13 @@ class Snapshots:
         )
         self._checkpointer.attach(**things)
         self._checkpointer.watch("SIGTERM", *filter(None, [config.notice]))
-        tiers = self._checkpointer.tiers
+        tiers = self._checkpointer._tiers
         self._one_memory = None
         if cache is not None and tiers.memory is not None:
             self._one_memory = OneMemory(cache, tiers.memory, flushed=tiers.storage is not None)
-        self._tickets: list[SaveHandle] = []
+        self._handles: list[SaveHandle] = []
         self._blocked_seconds = 0.0
-        self._committed: tuple[int, CommitResult] | None = None
+        self._committed: SaveHandle | None = None
         self._durable_step = 0
 
     def restore(self) -> int:
@@ -261,23 +261,23 @@ class Snapshots:
         self._checkpointer.wait_committed()
 
     def settle(self) -> None:
-        """Returns when the newest save has landed or failed."""
+        """Returns when the newest save is committed or has failed."""
         if self._checkpointer.latest is not None:
             self._checkpointer.wait_copy_complete()
-            wait([self._checkpointer.latest.landed])
+            wait([self._checkpointer.latest.committed])
 
-    def _follow(self, ticket: SaveHandle | None) -> None:
-        assert ticket is not None, "a save was begun"
-        self._tickets.append(ticket)
-        ticket.landed.add_done_callback(lambda _: self._landed(ticket))
+    def _follow(self, handle: SaveHandle | None) -> None:
+        assert handle is not None, "a save was begun"
+        self._handles.append(handle)
+        handle.committed.add_done_callback(lambda _: self._note_commit(handle))
 
-    def _landed(self, ticket: SaveHandle) -> None:
-        if ticket.landed.exception() is None:
-            self._committed = (ticket.step, ticket.landed.result())
+    def _note_commit(self, handle: SaveHandle) -> None:
+        if handle.committed.exception() is None:
+            self._committed = handle
 
     def gauge(self) -> dict[str, Any]:
-        """Returns what the end of a process would cost now, as `RecoveryEstimate.row` does."""
-        return self._checkpointer.gauge().row()
+        """Returns what a failure of each kind would cost now, as `RecoveryEstimate.row` does."""
+        return self._checkpointer.recovery_estimate().row()
 
     def figures(self) -> dict[str, Any]:
         """Returns the outcome of the saves since the last call, and the present steps.
@@ -287,24 +287,23 @@ class Snapshots:
             ``committed_step`` (the newest that outlives this machine), ``durable_step`` (in storage), 0 for none, and
             ``if_ended_now``: the `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate`.
         """
-        done = [ticket for ticket in self._tickets if ticket.landed.done()]
-        blocked_seconds = sum(ticket.blocked_seconds for ticket in self._tickets)
+        done = [handle for handle in self._handles if handle.committed.done()]
+        blocked_seconds = sum(handle.blocked_seconds for handle in self._handles)
         figures = {
             "saves": len(done),
-            "failed": sum(ticket.landed.exception() is not None for ticket in done),
+            "failed": sum(handle.committed.exception() is not None for handle in done),
             "blocked_seconds": blocked_seconds - self._blocked_seconds,
-            "committed_step": self._committed[0] if self._committed else 0,
+            "committed_step": self._committed.step if self._committed else 0,
             "durable_step": self._durable(),
             "if_ended_now": self.gauge(),
         }
-        self._tickets = [ticket for ticket in self._tickets if not ticket.landed.done()]
-        self._blocked_seconds = sum(ticket.blocked_seconds for ticket in self._tickets)
+        self._handles = [handle for handle in self._handles if not handle.committed.done()]
+        self._blocked_seconds = sum(handle.blocked_seconds for handle in self._handles)
         return figures
 
     def _durable(self) -> int:
-        tiers = self._checkpointer.tiers
-        if self._committed is not None and tiers.storage is not None and tiers.is_durable(self._committed[1]):
-            self._durable_step = self._committed[0]
+        if self._committed is not None and self._checkpointer.is_durable(self._committed):
+            self._durable_step = self._committed.step
         return self._durable_step
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standing_alone
-from shade.checkpoint._commit.process_group import SingleProcessGroup as OneRank
-from shade.checkpoint._commit.protocol import Notes, agree, store
+from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standalone_codec
+from shade.checkpoint._commit.protocol import SingleProcessGroup as OneRank
+from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._format.manifest import EXACT_CODECS, TensorEntry
-from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
 from shade.checkpoint._save import packing
@@ -59,9 +58,9 @@ def chunk(seed: int, num_items: int = 3000, size: float = 0.01) -> tuple[memoryv
     before = rng.normal(0, 1, num_items).astype(np.float32)
     after = before + rng.normal(0, size, num_items).astype(np.float32)
     spans = (
-        Span("step", 0, 4, 0, may_be_rough=False),
-        Span("weight", 4, 4 * num_items, 0, may_be_rough=True),
-        Span("count", 4 * num_items, 4 * num_items + 3, 0, may_be_rough=False),
+        Span("step", 0, 4, 0, may_be_lossy=False),
+        Span("weight", 4, 4 * num_items, 0, may_be_lossy=True),
+        Span("count", 4 * num_items, 4 * num_items + 3, 0, may_be_lossy=False),
     )
     tail = [rng.bytes(3), rng.bytes(3)]
     return (
@@ -72,7 +71,7 @@ def chunk(seed: int, num_items: int = 3000, size: float = 0.01) -> tuple[memoryv
 
 
 def survey(codec: Delta, data: memoryview, base: memoryview, piece: Piece) -> None:
-    weight = next(span for span in piece.spans if span.may_be_rough)
+    weight = next(span for span in piece.spans if span.may_be_lossy)
     entries = {
         span.name: TensorEntry("F32" if span is weight else "U8", (), span.start, span.stop) for span in piece.spans
     }
@@ -97,7 +96,7 @@ def encoded(name: str, seed: int = 0) -> tuple[Delta, bytes, memoryview, memoryv
 @settings(max_examples=100, deadline=None)
 @given(st.binary(min_size=1, max_size=2000), st.sampled_from([1, 2, 4, 8, 3]))
 def test_a_chunk_that_stands_alone_comes_back(name: str, data: bytes, item_bytes: int) -> None:
-    codec = standing_alone(name)
+    codec = standalone_codec(name)
     for view in (memoryview(data), memoryview(np.frombuffer(data, dtype=np.uint8))):
         assert bytes(codec.decode(codec.encode(view, item_bytes), len(data), item_bytes)) == data
 
@@ -191,9 +190,9 @@ def test_what_is_not_finite_stands_alone(name: str, bad: float) -> None:
 def test_a_chunk_without_items_for_it_stands_alone(name: str) -> None:
     codec = delta(name)
     data = memoryview(bytes(range(200)))
-    piece = Piece(1, (Span("flags", 0, 200, 0, may_be_rough=False),))
+    piece = Piece(1, (Span("flags", 0, 200, 0, may_be_lossy=False),))
     assert codec.encode(data, data, piece) is None
-    cut = Piece(4, (Span("weight", 2, 198, 0, may_be_rough=True), Span("flags", 198, 200, 0, may_be_rough=False)))
+    cut = Piece(4, (Span("weight", 2, 198, 0, may_be_lossy=True), Span("flags", 198, 200, 0, may_be_lossy=False)))
     assert codec.encode(data, data, cut) is None, "its items are cut by the chunk's edge"
 
 
@@ -204,7 +203,7 @@ def test_the_manifest_knows_which_codecs_are_exact() -> None:
 @pytest.mark.parametrize("name", DELTAS)
 def test_whoever_has_no_base_is_told_what_to_choose(name: str) -> None:
     with pytest.raises(ConfigError, match="none, zstd"):
-        standing_alone(name)
+        standalone_codec(name)
 
 
 # ── all the way: packed, stored, read, put together ─────────────────────────────────────────────────────────────────
@@ -258,14 +257,15 @@ class Run:
         layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         buffer = torch.cat([bytes_of(tensors[name]) for name in layout.entries])
         packed = self.packed = self.packer.pack(self.sequence, buffer, layout.num_bytes, layout.entries, tree)
-        notes = Notes(self.sequence, float(self.sequence), {}, Pace(), "")
-        agreed = agree(OneRank(), packed.manifest, None, notes, packed.base)
-        stored = store(self.tier, OneRank(), agreed, packed.manifest, lambda: packed.chunks)
-        assert stored.place is not None, stored.reason
-        self.packer.landed(packed, agreed.record.digest, buffer)
+        group, at = OneRank(), float(self.sequence)
+        record, shard_bytes, _ = agree(
+            group, packed.manifest, None, sequence=self.sequence, saved_at=at, base=packed.base
+        )
+        store(self.tier, group, record, shard_bytes, packed.manifest, lambda: packed.chunks)
+        self.packer.committed(packed, record.digest, buffer)
         return packed.base
 
-    def restored(self) -> ReadSnapshot:
+    def decode_items(self) -> ReadSnapshot:
         found = read_newest(Reader([self.tier]), OneRank())
         assert found is not None
         assert found.record.sequence == self.sequence
@@ -273,7 +273,7 @@ class Run:
 
     def check(self) -> dict[str, float]:
         """Compares what comes back with what was to be saved; what is off, by tensor."""
-        found, off = self.restored(), {}
+        found, off = self.decode_items(), {}
         _, tensors = flatten(self.state)
         assert found.tensors.keys() == tensors.keys()
         for name, tensor in tensors.items():

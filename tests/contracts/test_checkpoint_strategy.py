@@ -1,5 +1,5 @@
 """What every checkpoint strategy promises: it restores every bit (or within the bound that it tells), is never torn or
-half written, and keeps its terms.
+half written, and keeps its config.
 
 (That it commits no torn snapshot under somebody who never stops writing: tests/faults/test_checkpoint_adversary.py.)
 """
@@ -23,7 +23,7 @@ import torch
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
-from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader
@@ -32,7 +32,7 @@ from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveH
 from shade.checkpoint._session import open_tiers as tiers_module
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._session.open_tiers import Tiers
-from shade.checkpoint._strategies import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies import STRATEGIES, Strategy, StrategyConfig
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
@@ -42,7 +42,7 @@ from tests.simulation.torture.world import NOTHING, Act, CrashedError, Fault, Wo
 from tests.support.strategy_ranks import train_on_two_ranks
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
+EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).config.is_exact]
 PATIENCE_SECONDS = 30.0
 WIDTH = 1030
 """A layer of so many squared float32 is a little longer than a chunk."""
@@ -156,7 +156,7 @@ def test_a_state_of_many_chunks_is_saved_while_training_goes_on(
         snapshots = checkpointer.list()
         assert [each.record.step for each in snapshots] == [5, 4, 3, 2, 1]
         for snapshot in snapshots:
-            found = read_newest(checkpointer.tiers.reader, SingleProcessGroup(), step=snapshot.record.step)
+            found = read_newest(checkpointer._tiers.reader, SingleProcessGroup(), step=snapshot.record.step)
             assert_holds(found, right[snapshot.record.step], strategy)
 
 
@@ -201,24 +201,24 @@ class Place(World):
 def mortal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Place]:
     """Makes places that checkpointers save to. What a dead process would not say, a live one that plays dead fails."""
     places: list[Place] = []
-    deliver, landed = AsyncWriter._deliver, Tiers.landed
+    write, after_commit = AsyncWriter._write, Tiers.after_commit
 
-    def delivering(self: AsyncWriter, parcel: SaveRequest, group: ProcessGroup) -> CommitResult:
+    def writing(self: AsyncWriter, request: SaveRequest, group: ProcessGroup) -> CommitResult:
         try:
-            return deliver(self, parcel, group)
+            return write(self, request, group)
         except CrashedError as error:
             raise CheckpointError("dead") from error
 
-    def landing(self: Tiers, one: CommitResult) -> None:
+    def tidying(self: Tiers, result: CommitResult) -> None:
         try:
-            landed(self, one)
+            after_commit(self, result)
         except CrashedError as error:
             raise CheckpointError("dead") from error
 
-    monkeypatch.setattr(AsyncWriter, "_deliver", delivering)
-    monkeypatch.setattr(Tiers, "landed", landing)
+    monkeypatch.setattr(AsyncWriter, "_write", writing)
+    monkeypatch.setattr(Tiers, "after_commit", tidying)
     monkeypatch.setattr(tiers_module, "_volume", lambda url: places[-1].volume("rank 0"))
-    monkeypatch.setattr(tiers_module, "_lead", lambda *words: None)
+    monkeypatch.setattr(tiers_module, "_lock_run", lambda *words: None)
 
     def make() -> Place:
         places.append(Place())
@@ -240,15 +240,15 @@ def two_saves(place: Place, run: str, strategy: str, fault: Fault) -> tuple[list
             if number == 2:
                 place.operations.clear()
                 place.fault = fault
-            ticket = checkpointer.save()
+            handle = checkpointer.save()
             training.step()
             with contextlib.suppress(CheckpointError):
-                ticket.landed.result(PATIENCE_SECONDS)
+                handle.committed.result(PATIENCE_SECONDS)
                 landed = number
     finally:
         hook.remove()
         crash(checkpointer)
-        checkpointer.tiers.stage.remove()
+        checkpointer._tiers.shared_memory.remove()
     return saved, landed
 
 
@@ -279,7 +279,7 @@ def test_killed_at_every_write_the_snapshot_before_loads(
             assert_holds(found, saved[found.record.step - 1], strategy, said)
 
 
-# ── budgets and terms ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── budgets and config ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Gate:
@@ -332,17 +332,17 @@ def test_the_training_waits_for_what_the_terms_say_and_for_no_more(
 ) -> None:
     training = Training()
     checkpointer = begin(training, strategy=strategy)
-    terms = checkpointer.terms
+    config = checkpointer.config
     training.step()
     saving = in_thread(checkpointer.save)
-    waits_in_save = terms.save_waits_for in ("committed", "durable")
+    waits_in_save = config.save_waits_for in ("committed", "durable")
     if not waits_in_save:
         saving.join(PATIENCE_SECONDS)
     assert eventually(lambda: gate.num_waiting == 1)
     saving.join(REST_SECONDS)
     assert saving.is_alive() == waits_in_save
     stepping = in_thread(lambda: (saving.join(), training.step()))
-    waits_in_step = waits_in_save or terms.step_waits_for in ("committed", "durable")
+    waits_in_step = waits_in_save or config.step_waits_for in ("committed", "durable")
     stepping.join(REST_SECONDS if waits_in_step else PATIENCE_SECONDS)
     assert stepping.is_alive() == waits_in_step
     gate.open()
@@ -357,37 +357,37 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
 ) -> None:
     training = Wide()
     checkpointer = begin(training, strategy=strategy)
-    terms = checkpointer.terms
+    config = checkpointer.config
     begun: list[SaveHandle] = []
 
     def save() -> None:
-        for number in range(terms.in_flight + 2):
+        for number in range(config.in_flight + 2):
             checkpointer.step_count = number
             begun.append(checkpointer.save())
             training.optimizer.step()
 
     saving = in_thread(save)
-    goes_on = terms.save_waits_for in ("begun", "copied") and terms.step_waits_for == "copied"
-    possible = terms.in_flight if goes_on else 0
+    goes_on = config.save_waits_for in ("begun", "copied") and config.step_waits_for == "copied"
+    possible = config.in_flight if goes_on else 0
     if possible:
         assert eventually(lambda: len(begun) == possible)
     saving.join(REST_SECONDS)
     assert len(begun) <= max(possible, 1)
     gate.open()
     saving.join(PATIENCE_SECONDS)
-    assert len(begun) == terms.in_flight + 2
+    assert len(begun) == config.in_flight + 2
     checkpointer.wait_durable()
     buffers = list(own_folder(run).glob("*.data"))
     state_bytes = sum(len(each) for each in training.tensors().values())
-    assert 1 <= len(buffers) <= terms.buffers
-    assert sum(path.stat().st_blocks * 512 for path in buffers) <= terms.buffers * (state_bytes + 4 * 2**20)
+    assert 1 <= len(buffers) <= config.buffers
+    assert sum(path.stat().st_blocks * 512 for path in buffers) <= config.buffers * (state_bytes + 4 * 2**20)
 
 
 @every_strategy
 def test_a_tighter_budget_is_kept(begin: Callable[..., Checkpointer], run: str, strategy: str) -> None:
     training = Wide()
     with begin(training, strategy=strategy, buffers=1) as checkpointer:
-        assert checkpointer.terms.in_flight == 1
+        assert checkpointer.config.in_flight == 1
         for number in range(3):
             checkpointer.step_count = number
             checkpointer.save()
@@ -396,7 +396,7 @@ def test_a_tighter_budget_is_kept(begin: Callable[..., Checkpointer], run: str, 
         assert len(list(own_folder(run).glob("*.data"))) == 1
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if STRATEGIES.get(name).terms.streams])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if STRATEGIES.get(name).config.streams])
 def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
     begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
@@ -425,7 +425,7 @@ def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
         assert written.wait(PATIENCE_SECONDS)
         held.set()
         checkpointer.wait_durable()
-        found = read_newest(checkpointer.tiers.reader, SingleProcessGroup())
+        found = read_newest(checkpointer._tiers.reader, SingleProcessGroup())
         assert found is not None
         assert {name: each.numpy().tobytes() for name, each in found.tensors.items() if "model/" in name} == (
             training.tensors()
@@ -435,30 +435,30 @@ def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
 @every_strategy
 def test_its_terms_are_terms_that_can_be_had(strategy: str) -> None:
     made: type[Strategy] = STRATEGIES.get(strategy)
-    terms = made.terms
-    assert terms.agreed() == terms, "it proposes what it gets"
-    assert terms.in_flight <= terms.buffers
-    assert terms.in_flight < terms.slots
+    config = made.config
+    assert config.agreed() == config, "it proposes what it gets"
+    assert config.in_flight <= config.buffers
+    assert config.in_flight < config.slots
 
 
 # ── whose word counts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_the_user_says_has_the_last_word() -> None:
-    proposed = Terms(every="profiled", replicas=1, buffers=2, in_flight=2, streams=True)
-    assert proposed.agreed(every=5, replicas=0, buffers=3, slots=9) == Terms(
+    proposed = StrategyConfig(every="profiled", replicas=1, buffers=2, in_flight=2, streams=True)
+    assert proposed.agreed(every=5, replicas=0, buffers=3, slots=9) == StrategyConfig(
         every=5, replicas=0, buffers=3, slots=9, in_flight=2, streams=True
     )
     assert proposed.agreed(buffers=1).in_flight == 1
     assert proposed.agreed(slots=2).in_flight == 1
-    more = Terms().agreed(in_flight=4)
+    more = StrategyConfig().agreed(in_flight=4)
     assert (more.in_flight, more.buffers, more.slots) == (4, 4, 5)
     assert not proposed.agreed(codec="zstd").streams, "chunks of a codec go as a whole"
     with pytest.raises(ConfigError, match="4 buffers and 5 slots for 4 saves in flight"):
-        Terms().agreed(in_flight=4, buffers=2)
+        StrategyConfig().agreed(in_flight=4, buffers=2)
     for wrong in ({"in_flight": 0}, {"buffers": 0}):
         with pytest.raises(ConfigError, match="one buffer and one save in flight"):
-            Terms().agreed(**wrong)
+            StrategyConfig().agreed(**wrong)
 
 
 def test_the_newest_of_several_in_flight_is_what_comes_back_whichever_lands_last(
@@ -474,16 +474,16 @@ def test_the_newest_of_several_in_flight_is_what_comes_back_whichever_lands_last
 
     monkeypatch.setattr(StorageTier, "commit", committing)
     with begin(training, strategy="pccheck", keep="last=1") as checkpointer:
-        tickets = []
+        handles = []
         for number in (1, 2):
             checkpointer.step_count = number
-            tickets.append(checkpointer.save())
+            handles.append(checkpointer.save())
             training.step()
-        assert tickets[1].landed.result(PATIENCE_SECONDS)
-        assert not tickets[0].landed.done()
+        assert handles[1].committed.result(PATIENCE_SECONDS)
+        assert not handles[0].committed.done()
         assert checkpointer.list()[0].record.step == 2
         held.set()
-        assert tickets[0].landed.result(PATIENCE_SECONDS)
+        assert handles[0].committed.result(PATIENCE_SECONDS)
         checkpointer.step_count = 3
         checkpointer.save()
         checkpointer.wait_durable()
@@ -517,17 +517,17 @@ def test_a_save_that_fails_in_one_lane_leaves_the_others_alone(
 
     monkeypatch.setattr(StorageTier, "commit", committing)
     with begin(training, strategy="pccheck", keep="all") as checkpointer:
-        tickets = []
+        handles = []
         for number in (1, 2, 3):
             checkpointer.step_count = number
-            tickets.append(checkpointer.save())
+            handles.append(checkpointer.save())
             training.step()
-        assert tickets[0].landed.result(PATIENCE_SECONDS)
-        assert tickets[2].landed.result(PATIENCE_SECONDS)
+        assert handles[0].committed.result(PATIENCE_SECONDS)
+        assert handles[2].committed.result(PATIENCE_SECONDS)
         with pytest.raises(CheckpointError, match="storage: no"):
-            tickets[1].landed.result(PATIENCE_SECONDS)
-        assert checkpointer.tiers.storage is not None
-        assert {record.step for record in checkpointer.tiers.storage.held().values()} == {1, 3}
+            handles[1].committed.result(PATIENCE_SECONDS)
+        assert checkpointer._tiers.storage is not None
+        assert {record.step for record in checkpointer._tiers.storage.held().values()} == {1, 3}
 
 
 def test_a_strategy_that_saves_as_often_as_saves_fit_follows_what_they_take(
@@ -535,7 +535,7 @@ def test_a_strategy_that_saves_as_often_as_saves_fit_follows_what_they_take(
 ) -> None:
     training = Training()
     with begin(training, strategy="checkfreq", every=None) as checkpointer:
-        assert checkpointer.terms.every == "profiled 5%"
+        assert checkpointer.config.every == "profiled 5%"
         monkeypatch.setattr(checkpointer._meter, "pace", lambda *took: Pace(0.1, 0.01, 2.0, 0.1))
         saved = []
         for _ in range(90):
@@ -543,6 +543,6 @@ def test_a_strategy_that_saves_as_often_as_saves_fit_follows_what_they_take(
             if checkpointer.step():
                 saved.append(checkpointer.step_count)
                 assert checkpointer.latest is not None
-                checkpointer.latest.landed.result(PATIENCE_SECONDS)
+                checkpointer.latest.committed.result(PATIENCE_SECONDS)
     fits = -(-19 // 1.05)  # 1.9 s that nobody waits for, in steps of 0.1 s that may take 5% longer
     assert saved == [10, 20, 20 + fits, 20 + 2 * fits, 20 + 3 * fits]

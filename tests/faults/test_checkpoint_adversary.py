@@ -20,7 +20,7 @@ import torch
 from shade.checkpoint._buffer import torn_read
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._strategies import STRATEGIES
@@ -30,7 +30,7 @@ SIZES = (2_000_000, 500, 300_000, 7)
 PATIENCE = 20
 """Times as many saves as are asked for, until the adversary must have met one: short saves and its rests miss."""
 KINDS = ("operation", "data", "numpy")
-EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
+EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).config.is_exact]
 """What is near to a number looks torn; whoever stores that copies as one of these does."""
 
 
@@ -209,7 +209,7 @@ def test_no_torn_snapshot_is_ever_committed(
                 assert "expected 'model/weights." in told, told
                 continue
             committed += 1
-            found = read_newest(checkpointer.tiers.reader, SingleProcessGroup())
+            found = read_newest(checkpointer._tiers.reader, SingleProcessGroup())
             assert found is not None
             assert found.record.step == checkpointer.step_count
             weights = [found.tensors[f"model/weights.{place}"].numpy() for place in range(len(SIZES))]
@@ -223,6 +223,6 @@ def test_no_torn_snapshot_is_ever_committed(
         adversary.join()
         checkpointer.save()
         checkpointer.wait_committed()
-        checkpointer.tiers.stage.remove()
+        checkpointer._tiers.shared_memory.remove()
     assert adversary.num_rounds > 1
     assert refused > 0, "the adversary has never met a copy"

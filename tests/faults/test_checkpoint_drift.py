@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import Notes, agree, store
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._format.retention import Keep
-from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
 from shade.checkpoint._save.packing import Packer
@@ -48,11 +46,12 @@ class Cycle:
         layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         buffer = torch.cat([bytes_of(tensors[name]) for name in layout.entries])
         packed = self.packer.pack(self.sequence, buffer, layout.num_bytes, layout.entries, tree)
-        notes = Notes(self.sequence, float(self.sequence), {}, Pace(), "")
-        agreed = agree(SingleProcessGroup(), packed.manifest, None, notes, packed.base)
-        stored = store(self.tier, SingleProcessGroup(), agreed, packed.manifest, lambda: packed.chunks)
-        assert stored.place is not None, stored.reason
-        self.packer.landed(packed, agreed.record.digest, buffer)
+        group, at = SingleProcessGroup(), float(self.sequence)
+        record, shard_bytes, _ = agree(
+            group, packed.manifest, None, sequence=self.sequence, saved_at=at, base=packed.base
+        )
+        store(self.tier, group, record, shard_bytes, packed.manifest, lambda: packed.chunks)
+        self.packer.committed(packed, record.digest, buffer)
         retire(self.tier, self.keep)
         return packed.base is None
 

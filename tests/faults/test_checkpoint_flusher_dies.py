@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
-from shade.checkpoint._flush.service import Until, mark_begun, mark_ended, serve, serving, start_flusher
+from shade.checkpoint._flush.service import Until, is_served, mark_ended, mark_started, serve, start_flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._tiers.memory import MemoryTier
@@ -197,15 +197,15 @@ def test_it_outlives_a_trainer_that_is_killed_and_makes_its_last_snapshot_durabl
 def test_it_ends_when_the_run_has_ended_and_all_is_durable(
     server: LocalServer, store: Store, memory: MemoryTier, folder: Path, started: list[int]
 ) -> None:
-    mark_begun(store, RUN)
+    mark_started(store, RUN)
     pid = start(server, folder, started)
-    assert serving(store, RUN)
+    assert is_served(store, RUN)
     save(memory, make(RUN, 3))
     mark_ended(store, RUN)
     until(lambda: not is_running(pid))
     assert is_whole(folder, make(RUN, 3))
     assert memory.dirty() == []
-    assert not serving(store, RUN)
+    assert not is_served(store, RUN)
     assert "step 3 is durable" in log_of(folder)
 
 
@@ -384,7 +384,7 @@ def test_a_storage_that_fails_is_waited_for_and_said_once(
 ) -> None:
     folder.mkdir()
     with Serving(server, folder):
-        until(lambda: "serving" in caplog.text or bool(serving(memory.store, RUN)))
+        until(lambda: "serving" in caplog.text or bool(is_served(memory.store, RUN)))
         (folder / RUN).write_text("in the way")
         save(memory, make(RUN, 1))
         until(lambda: "flushing waits" in caplog.text)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
-from shade.checkpoint._flush.service import serving
+from shade.checkpoint._flush.service import is_served
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.store import open_store
 from shade.store._servers.local_cluster import free_ports
@@ -104,7 +104,7 @@ class Training:
         if self.persist:
             with open_store(self.server.url) as store:
                 deadline = time.monotonic() + PATIENCE_SECONDS
-                while serving(store, run_of(self.folder)):
+                while is_served(store, run_of(self.folder)):
                     assert time.monotonic() < deadline
         return step
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.memory import MemoryTier

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import random
 import runpy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.base import Piece
 from shade.checkpoint._codecs.xor_zstd import XorZstandard
 from shade.checkpoint._commit import protocol
-from shade.checkpoint._commit.process_group import ProcessGroup
-from shade.checkpoint._commit.protocol import Agreed, Stored
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._flush import flusher
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format import retention
@@ -95,37 +94,47 @@ def test_the_same_seed_gives_the_same_operations_and_another_other_turns() -> No
 
 
 def store_record_first(
-    tier: Tier, group: ProcessGroup, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
-) -> Stored:
-    place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
+    tier: Tier,
+    group: ProcessGroup,
+    record: Commit,
+    shard_bytes: Sequence[int],
+    manifest: Manifest,
+    chunks: Callable[[], Iterable[Bytes]],
+) -> str:
+    place = group.share(tier.prepare(record.step, shard_bytes) if group.rank == 0 else None)
     if group.rank == 0:
-        tier.commit(place, agreed.record)
+        tier.commit(place, record)
     group.gather(None)
     tier.put(place, Shard(manifest, chunks()))
     group.gather(None)
-    return Stored(place)
+    return place
 
 
 def store_without_a_vote(
-    tier: Tier, group: ProcessGroup, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
-) -> Stored:
-    place = group.share(tier.prepare(agreed.record.step, agreed.shard_bytes) if group.rank == 0 else None)
+    tier: Tier,
+    group: ProcessGroup,
+    record: Commit,
+    shard_bytes: Sequence[int],
+    manifest: Manifest,
+    chunks: Callable[[], Iterable[Bytes]],
+) -> str:
+    place = group.share(tier.prepare(record.step, shard_bytes) if group.rank == 0 else None)
     with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
         tier.put(place, Shard(manifest, chunks()))
     group.gather(None)
     if group.rank == 0:
-        tier.commit(place, agreed.record)
+        tier.commit(place, record)
     group.gather(None)
-    return Stored(place)
+    return place
 
 
 def put_without_a_vote(
     tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
-) -> Stored:
+) -> None:
     with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
         tier.put(place, Shard(manifest, chunks()))
     group.gather(None)
-    return Stored(place)
+    return place
 
 
 def plant_record_first(patch: pytest.MonkeyPatch) -> None:

@@ -337,5 +337,5 @@ class TestMove:
         to.write_text("mine")
         code, _, err = shade(capsys, "restore", "10", "--to", to, "--persist", folder)
         assert code == 2
-        assert "where nothing is" in err
+        assert "a path that does not exist" in err
         assert to.read_text() == "mine"

@@ -183,7 +183,7 @@ def test_the_command_tells_of_bases_and_bounds(
     assert "model/0.weight" in told["manifests"][0]["bounds"]
     shutil.rmtree(next((tmp_path / "durable").rglob("step-0000000002")))
     assert main(["checkpoint", "verify", "all", *where]) == 1
-    assert "in no place" in capsys.readouterr().out
+    assert "in no tier" in capsys.readouterr().out
 
 
 def test_what_a_codec_needs_is_said_at_once(
@@ -194,7 +194,7 @@ def test_what_a_codec_needs_is_said_at_once(
     with pytest.raises(ConfigError, match="none, zstd"):
         ShadeWriter(persist_to=str(tmp_path), codec="topk-delta")
     _, checkpointer = begin(codec="xor-zstd", strategy="pccheck")
-    assert checkpointer.terms.in_flight == 1
+    assert checkpointer.config.in_flight == 1
 
 
 def test_compression_is_off_where_it_loses(
@@ -210,5 +210,5 @@ def test_compression_is_off_where_it_loses(
         checkpointer.save()
         checkpointer.wait_committed()
         snapshot = checkpointer.list()[0]
-        manifest = checkpointer.tiers.reader.manifest(snapshot, 0)
+        manifest = checkpointer._tiers.reader.manifest(snapshot, 0)
         assert {entry.codec for entry in manifest.chunks} == {"none"}

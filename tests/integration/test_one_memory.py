@@ -89,7 +89,7 @@ class Trial:
 
     def flushed(self) -> None:
         """Returns when the flusher is done with every slot."""
-        memory = self.snapshots._checkpointer.tiers.memory
+        memory = self.snapshots._checkpointer._tiers.memory
         assert memory is not None
         wait_for(lambda: not memory.dirty())
 

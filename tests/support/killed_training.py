@@ -142,10 +142,15 @@ def train(job: Job, rank: int) -> None:
 
 def durable(checkpointer: Checkpointer) -> int:
     """The step of the last save, if it is in storage."""
-    ticket = checkpointer.latest
-    if ticket is None or checkpointer.tiers.storage is None or not ticket.landed.done() or ticket.landed.exception():
+    handle = checkpointer.latest
+    if (
+        handle is None
+        or checkpointer._tiers.storage is None
+        or not handle.committed.done()
+        or handle.committed.exception()
+    ):
         return 0
-    return ticket.step if checkpointer.tiers.is_durable(ticket.landed.result()) else 0
+    return handle.step if checkpointer._tiers.is_durable(handle.committed.result()) else 0
 
 
 def _step(

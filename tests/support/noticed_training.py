@@ -73,10 +73,10 @@ def main() -> None:
             optimizer.zero_grad()
             log.write(f"step {checkpointer.step_count + 1} {digest(model, optimizer)}\n")
             checkpointer.step()
-            ticket = checkpointer.latest
-            if ticket is not None and ticket.step > told and ticket.landed.done():
-                told = ticket.step
-                log.write(f"landed {ticket.step}\n")
+            handle = checkpointer.latest
+            if handle is not None and handle.step > told and handle.committed.done():
+                told = handle.step
+                log.write(f"landed {handle.step}\n")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class Shelf(Tier):
     def hold(self, place: str) -> None:
         self._do(f"hold {place}")
 
-    def let_go(self, place: str) -> None:
-        self._do(f"let_go {place}")
+    def release_hold(self, place: str) -> None:
+        self._do(f"release_hold {place}")
 
     def mark_clean(self, place: str, step: int) -> None:
         self._do(f"clean {place}")

@@ -1,1 +1,1 @@
-"""The shared-memory buffers that a snapshot is copied into, and the proof that it was not torn."""
+"""The shared-memory buffers that a snapshot is copied into, and the detection of torn reads."""

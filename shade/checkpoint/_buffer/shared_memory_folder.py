@@ -1,13 +1,13 @@
-"""Where own memory is, and what a look from outside tells of it: without PyTorch, for launchers and tools.
+"""The folder of a run's shared-memory buffers, and its records; without PyTorch, for launchers and tools.
 
-A run's buffers lie in a folder of the machine's shared memory, under its user and its id; `_buffer.shared_memory_tier`
-writes them and says what the files are. Beside the folders lie the logs of flushers.
+The buffers lie in the machine's shared memory, under the user and the run id. `_buffer.shared_memory_tier` writes them
+and says what the files are. The logs of flushers lie beside the runs' folders.
 
 A flusher's log is locked (flock, shared) as long as it is open: the lock belongs to the open file, which the flusher
-inherits as its standard error, so it ends with the flusher however that ends. To remove a log takes the lock alone.
-Stories: 1. *A flusher ends while another one of the run starts.* The other one has opened the log and holds the lock
-too, so the log stays; or it waits for the lock, finds that its file has lost its name, and makes a new one. 2. *A
-flusher is killed.* Nothing holds the lock, and the next run on this machine removes the log.
+inherits as its standard error, so it ends with the flusher however that ends. A log is removed under an exclusive lock.
+If a flusher ends while another one of the run starts, the other one holds the lock too, so the log stays; or it waits
+for the lock, finds that its file has lost its name, and makes a new one. If a flusher is killed, nothing holds the
+lock, and the next run on this machine removes the log.
 """
 
 from __future__ import annotations
@@ -28,45 +28,25 @@ _RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_run_name(run: str) -> None:
-    """A run id becomes a folder, and a part of keys and of objects' names.
-
-    Args:
-        run: What the user calls the run.
-
-    Raises:
-        ConfigError: It cannot be used so.
-    """
+    """Refuses a run id that cannot be the name of a folder, and a part of keys and of objects' names."""
     if not _RUN_NAME.fullmatch(run):
         raise ConfigError.of("a run id of letters, digits, '.', '_' and '-'", run, "choose another")
 
 
 def shared_memory() -> Path:
-    """Where buffers go: the machine's shared memory, or the temporary folder where there is none."""
+    """Returns the machine's shared memory, or the temporary folder where there is none."""
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def own_folder(run: str, parent: Path | None = None) -> Path:
-    """A run's folder.
-
-    Args:
-        run: The run id.
-        parent: By default the machine's shared memory.
-
-    Returns:
-        Its path; there may be nothing.
-    """
+    """Returns the path of a run's folder, which need not exist; by default in the machine's shared memory."""
     return (parent or shared_memory()) / f"shade-{os.getuid()}" / run
 
 
 def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Commit]:
-    """The snapshots in a run's folder; of two records for one place the newer counts.
+    """Returns the record of each place in a run's folder; of two records for one place the newer one.
 
-    Args:
-        folder: See `own_folder`.
-        damaged: Takes the names of records that cannot be read.
-
-    Returns:
-        Each place with its record.
+    ``damaged`` receives the names of records that cannot be read.
     """
     found: dict[str, Commit] = {}
     for path in sorted(folder.glob("rank-*.commit")):
@@ -85,14 +65,7 @@ def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Com
 
 
 def leftovers(parent: Path | None = None) -> Iterator[tuple[str, int]]:
-    """Runs that have buffers on this machine, with their bytes: memory that nobody gets back until they are removed.
-
-    Args:
-        parent: See `own_folder`.
-
-    Yields:
-        Run id and bytes.
-    """
+    """Yields the runs that have buffers on this machine, and their bytes: memory that stays taken until removed."""
     ours = own_folder("", parent)
     for run in sorted(path for path in ours.iterdir() if path.is_dir()) if ours.is_dir() else ():
         yield run.name, sum(path.stat().st_blocks * 512 for path in run.glob("*.data"))
@@ -104,33 +77,18 @@ def flusher_log(run: str) -> Path:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Opens a flusher's log to append to it, locked until it is closed here and in the processes that inherit it.
-
-    Args:
-        path: See `flusher_log`; its folder is made.
-
-    Returns:
-        The file.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Opens a flusher's log to append to it, locked until it is closed here and in processes that inherit it."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         log = path.open("a+b")
         fcntl.flock(log, fcntl.LOCK_SH)
         if _is_at(log.fileno(), path):
             return log
-        log.close()  # removed between the two: story 1
+        log.close()  # a flusher that ended has removed it in between
 
 
 def remove_log(path: Path, descriptor: int) -> None:
-    """Removes a flusher's log, unless another process has it open.
-
-    Args:
-        path: See `flusher_log`.
-        descriptor: The log, open in this process.
-    """
+    """Removes a flusher's log, which is open in this process, unless another process has it open."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(descriptor, path):
@@ -138,7 +96,7 @@ def remove_log(path: Path, descriptor: int) -> None:
 
 
 def sweep_logs() -> None:
-    """Removes the logs of flushers that were killed on this machine; those of live ones stay."""
+    """Removes the logs of flushers that were killed on this machine; logs of live ones stay."""
     for path in own_folder("").glob("flusher-*.log"):
         with contextlib.suppress(OSError), path.open("ab") as log:
             remove_log(path, log.fileno())

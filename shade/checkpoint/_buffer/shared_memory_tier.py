@@ -1,25 +1,22 @@
-"""Own memory: the buffers that a rank's state is copied into, and the first tier that a snapshot lies in.
+"""The shared-memory tier: the buffers that a rank's state is copied into, and the first place where a snapshot lies.
 
-The buffers are files in the machine's shared memory, mapped and touched beforehand, so that a copy meets no page fault
-(nine times faster here than into fresh pages), and so that they outlive the process: one that crashed finds its state
-where it left it and is back in the time of a memcpy. They do not outlive the machine; the other tiers are for that.
+The buffers are files in the machine's shared memory, mapped and touched beforehand. So a copy meets no page fault (nine
+times faster here than into fresh pages), and the buffers outlive the process: a crashed process finds its state where
+it left it, and is back in the time of a memcpy. They do not outlive the machine; the other tiers do.
 
-One buffer costs the state's size once. While it is copied into, own memory holds nothing, and a crash in that moment
-falls back on the tier that the last snapshot had reached before. A second buffer closes that gap for the same again.
+One buffer costs the state's size once. While it is copied into, the tier holds no snapshot, and after a crash at that
+moment the restore falls back on the tier that the last snapshot had reached. A second buffer closes that gap, for the
+same size again.
 
 Files of rank R, buffer B: ``rank-R.B.data``; ``rank-R.B.json``, its manifest; ``rank-R.B.commit``, the record: removed
-before the buffer is touched, written after all ranks have voted. Any rank's record will do: whoever reads another's
-shard checks it against the record, as everywhere. Invariant: what a record in here names was whole when it was written.
+before the buffer is touched, written after all ranks have voted. Any rank's record will do, since a reader checks every
+shard against the record. Invariant: the snapshot of a record in this tier was whole when the record was written.
 
-Shared memory in huge pages, which no setting of the system has to allow: a snapshot on its way costs half as much.
-
-A buffer of small pages makes everything dearer that goes through it. The disk is given its 4 KiB pieces one by one (six
-times the processor time of a write that bypasses the page cache), and copying and hashing wait for the processor's page
-tables. File systems in memory give huge pages only where they were mounted so, which is nowhere the default. But
-``MADV_COLLAPSE`` (Linux 6.1) puts small pages together on demand, whatever the settings say. It wants a mapping that is
-aligned as the file is, so one is laid over an address that is. Where the system cannot do it, pages stay small.
-
-Price: it is one more copy, once, behind the back of the first saves. Measured: decision 0008.
+Huge pages make a save half as expensive: with pages of 4 KiB the disk takes the buffer in small pieces (six times the
+CPU time of a write that bypasses the page cache), and copying and hashing wait for page tables. File systems in memory
+give huge pages only if mounted so, which is no system's default; but ``MADV_COLLAPSE`` (Linux 6.1) puts small pages
+together on demand, whatever the settings are. It needs a mapping that is aligned as the file is. The price is one more
+copy, once, during the first saves; where the system cannot do it, pages stay small. Decision 0008 has the measurements.
 """
 
 from __future__ import annotations
@@ -37,28 +34,29 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 import torch
+from typing_extensions import override
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
-from shade.checkpoint._codecs.base import standing_alone
+from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
 from shade.types import Bytes
 
 _PAUSES_SECONDS: Final = (1, 2, 4, 8, 16, 32)
-"""Between tries to make a buffer's pages huge: some are being written to a disk each time."""
+"""Pauses between attempts to make a buffer's pages huge: pages that are being written to a disk stay small."""
 
 
 class _SnapshotBuffer:
-    """One mapped file, every page of it in memory and ours to write.
+    """One mapped file, with every page in memory and writable.
 
     Args:
-        path: Of the file; made, or made larger.
+        path: Path of the file, which is made, or made larger.
         num_bytes: Least length.
-        may_be_private: Where there is not that much shared memory, take memory that ends with the process.
+        may_be_private: Whether private memory, which ends with the process, is used if shared memory is too small.
 
     Raises:
-        StorageFullError: There is not that much shared memory, and it must be shared.
+        StorageFullError: Shared memory is too small, and private memory is not allowed.
     """
 
     def __init__(self, path: Path, num_bytes: int, *, may_be_private: bool) -> None:
@@ -90,19 +88,20 @@ class _SnapshotBuffer:
             self._growing.start()
 
     def _make_huge(self) -> None:
-        """In a thread that has time: the buffer may be used meanwhile."""
+        """Makes the pages huge, in a background thread; the buffer may be used meanwhile."""
         for pause_seconds in _PAUSES_SECONDS:
             if make_huge(self.tensor, lambda: not self._closed.is_set()) or self._closed.wait(pause_seconds):
                 return
 
     def _register(self) -> bool:
-        """Pins the pages, so that a device copies into them by itself; huge ones, as they cannot become so later."""
+        """Pins the pages, so that a device can copy into them by itself; first makes them huge, which pinned pages
+        cannot become."""
         make_huge(self.tensor)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.num_bytes, 0)) == 0
 
     def close(self) -> None:
-        """Lets go; views that are still about keep the mapping."""
+        """Frees the buffer; views that still exist keep the mapping."""
         self._closed.set()
         if self._growing.is_alive():
             self._growing.join()
@@ -113,18 +112,17 @@ class _SnapshotBuffer:
 
 
 class SharedMemoryTier(Tier):
-    """One rank's buffers, and what the other ranks of this machine left beside them.
+    """One rank's buffers, and those of the other ranks of this machine.
 
     Args:
         run: The run id.
-        rank: Whose buffers are written.
-        num_buffers: How many, ≥ 1.
-        has_others: Whether snapshots go to other tiers, too: then a machine with too little shared memory does without
-            own memory, and saves all the same.
+        rank: The rank whose buffers are written.
+        num_buffers: Number of buffers, ≥ 1.
+        has_others: Whether snapshots also go to other tiers: then too little shared memory is no failure.
         folder: Parent of the run's folder; by default the machine's shared memory.
 
     Raises:
-        ConfigError: The folder cannot be made, or is somebody else's.
+        ConfigError: The folder cannot be made, or belongs to another user.
     """
 
     name: ClassVar[str] = "own memory"
@@ -150,13 +148,13 @@ class SharedMemoryTier(Tier):
         self._open: dict[Path, memoryview] = {}
 
     def claim(self) -> None:
-        """Makes this rank's buffers this process's, until `close`; a process that dies loses its claim.
+        """Claims this rank's buffers for this process until `close`; a process that dies loses its claim.
 
-        Two trainings that use one run id, each with storage of its own, meet nowhere else: and each would hash and
-        store what the other writes into the very same memory.
+        Two trainings with one run id, each with storage of its own, meet only here: without the claim, each would hash
+        and store what the other writes into the same memory.
 
         Raises:
-            RunInUseError: A live process has them.
+            RunInUseError: A live process has claimed them.
         """
         claimed = os.open(self._path(self.rank, "claim", "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -176,7 +174,7 @@ class SharedMemoryTier(Tier):
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, num_bytes: int) -> tuple[str, torch.Tensor]:
-        """The next buffer, to be copied into; what lay in it ceases to exist.
+        """Takes the next buffer, to be copied into; the snapshot in it ceases to exist.
 
         Args:
             num_bytes: Length of the shard's data.
@@ -185,7 +183,7 @@ class SharedMemoryTier(Tier):
             The place, the same on every rank, and the buffer: uint8 (≥ num_bytes,).
 
         Raises:
-            StorageFullError: Not enough shared memory.
+            StorageFullError: There is not enough shared memory.
         """
         number, place = self._next, str(self._next)
         self.discard(place)
@@ -194,18 +192,11 @@ class SharedMemoryTier(Tier):
         return place, buffer.tensor
 
     def skip(self) -> None:
-        """Lets a turn pass: of a save that this rank cannot begin, and others may have."""
+        """Skips a buffer, for a save that this rank cannot begin and other ranks may have begun."""
         self._next = (self._next + 1) % len(self._buffers)
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes the buffers before they are needed; what lies in them is lost if they are too small.
-
-        Args:
-            num_bytes: Length of the shard's data.
-
-        Raises:
-            StorageFullError: Not enough shared memory.
-        """
+        """Makes the buffers before they are needed; a buffer that is too small loses its snapshot."""
         for number in range(len(self._buffers)):
             self._reserved(number, num_bytes)
 
@@ -220,19 +211,21 @@ class SharedMemoryTier(Tier):
                 buffer = self._buffers[number] = _SnapshotBuffer(path, num_bytes, may_be_private=self._has_others)
             return buffer
 
+    @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """The place begun last: the data is in it already."""
+        # The place begun last: the data is in it already.
         return str((self._next - 1) % len(self._buffers))
 
+    @override
     def put(self, place: str, shard: Shard) -> None:
-        """Writes the manifest; the chunks are where they are, if in a buffer that does not end with this process."""
+        # Only the manifest: the chunks lie in the buffer already, unless it is private and ends with this process.
         buffer = self._buffers[int(place)]
         if buffer is not None and buffer.why_private is not None:
             raise StorageFullError(buffer.why_private)
         self._write(self._path(self.rank, place, "json"), shard.manifest.to_bytes())
 
+    @override
     def commit(self, place: str, record: Commit) -> None:
-        """See `Tier`."""
         self._write(self._path(self.rank, place, "commit"), record.to_bytes())
 
     def _write(self, path: Path, content: bytes) -> None:
@@ -245,24 +238,24 @@ class SharedMemoryTier(Tier):
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @override
     def held(self) -> Mapping[str, Commit]:
-        """See `Tier`; of two records for one place the newer counts."""
         damaged: list[str] = []
         found = own_records(self.folder, damaged)
         self.damaged = damaged
         return found
 
+    @override
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        """See `Tier`."""
         try:
             return self._path(rank, place, "json").read_bytes()
         except OSError:
             return None
 
+    @override
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """See `Tier`; without a codec these are views of the buffer, no copies."""
         data = self._data(place, manifest)
-        codec = standing_alone(manifest.codec if manifest.version == 1 else "none")
+        codec = standalone_codec(manifest.codec if manifest.version == 1 else "none")
         item_bytes = manifest.item_bytes
         found: list[Bytes | None] = []
         for number in numbers:
@@ -271,15 +264,16 @@ class SharedMemoryTier(Tier):
             found.append(None if stop > len(data) else codec.encode(data[start:stop], item_bytes))
         return found
 
+    @override
     def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
-        """See `Tier`. This rank's own only: another rank of this machine may begin a save whenever it has its state."""
+        # This rank's own only: another rank of this machine may begin a save as soon as it has its state.
         if manifest.rank != self.rank or (manifest.version == 1 and manifest.codec != "none"):
             return None
         data = self._data(place, manifest)
         return data[: manifest.num_bytes] if len(data) >= manifest.num_bytes else None
 
     def _data(self, place: str, manifest: Manifest) -> memoryview:
-        """The buffer of one rank of this machine; empty where it left none."""
+        """Returns the buffer of one rank of this machine; empty if it left none."""
         own = self._buffers[int(place)] if manifest.rank == self.rank and int(place) < len(self._buffers) else None
         if own is not None:
             return memoryview(own.tensor.numpy().data)
@@ -293,18 +287,20 @@ class SharedMemoryTier(Tier):
             self._open[path] = memoryview(mapped)
         return self._open[path]
 
+    @override
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        """Not here: what is damaged in own memory is overwritten by the next snapshot anyway."""
+        pass  # the next snapshot overwrites what is damaged
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @override
     def discard(self, place: str) -> None:
-        """Removes this rank's record and manifest; the buffer stays for the next snapshot."""
+        # Record and manifest go; the buffer stays for the next snapshot.
         for kind in ("commit", "json"):
             self._path(self.rank, place, kind).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets go of the buffers; their files stay, for a process that comes after."""
+        """Frees the buffers; their files stay, for a process that restarts."""
         for buffer in filter(None, self._buffers):
             buffer.close()
         self._buffers = [None] * len(self._buffers)
@@ -314,41 +310,41 @@ class SharedMemoryTier(Tier):
             self._claimed = None
 
     def vacate(self) -> None:
-        """Takes this rank's files away, and the folder with the last of them: there is no snapshot in it."""
+        """Removes this rank's files, and the folder with the last rank's: there is no snapshot in it."""
         self.close()
         for path in self.folder.glob(f"rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another rank's are there still, or it is gone
+        with contextlib.suppress(OSError):  # it is not empty yet, or it is gone
             self.folder.rmdir()
 
     def remove(self) -> None:
-        """Ends the run's own memory on this machine: nobody will come back for it."""
+        """Removes all of the run's buffers on this machine."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 HUGE_BYTES: Final = 2 * 2**20
-"""A huge page of x86-64 and of most others; where they are larger, pages stay small."""
+"""Length of a huge page on x86-64 and most other processors; where they are longer, pages stay small."""
 _POPULATE_WRITE: Final = 23
 """``MADV_POPULATE_WRITE``, Linux 5.14; Python has no name for it yet."""
 _COLLAPSE: Final = 25
-"""``MADV_COLLAPSE``, Linux 6.1; nor for that."""
+"""``MADV_COLLAPSE``, Linux 6.1; Python has no name for it either."""
 _PIECE_BYTES: Final = 16 * HUGE_BYTES
-"""At a time: a tenth of a second where the system has to clear space first."""
+"""Bytes made huge by one call: a tenth of a second where the system has to clear space first."""
 _MAP_FIXED: Final = 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
-"""Without the interpreter's lock: touching 1 GiB takes a second, and training goes on meanwhile."""
+"""Calls release the interpreter's lock: touching 1 GiB takes a second, and training continues meanwhile."""
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.mmap.restype = ctypes.c_void_p
 
 
 def map_aligned(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Maps a file, shared, where its pages can become huge ones.
+    """Maps a file, shared, at an address where its pages can become huge.
 
     Args:
-        descriptor: Of the file.
-        num_bytes: Its length, a multiple of `HUGE_BYTES`.
+        descriptor: Descriptor of the file.
+        num_bytes: Length of the file, a multiple of `HUGE_BYTES`.
 
     Returns:
         uint8 (num_bytes,); the mapping lives as long as the tensor and its views.
@@ -356,7 +352,7 @@ def map_aligned(descriptor: int, num_bytes: int) -> torch.Tensor:
     Raises:
         OSError: It cannot be mapped.
     """
-    # Longer by a huge page, to have an aligned address in it; and it takes what is laid over it away when it goes.
+    # A huge page longer, so that it contains an aligned address. When it is unmapped, so is the file's mapping in it.
     reserved = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(reserved, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_BYTES
@@ -369,26 +365,17 @@ def map_aligned(descriptor: int, num_bytes: int) -> torch.Tensor:
 
 
 def make_resident(memory: torch.Tensor) -> None:
-    """Touches every page, so that a copy meets no page fault; huge ones where the system gives them by itself.
-
-    Args:
-        memory: uint8 (n,), on the CPU; its content stays.
-    """
+    """Touches every page of uint8 (n,) on the CPU, so that a copy meets no page fault; the content stays."""
     _libc.madvise(memory.data_ptr(), memory.nbytes, mmap.MADV_HUGEPAGE)
     if _libc.madvise(memory.data_ptr(), memory.nbytes, _POPULATE_WRITE) != 0:
         memory[:: mmap.PAGESIZE].add_(0)
 
 
 def make_huge(memory: torch.Tensor, goes_on: Callable[[], bool] = lambda: True) -> bool:
-    """Puts small pages together, while whoever uses the memory goes on doing so.
+    """Puts small pages together, while other threads use the memory; ends when ``goes_on`` returns False.
 
-    Args:
-        memory: Of `map_aligned`; its content stays.
-        goes_on: Asked before each piece: whether it is still worth the trouble.
-
-    Returns:
-        True: there is nothing left to do. False: a page that is just being written to a disk stays as it is, so that
-        another try may find more.
+    Returns whether nothing is left to do; False if a page was being written to a disk, so that another call may do
+    more.
     """
     is_done = True
     for start in range(0, memory.nbytes, _PIECE_BYTES):
@@ -398,6 +385,6 @@ def make_huge(memory: torch.Tensor, goes_on: Callable[[], bool] = lambda: True) 
         if _libc.madvise(memory.data_ptr() + start, length, _COLLAPSE) != 0:
             why = ctypes.get_errno()
             if why == errno.EINVAL:
-                return True  # no such word here, or no huge pages
+                return True  # the system does not know the call, or has no huge pages
             is_done = is_done and why != errno.EAGAIN
     return is_done

@@ -1,37 +1,25 @@
-"""Waits until nobody in this process can be in the middle of writing to a tensor, having got no further for a while.
+"""Detects torn reads: waits until no thread can be in the middle of a write, then compares tensors with copies.
 
-Whether a tensor changed while it was copied shows when whoever writes to it goes on, or ends. A thread that was
-interrupted in the middle of an operation does neither, for as long as others want its processor: tens of milliseconds
-on a busy machine. So each other thread is waited for until it has been asleep, which none is in the middle of writing
-memory, or has run for long enough to be seen. Which ones sleep costs ten microseconds each to ask for, how long one has
-run, one.
+*Waiting.* A change during the copy shows when its writer continues, or ends. A thread that was interrupted in the
+middle of an operation does neither, for as long as others want its processor: tens of milliseconds on a busy machine.
+So `wait_for_others` waits for each other thread until it has slept, since no thread sleeps in the middle of writing
+memory, or has run for `REST_SECONDS`. Asking whether a thread sleeps costs ten microseconds, how long it has run, one.
+The looks are bursts of ctypes calls that keep the interpreter's lock: to get it back each time could take 5 ms. Where
+the system cannot tell (only Linux can), a fixed rest must do.
 
-Story: a virtual machine's processor was taken by its host for two milliseconds. Its kernel cannot know, so the clock of
-the thread on it went on, and a snapshot of half a write was committed: three times in a thousand saves beside a writer.
-So a thread's time counts only between two moments, close to each other, at which every processor of this process was
-seen to execute: membarrier(2) interrupts each and returns when all have answered. Decision 0008 has the measurement.
+A virtual machine's processor was once taken by its host for two milliseconds. Its kernel cannot know, so the clock of
+the thread on it continued, and a snapshot of half a write was committed: three times in a thousand saves beside a
+writer. So a thread's time counts only between two moments, close to each other, at which every processor of this
+process was seen to execute: membarrier(2) interrupts each and returns when all have answered.
 
-No look lets go of the interpreter, for each would wait for it again, up to 5 ms beside a thread that is all Python: so
-the system is called by ctypes, a burst of looks at a time.
-
-Where the system does not tell (only Linux does), a fixed rest must do.
-
-Compares tensors with their copies: in places, and in full once somebody was caught changing them uncounted.
-
-PyTorch counts every in-place change of a tensor, but those through ``.data`` or a numpy view. Comparing all bytes would
-find these too, at the price of another copy; so a few places must do, chosen where a copy that is old in one part and
-new in the next can hide (what is no longer than the distance between two of them is compared in full). A writer fills a
-tensor from front to back while somebody copies it:
-
-* The copy overtakes it and stays ahead: all is old from there on. One word every 32 KiB, and both ends, show that.
-* The copy overtakes it and pauses, to be overtaken in turn: what is old ends where the pause was, and so a word is
-  compared before each.
-* Several threads fill a part each: what is old ends where a part does, and a word is compared there, too.
-
-What is left is a copy that was interrupted within 32 KiB of overtaking a writer. It takes one that writes uncounted,
-and all the time, to meet that: so whoever was found out once, anywhere in a state, is not trusted again.
-
-Measured: decision 0008.
+*Comparing.* PyTorch counts every in-place change but those through ``.data`` or a numpy view. To find these, comparing
+all bytes would cost another copy; so `Comparison` compares a few places, where a copy that is old in one part and new
+in the next can hide, while a writer fills a tensor from front to back. A copy that overtakes it and stays ahead is old
+from there on: one word every 32 KiB, and both ends, show that. A copy that is overtaken in a pause is old up to there:
+a word is compared before each pause. If several threads write a part each, the word at the end of each part shows it.
+There remains a copy that was interrupted within 32 KiB of overtaking an uncounted writer; to meet that takes a writer
+that writes all the time, so after the first difference found anywhere in a state, every byte is compared. Decision 0008
+has the measurements.
 """
 
 from __future__ import annotations
@@ -49,19 +37,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.checkpoint._pacing.cpu_time import processor_ns
+from shade.checkpoint._pacing.schedule import processor_ns
 
 REST_SECONDS: Final = 0.0005
-"""Enough processor time to write 32 KiB at the pace of the slowest of operations."""
+"""Enough CPU time to write 32 KiB at the pace of the slowest operation."""
 LONGEST_SECONDS: Final = 5.0
-"""A thread that gets no processor for so long is given up. A quarter of a second was seen once in a thousand saves,
-with four threads to a core."""
+"""Longest wait for a thread that gets no processor. A quarter of a second was seen once in a thousand saves, with four
+threads to a core."""
 _BURST_SECONDS: Final = 0.001
-"""The interpreter is held for so long, at most: who runs at all has run for `REST_SECONDS` by then."""
+"""Longest time that a burst keeps the interpreter's lock: a thread that runs has run for `REST_SECONDS` by then."""
 _GLANCE_MICROSECONDS: Final = 25
-"""Between two looks, this thread's processor is free for another; the system makes three times as much of it."""
+"""Sleep between two looks, in which another thread may use this processor; the system makes it three times as long."""
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.004
-"""Between two bursts, the first and the later ones: whoever waits for the interpreter, or this processor, has it."""
+"""First and longest pause between two bursts, for threads that wait for the interpreter's lock or this processor."""
 _CLOSE_SECONDS: Final = 0.00025
 """Two moments closer than this leave a host no time to take a processor and give it back."""
 _THREADS: Final = "/proc/self/task"
@@ -76,42 +64,34 @@ _libc.read.restype = ctypes.c_ssize_t
 def wait_for_others() -> bool:
     """Returns when each other thread of this process has slept, ended, or run for `REST_SECONDS` since the call.
 
-    Twice: a thread that slept may have been called to work by one that had begun to write, and was interrupted between
-    the two, as the threads of one PyTorch operation are. So who slept is looked at again when all others have run.
-
-    Returns:
-        Whether it is so; false: after `LONGEST_SECONDS` one still has not, and may be in the middle of anything.
+    Returns False after `LONGEST_SECONDS`: one thread has not, and may be in the middle of a write.
     """
     if sys.platform != "linux":
         time.sleep(REST_SECONDS)
         return True
     deadline = time.monotonic() + LONGEST_SECONDS
-    seen = _Seen()
+    seen = _SeenThreads()
+    # Twice: a sleeping thread may have been woken by one that had begun to write, and was interrupted between the two,
+    # as the threads of one PyTorch operation are. So the sleepers are looked at again when all others have run.
     return all(seen.wait(deadline) for _ in range(2))
 
 
-class _Seen:
-    """What was seen of the other threads, time and again."""
+class _SeenThreads:
+    """How long each other thread was seen to run."""
 
     def __init__(self) -> None:
         self._me = threading.get_native_id()
         self._run_ns: dict[int, int] = {}
-        """How long each has certainly run."""
+        """By thread, how long it has certainly run."""
 
     def wait(self, deadline: float) -> bool:
-        """Returns when each thread that is there now, and has not run for long enough, has or sleeps.
-
-        Args:
-            deadline: When to give up, as `time.monotonic` counts.
-
-        Returns:
-            False: it has come to that.
-        """
+        """Waits until each thread that exists now has run for long enough, or sleeps; False if the deadline passes."""
         others = [int(name) for name in os.listdir(_THREADS) if int(name) != self._me]
         left, pause_seconds = [each for each in self._look(others) if _may_be_writing(each)], _PAUSE_SECONDS
         while left:
             self._burst(left)
-            # Now, not after the pause: whoever the pause has let into the interpreter would be seen leaving it.
+            # Now, not after the pause: a thread that got the interpreter's lock in the pause would be seen releasing
+            # it.
             left = [each for each in self._look(left) if _may_be_writing(each)]
             if left and time.monotonic() > deadline:
                 return False
@@ -121,11 +101,11 @@ class _Seen:
         return True
 
     def _look(self, threads: list[int]) -> list[int]:
-        """Those that have not run for long enough."""
+        """Returns the threads that have not run for long enough."""
         return [each for each in threads if self._run_ns.get(each, 0) < REST_SECONDS * 1e9]
 
     def _burst(self, threads: list[int]) -> None:
-        """Sees threads run, for a moment."""
+        """Adds up how long threads run, for a moment."""
         begun_ns = looked_ns = time.monotonic_ns()
         _touch_processors()
         clocks_ns = {thread: processor_ns(thread) for thread in threads}
@@ -142,12 +122,12 @@ class _Seen:
 
 def _may_be_writing(thread: int) -> bool:
     """Whether a thread runs, wants to, or waits for a page of memory that it has touched."""
-    state = _told(thread, "stat").rpartition(b")")[2][1:2]
-    return state == b"R" or (state == b"D" and _told(thread, "syscall").startswith(b"-1"))
+    state = _proc_file(thread, "stat").rpartition(b")")[2][1:2]
+    return state == b"R" or (state == b"D" and _proc_file(thread, "syscall").startswith(b"-1"))
 
 
-def _told(thread: int, what: str) -> bytes:
-    """What the system says of a thread; nothing of one that has ended, or where it does not tell."""
+def _proc_file(thread: int, what: str) -> bytes:
+    """Returns a file of a thread in /proc; nothing if the thread has ended, or the file cannot be read."""
     descriptor = _libc.open(f"{_THREADS}/{thread}/{what}".encode(), os.O_RDONLY | os.O_CLOEXEC)
     if descriptor < 0:
         return b""
@@ -160,7 +140,8 @@ def _told(thread: int, what: str) -> bytes:
 def _touch_processors() -> None:
     """Returns when each processor that runs a thread of this process has executed something since the call.
 
-    Where the system has no such call (Linux before 4.14, a sandbox that forbids it), at once: clocks are believed then.
+    Returns at once where the system lacks the call (Linux before 4.14) or forbids it (a sandbox): clocks are then
+    believed as they are.
     """
     number = _MEMBARRIER.get(platform.machine())
     if number is not None and _libc.syscall(number, _PRIVATE_EXPEDITED, 0, 0) != 0:
@@ -170,36 +151,29 @@ def _touch_processors() -> None:
 
 _PLACES: Final = 4
 _PLACE_BYTES: Final = 64
-"""Compared in each tensor, its ends included."""
+"""Length of each compared place; the ends of a tensor are two of them."""
 _SMALL_BYTES: Final = 2**18
-"""Of a tensor below this the two ends are compared."""
+"""Of a shorter tensor only the two ends are compared."""
 _STRIDE_BYTES: Final = 32 * 2**10
-"""Between further places, of a word each, in tensors that are longer."""
+"""Distance of further places, of a word each, in longer tensors; shorter tensors are compared in full."""
 _WORD_BYTES: Final = 8
 _GRAIN: Final = 2**15
-"""ATen gives a thread at least so many elements (at::internal::GRAIN_SIZE)."""
+"""Least number of elements that ATen gives to a thread (at::internal::GRAIN_SIZE)."""
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Comparison:
-    """What one run's tensors are compared by, save after save."""
+    """How the tensors of one run are compared with their copies, save after save."""
 
     def __init__(self) -> None:
         self.in_full = False
-        """Whether every byte is: something has differed before."""
+        """Whether every byte is compared: a tensor has differed before."""
 
     def agrees(self, tensor: torch.Tensor, buffer: torch.Tensor, start: int, pauses: Iterable[int] = ()) -> bool:
-        """Compares a tensor with its copy, bit for bit, where it is looked at.
+        """Whether a contiguous CPU tensor equals its copy in a buffer, bit for bit, in the places that are compared.
 
-        Args:
-            tensor: Contiguous, on the CPU.
-            buffer: uint8, contiguous; holds the copy.
-            start: Where in it.
-            pauses: Offsets in bytes, in the tensor, at which copying was interrupted.
-
-        Returns:
-            Whether they are the same.
+        ``pauses`` are offsets in bytes, in the tensor, at which copying was interrupted.
         """
         live, copied, length = tensor.data_ptr(), buffer.data_ptr() + start, tensor.nbytes
         if self.in_full or length <= _STRIDE_BYTES:
@@ -213,26 +187,26 @@ class Comparison:
 
 
 def _same_words(tensor: torch.Tensor, copied: npt.NDArray[np.uint8]) -> bool:
-    """Whether those at regular distances are."""
+    """Whether the words at regular distances are the same."""
     whole, step = len(copied) // _WORD_BYTES * _WORD_BYTES, _STRIDE_BYTES // _WORD_BYTES
     here = tensor.view(-1).view(torch.uint8).numpy()[:whole].view(np.uint64)[::step]
     return np.array_equal(here, copied[:whole].view(np.uint64)[::step])
 
 
 def _places(length: int) -> list[tuple[int, int]]:
-    """Offset and width of both ends, and of what lies evenly between them."""
+    """Returns offset and width of both ends, and of places evenly between them."""
     width = min(_PLACE_BYTES, length)
     last = (_PLACES if length > _SMALL_BYTES else 2) - 1
     return [((length - width) * place // last, width) for place in range(last + 1)]
 
 
 def _words_before(ends: list[int]) -> list[tuple[int, int]]:
-    """Offset and width of the last word before each."""
+    """Returns offset and width of the last word before each end."""
     return [(max(0, end - _WORD_BYTES), min(_WORD_BYTES, end)) for end in ends]
 
 
 def _ends_of_parts(tensor: torch.Tensor, num_threads: int) -> range:
-    """Offsets in bytes at which ATen divides a contiguous tensor among threads."""
+    """Returns the offsets in bytes at which ATen divides a contiguous tensor among threads."""
     num_elements, item_bytes = tensor.numel(), tensor.itemsize
     if num_elements <= _GRAIN:
         return range(0)

@@ -1,1 +1,1 @@
-"""Takes the attached objects' state apart into JSON and named tensors, and puts it together again."""
+"""Captures the attached objects' state as JSON and named tensors, and lays the tensors out."""

@@ -1,9 +1,9 @@
-"""What a checkpoint consists of: the attached things, how their state is taken and how it is given back.
+"""The app state, which is all attached objects: how their state is captured and how it is loaded.
 
-Anything with ``state_dict`` and ``load_state_dict`` may be attached. Modules and optimizers are known more closely:
-what data-parallel ranks hold alike is saved once, each rank a share; what only an optimizer's step changes may be
-copied behind the training's back. All else is each rank's own and copied at once: batch-norm statistics, generators, a
-sampler's cursor.
+Any object with ``state_dict`` and ``load_state_dict`` may be attached. Modules and optimizers are treated specially:
+state that data-parallel ranks hold alike is saved once, each rank a share of it; state that only an optimizer's step
+changes may be copied while the training runs. All else is each rank's own and is copied at once: batch-norm statistics,
+random generators, a sampler's cursor.
 
 Loading checks first and changes afterwards: a snapshot that does not fit leaves everything as it was.
 """
@@ -11,17 +11,17 @@ Loading checks first and changes afterwards: a snapshot that does not fit leaves
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
-from shade.checkpoint._capture.flatten import escape, flatten
+from shade.checkpoint._capture.flatten import escape, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
-from shade.checkpoint._capture.rng import RandomState
-from shade.checkpoint._capture.unflatten import unflatten
 from shade.errors import ConfigError, ShadeError, StateMismatchError
 from shade.types import Parted, Stateful
 
@@ -39,24 +39,74 @@ _SHAPED = frozenset(
         "sum",
     }
 )
-"""What PyTorch's optimizers keep for each parameter in its own shape; LBFGS and Adafactor keep other shapes too."""
+"""State that PyTorch's optimizers keep in the shape of each parameter; LBFGS and Adafactor keep other shapes too."""
+
+
+class RandomState:
+    """The global random generators of this process: Python's, numpy's, torch's, and each CUDA device's.
+
+    Saved and restored per rank, they make a resumed run draw the numbers that the undisturbed run would have drawn. A
+    CUDA device is asked only if this process has used CUDA: asking would start it up, which costs hundreds of megabytes
+    of its memory and makes a later fork impossible; and an unused device has no position to lose. Generators of your
+    own (`torch.Generator`, `numpy.random.Generator`) are not known here: attach the object that holds them.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the generators' states: numbers, strings, arrays and tensors, 10 KB and 16 bytes a CUDA device."""
+        version, words, gauss = random.getstate()
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = range(torch.cuda.device_count()) if used else ()
+        return {
+            "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+            "cuda": [torch.cuda.get_rng_state(device) for device in devices],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the generators. With more CUDA devices than were saved, the others keep their state, and vice versa.
+
+        A state of other generators, or of none, raises a StateMismatchError and changes nothing.
+        """
+        before = self.state_dict()
+        try:
+            _set_generators(state)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+            _set_generators(before)
+            raise StateMismatchError.of(
+                "a state of random generators", str(error), "restore without 'random'"
+            ) from error
+
+
+def _set_generators(state: dict[str, Any]) -> None:
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].clone())  # of a view, PyTorch would read from the storage's start
+    for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(saved.clone(), device)
 
 
 @dataclass(frozen=True)
 class CapturedState:
-    """The state at one moment; tensors are the live ones."""
+    """The app state at one moment, not copied yet."""
 
     tree: Any
+    """The skeleton, as `flatten` returned it."""
     tensors: dict[str, torch.Tensor]
+    """The live tensors, by name."""
     steady: frozenset[str]
-    """Tensors that nothing but an optimizer's step changes."""
+    """Names of the tensors that only an optimizer's step changes."""
 
     def specs(self) -> dict[str, TensorSpec]:
-        """What a layout has to know of the tensors."""
+        """Returns what a layout needs to know of the tensors."""
         return {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
 
     def replica(self, world_size: int) -> str:
-        """Digest of a few bytes of every CPU tensor that all ranks should hold alike; unlike models differ in all."""
+        """Returns a digest of a few bytes of every CPU tensor that all ranks should hold alike.
+
+        A few bytes of each are enough, since different models differ in all of their tensors.
+        """
         if world_size == 1:
             return ""
         total = xxhash.xxh3_128()
@@ -67,7 +117,7 @@ class CapturedState:
 
 
 class AppState:
-    """The attached things, by name.
+    """The attached objects, by name.
 
     Args:
         replicated: Whether ranks hold the same parameters and optimizer state.
@@ -75,58 +125,43 @@ class AppState:
 
     def __init__(self, replicated: bool) -> None:
         self._replicated = replicated
-        self._things: dict[str, Stateful] = {"random": RandomState()}
+        self._objects: dict[str, Stateful] = {"random": RandomState()}
 
-    def attach(self, things: Mapping[str, Any]) -> None:
-        """Adds things.
-
-        Args:
-            things: By name.
-
-        Raises:
-            ConfigError: One has no state to save, or the name is taken.
-        """
-        for name, thing in things.items():
-            if not isinstance(thing, Stateful):
+    def attach(self, objects: Mapping[str, Any]) -> None:
+        """Adds objects by name; raises a ConfigError if one has no state to save, or its name is taken."""
+        for name, target in objects.items():
+            if not isinstance(target, Stateful):
                 cure = "give it state_dict() and load_state_dict()"
-                raise ConfigError.of(f"{name!r} to have a state", type(thing).__name__, cure)
-            if name in self._things and self._things[name] is not thing:
-                raise ConfigError.of("a name that is not attached yet", name, f"known: {', '.join(self._things)}")
-            self._things[name] = thing
+                raise ConfigError.of(f"{name!r} to have a state", type(target).__name__, cure)
+            if name in self._objects and self._objects[name] is not target:
+                raise ConfigError.of("a name that is not attached yet", name, f"known: {', '.join(self._objects)}")
+            self._objects[name] = target
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """The attached modules, by name."""
-        return {name: thing for name, thing in self._things.items() if isinstance(thing, torch.nn.Module)}
+        """Returns the attached modules, by name."""
+        return {name: target for name, target in self._objects.items() if isinstance(target, torch.nn.Module)}
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The attached optimizers, by name."""
-        return {name: thing for name, thing in self._things.items() if isinstance(thing, torch.optim.Optimizer)}
+        """Returns the attached optimizers, by name."""
+        return {name: target for name, target in self._objects.items() if isinstance(target, torch.optim.Optimizer)}
 
     @property
     def names(self) -> list[str]:
-        """Of everything attached."""
-        return list(self._things)
+        """Returns the names of all attached objects."""
+        return list(self._objects)
 
     @property
     def epoch(self) -> int:
-        """Of the first attached thing that counts epochs, a sampler say; 0 where none does."""
-        counts = (getattr(thing, "epoch", None) for thing in self._things.values())
+        """Returns the epoch of the first attached object that counts epochs, such as a sampler; 0 where none does."""
+        counts = (getattr(target, "epoch", None) for target in self._objects.values())
         return next((count for count in counts if isinstance(count, int)), 0)
 
     def capture(self, rank: int, world_size: int) -> CapturedState:
-        """Takes the state, without copying a tensor.
+        """Captures the state of all attached objects, without copying a tensor.
 
-        Args:
-            rank: This rank.
-            world_size: Ranks that save together.
-
-        Returns:
-            The state.
-
-        Raises:
-            ConfigError: Something in it cannot be saved; the message has its path.
+        A part that cannot be saved raises a ConfigError that names its path.
         """
         buffers = {
             f"{escape(name)}/{escape(key)}"
@@ -138,7 +173,7 @@ class AppState:
         def is_steady(path: str) -> bool:
             return path.startswith(trained) and path not in buffers
 
-        state = {name: thing.state_dict() for name, thing in self._things.items()}
+        state = {name: target.state_dict() for name, target in self._objects.items()}
         shared = self._replicated or world_size == 1
         tree, tensors = flatten(
             state, rank=rank, is_own=None if world_size == 1 else lambda path: not (shared and is_steady(path))
@@ -146,26 +181,28 @@ class AppState:
         return CapturedState(tree, tensors, frozenset(name for name in tensors if is_steady(name.partition("@")[0])))
 
     def forgettable(self, name: str) -> bool:
-        """Whether a loaded tensor has been copied onwards: modules copy what they load, others may keep it."""
+        """Whether a loaded tensor's memory may be reused: modules copy what they load, other objects may keep it."""
         return name.startswith(tuple(f"{escape(module)}/" for module in self.modules))
 
     def load(
         self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()
     ) -> None:
-        """Gives things their state back.
+        """Loads the state of some attached objects.
 
         Args:
-            tree: Theirs, perhaps with others.
-            tensors: All that it names, and that ``trees`` name.
-            names: Of the things.
-            trees: Of all ranks that saved, for what is shared out anew when ranks are fewer or more.
+            tree: The skeleton of their state, perhaps with that of others.
+            tensors: All tensors that the tree and ``trees`` name.
+            names: Names of the objects.
+            trees: Trees of all ranks that saved, for state that is shared out anew when ranks are fewer or more.
 
         Raises:
-            StateMismatchError: It does not fit; nothing was changed.
+            StateMismatchError: The state does not fit; nothing was changed.
         """
-        unknown = sorted(set(names) - self._things.keys())
+        unknown = sorted(set(names) - self._objects.keys())
         if unknown:
-            raise ConfigError.of(f"names of what is attached ({', '.join(self._things)})", unknown, "attach() it first")
+            raise ConfigError.of(
+                f"names of what is attached ({', '.join(self._objects)})", unknown, "attach() it first"
+            )
         state = unflatten(tree, tensors)
         missing = sorted(set(names) - state.keys())
         if missing:
@@ -174,32 +211,32 @@ class AppState:
                 "restore(only=[...]) loads a part, attach() under the names that were saved loads the rest"
             )
         for name in names:
-            thing = self._things[name]
-            if isinstance(thing, torch.nn.Module):
-                _check_module(name, thing, state[name])
-            elif isinstance(thing, torch.optim.Optimizer):
-                _check_optimizer(name, thing, state[name])
-        parted = [name for name in names if isinstance(self._things[name], Parted)] if trees else []
+            target = self._objects[name]
+            if isinstance(target, torch.nn.Module):
+                _check_module(name, target, state[name])
+            elif isinstance(target, torch.optim.Optimizer):
+                _check_optimizer(name, target, state[name])
+        parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
         states = [unflatten(each, tensors) for each in trees] if parted else []
         self._put(state, names, {name: [each[name] for each in states if name in each] for name in parted})
 
     def _put(
         self, state: Mapping[str, Any], names: Collection[str], parts: Mapping[str, Sequence[dict[str, Any]]]
     ) -> None:
-        """What could still refuse goes first, and is put back if it does; modules and optimizers have been checked."""
+        """Loads what may still refuse first, and puts it back if it does; modules and optimizers have been checked."""
         checked = {*self.modules, *self.optimizers}
         before: dict[str, Any] = {}
         try:
             for name in (name for name in names if name not in checked):
-                before[name] = copy.deepcopy(self._things[name].state_dict())
-                thing = self._things[name]
-                if isinstance(thing, Parted) and name in parts:
-                    thing.load_state_dicts(parts[name])
+                before[name] = copy.deepcopy(self._objects[name].state_dict())
+                target = self._objects[name]
+                if isinstance(target, Parted) and name in parts:
+                    target.load_state_dicts(parts[name])
                 else:
-                    thing.load_state_dict(state[name])
+                    target.load_state_dict(state[name])
         except Exception as error:
             for loaded, old in before.items():
-                self._things[loaded].load_state_dict(old)
+                self._objects[loaded].load_state_dict(old)
             if isinstance(error, ShadeError):
                 raise
             raise StateMismatchError(
@@ -207,7 +244,7 @@ class AppState:
                 "build it as it was when it was saved, or restore(only=[...]) without it"
             ) from error
         for name in (name for name in names if name in checked):
-            self._things[name].load_state_dict(state[name])
+            self._objects[name].load_state_dict(state[name])
 
 
 def _check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:

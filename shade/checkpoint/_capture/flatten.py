@@ -1,16 +1,22 @@
-"""Takes a state tree apart into JSON and named tensors, and puts it together again, exactly.
+"""Flattens a state tree into JSON and named tensors, and unflattens it again, exactly.
 
-The *skeleton* is JSON: what JSON has (null, booleans, strings, numbers, arrays for lists) stands for itself, all else
+The *skeleton* is JSON: what JSON has (null, booleans, strings, numbers, arrays for lists) stands for itself; all else
 is an object with one member, ``{"kind": content}``; docs/format.md lists the kinds. Tensors, arrays and long lists of
 plain numbers are taken out and named by their path, ``optimizer/state/0/exp_avg``. They are references: nothing is
-copied that a snapshot would not copy anyway. Two tensors that are the same memory are one tensor with one name, and are
-one again. 600 tensors take 2 ms.
+copied that a snapshot would not copy anyway. Two tensors that share memory are one tensor with one name, and share
+memory again after a restore. 600 tensors take 2 ms.
 
 A closed list of types goes in, and nothing else comes out: no pickle, no class looked up by a name from a file. The
-price is that an object of your own has to say itself in plain types. What comes back differs from what went in only in
-that tensors are contiguous, on the CPU, without gradient, and that lists held in two places are two lists.
+price is that an object of your own must express itself in plain types. What comes back differs from what went in only
+in that tensors are contiguous, on the CPU, without gradient, and that lists held in two places are two lists.
 
-Invariant: ``assemble(*dismantle(state))`` equals the state: types, order of keys, every bit of every number.
+A skeleton may come from a file that was tampered with. So each kind is made by a function from the table `_MAKERS` and
+by nothing else, every content is checked before it is used, depth is bounded, and a tensor becomes a list at most once,
+so that a small file cannot ask for a large memory. The root of a snapshot's tree is a dict by the names of the attached
+objects; `part_of` gives a tree of some of them, so that a model can be read without its optimizer.
+
+Invariants: ``unflatten(*flatten(state))`` equals the state: types, order of keys, every bit of every number;
+`unflatten` returns, or it raises `CorruptCheckpointError`.
 """
 
 from __future__ import annotations
@@ -20,19 +26,38 @@ import re
 import struct
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from shade.checkpoint._capture.layout import SPELLINGS, own_name
-from shade.errors import ConfigError
+from shade.errors import ConfigError, CorruptCheckpointError
 
+SPELLINGS: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""Names of tensor types in a safetensors file."""
+_SPELLED: Final = {spelling: dtype for dtype, spelling in SPELLINGS.items()}
 MAX_DEPTH: Final = 100
-"""Containers within containers."""
+"""Greatest depth of containers within containers."""
 MAX_KEY_DEPTH: Final = 10
-"""Tuples within tuples that are a key."""
+"""Greatest depth of tuples within a key."""
 INLINE: Final = 256
 """Lists of fewer numbers, and strings of fewer bytes, stay in the skeleton."""
 FACTORIES: Final[Mapping[str, Any]] = {
@@ -49,7 +74,7 @@ VIEWED: Final[Mapping[torch.dtype, torch.dtype]] = {
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
 }
-"""Types that not every reader of safetensors knows, and what they are stored as: pairs, or plain bytes."""
+"""Types that not every reader of safetensors knows, and the type that each is stored as: pairs, or plain bytes."""
 ARRAYS: Final = frozenset(["<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "<u8", "<u4", "<u2", "|u1", "|b1", "<c8"])
 """Array types that a tensor has too; others are stored as bytes."""
 RAW_ARRAY: Final = re.compile(r"[<>|][biufcmMSU][1-9][0-9]*(\[[0-9]*[A-Za-z]+\])?")
@@ -57,45 +82,49 @@ RAW_ARRAY: Final = re.compile(r"[<>|][biufcmMSU][1-9][0-9]*(\[[0-9]*[A-Za-z]+\])
 _SPECIAL: Final = re.compile(r"[%/@]")
 _NUMBERS: Final = {int: ("q", torch.int64), float: ("d", torch.float64), bool: ("b", torch.bool)}
 _CURE: Final = "give its state as dicts, lists, numbers, strings, arrays and tensors"
+_HEX: Final = re.compile(r"([0-9a-f]{2})*")
+_INTEGER: Final = re.compile(r"-?[0-9a-f]{1,1000000}")
+_MAX_DEPTH: Final = MAX_DEPTH + MAX_KEY_DEPTH
+_LISTABLE: Final = (torch.int64, torch.float64, torch.bool)
 
 
 def flatten(
     state: Any, *, rank: int = 0, is_own: Callable[[str], bool] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Takes a state tree apart.
+    """Flattens a state tree.
 
     Args:
         state: Nested dicts (OrderedDict, defaultdict, Counter), lists, tuples, deques and sets of None, booleans,
             numbers, strings, bytes, numpy arrays and scalars, tensors, and torch's dtype, device and Size.
         rank: This rank.
-        is_own: Of a tensor's path, whether it is this rank's own and not the same on every rank; False if not given.
+        is_own: Whether the tensor at a path is this rank's own and not the same on every rank; by default none is.
 
     Returns:
         The skeleton, ready for JSON, and the tensors by name: references, of types that `SPELLINGS` has.
 
     Raises:
-        ConfigError: Something in it is of another type, or contains itself; the message names its path.
+        ConfigError: A part of it is of another type, or contains itself; the message names its path.
     """
-    taking = _Taking(rank, is_own)
-    return taking.take(state, "", 0), taking.tensors
+    flattener = _Flattener(rank, is_own)
+    return flattener.flatten(state, "", 0), flattener.tensors
 
 
 def escape(key: str) -> str:
-    """A key as it stands in a tensor's name: ``%``, ``/`` and ``@`` percent-encoded."""
+    """Returns a key as it stands in a tensor's name: ``%``, ``/`` and ``@`` percent-encoded."""
     if _SPECIAL.search(key):
         key = key.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
     return key if key.isascii() else key.encode("utf-8", "backslashreplace").decode()
 
 
-class _Taking:
-    """One walk over a state; see `flatten`."""
+class _Flattener:
+    """One pass over a state; see `flatten`."""
 
     def __init__(self, rank: int, is_own: Callable[[str], bool] | None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._rank, self._is_own = rank, is_own
         self._names: dict[tuple[Any, ...], str] = {}
         self._open: set[int] = set()
-        self._takers: dict[type, Callable[[Any, str, int], Any]] = {
+        self._containers: dict[type, Callable[[Any, str, int], Any]] = {
             dict: self._dict,
             OrderedDict: self._ordered,
             Counter: lambda value, path, depth: {"Counter": self._pairs(value, path, depth)},
@@ -114,20 +143,20 @@ class _Taking:
             bytearray: lambda value, path: {"bytearray": self._bytes(value, path)},
         }
 
-    def take(self, value: Any, path: str, depth: int) -> Any:
+    def flatten(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
         leaf = self._leaves.get(kind)
         if leaf is not None:
             return leaf(value, path)
-        taker = self._takers.get(kind)
-        if taker is None:
+        container = self._containers.get(kind)
+        if container is None:
             return _scalar(value, path)
         if id(value) in self._open:
             raise ConfigError.of(f"a state without cycles at {path!r}", kind.__name__, "take out what contains itself")
         if depth == MAX_DEPTH:
             raise ConfigError.of(f"at most {MAX_DEPTH} containers in each other at {path!r}", kind, "flatten the state")
         self._open.add(id(value))
-        taken = taker(value, path, depth + 1)
+        taken = container(value, path, depth + 1)
         self._open.discard(id(value))
         return taken
 
@@ -137,7 +166,7 @@ class _Taking:
         return {"dict": self._pairs(value, path, depth)}
 
     def _pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Any]:
-        """Keys and values, each as an array, so that a large table of numbers costs two tensors."""
+        """Returns keys and values, each as an array, so that a large table of numbers costs two tensors."""
         if len(value) >= INLINE:
             keys = self._numbers(list(value), f"{path}/%keys") or [_scalar(key, path) for key in value]
             numbers = self._numbers(list(value.values()), f"{path}/%values")
@@ -146,16 +175,16 @@ class _Taking:
         else:
             keys = [_scalar(key, path) for key in value]
         before = path and path + "/"
-        return [keys, [self.take(each, before + _segment(key), depth) for key, each in value.items()]]
+        return [keys, [self.flatten(each, before + _segment(key), depth) for key, each in value.items()]]
 
     def _ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Any:
         pairs = self._pairs(value, path, depth)
         attributes = vars(value)
         if not attributes:
             return {"OrderedDict": pairs}
-        if set(attributes) != {"_metadata"}:  # what `torch.nn.Module.state_dict` notes of versions
+        if set(attributes) != {"_metadata"}:  # where `torch.nn.Module.state_dict` keeps versions
             raise ConfigError.of(f"a plain OrderedDict at {path!r}", f"attributes {sorted(attributes)}", _CURE)
-        return {"module_state": [*pairs, self.take(attributes["_metadata"], f"{path}/%metadata", depth)]}
+        return {"module_state": [*pairs, self.flatten(attributes["_metadata"], f"{path}/%metadata", depth)]}
 
     def _default(self, value: defaultdict[Any, Any], path: str, depth: int) -> Any:
         factory = next((name for name, kind in FACTORIES.items() if kind is value.default_factory), None)
@@ -170,10 +199,10 @@ class _Taking:
         if numbers is not None:
             return numbers
         before = path and path + "/"
-        return [self.take(each, f"{before}{place}", depth) for place, each in enumerate(value)]
+        return [self.flatten(each, f"{before}{place}", depth) for place, each in enumerate(value)]
 
     def _numbers(self, value: Iterable[Any], path: str) -> Any:
-        """Takes a long list out if it holds nothing but int64, or float, or bool."""
+        """Makes a tensor of a long list that holds nothing but int64, or float, or bool; else returns None."""
         kinds = set(map(type, value))
         code, dtype = _NUMBERS.get(kinds.pop(), ("", torch.bool)) if len(kinds) == 1 else ("", torch.bool)
         if not code:
@@ -201,7 +230,7 @@ class _Taking:
         return {"viewed": [str(dtype).removeprefix("torch."), self._put(stored, path)]}
 
     def _put(self, tensor: torch.Tensor, path: str) -> str:
-        """Enters a tensor; the same memory, seen the same way, gets the name that it has already."""
+        """Enters a tensor and returns its name; the same memory, seen the same way, keeps the name that it has."""
         own = self._is_own is not None and self._is_own(path)
         address = tensor.data_ptr()
         same = (address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, own)
@@ -232,17 +261,17 @@ class _Taking:
 
 
 def _raw(content: bytes | bytearray) -> torch.Tensor:
-    """A copy, as a tensor of bytes."""
+    """Returns a copy, as a tensor of bytes."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def _segment(key: Any) -> str:
-    """A key as a part of a tensor's name. Two keys may give the same; the names will differ."""
+    """Returns a key as a part of a tensor's name. Two keys may give the same part; the names will differ."""
     return escape(key if type(key) is str else str(key))
 
 
 def _scalar(value: Any, path: str, depth: int = 0) -> Any:
-    """What has no parts, or is made of such and cannot change: whatever a key can be."""
+    """Returns the skeleton of a value without parts, or of an immutable tuple of them: of all that a key can be."""
     if value is None or value is True or value is False:
         return value
     encoder = _SCALARS.get(type(value))
@@ -292,3 +321,238 @@ def _unknown(value: Any, path: str) -> ConfigError:
         )
         return ConfigError(f"expected a plain tensor at {path!r}, got {got}; {cure}")
     return ConfigError(f"expected dicts, lists, numbers, strings, arrays or tensors at {path!r}, got {got}; {_CURE}")
+
+
+def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Puts a flattened state tree together again.
+
+    Args:
+        skeleton: As `flatten` returned it, perhaps through JSON.
+        tensors: By name, contiguous and on the CPU; those that the skeleton does not name are ignored. The state refers
+            to them and copies none.
+
+    Returns:
+        The state.
+
+    Raises:
+        CorruptCheckpointError: It is no skeleton, or it names a tensor that is missing or of another kind.
+    """
+    try:
+        return _Unflattener(tensors).unflatten(skeleton, 0)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"expected the skeleton of a state, got one that fails: {error}") from error
+
+
+class _Unflattener:
+    """One pass over a skeleton; see `unflatten`."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._listed: set[str] = set()
+
+    def unflatten(self, node: Any, depth: int) -> Any:
+        kind = type(node)
+        if kind is str or kind is int or kind is bool or node is None:
+            return node
+        if kind is float:
+            return _expect(node, math.isfinite(node), "a finite number")
+        _expect(depth, depth <= _MAX_DEPTH, f"at most {MAX_DEPTH} containers in each other")
+        if kind is list:
+            return [self.unflatten(each, depth + 1) for each in node]
+        _expect(node, kind is dict and len(node) == 1, "an object with one member")
+        (name, content), *_ = node.items()
+        maker = _MAKERS.get(name)
+        _expect(name, maker is not None, "a kind that docs/format.md lists")
+        assert maker is not None
+        return maker(self, content, depth + 1)
+
+    # ── containers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def items(self, content: Any, depth: int) -> list[Any]:
+        if type(content) is not dict:
+            return [self.unflatten(each, depth) for each in _list(content)]
+        _expect(content, set(content) == {"numbers"}, "an array, or the name of one")
+        name = content["numbers"]
+        tensor = self.named(name)
+        fits = tensor.dim() == 1 and tensor.dtype in _LISTABLE and name not in self._listed
+        _expect(name, fits, "a tensor of plain numbers that nothing else uses")
+        self._listed.add(name)
+        numbers: list[Any] = tensor.tolist()
+        return numbers
+
+    def pairs(self, content: Any, depth: int) -> dict[Any, Any]:
+        keys, values = _list(content, 2)
+        names = self.items(keys, depth)
+        paired = dict(zip(names, self.items(values, depth), strict=True))
+        _expect(len(names), len(paired) == len(names), "no key twice")
+        return paired
+
+    def module_state(self, content: Any, depth: int) -> OrderedDict[Any, Any]:
+        keys, values, metadata = _list(content, 3)
+        state = OrderedDict(self.pairs([keys, values], depth))
+        state._metadata = self.unflatten(metadata, depth)  # type: ignore[attr-defined]
+        return state
+
+    def default(self, content: Any, depth: int) -> defaultdict[Any, Any]:
+        factory, keys, values = _list(content, 3)
+        return defaultdict(FACTORIES[factory], self.pairs([keys, values], depth))
+
+    def bounded(self, content: Any, depth: int) -> deque[Any]:
+        length, items = _list(content, 2)
+        _expect(length, length is None or type(length) is int, "a length or null")
+        return deque(self.items(items, depth), length)
+
+    # ── leaves ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def named(self, name: Any) -> torch.Tensor:
+        _expect(name, type(name) is str, "a tensor's name")
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CorruptCheckpointError(f"expected a tensor {name!r}, got none of that name") from None
+
+    def viewed(self, content: Any, depth: int) -> torch.Tensor:
+        spelling, name = _list(content, 2)
+        dtype, tensor = DTYPES[spelling], self.named(name)
+        _expect(spelling, VIEWED.get(dtype) is tensor.dtype, f"a type that is stored as {tensor.dtype}")
+        return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+
+    def array(self, content: Any, depth: int) -> np.ndarray[Any, Any]:
+        made: np.ndarray[Any, Any] = self.named(content).numpy()
+        _expect(content, made.dtype.str in ARRAYS, "a tensor that an array can be made of")
+        return made
+
+    def raw_array(self, content: Any, depth: int) -> np.ndarray[Any, Any]:
+        spelling, shape, name = _list(content, 3)
+        _expect(spelling, type(spelling) is str and RAW_ARRAY.fullmatch(spelling), "an array type")
+        shape = _sizes(shape)
+        dtype, data = np.dtype(spelling), self.raw(name)
+        _expect(shape, math.prod(shape) * dtype.itemsize == data.numel(), f"a shape of {data.numel()} bytes")
+        return (
+            np.frombuffer(data.numpy().tobytes(), dtype=dtype).reshape(shape).copy()
+            if data.numel()
+            else np.empty(shape, dtype=dtype)
+        )
+
+    def raw(self, name: Any) -> torch.Tensor:
+        tensor = self.named(name)
+        _expect(name, tensor.dtype is torch.uint8 and tensor.dim() == 1, "a tensor of bytes")
+        return tensor
+
+    def content(self, content: Any, depth: int) -> bytes:
+        if type(content) is str:
+            return _unhex(content)
+        _expect(content, type(content) is dict and set(content) == {"tensor"}, "hex digits, or a tensor")
+        return bytes(self.raw(content["tensor"]).numpy().tobytes())
+
+
+def _expect(found: Any, right: object, expected: str) -> Any:
+    if not right:
+        shown = repr(found)
+        shown = shown if len(shown) <= 80 else shown[:80] + " …"
+        raise CorruptCheckpointError(f"expected {expected} in the skeleton of a state, got {shown}")
+    return found
+
+
+def _list(content: Any, length: int | None = None) -> list[Any]:
+    wanted = "an array" if length is None else f"an array of {length}"
+    made: list[Any] = _expect(content, type(content) is list and length in (None, len(content)), wanted)
+    return made
+
+
+def _sizes(content: Any) -> list[int]:
+    return [_expect(each, type(each) is int and 0 <= each < 2**63, "a size") for each in _list(content)]
+
+
+def _unhex(content: Any) -> bytes:
+    return bytes.fromhex(_expect(content, type(content) is str and _HEX.fullmatch(content), "hex digits"))
+
+
+def _scalar_of(content: Any) -> np.generic:
+    spelling, digits = _list(content, 2)
+    _expect(spelling, type(spelling) is str and RAW_ARRAY.fullmatch(spelling), "an array type")
+    stored, dtype = _unhex(digits), np.dtype(spelling)
+    _expect(digits, len(stored) == dtype.itemsize, f"{dtype.itemsize} bytes")
+    scalar: np.generic = np.frombuffer(stored, dtype=dtype)[0]
+    return scalar
+
+
+def _float_of(content: Any) -> float:
+    if type(content) is dict:
+        _expect(content, set(content) == {"float"}, "a number")
+        return _bits(content["float"])
+    return float(_expect(content, type(content) is float and math.isfinite(content), "a number"))
+
+
+def _bits(content: Any) -> float:
+    (value,) = struct.unpack(">d", _expect(_unhex(content), type(content) is str and len(content) == 16, "8 bytes"))
+    return float(value)
+
+
+_MAKERS: Final[dict[str, Callable[[_Unflattener, Any, int], Any]]] = {
+    "dict": _Unflattener.pairs,
+    "OrderedDict": lambda unflattener, content, depth: OrderedDict(unflattener.pairs(content, depth)),
+    "Counter": lambda unflattener, content, depth: Counter(unflattener.pairs(content, depth)),
+    "defaultdict": _Unflattener.default,
+    "module_state": _Unflattener.module_state,
+    "tuple": lambda unflattener, content, depth: tuple(unflattener.items(content, depth)),
+    "deque": _Unflattener.bounded,
+    "set": lambda unflattener, content, depth: set(unflattener.items(content, depth)),
+    "frozenset": lambda unflattener, content, depth: frozenset(unflattener.items(content, depth)),
+    "numbers": lambda unflattener, content, depth: unflattener.items({"numbers": content}, depth),
+    "tensor": lambda unflattener, content, depth: unflattener.named(content),
+    "viewed": _Unflattener.viewed,
+    "array": _Unflattener.array,
+    "raw_array": _Unflattener.raw_array,
+    "scalar": lambda unflattener, content, depth: _scalar_of(content),
+    "bytes": _Unflattener.content,
+    "bytearray": lambda unflattener, content, depth: bytearray(unflattener.content(content, depth)),
+    "text": lambda unflattener, content, depth: _unhex(content).decode("utf-8", "surrogatepass"),
+    "int": lambda unflattener, content, depth: int(_expect(content, _INTEGER.fullmatch(content), "hex digits"), 16),
+    "float": lambda unflattener, content, depth: _bits(content),
+    "complex": lambda unflattener, content, depth: complex(*map(_float_of, _list(content, 2))),
+    "dtype": lambda unflattener, content, depth: DTYPES[content],
+    "device": lambda unflattener, content, depth: torch.device(_expect(content, type(content) is str, "a device")),
+    "size": lambda unflattener, content, depth: torch.Size(_sizes(content)),
+}
+"""The function that makes each kind of node; the only way from a name in a file to a type."""
+
+
+def part_of(tree: Any, only: Collection[str] | None) -> Any:
+    """Returns a tree of some of the attached objects, by name; None for all. Names that the tree lacks are ignored."""
+    try:
+        names, things = tree["dict"]
+        kept = [(name, thing) for name, thing in zip(names, things, strict=True) if only is None or name in only]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"expected a tree of attached objects, got one whose root fails: {error}"
+        ) from error
+    return {"dict": [[name for name, _ in kept], [thing for _, thing in kept]]}
+
+
+def tensors_in(tree: Any) -> set[str]:
+    """Returns every string in a tree that may be a tensor's name: all tensors that it needs, and perhaps others."""
+    found: set[str] = set()
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, str):
+            found.add(node)
+        elif isinstance(node, list):
+            left.extend(node)
+        elif isinstance(node, dict):
+            left.extend(node.values())
+    return found
+
+
+def own_name(name: str, rank: int) -> str:
+    """Returns the name of a rank's own tensor. No other name has an ``@`` in it."""
+    return f"{name}@rank{rank}"
+
+
+def torch_dtype(spelling: str) -> torch.dtype:
+    """Returns the tensor type of a name in a safetensors file."""
+    try:
+        return _SPELLED[spelling]
+    except (KeyError, TypeError):
+        raise CorruptCheckpointError(f"expected one of {', '.join(_SPELLED)}, got dtype {spelling!r}") from None

@@ -1,7 +1,7 @@
-"""Codecs: how a chunk is stored: as it is, compressed, or as what differs from an earlier snapshot. One file each."""
+"""Encodes the chunks of a shard: unchanged, compressed, or as a delta to an earlier snapshot. One module per codec."""
 
 from shade.checkpoint._codecs import dedup, excp, int8_delta, plain, topk_delta, xor_zstd, zstd
-from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Standalone, standing_alone
+from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Standalone, standalone_codec
 
 __all__ = [
     "CODECS",
@@ -12,7 +12,7 @@ __all__ = [
     "excp",
     "int8_delta",
     "plain",
-    "standing_alone",
+    "standalone_codec",
     "topk_delta",
     "xor_zstd",
     "zstd",

@@ -1,14 +1,16 @@
-"""Codec ``dedup``: a chunk that is as it was in the base is not stored again; what has changed is stored as it is.
+"""Codec ``dedup``: stores the digest of a chunk that equals the base's, and any other chunk unchanged. Exact.
 
-What is stored of it is its digest, 16 bytes. So frozen layers, embeddings that nobody looked up and whatever else
-stands still cost next to nothing, and all else what it costs with ``none``. No base has to be kept in memory: its
-digests are enough. Every other `Delta` does the same for such chunks.
+A digest takes 16 bytes. So frozen layers and unused embeddings cost almost nothing, and the rest costs what it does
+with ``none``. The base's digests are enough: none of its data is kept in memory. Every other `Delta` treats unchanged
+chunks in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import ClassVar
+
+from typing_extensions import override
 
 from shade.checkpoint._codecs.base import CODECS, Delta, Piece
 from shade.checkpoint._format.digest import digest_of
@@ -18,19 +20,19 @@ from shade.types import Bytes
 
 @CODECS.register("dedup")
 class Dedup(Delta):
-    """The digest of a chunk that has not changed."""
+    """Stores the digest of an unchanged chunk."""
 
     needs_data: ClassVar[bool] = False
 
+    @override
     def encode(
         self, data: memoryview, base: memoryview, piece: Piece, exact: Collection[str] = frozenset()
     ) -> Bytes | None:
-        """See `Delta`."""
         digest = digest_of(data)
         return bytes.fromhex(digest) if digest == digest_of(base) else None
 
+    @override
     def decode(self, stored: Bytes, base: Bytes, piece: Piece) -> Bytes:
-        """See `Delta`."""
         if bytes.fromhex(digest_of(base)) != bytes(stored):
             raise CorruptCheckpointError(f"expected a base with digest {bytes(stored).hex()}, got {digest_of(base)}")
         return base

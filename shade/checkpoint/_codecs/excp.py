@@ -1,37 +1,27 @@
-"""Codec ``excp``: weights as pruned changes, moments pruned with them, each item one of sixteen values. Not exact.
+"""Codec ``excp``: weights as pruned differences, moments pruned with them, each item one of sixteen values. Lossy.
 
-ExCP's checkpoint compression. What is pruned is 0: a weight stays as the snapshot before had it, a moment is gone. What
-is kept becomes the nearest of up to 15 centres, found by k-means for each tensor's part of a chunk, and is stored in
-four bits. As published there is no limit to the error but that nothing grows: 1, relative. What came of it is measured
-and told with every snapshot; a run that resumes from one has lost most of its moments. Ask for a smaller limit
-(``max_error=``), and what is beyond it is stored exactly.
+This is ExCP's checkpoint compression. A pruned item is 0: a weight keeps the value of the previous snapshot, a moment
+is lost. A kept item becomes the nearest of up to 15 centres, which k-means finds for each tensor's part of a chunk, and
+is stored in four bits. As published, the error is limited only to 1, relative. It is measured and recorded with every
+snapshot; a run that resumes from one has lost most of its moments. A smaller limit (``max_error=``) stores what exceeds
+it exactly.
 
-Stored of N rough items, one after the other for each tensor's part: 1 if its centres are added to the base's items, 0
-if they stand for themselves (u8); the number of centres (u8); the centres (float32); an index an item in four bits, the
-lower half of a byte first, 0 for what is pruned, else 1 + the centre's.
+Stored for N lossy items, one tensor's part after the other: 1 if the centres are added to the base's items, 0 if they
+replace them (u8); number of centres (u8); centres (float32); an index per item in four bits, the lower half of a byte
+first: 0 for a pruned item, else 1 + the number of its centre.
 
-References:
-    Li et al., "ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum Joint Shrinking", ICML 2024. Ours clusters
-    a chunk's part and not a whole tensor, keeps centres in float32, and packs with zstandard instead of 7-Zip.
+`Survey` chooses what is kept. A weight's difference is kept if it exceeds the median difference of its tensor times
+min(2.5, α / √mean(v)); its moments if the first moment exceeds β times its mean and the difference is kept (α = 5·10⁻⁵,
+β = 2: the published values). The i-th parameter of an optimizer is the i-th tensor of the model that has its shape. If
+a weight's moments lie in another rank's shard, the weight is judged by its difference alone, and moments by their size.
 
-k-means of numbers on a line, without sorting them.
-
-Numbers are counted by the upper half of their float32 bits, which sorts them into at most 65 536 bins no wider than
-2⁻⁷ of what is in them. Lloyd's iteration then moves the borders between clusters over the bins: sums of the numbers
-themselves, so that a centre is the mean of its cluster. Borders lie between bins; that is all that is given up.
-`benchmarks/bench_codecs.py` has it beside scikit-learn, on the same numbers.
-
-Which of a shard's items ExCP keeps: weights that moved much for their second moment, moments that are large there.
-
-A weight's change is kept where it is above the median change of its tensor times min(2.5, α / √mean(v)); its moments
-where the first is above β times its mean, and the change is kept (α = 5·10⁻⁵, β = 2: the published values).
-
-Moments belong to a weight by order and shape: the i-th parameter of an optimizer is the i-th tensor of the model that
-has its shape. With several ranks a weight's moments may lie in another rank's shard. Then the weight is judged by its
-changes alone, and moments by their size alone.
+`cluster` is k-means on a line without a sort: numbers are counted by the upper half of their float32 bits, which sorts
+them into at most 65 536 bins no wider than 2⁻⁷ of their content, and Lloyd's iteration moves the borders between bins.
 
 References:
-    Li et al., "ExCP", ICML 2024, §3.2, as in excp/compress_pythia.py.
+    Li et al., "ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum Joint Shrinking", ICML 2024, §3.2, and
+    excp/compress_pythia.py. Ours clusters a chunk's part instead of a tensor, keeps centres in float32, and packs with
+    zstandard instead of 7-Zip. `benchmarks/bench_codecs.py` compares the clustering with scikit-learn's.
 """
 
 from __future__ import annotations
@@ -42,19 +32,20 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.checkpoint._codecs.base import CODECS, Span
-from shade.checkpoint._codecs.lossy import Items, LossyCodec, Raw, item_ranges
+from shade.checkpoint._codecs.lossy import Items, LossyDelta, Raw, item_ranges
 from shade.checkpoint._format.manifest import TensorEntry
 from shade.errors import CorruptCheckpointError
 
 CENTRES: Final = 15
-"""2⁴ values, one of them for what is pruned."""
+"""2⁴ values, one of them for pruned items."""
 
 
 @CODECS.register("excp")
-class ExCPCodec(LossyCodec):
-    """Pruned and clustered."""
+class ExCPCodec(LossyDelta):
+    """Stores pruned and clustered items."""
 
     name: ClassVar[str] = "excp"
     limit: ClassVar[float] = 1.0
@@ -63,52 +54,53 @@ class ExCPCodec(LossyCodec):
         super().__init__()
         self._survey: Survey | None = None
 
+    @override
     def survey(self, data: memoryview, base: memoryview, entries: Mapping[str, TensorEntry], tree: Any) -> None:
-        """See `Delta`."""
         self._survey = Survey(data, base, entries, tree)
 
-    def rough(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
-        """See `LossyCodec`; None where centres and indices would take more than the items."""
+    @override
+    def encode_items(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
+        # None if centres and indices would take more bytes than the items.
         assert self._survey is not None, "survey() comes first"
-        told: list[Raw] = []
+        encoded: list[Raw] = []
         for span, here in item_ranges(spans):
             kept = self._survey.kept[span.name][span.offset // 4 :][: here.stop - here.start]
             is_change = not self._survey.is_moment[span.name]
             values = items_N[here] - base_N[here] if is_change else items_N[here]
             if not np.isfinite(values).all():
                 return None
-            told += _part(values, kept, is_change=is_change)
-        whole = np.concatenate(told)
+            encoded += _part(values, kept, is_change=is_change)
+        whole = np.concatenate(encoded)
         return whole if len(whole) <= 4 * len(items_N) else None
 
-    def restored(self, told: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        """See `LossyCodec`."""
+    @override
+    def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
         place = 0
         for _, here in item_ranges(spans):
             length = here.stop - here.start
-            head = told[place : place + 2]
+            head = encoded[place : place + 2]
             if len(head) < 2 or head[0] > 1 or head[1] > CENTRES:
-                raise CorruptCheckpointError("expected the centres of a tensor's part, got something else")
+                raise CorruptCheckpointError("expected the centres of a tensor's part, got other bytes")
             centres_end = place + 2 + 4 * int(head[1])
             place = centres_end + (length + 1) // 2
-            if place > len(told):
+            if place > len(encoded):
                 raise CorruptCheckpointError(f"expected {length} indices, got too few bytes")
             values = np.zeros(CENTRES + 1, "<f4")
-            values[1 : 1 + int(head[1])] = told[centres_end - 4 * int(head[1]) : centres_end].view("<f4")
-            pairs = told[centres_end:place]
+            values[1 : 1 + int(head[1])] = encoded[centres_end - 4 * int(head[1]) : centres_end].view("<f4")
+            pairs = encoded[centres_end:place]
             indices = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:length]
             base_N[here] = base_N[here] + values[indices] if head[0] else values[indices]
-        if place != len(told):
-            raise CorruptCheckpointError(f"expected {place} bytes of indices, got {len(told)}")
+        if place != len(encoded):
+            raise CorruptCheckpointError(f"expected {place} bytes of indices, got {len(encoded)}")
         return base_N
 
-    def lengths(self, num_items: int) -> tuple[int, int]:
-        """See `LossyCodec`."""
+    @override
+    def encoded_lengths(self, num_items: int) -> tuple[int, int]:
         return 3, 4 * num_items
 
 
 def _part(values: Items, kept: np.ndarray[Any, np.dtype[np.bool_]], *, is_change: bool) -> list[Raw]:
-    """What is stored of one tensor's part."""
+    """Returns what is stored for one tensor's part."""
     indices = np.zeros(len(values) + len(values) % 2, np.uint8)
     centres = np.empty(0, np.float32)
     if kept.any():
@@ -127,14 +119,14 @@ Sums: TypeAlias = npt.NDArray[np.float64]
 def cluster(
     values_N: npt.NDArray[np.float32], num_clusters: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
-    """Clusters numbers.
+    """Clusters numbers by k-means.
 
     Args:
-        values_N: Finite; at least one.
-        num_clusters: At most, 1 … 255.
+        values_N: Finite numbers, at least one.
+        num_clusters: Greatest number of clusters, 1 … 255.
 
     Returns:
-        ``(centres_C, labels_N)``: centres ascending, and for each number the index of its own.
+        ``(centres_C, labels_N)``: ascending centres, and for each number the index of its centre.
     """
     keys_N = _keys(values_N)
     counts = np.bincount(keys_N, minlength=_BINS)
@@ -162,7 +154,7 @@ def cluster(
 
 
 def _split(means: Sums, weights: Sums, num_clusters: int) -> Sums:
-    """Centres to begin with: again and again the cluster with the greatest error is split at its mean."""
+    """Returns the initial centres: repeatedly splits the cluster with the greatest error at its mean."""
     total, mass, squares = (np.concatenate([[0.0], np.cumsum(weights * means**power)]) for power in (0, 1, 2))
 
     def error(first: int, last: int) -> float:
@@ -185,7 +177,7 @@ def _split(means: Sums, weights: Sums, num_clusters: int) -> Sums:
 
 
 def _keys(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper half of their bits, as numbers that ascend with them."""
+    """Returns the upper half of the bits, as integers that ascend with the numbers."""
     high_N = (values_N.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return np.where(high_N >= 2**15, ~high_N, high_N | np.uint16(2**15))
 
@@ -197,18 +189,18 @@ _MOMENT: Final = re.compile(r"(.+)/state/(\d+)/(exp_avg|exp_avg_sq)")
 
 
 class Survey:
-    """What is kept of each tensor of a shard.
+    """Chooses the items of a shard's tensors that are kept.
 
     Args:
         data: The shard.
-        base: The base's, of the same layout.
+        base: The base's shard, of the same layout.
         entries: Its tensors.
-        tree: The skeleton of the state: which tensors, in which order.
+        tree: The skeleton of the state, for the order of the tensors.
     """
 
     def __init__(self, data: memoryview, base: memoryview, entries: Mapping[str, TensorEntry], tree: Any) -> None:
         self._data, self._base = np.frombuffer(data, np.uint8), np.frombuffer(base, np.uint8)
-        self._entries = {name: entry for name, entry in entries.items() if entry.may_be_rough}
+        self._entries = {name: entry for name, entry in entries.items() if entry.may_be_lossy}
         self.is_moment = {name: bool(_MOMENT.fullmatch(name)) for name in self._entries}
         """By tensor."""
         self.kept: dict[str, npt.NDArray[np.bool_]] = {}
@@ -247,7 +239,7 @@ class Survey:
 
 
 def _tensors(node: Any) -> Iterator[str]:
-    """Names in a skeleton, in the order of the state."""
+    """Yields the tensor names of a skeleton, in the order of the state."""
     if isinstance(node, list):
         for each in node:
             yield from _tensors(each)
@@ -260,7 +252,7 @@ def _tensors(node: Any) -> Iterator[str]:
 
 
 def _moments(entries: Mapping[str, TensorEntry]) -> dict[tuple[str, int], dict[str, str]]:
-    """The moments' names by kind, of each parameter of each optimizer, in order."""
+    """Returns the names of the moments by kind, for each parameter of each optimizer, in order."""
     found: dict[tuple[str, int], dict[str, str]] = {}
     for name in entries:
         match = _MOMENT.fullmatch(name)
@@ -270,7 +262,7 @@ def _moments(entries: Mapping[str, TensorEntry]) -> dict[tuple[str, int], dict[s
 
 
 def _owners(entries: Mapping[str, TensorEntry], order: list[str]) -> dict[str, dict[str, str]]:
-    """The moments of each weight."""
+    """Returns the moments of each weight."""
     weights = [name for name in order if name in entries and not _MOMENT.fullmatch(name)]
     owners: dict[str, dict[str, str]] = {}
     place, optimizer = 0, None

@@ -1,11 +1,11 @@
-"""What the codecs that are not exact have in common: which items they may touch, and that all others are exact.
+"""Shared part of the lossy codecs: which items they may change; everything else is stored exactly.
 
-They do arithmetic on float32 tensors of at least `ROUGH_ITEMS` items, and on nothing else: step counts, biases, norms,
-integers, half precision, generators lie in the chunk as they are. So do tensors that would be too far off. Every
-operation is one IEEE addition or product of float32, so the same bytes come out on every machine.
+They change only float32 tensors of at least `MIN_LOSSY_ITEMS` items. Step counts, biases, norms, integers, half
+precision and generators are stored unchanged, and so is a tensor whose error would be too large. Every operation is one
+IEEE addition or product of float32, so the same bytes result on every machine.
 
-Stored: one zstandard frame of a byte for each tensor's part that could be rough, 1 where it is; the exact bytes, in
-their order; and behind them what the codec makes of the rough items, which are taken together in their order.
+Stored: one zstandard frame with a byte for each tensor's part that could be lossy, 1 if it is; the exact bytes in their
+order; then what the codec makes of the lossy items, which are concatenated in their order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.checkpoint._codecs.base import Delta, Piece, Span
 from shade.checkpoint._codecs.frames import Frames
@@ -26,8 +27,8 @@ Items: TypeAlias = npt.NDArray[np.float32]
 Raw: TypeAlias = npt.NDArray[np.uint8]
 
 
-class LossyCodec(Delta):
-    """Differences of float32 items from the snapshot before.
+class LossyDelta(Delta):
+    """Stores differences of float32 items to the previous snapshot.
 
     Raises:
         ConfigError: The ``zstandard`` package is missing.
@@ -37,88 +38,92 @@ class LossyCodec(Delta):
     follows_previous: ClassVar[bool] = True
     limit: ClassVar[float] = 0.01
     name: ClassVar[str]
-    """As it is registered."""
+    """Its name in the registry."""
 
     def __init__(self) -> None:
         self._frames = Frames(self.name)
 
     @abstractmethod
-    def rough(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
-        """What is stored of rough items.
+    def encode_items(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
+        """Returns the stored form of lossy items.
 
         Args:
-            items_N: Finite, as the base's are.
-            base_N: The base's.
+            items_N: The items, finite.
+            base_N: The base's items, finite.
             spans: Where they come from, in order; at least one.
 
         Returns:
-            Bytes; None where they cannot be stored so.
+            Bytes; None if the items cannot be stored in this form.
         """
 
     @abstractmethod
-    def restored(self, told: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        """The rough items again, nearly.
+    def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
+        """Returns the lossy items, approximately.
 
         Args:
-            told: From `rough`.
-            base_N: As it was given to `rough`; may be written to.
-            spans: Likewise.
+            encoded: Bytes from `encode_items`.
+            base_N: The base's items; may be overwritten.
+            spans: As in `encode_items`.
 
         Returns:
             As many items as the base has.
 
         Raises:
-            CorruptCheckpointError: It is not what `rough` gives for so many items.
+            CorruptCheckpointError: It is no result of `encode_items` for that many items.
         """
 
     @abstractmethod
-    def lengths(self, num_items: int) -> tuple[int, int]:
-        """Least and greatest number of bytes that `rough` gives for so many items."""
+    def encoded_lengths(self, num_items: int) -> tuple[int, int]:
+        """Returns the least and greatest number of bytes that `encode_items` returns for that many items."""
 
+    @override
     def encode(
         self, data: memoryview, base: memoryview, piece: Piece, exact: Collection[str] = frozenset()
     ) -> Bytes | None:
-        """See `Delta`."""
         flags = np.array([span.name not in exact for span in _candidates(piece)], np.uint8)
-        kept, rough = _split(piece, flags)
-        if not rough:
+        kept, lossy = _split(piece, flags)
+        if not lossy:
             return None
         whole = np.frombuffer(data, np.uint8)
-        items_N, base_N = _joined(whole, rough), _joined(np.frombuffer(base, np.uint8), rough)
+        items_N, base_N = _joined(whole, lossy), _joined(np.frombuffer(base, np.uint8), lossy)
         if not (np.isfinite(items_N).all() and np.isfinite(base_N).all()):
             return None
         with np.errstate(over="ignore"):
-            told = self.rough(items_N, base_N, rough)
+            encoded = self.encode_items(items_N, base_N, lossy)
         return (
-            None if told is None else self._frames.pack(np.concatenate([flags, *(whole[each] for each in kept), told]))
+            None
+            if encoded is None
+            else self._frames.pack(np.concatenate([flags, *(whole[each] for each in kept), encoded]))
         )
 
+    @override
     def decode(self, stored: Bytes, base: Bytes, piece: Piece) -> Bytes:
-        """See `Delta`."""
         candidates = _candidates(piece)
         num_items = sum(span.stop - span.start for span in candidates) // 4
-        told = self._frames.unpack(
-            stored, len(candidates) + 1, len(candidates) + len(base) + self.lengths(num_items)[1]
+        encoded = self._frames.unpack(
+            stored, len(candidates) + 1, len(candidates) + len(base) + self.encoded_lengths(num_items)[1]
         )
-        flags = told[: len(candidates)]
-        kept, rough = _split(piece, flags)
-        if not rough or flags.max() > 1:
+        flags = encoded[: len(candidates)]
+        kept, lossy = _split(piece, flags)
+        if not lossy or flags.max() > 1:
             raise CorruptCheckpointError(f"expected a chunk with items for {self.name}, got one without")
         made = np.frombuffer(base, np.uint8).copy()
-        base_N = _joined(made, rough).copy()
+        base_N = _joined(made, lossy).copy()
         place = len(flags)
         head = place + sum(each.stop - each.start for each in kept)
-        least, most = self.lengths(len(base_N))
-        if not least <= len(told) - head <= most:
-            raise CorruptCheckpointError(f"expected {head + least} to {head + most} bytes of a chunk, got {len(told)}")
-        with np.errstate(over="ignore", invalid="ignore"):  # of a damaged chunk that nobody has compared yet
-            items_N = self.restored(told[head:].copy(), base_N, rough)
+        least, most = self.encoded_lengths(len(base_N))
+        if not least <= len(encoded) - head <= most:
+            raise CorruptCheckpointError(
+                f"expected {head + least} to {head + most} bytes of a chunk, got {len(encoded)}"
+            )
+        with np.errstate(over="ignore", invalid="ignore"):  # the chunk may be damaged: its digest is checked later
+            items_N = self.decode_items(encoded[head:].copy(), base_N, lossy)
         for each in kept:
             length = each.stop - each.start
-            made[each] = told[place : place + length]
+            made[each] = encoded[place : place + length]
             place += length
         place = 0
-        for span in rough:
+        for span in lossy:
             length = (span.stop - span.start) // 4
             made[span.start : span.stop] = items_N[place : place + length].view(np.uint8)
             place += length
@@ -126,15 +131,15 @@ class LossyCodec(Delta):
 
 
 def _candidates(piece: Piece) -> list[Span]:
-    """Where a chunk may be rough; a part with an item that is cut by the chunk's edge may not."""
-    return [span for span in piece.spans if span.may_be_rough and not (span.start % 4 or span.stop % 4)]
+    """Returns the parts that may be lossy; a part with an item that the chunk's edge cuts may not."""
+    return [span for span in piece.spans if span.may_be_lossy and not (span.start % 4 or span.stop % 4)]
 
 
 def _split(piece: Piece, flags: Raw) -> tuple[list[slice], list[Span]]:
-    """Where a chunk is exact, and where it is rough."""
-    rough = [span for span, flag in zip(_candidates(piece), flags, strict=True) if flag]
-    exact = [slice(span.start, span.stop) for span in piece.spans if span not in rough]
-    return exact, rough
+    """Returns where a chunk is exact, and where it is lossy."""
+    lossy = [span for span, flag in zip(_candidates(piece), flags, strict=True) if flag]
+    exact = [slice(span.start, span.stop) for span in piece.spans if span not in lossy]
+    return exact, lossy
 
 
 def _joined(whole: Raw, spans: Sequence[Span]) -> Items:
@@ -143,7 +148,7 @@ def _joined(whole: Raw, spans: Sequence[Span]) -> Items:
 
 
 def item_ranges(spans: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
-    """Each span with where its items are among the rough ones."""
+    """Yields each span with the range of its items among the lossy ones."""
     place = 0
     for span in spans:
         length = (span.stop - span.start) // 4

@@ -1,19 +1,21 @@
-"""Codec ``none``: a chunk as it is. Nothing is copied, and the file in storage is one that safetensors reads."""
+"""Codec ``none``: stores a chunk unchanged, without a copy; the file in storage is one that safetensors reads."""
 
 from __future__ import annotations
 
-from shade.checkpoint._codecs.base import CODECS, Standalone, of_length
+from typing_extensions import override
+
+from shade.checkpoint._codecs.base import CODECS, Standalone, check_length
 from shade.types import Bytes
 
 
 @CODECS.register("none")
 class Plain(Standalone):
-    """As it is."""
+    """Stores a chunk unchanged."""
 
+    @override
     def encode(self, data: memoryview, item_bytes: int) -> Bytes:
-        """See `Standalone`."""
         return data
 
+    @override
     def decode(self, stored: Bytes, num_bytes: int, item_bytes: int) -> Bytes:
-        """See `Standalone`."""
-        return of_length(stored, num_bytes)
+        return check_length(stored, num_bytes)

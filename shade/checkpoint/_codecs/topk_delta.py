@@ -1,17 +1,16 @@
-"""Codec ``topk-delta``: the hundredth of the items that has moved furthest, with sign; the rest waits. Not exact.
+"""Codec ``topk-delta``: the signed differences of the hundredth of the items that moved furthest. Lossy.
 
-AsymCheck's selective compression, with what its published code had lost: the sign, and the residual. The difference is
-taken from what a reader of the snapshot before would have, not from the state before. So what was not sent is part of
-the next difference and grows until it is sent: error feedback, without a buffer for it. A reader starts at the keyframe
-and adds one difference after the other.
+This is AsymCheck's selective compression, with the sign and the residual that its published code had lost. The
+difference is taken to what a reader of the previous snapshot would have, not to the state at that time. So what was not
+stored is part of the next difference and grows until it is stored: error feedback without a buffer. A reader starts at
+the keyframe and adds one difference after the other.
 
-Stored of N rough items: k gaps (u32: the first place, then how far to the next) and k differences (float32), together
+Stored for N lossy items: k gaps (u32: the first index, then the distance to the next) and k differences (float32), all
 grouped by 4 bytes.
 
 References:
     AsymCheck, DAC 2026: density 0.01, top k within each chunk. Ours differs in sign, feedback and the measured bound,
-    and takes its hundredth of each tensor's part: moments move a hundred times as far as weights, and would be all
-    there is.
+    and selects per tensor: moments move a hundred times as far as weights, and would take all places of a chunk.
 """
 
 from __future__ import annotations
@@ -21,52 +20,53 @@ from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.checkpoint._codecs.base import CODECS, Span
-from shade.checkpoint._codecs.frames import turn
-from shade.checkpoint._codecs.lossy import Items, LossyCodec, Raw, item_ranges
+from shade.checkpoint._codecs.frames import transpose
+from shade.checkpoint._codecs.lossy import Items, LossyDelta, Raw, item_ranges
 from shade.errors import CorruptCheckpointError
 
 DENSITY: Final = 0.01
-"""Part of the items that is sent."""
+"""Part of the items that is stored."""
 
 
 @CODECS.register("topk-delta")
-class TopKDelta(LossyCodec):
-    """The largest differences."""
+class TopKDelta(LossyDelta):
+    """Stores the largest differences."""
 
     name: ClassVar[str] = "topk-delta"
 
-    def rough(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
-        """See `LossyCodec`."""
-        moved_N = items_N - base_N
-        if not np.isfinite(moved_N).all():
+    @override
+    def encode_items(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
+        difference_N = items_N - base_N
+        if not np.isfinite(difference_N).all():
             return None
-        places_K = np.concatenate([_largest(moved_N[here]) + here.start for _, here in item_ranges(spans)]).astype(
+        places_K = np.concatenate([_largest(difference_N[here]) + here.start for _, here in item_ranges(spans)]).astype(
             "<u4"
         )
         kept = len(places_K)
         gaps_K = np.diff(places_K, prepend=places_K.dtype.type(0))
-        return turn(np.concatenate([gaps_K.view(np.uint8), moved_N[places_K].view(np.uint8)]), 2 * kept, 4)
+        return transpose(np.concatenate([gaps_K.view(np.uint8), difference_N[places_K].view(np.uint8)]), 2 * kept, 4)
 
-    def restored(self, told: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        """See `LossyCodec`."""
-        if len(told) % 8:
-            raise CorruptCheckpointError(f"expected pairs of a gap and a difference, got {len(told)} bytes")
-        flat = turn(told, 4, len(told) // 4)
-        gaps_K, moved_K = flat[: len(flat) // 2].view("<u4"), flat[len(flat) // 2 :].view("<f4")
+    @override
+    def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
+        if len(encoded) % 8:
+            raise CorruptCheckpointError(f"expected pairs of a gap and a difference, got {len(encoded)} bytes")
+        flat = transpose(encoded, 4, len(encoded) // 4)
+        gaps_K, difference_K = flat[: len(flat) // 2].view("<u4"), flat[len(flat) // 2 :].view("<f4")
         places_K = np.cumsum(gaps_K, dtype=np.uint64)
         if not gaps_K[1:].all() or places_K[-1] >= len(base_N):
             raise CorruptCheckpointError(f"expected places among {len(base_N)} items, each once, got others")
-        base_N[places_K] += moved_K
+        base_N[places_K] += difference_K
         return base_N
 
-    def lengths(self, num_items: int) -> tuple[int, int]:
-        """See `LossyCodec`."""
+    @override
+    def encoded_lengths(self, num_items: int) -> tuple[int, int]:
         return 8, 8 * num_items
 
 
-def _largest(moved_N: Items) -> npt.NDArray[np.int64]:
-    """Places of the items that have moved furthest, ascending."""
-    kept = max(1, round(DENSITY * len(moved_N)))
-    return np.sort(np.argpartition(np.abs(moved_N), len(moved_N) - kept)[-kept:])
+def _largest(difference_N: Items) -> npt.NDArray[np.int64]:
+    """Returns the ascending indices of the items that moved furthest."""
+    kept = max(1, round(DENSITY * len(difference_N)))
+    return np.sort(np.argpartition(np.abs(difference_N), len(difference_N) - kept)[-kept:])

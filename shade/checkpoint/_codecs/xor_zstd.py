@@ -1,8 +1,8 @@
-"""Codec ``xor-zstd``: the bits that differ from the newest keyframe, grouped by byte, zstandard. Exact.
+"""Codec ``xor-zstd``: the XOR with the newest keyframe, grouped by byte, compressed by zstandard. Exact.
 
-Weights move little between two snapshots: sign, exponent and the upper mantissa stay, and are zeros in the difference.
-`benchmarks/bench_codecs.py` measures how much. Against the keyframe, not the snapshot before: a snapshot then needs one
-other and no more, and any between may be lost or removed. Price: a copy of the keyframe in this process's memory.
+Weights move little between two snapshots: sign, exponent and upper mantissa stay, and are zero in the XOR;
+`benchmarks/bench_codecs.py` measures the effect. The base is the keyframe, not the previous snapshot, so a snapshot
+needs only one other, and any between may be lost or removed. Cost: a copy of the keyframe in this process's memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from shade.checkpoint._codecs.base import CODECS, Delta, Piece
 from shade.checkpoint._codecs.frames import Frames
@@ -19,7 +20,7 @@ from shade.types import Bytes
 
 @CODECS.register("xor-zstd")
 class XorZstandard(Delta):
-    """One frame a chunk.
+    """Stores one frame per chunk.
 
     Raises:
         ConfigError: The ``zstandard`` package is missing.
@@ -30,14 +31,14 @@ class XorZstandard(Delta):
     def __init__(self) -> None:
         self._frames = Frames("xor-zstd")
 
+    @override
     def encode(
         self, data: memoryview, base: memoryview, piece: Piece, exact: Collection[str] = frozenset()
     ) -> Bytes | None:
-        """See `Delta`."""
         different = np.frombuffer(data, np.uint8) ^ np.frombuffer(base, np.uint8)
         return self._frames.pack(different, piece.item_bytes)
 
+    @override
     def decode(self, stored: Bytes, base: Bytes, piece: Piece) -> Bytes:
-        """See `Delta`."""
         different = self._frames.unpack(stored, len(base), len(base), piece.item_bytes)
         return (different ^ np.frombuffer(base, np.uint8)).data

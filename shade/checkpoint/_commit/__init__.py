@@ -1,1 +1,1 @@
-"""How all ranks agree that a snapshot counts: one four-step protocol for every tier."""
+"""Commits a snapshot on all ranks at once: one four-step protocol for every tier."""

@@ -1,29 +1,38 @@
-"""How a snapshot comes to count: the same four steps in every tier, one rank's failure is every rank's.
+"""How a snapshot comes to count: the same four steps in every tier; one rank's failure is every rank's failure.
 
-The order is what keeps a half-written snapshot from ever being read, whichever process dies at whichever operation:
+The order of the steps keeps a half-written snapshot from ever being read, whichever process dies at whichever
+operation:
 
-1. The ranks exchange their manifests' digests; now each can make the same commit record.
-2. Rank 0 prepares a place: the record of what lay there goes first. A tier that does not have what the snapshot builds
-   on is refused it, before anything, and again before the record is written.
-3. Every rank puts its shard. Nobody who looks finds it.
-4. The ranks vote. All in favour: the record is written, last. One against, or dead: there is no record, and the place
-   is free again; what was committed before lies in another place and was not touched.
+1. `agree`: the ranks exchange the digests of their manifests, so that each can make the same commit record.
+2. `prepare`: rank 0 prepares a place and removes the record of what lay there before. A tier that lacks the base of the
+   snapshot is refused it, both here and before the record is written.
+3. `put`: every rank writes its shard. No reader finds it yet.
+4. `commit`: the ranks vote. If all succeeded, the record is written, last. If one failed or died, no record is written
+   and the place is freed; earlier snapshots lie in other places and were not touched.
 
-A snapshot that is sent while it is still being copied goes through 2 and 3 before 1: `announce` takes the place of the
-first step, and the manifests are agreed on when all is there. What has no manifest is thrown away again.
+A snapshot that is uploaded while it is still being copied passes steps 2 and 3 before step 1: `announce` then takes the
+place of the first step, and the ranks agree on the manifests when all chunks are there. Without an agreed manifest, the
+uploaded chunks are discarded.
 
-A rank that dies between 1 and 4 leaves the others waiting in a collective, which ends with the group's timeout, as the
-training's own collectives do. A rank 0 that dies after 4 has committed: the others may not know, who recovers does.
+The ranks talk over a `ProcessGroup` of our own, so that agreeing in a background thread never meets the training's
+collectives. Its messages are JSON: no bytes from a network are unpickled. All ranks call the same methods in the same
+order. Every function here is collective, and raises the same `CheckpointError` on every rank. A rank that dies between
+1 and 4 leaves the others waiting in a collective until the group's timeout, as in the training's own collectives. If
+rank 0 dies after 4, the snapshot is committed: the other ranks may not know, but the next restore finds it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol, TypeVar
 
-from shade.checkpoint._commit.process_group import ProcessGroup
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._tiers.tier import Shard, Tier
@@ -33,57 +42,132 @@ from shade.types import Bytes
 logger = logging.getLogger("shade.checkpoint")
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Stored:
-    """What became of one snapshot in one tier; the same on every rank."""
-
-    place: str | None
-    """Where it is committed; None where it is not."""
-    reason: str | None = None
-    """Why not: the first failing rank's message."""
+_NO_PACE = Pace()
 
 
-@dataclass(frozen=True)
-class Notes:
-    """What is said of a save beside its content; rank 0's count."""
+class ProcessGroup(Protocol):
+    """The ranks that save together."""
 
-    sequence: int
-    saved_at: float
-    """Seconds since 1970."""
-    metrics: dict[str, float]
-    pace: Pace
-    replica: str
-    """Digest over samples of what all ranks should hold alike; empty where they need not."""
+    rank: int
+    world_size: int
+
+    def gather(self, message: Any) -> list[Any]:
+        """Returns every rank's message, on every rank, by rank."""
+        ...
+
+    def share(self, message: Any) -> Any:
+        """Returns rank 0's message, on every rank; the other ranks' messages are ignored."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fills a CPU tensor, of the same shape on every rank, with that of rank ``source``."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the group holds. Safe to call twice."""
+        ...
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """The same on every rank."""
+class SingleProcessGroup(ProcessGroup):
+    """A run of one rank."""
 
-    record: Commit
-    shard_bytes: list[int]
-    """Stored length of each rank's shard."""
-    pace: Pace
+    rank = 0
+    world_size = 1
+
+    @override
+    def gather(self, message: Any) -> list[Any]:
+        return [message]
+
+    @override
+    def share(self, message: Any) -> Any:
+        return message
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        pass
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+class GlooGroup(ProcessGroup):
+    """The ranks of torch.distributed, over a gloo group of our own. Making one is collective.
+
+    Raises:
+        RuntimeError: By any method: a rank is gone, or silent for longer than the group's timeout.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
+        self._group: dist.ProcessGroup | None = group
+
+    @override
+    def gather(self, message: Any) -> list[Any]:
+        mine = torch.frombuffer(bytearray(json.dumps(message).encode() + b" "), dtype=torch.uint8)
+        lengths_W1 = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths_W1, torch.tensor([len(mine)]), group=self._group)
+        longest = int(max(lengths_W1))
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)  # JSON ignores trailing spaces
+        padded[: len(mine)] = mine
+        found = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(found, padded, group=self._group)
+        return [json.loads(each.numpy().tobytes()) for each in found]
+
+    @override
+    def share(self, message: Any) -> Any:
+        return self.gather(message if self.rank == 0 else None)[0]
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        dist.broadcast(tensor, src=source, group=self._group)
+
+    @override
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def current_group() -> ProcessGroup:
+    """Returns the ranks of torch.distributed where it is initialised with more than one, else this process alone."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return GlooGroup()
+    return SingleProcessGroup()
 
 
 def agree(
-    group: ProcessGroup, manifest: Manifest | None, error: str | None, notes: Notes, base: str | None = None
-) -> Agreed:
-    """Step 1: every rank learns all manifests' digests, or that one rank has none.
+    group: ProcessGroup,
+    manifest: Manifest | None,
+    error: str | None,
+    *,
+    sequence: int,
+    saved_at: float,
+    metrics: Mapping[str, float] | None = None,
+    replica: str = "",
+    pace: Pace = _NO_PACE,
+    base: str | None = None,
+) -> tuple[Commit, list[int], Pace]:
+    """Takes step 1: every rank learns the digests of all manifests, or that one rank has none.
 
     Args:
         group: The ranks.
-        manifest: Of this rank's shard.
-        error: Why there is none.
-        notes: This rank's.
+        manifest: Manifest of this rank's shard.
+        error: Why this rank has no manifest.
+        sequence: Number of the save in its run; rank 0's counts, like the three below.
+        saved_at: When the state was taken, in seconds since 1970.
+        metrics: Metrics kept in the record.
+        replica: Digest over samples of the state that all ranks should hold alike; empty where they need not.
+        pace: Pace that this rank measured.
         base: Digest of the record of the snapshot that the shard builds on, the same on every rank; None for none.
 
     Returns:
-        The commit record, and what else all ranks now know.
+        The commit record, the stored length of each rank's shard, and rank 0's pace; the same on every rank.
 
     Raises:
-        CheckpointError: On every rank: one could not copy its state, or they do not save the same thing.
+        CheckpointError: One rank could not copy its state, or the ranks do not save the same thing.
     """
     mine: dict[str, Any] = {"error": error}
     if manifest is not None:
@@ -95,116 +179,80 @@ def agree(
             "stored_bytes": manifest.stored_bytes,
             "version": manifest.version,
             "base": base,
-            **asdict(notes),
+            "sequence": sequence,
+            "saved_at": saved_at,
+            "metrics": dict(metrics or {}),
+            "pace": asdict(pace),
+            "replica": replica,
         }
-    told = group.gather(mine)
-    _check_told(told)
-    if len({each["base"] for each in told}) > 1:
-        bases = [each["base"] for each in told]
+    gathered = group.gather(mine)
+    _check_alike(gathered)
+    if len({each["base"] for each in gathered}) > 1:
+        bases = [each["base"] for each in gathered]
         raise CheckpointError.of("every rank to build on the same snapshot", bases, "report it; they had agreed")
-    different = [rank for rank, each in enumerate(told) if each["replica"] != told[0]["replica"]]
+    different = [rank for rank, each in enumerate(gathered) if each["replica"] != gathered[0]["replica"]]
     if different:
         cure = "wrap the model in DistributedDataParallel, or pass replicated=False to save each rank's own"
         raise CheckpointError.of("the same parameters on every rank", f"others on ranks {different} than on 0", cure)
-    first = told[0]
+    first = gathered[0]
     record = Commit(
         run=first["run"],
         step=first["step"],
         sequence=first["sequence"],
         world_size=group.world_size,
-        manifests=tuple(each["digest"] for each in told),
-        num_bytes=sum(each["num_bytes"] for each in told),
+        manifests=tuple(each["digest"] for each in gathered),
+        num_bytes=sum(each["num_bytes"] for each in gathered),
         saved_at=first["saved_at"],
         metrics=first["metrics"],
         base=first["base"],
-        version=max(each["version"] for each in told),
+        version=max(each["version"] for each in gathered),
     )
-    return Agreed(record, [each["stored_bytes"] for each in told], Pace(**first["pace"]))
+    return record, [each["stored_bytes"] for each in gathered], Pace(**first["pace"])
 
 
 def announce(group: ProcessGroup, manifest: Manifest | None, error: str | None) -> list[int]:
-    """Before chunks are sent that nobody has a manifest of yet: every rank learns that all are about to.
+    """Makes sure, before chunks are uploaded without a manifest, that every rank is about to upload the same step.
 
-    Args:
-        group: The ranks.
-        manifest: Of this rank's shard, without digests.
-        error: Why there is none.
-
-    Returns:
-        Length of each rank's shard.
-
-    Raises:
-        CheckpointError: On every rank: one has nothing to send, or sends another step.
+    The manifest has no digests yet; without one, ``error`` says why. Returns the length of each rank's shard.
     """
     mine: dict[str, Any] = {"error": error}
     if manifest is not None:
         mine |= {"run": manifest.run, "step": manifest.step, "num_bytes": manifest.num_bytes}
-    told = group.gather(mine)
-    _check_told(told)
-    return [each["num_bytes"] for each in told]
+    gathered = group.gather(mine)
+    _check_alike(gathered)
+    return [each["num_bytes"] for each in gathered]
 
 
-def _check_told(told: list[dict[str, Any]]) -> None:
-    """Whether all ranks have a shard, and of the same step."""
-    for rank, each in enumerate(told):
+def _check_alike(gathered: list[dict[str, Any]]) -> None:
+    """Raises unless all ranks have a shard of the same step."""
+    for rank, each in enumerate(gathered):
         if each["error"]:
             raise CheckpointError(f"rank {rank}: {each['error']}")
-    steps = [(each["run"], each["step"]) for each in told]
+    steps = [(each["run"], each["step"]) for each in gathered]
     if len(set(steps)) > 1:
         raise CheckpointError.of("every rank to save the same step", steps, "call save() and step() on all ranks alike")
 
 
-def prepare(tier: Tier, group: ProcessGroup, step: int, shard_bytes: Sequence[int]) -> Stored:
-    """Step 2, in one tier. Collective.
-
-    Args:
-        tier: Where to.
-        group: The ranks.
-        step: Of the snapshot.
-        shard_bytes: Stored length of each rank's shard.
-
-    Returns:
-        The place, or why there is none. A tier that fails is no exception, here and below: there may be another.
-    """
+def prepare(tier: Tier, group: ProcessGroup, step: int, shard_bytes: Sequence[int]) -> str:
+    """Takes step 2 in one tier; returns the place. ``shard_bytes`` are the stored lengths of all ranks' shards."""
+    place: str | None
     place, reason = group.share(_attempt(lambda: tier.prepare(step, shard_bytes)) if group.rank == 0 else None)
-    return Stored(place, reason)
+    if place is None:
+        raise CheckpointError(reason)
+    return place
 
 
-def put(
-    tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
-) -> Stored:
-    """Step 3, and the vote, in one tier. Collective.
+def put(tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]) -> None:
+    """Takes step 3, and the vote on it, in one tier; if one rank cannot write its shard, the place is free again.
 
-    Args:
-        tier: Where to.
-        group: The ranks.
-        place: By `prepare`.
-        manifest: Of this rank.
-        chunks: This rank's, in stored form; called once.
-
-    Returns:
-        The place; or why the place is free again.
+    ``chunks`` is called once and gives this rank's chunks in stored form.
     """
     _, failure = _attempt(lambda: tier.put(place, Shard(manifest, chunks())))
-    reason = next(filter(None, group.gather(failure)), None)
-    if reason is None:
-        return Stored(place)
-    discard(tier, group, place)
-    return Stored(None, reason)
+    _vote(tier, group, place, failure)
 
 
-def commit(tier: Tier, group: ProcessGroup, place: str, record: Commit) -> Stored:
-    """Step 4, in one tier. Collective.
-
-    Args:
-        tier: Where to.
-        group: The ranks.
-        place: By `put`, on every rank.
-        record: By `agree`.
-
-    Returns:
-        The place, where it is committed; or why it is free again.
-    """
+def commit(tier: Tier, group: ProcessGroup, place: str, record: Commit) -> None:
+    """Takes step 4 in one tier; if the record cannot be written, the place is free again."""
 
     def write() -> None:
         check_base(tier, record)
@@ -213,21 +261,19 @@ def commit(tier: Tier, group: ProcessGroup, place: str, record: Commit) -> Store
     failure = None
     if tier.every_rank_commits or group.rank == 0:
         _, failure = _attempt(write)
+    _vote(tier, group, place, failure)
+
+
+def _vote(tier: Tier, group: ProcessGroup, place: str, failure: str | None) -> None:
+    """Raises the first rank's failure on every rank, and frees the place."""
     reason = next(filter(None, group.gather(failure)), None)
-    if reason is None:
-        return Stored(place)
-    discard(tier, group, place)
-    return Stored(None, reason)
+    if reason is not None:
+        discard(tier, group, place)
+        raise CheckpointError(reason)
 
 
 def discard(tier: Tier, group: ProcessGroup, place: str) -> None:
-    """Throws away what was put and does not count. On every rank; a tier that refuses tidies up later.
-
-    Args:
-        tier: Where.
-        group: The ranks.
-        place: By `prepare`.
-    """
+    """Discards what was put and does not count; a tier that fails here tidies up later."""
     if tier.every_rank_commits or group.rank == 0:
         _, failure = _attempt(lambda: tier.discard(place))
         if failure:
@@ -235,42 +281,29 @@ def discard(tier: Tier, group: ProcessGroup, place: str) -> None:
 
 
 def store(
-    tier: Tier, group: ProcessGroup, agreed: Agreed, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
-) -> Stored:
-    """Steps 2 to 4, in one tier. Collective.
+    tier: Tier,
+    group: ProcessGroup,
+    record: Commit,
+    shard_bytes: Sequence[int],
+    manifest: Manifest,
+    chunks: Callable[[], Iterable[Bytes]],
+) -> str:
+    """Takes steps 2 to 4 in one tier, with the record and lengths that `agree` gave; returns the place.
 
-    Args:
-        tier: Where to.
-        group: The ranks.
-        agreed: By `agree`.
-        manifest: Of this rank.
-        chunks: This rank's, in stored form; called once.
-
-    Returns:
-        Where it is committed, or why it is not.
+    If it raises, the snapshot is not committed in this tier, and another tier may still take it.
     """
-    if agreed.record.base is not None:
-        refused = group.share(_attempt(lambda: check_base(tier, agreed.record))[1] if group.rank == 0 else None)
-        if refused is not None:
-            return Stored(None, refused)
-    stored = prepare(tier, group, agreed.record.step, agreed.shard_bytes)
-    if stored.place is not None:
-        stored = put(tier, group, stored.place, manifest, chunks)
-    if stored.place is not None:
-        stored = commit(tier, group, stored.place, agreed.record)
-    return stored
+    if record.base is not None:
+        refusal = group.share(_attempt(lambda: check_base(tier, record))[1] if group.rank == 0 else None)
+        if refusal is not None:
+            raise CheckpointError(refusal)
+    place = prepare(tier, group, record.step, shard_bytes)
+    put(tier, group, place, manifest, chunks)
+    commit(tier, group, place, record)
+    return place
 
 
 def check_base(tier: Tier, record: Commit) -> None:
-    """Refuses a snapshot to a tier that does not have what it builds on; own memory needs nothing but itself.
-
-    Args:
-        tier: Where it shall go.
-        record: Of the snapshot.
-
-    Raises:
-        CheckpointError: The base is not there.
-    """
+    """Raises if a tier lacks the base of a snapshot. The shared-memory tier holds plain data and needs no base."""
     if record.base is None or tier.holds_plain:
         return
     if record.base not in {held.digest for held in tier.held().values()}:
@@ -282,7 +315,7 @@ def check_base(tier: Tier, record: Commit) -> None:
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result, or the message of the error; of any, as the other ranks wait for this one's vote."""
+    """Returns the result, or any error's message: the other ranks wait for this one's vote, whatever happens here."""
     try:
         return action(), None
     except ShadeError as error:

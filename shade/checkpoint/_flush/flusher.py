@@ -1,22 +1,19 @@
-"""Moves one run's snapshots from the cluster's memory into durable storage, behind the training's back.
+"""Moves one run's snapshots from the cluster's memory into durable storage while the training continues.
 
-A slot's dirty bit says that its snapshot lies in memory only. It is cleared after the storage's commit has returned,
-fsync and rename included, and never before: whatever dies at whichever moment, what was committed in memory is still
-there and still marked, and what is half written in storage has no record. Flushing again what is there already is
-found out by the record's digest and costs nothing.
+A slot's dirty bit says that its snapshot is in memory only. It is cleared after the storage's commit has returned,
+fsync and rename included. So after any crash a committed snapshot is still in memory and still marked, and what is half
+written in storage has no record. A snapshot that storage has already is recognised by the digest of its record.
 
-Newest first. When training outruns storage, the user wants the newest state durable, not a procession of old ones: so
-the newest goes first, and of the others only those are written that the keep rules would keep; the rest are let go
-as soon as something newer is durable, which frees their slots (docs/decisions/0011-flusher.md). Invariant: a bit is
-cleared only when that snapshot, or a newer one of the run, is committed in storage.
+Newest first. When training outruns storage, the user wants the newest state durable, not a queue of old ones. So the
+newest is written first, and of the others only those that the retention rules would keep; the rest is marked clean as
+soon as a newer one is durable, which frees their slots (docs/decisions/0011-flusher.md). Invariant: a bit is cleared
+only when that snapshot, or a newer one of the run, is committed in storage.
 
-A snapshot that builds on another is written after that one, however new it is: storage never has a difference without
-what it is a difference from. Memory keeps a base as long as something in memory builds on it, so it is there to be
-written, even where storage once had it and has let it go.
+A snapshot is written after its base, however new it is: storage never has a delta without its base. Memory keeps a base
+as long as something in memory builds on it, so it can be written even if storage has removed it since.
 
-Reading and writing overlap (`_flush.fetch`). A chunk comes from the socket into a ring of buffers, is
-verified there, from any copy that memory has, and goes to the disk from there: no copy in between, and no fresh memory
-but the ring's (`_flush.fetch`, which also says how many are fetched at once).
+Reading and writing overlap (`_flush.fetch`). A chunk goes from the socket into a ring of buffers, is verified there,
+from any copy that memory has, and goes to the disk from there, without a copy or new memory.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shade.checkpoint._commit.protocol import check_base
-from shade.checkpoint._flush.fetch import FetchPace, Prefetch, Ring, batches
-from shade.checkpoint._flush.progress import LongWork
+from shade.checkpoint._flush.fetch import BufferRing, FetchPace, Prefetch, batches
+from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep, lineage
 from shade.checkpoint._restore.reader import Reader, Snapshot, SnapshotSource
@@ -42,24 +39,24 @@ from shade.errors import CorruptCheckpointError, ShadeError, StorageError, Store
 from shade.types import Bytes, Clock
 
 AHEAD_FETCHES: Final = 2
-"""Done and not yet written."""
+"""Fetches that are done and not written yet."""
 FIRST_WAIT_SECONDS: Final = 0.5
 LONGEST_WAIT_SECONDS: Final = 30.0
-"""Between attempts, doubling."""
+"""Between attempts; doubles each time."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 @dataclass(frozen=True)
 class Flushed:
-    """One snapshot that has just become durable."""
+    """One snapshot that has become durable."""
 
     record: Commit
     num_bytes: int
-    """Written."""
+    """Bytes written."""
     seconds: float
     num_dirty: int
-    """Snapshots that still lie in memory only."""
+    """Snapshots that are still in memory only."""
 
     def __str__(self) -> str:
         rate = self.num_bytes / 1e6 / max(self.seconds, 1e-9)
@@ -69,22 +66,22 @@ class Flushed:
         )
 
 
-class _StoppedError(Exception):
-    """We were asked to stop; carries us out of a write in the middle."""
+class _StopRequestedError(Exception):
+    """Leaves a write in progress after a request to stop."""
 
 
 class Flusher:
-    """Drains one run.
+    """Moves the snapshots of one run to storage.
 
     Args:
-        memory: Where snapshots come from.
-        storage: Where they go.
-        keep: What stays in storage.
-        stop: Set from outside to end a write in the middle: the slot stays dirty, nothing is visible in storage.
-        may_write: Asked before anything in storage is changed; False once somebody else has taken over.
-        progress: Is told of each snapshot and chunk.
-        clock: For rates and waiting.
-        ahead_fetches: See `AHEAD_FETCHES`; 0: one after the other, without a thread.
+        memory: Tier that snapshots come from.
+        storage: Tier that they go to.
+        keep: Retention rules of the storage.
+        stop: Set by others to end a write in progress: the slot stays dirty, nothing becomes visible in storage.
+        may_write: Called before anything in storage is changed; False after another flusher has taken over.
+        progress: Receives each snapshot and chunk.
+        clock: Clock for rates and waits.
+        ahead_fetches: See `AHEAD_FETCHES`; 0: reads and writes in turn, without a thread.
     """
 
     def __init__(
@@ -95,14 +92,14 @@ class Flusher:
         *,
         stop: threading.Event | None = None,
         may_write: Callable[[], bool] = lambda: True,
-        progress: LongWork | None = None,
+        progress: Progress | None = None,
         clock: Clock = time.monotonic,
         ahead_fetches: int = AHEAD_FETCHES,
     ) -> None:
         self._ahead_fetches = ahead_fetches
         self.memory, self.storage, self.keep = memory, storage, keep
         self._stop = stop or threading.Event()
-        self._may_write, self._progress, self._clock = may_write, progress or LongWork(), clock
+        self._may_write, self._progress, self._clock = may_write, progress or Progress(), clock
         self._reader, self._pace = Reader([memory]), FetchPace()
         self._damaged: set[str] = set()
         self._trouble: type[ShadeError] | None = None
@@ -114,28 +111,28 @@ class Flusher:
         self.last_contact = clock()
         """When the store last answered."""
         self.last_error: ShadeError | None = None
-        """What the last attempt failed with; None after one that did not."""
+        """Error of the last attempt, or None."""
 
     # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def flush_one(self) -> Flushed | None:
-        """Makes the snapshot durable that is most worth it.
+        """Makes one dirty snapshot durable: the newest that the rules keep, with the bases that storage lacks.
 
         Returns:
-            What was done; None where nothing is left to do, or we were told to stop.
+            The snapshot; None if nothing is left to do, or after a request to stop.
 
         Raises:
-            StoreError: Memory cannot be read. It stays dirty.
-            StorageError: Storage refused. It stays dirty.
-            CorruptCheckpointError: A snapshot is right in no copy in memory, and nothing newer is durable. It stays
-                dirty: a node may come back.
+            StoreError: Memory cannot be read. The slot stays dirty.
+            StorageError: Storage refused. The slot stays dirty.
+            CorruptCheckpointError: A snapshot is damaged in every copy in memory, and nothing newer is durable. The
+                slot stays dirty: a node may come back.
         """
         self.is_drained = False
         dirty = self._dirty()
         self.is_drained = not dirty
         if not dirty:
             return None
-        dirty, wanted = self._settle(dirty, self.storage.held())
+        dirty, wanted = self._skip_or_queue(dirty, self.storage.held())
         lasting = {record.digest for record in self.keep.lasting.kept(record for _, record in dirty)}
         for place, record in dirty:
             if record.digest in lasting:
@@ -144,11 +141,11 @@ class Flusher:
         for place, record in wanted:
             began = self._clock()
             try:
-                num_bytes = sum(self._make_durable(*each) for each in self._lacking(place, record))
-            except _StoppedError:
+                num_bytes = sum(self._make_durable(*each) for each in self._missing_chain(place, record))
+            except _StopRequestedError:
                 return None
             except CorruptCheckpointError as error:
-                if not self.memory.is_dirty(place):  # a newer one has taken its slot
+                if not self.memory.is_dirty(place):  # a newer snapshot has taken the slot
                     continue
                 if record.digest not in self._damaged:
                     logger.error("cannot flush, will try again: %s", error)
@@ -168,10 +165,10 @@ class Flusher:
         self.last_contact = self._clock()
         return dirty
 
-    def _settle(
+    def _skip_or_queue(
         self, dirty: list[tuple[str, Commit]], stored: Mapping[str, Commit]
     ) -> tuple[list[tuple[str, Commit]], list[tuple[str, Commit]]]:
-        """Clears what need not be written any more; returns what is dirty still, and of it what to write, in order."""
+        """Clears the bits of snapshots that need no write; returns the dirty rest, and what of it to write."""
         durable = {record.digest: record for record in stored.values()}
         newest = max((record.sequence for record in durable.values()), default=-1)
         kept = {record.digest for record in self.keep.kept([*durable.values(), *(record for _, record in dirty)])}
@@ -180,7 +177,7 @@ class Flusher:
             if record.digest in durable:
                 self.memory.mark_clean(place, record.step)
             elif record.sequence < newest and record.digest not in kept:
-                logger.info("%s step %d is let go: a newer one is durable", record.run, record.step)
+                logger.info("%s step %d is skipped: a newer one is durable", record.run, record.step)
                 self.memory.mark_clean(place, record.step)
             elif record.sequence < newest and record.digest in self._damaged:
                 logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
@@ -190,8 +187,8 @@ class Flusher:
         newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
         return left, [(place, record) for place, record in newest_first if record.digest in kept]
 
-    def _lacking(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
-        """A snapshot and what it builds on, in as far as storage does not have it: the keyframe first."""
+    def _missing_chain(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
+        """Returns a snapshot and those of its bases that storage lacks, the keyframe first."""
         if record.base is None:
             return [(place, record)]
         places = {held.digest: (place, held) for place, held in self.memory.held().items()}
@@ -204,14 +201,14 @@ class Flusher:
         return [*(places[base.digest] for base in reversed(below)), (place, record)]
 
     def _make_durable(self, place: str, record: Commit) -> int:
-        """Writes one snapshot, then clears its bit; returns its bytes."""
+        """Writes one snapshot, clears its bit, and returns its bytes."""
         self.memory.hold(place)
         num_bytes = self._write(place, record)
         self.memory.mark_clean(place, record.step)
         return num_bytes
 
     def _write(self, place: str, record: Commit) -> int:
-        """One snapshot, from memory to committed; returns its bytes."""
+        """Writes and commits one snapshot, and returns its bytes."""
         snapshot = Snapshot(record, (SnapshotSource(self.memory, place),))
         manifests = [self._reader.manifest(snapshot, rank) for rank in range(record.world_size)]
         self._check()
@@ -223,7 +220,7 @@ class Flusher:
                 chunks = itertools.chain.from_iterable(fetches)
                 for manifest in manifests:
                     self.storage.put(
-                        target, Shard(manifest, self._pass_on(itertools.islice(chunks, len(manifest.chunks))))
+                        target, Shard(manifest, self._count_bytes(itertools.islice(chunks, len(manifest.chunks))))
                     )
             self._check()
             check_base(self.storage, record)
@@ -236,22 +233,22 @@ class Flusher:
         finally:
             self._progress.end()
             with contextlib.suppress(StoreError):
-                self.memory.let_go(place)
+                self.memory.release_hold(place)
         return sum(sizes)
 
-    def _pass_on(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+    def _count_bytes(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
         for content in chunks:
             if self._stop.is_set():
-                raise _StoppedError
+                raise _StopRequestedError
             yield content
             self._progress.advance(len(content))
 
     def _check(self) -> None:
         if self._stop.is_set() or not self._may_write():
-            raise _StoppedError
+            raise _StopRequestedError
 
     def _retain(self) -> None:
-        """Removes what no rule keeps; what cannot be removed now is looked at again after the next snapshot."""
+        """Removes what no rule keeps; a failed removal is tried again after the next snapshot."""
         try:
             places = {record.digest: (place, record) for place, record in self.storage.held().items()}
             records = [record for _, record in places.values()]
@@ -264,12 +261,8 @@ class Flusher:
 
     # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def turn(self) -> Flushed | None:
-        """`flush_one`, if it is time to try; an error is said once, and tried again after a while.
-
-        Returns:
-            What was done.
-        """
+    def poll(self) -> Flushed | None:
+        """Calls `flush_one` if it is time to try; logs an error once, and retries later with a growing delay."""
         if self._clock() < self._not_before:
             return None
         try:
@@ -278,14 +271,14 @@ class Flusher:
             self._failed(error)
             return None
         if self._trouble is not None:
-            logger.info("flushing goes on")
+            logger.info("flushing continues")
         self._trouble, self.last_error, self._wait_seconds = None, None, 0.0
         if flushed is not None:
             logger.info("%s", flushed)
         return flushed
 
-    def is_hopeless(self, patience_seconds: float) -> bool:
-        """Whether what is left has been out of reach for so long: memory is silent, or has lost it."""
+    def is_stuck(self, patience_seconds: float) -> bool:
+        """Returns whether memory has not answered, or has been damaged, for so long."""
         lost = isinstance(self.last_error, (StoreError, CorruptCheckpointError))
         return lost and self._clock() - self._trouble_since > patience_seconds
 
@@ -302,14 +295,14 @@ class Flusher:
 def _fetch(
     reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pace: FetchPace
 ) -> Iterator[list[memoryview]]:
-    """Every chunk of every rank, in order, fetch by fetch, in memory that is used in turn.
+    """Yields every chunk of every rank in order, fetch by fetch, in memory that is reused.
 
-    It is filled again when a later fetch needs it: by then at most `AHEAD_FETCHES` fetches wait, and one is being
-    written, so in a ring of so many and the next nothing is overwritten that is still needed.
+    At most `AHEAD_FETCHES` fetches wait and one is being written, so a ring of that many plus one never overwrites a
+    chunk that is still needed.
     """
     longest = max((chunk.num_bytes for manifest in manifests for chunk in manifest.chunks), default=1)
     num_all = sum(len(manifest.chunks) for manifest in manifests)
-    ring = Ring(longest, AHEAD_FETCHES + 1)
+    ring = BufferRing(longest, AHEAD_FETCHES + 1)
     pace.begin()
     for manifest in manifests:
         lengths = [chunk.num_bytes for chunk in manifest.chunks]

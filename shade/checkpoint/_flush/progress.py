@@ -1,48 +1,44 @@
-"""How far something long has come, for whoever watches: a bar on a terminal, silence elsewhere."""
+"""Reports the progress of long work: a bar on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
 from tqdm import tqdm
+from typing_extensions import override
 
 from shade.terminal import progress_bar
 
 
-class LongWork:
-    """Is told what happens, and keeps it to itself."""
+class Progress:
+    """Receives progress and ignores it."""
 
     def begin(self, what: str, num_bytes: int) -> None:
-        """Something starts.
-
-        Args:
-            what: In a few words.
-            num_bytes: How much there is to do.
-        """
+        """Starts a task of ``num_bytes``."""
 
     def advance(self, num_bytes: int) -> None:
-        """So much more is done."""
+        """Adds bytes that are done."""
 
     def end(self) -> None:
-        """It is over, done or not. Safe to call twice."""
+        """Ends the task, done or not. Safe to call twice."""
 
 
-class Bar(LongWork):
-    """A bar on standard error with rate and time left; nothing where that is no terminal."""
+class ProgressBar(Progress):
+    """Shows a bar on standard error with rate and time left, if that is a terminal."""
 
     def __init__(self) -> None:
         self._bar: tqdm[None] | None = None
 
+    @override
     def begin(self, what: str, num_bytes: int) -> None:
-        """See `LongWork`."""
         self.end()
         self._bar = progress_bar(num_bytes, desc=what, unit="B", unit_scale=True, leave=False)
 
+    @override
     def advance(self, num_bytes: int) -> None:
-        """See `LongWork`."""
         if self._bar is not None:
             self._bar.update(num_bytes)
 
+    @override
     def end(self) -> None:
-        """See `LongWork`."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,19 +1,17 @@
-"""The flusher as a process: finds dirty snapshots in a store, makes them durable, and outlives whoever made them.
+"""Runs the flusher as a process: finds dirty snapshots in a store, makes them durable, and outlives their run.
 
-``python -m shade.checkpoint._flush.service`` (for people: ``shade checkpoint flush``) serves one run, or every run it
-finds in a store. It may be killed at any moment: see `_flush.flusher`. A `Checkpointer` asks `serving`, and where
-nobody serves its run calls `start_flusher`. That one is nobody's child; it ends by itself when everything is durable
-and the run has said that it has ended (`mark_ended`), or has been silent for long.
+``python -m shade.checkpoint._flush.service`` (for users: ``shade checkpoint flush``) serves one run, or every run that
+it finds in a store. It may be killed at any moment: see `_flush.flusher`. A `Checkpointer` calls `is_served`, and then
+`start_flusher` if no flusher serves its run. That process is detached; it ends when everything is durable and the run
+has called `mark_ended` or has been silent for long.
 
-Who ends while another begins: the run removes its end mark, then asks `serving`; the flusher releases its lease, then
-looks for the end mark. Whichever way their steps interleave, either the run sees no lease and starts a flusher, or the
-flusher sees no mark and goes on.
+Race of an ending flusher and a starting run: the run removes its end mark, then calls `is_served`; the flusher releases
+its run lock, then reads the end mark. In any order, either the run finds no lock and starts a flusher, or the flusher
+finds no mark and continues.
 
-Serves runs with flushers: finds them, announces itself, takes turns, and knows when its work is done.
-
-One thread for all runs of a store: they share a network and a disk anyway. A lease is held on each run served, so
-that a second flusher leaves it alone, whether that one serves one run or all. Nothing here ends because a store or a
-storage is away for a while, except a flusher that was started for one run, whose store has been silent for long.
+One thread serves all runs of a store, which share a network and a disk anyway. It holds a run lock for each run, so
+that a second flusher leaves the run alone. A store or storage that is down is waited for; only a flusher that was
+started for one run gives up when its store has been silent for long.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
 from shade.checkpoint._flush.flusher import Flusher
-from shade.checkpoint._flush.progress import Bar, LongWork
+from shade.checkpoint._flush.progress import Progress, ProgressBar
 from shade.checkpoint._format.retention import DEFAULT, Keep
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import ENDED, FLUSHER, TRAINER, RunLock, is_held, runs_in_store, spread_keys
@@ -49,25 +47,25 @@ from shade.store import Store, StoreURL, open_store
 
 STORE_VARIABLE: Final = "SHADE_FLUSH_STORE"
 STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"
-"""How `start_flusher` passes addresses: they may hold passwords, and everybody can read a command line."""
+"""Environment variables that pass addresses: they may hold passwords, and a command line is visible to all users."""
 _START_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.05
 
 logger = logging.getLogger("shade.checkpoint")
 
 
-# ── what others ask and say ─────────────────────────────────────────────────────────────────────────────────────────
+# ── called by runs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def serving(store: Store, run: str) -> bool:
-    """Whether a flusher serves a run. Takes a second as a rule, and three at most.
+def is_served(store: Store, run: str) -> bool:
+    """Returns whether a flusher serves a run; takes a second as a rule, and three at most.
 
     Args:
-        store: Where its snapshots are.
+        store: The store of its snapshots.
         run: The run id.
 
     Returns:
-        The answer.
+        Whether a live flusher holds the run's lock.
 
     Raises:
         StoreError: The store does not answer.
@@ -75,25 +73,25 @@ def serving(store: Store, run: str) -> bool:
     return is_held(store, run, FLUSHER)
 
 
-def mark_begun(store: Store, run: str) -> None:
-    """Says that a run saves snapshots from now on. Before asking `serving`."""
+def mark_started(store: Store, run: str) -> None:
+    """Removes the end mark of a run; call it before `is_served`."""
     store.delete_many(spread_keys(run, ENDED))
 
 
 def mark_ended(store: Store, run: str) -> None:
-    """Says that a run saves nothing any more: its flusher may end when everything is durable."""
+    """Writes the end mark of a run: its flusher may end when everything is durable."""
     store.set_many(dict.fromkeys(spread_keys(run, ENDED), b"1"))
 
 
 def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAULT, *, log: Path | None = None) -> int:
-    """Starts a flusher that outlives this process, and waits until it serves.
+    """Starts a detached flusher, and waits until it serves.
 
     Args:
-        store_url: With its password, if it has one: it is passed on out of sight.
-        persist_url: Durable storage; a relative path is one from here.
+        store_url: URL of the store; its password is passed through the environment.
+        persist_url: URL of durable storage; a relative path starts at the working directory.
         run: The run id.
-        keep: See `Keep.parse`.
-        log: Where it writes; appended to, its folder made. None: a log in this machine's shared memory, which the
+        keep: Retention rules: see `Keep.parse`.
+        log: Log file; appended to, its folder is created. None: a log in this machine's shared memory, which the
             flusher removes when it ends with everything durable.
 
     Returns:
@@ -123,8 +121,8 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         while not any(now not in (None, before) for now, before in zip(store.get_many(keys), stale, strict=True)):
             if not is_running(process_id) or time.monotonic() > deadline:
                 errors.seek(begin)
-                told = errors.read().decode(errors="replace").strip()[-1000:]
-                raise CheckpointError.of("a flusher that starts", told or "silence", f"mend that; its log is {path}")
+                output = errors.read().decode(errors="replace").strip()[-1000:]
+                raise CheckpointError.of("a flusher that starts", output or "silence", f"mend that; its log is {path}")
             time.sleep(_POLL_SECONDS)
     return process_id
 
@@ -142,18 +140,18 @@ def _opened(log: Path) -> IO[bytes]:
 def flush(
     store_url: str, persist_url: str, run: str | None, keep: str, *, once: bool = False, until_ended: bool = False
 ) -> int:
-    """Serves until told to stop: SIGTERM and SIGINT end it promptly, a second one at once.
+    """Serves until a signal: SIGTERM and SIGINT end it promptly, a second one at once.
 
     Args:
-        store_url: Where snapshots are.
-        persist_url: Where they go.
-        run: Whose; None: every run in the store.
-        keep: See `Keep.parse`.
+        store_url: URL of the store.
+        persist_url: URL of durable storage.
+        run: The run id; None for every run in the store.
+        keep: Retention rules: see `Keep.parse`.
         once: End when everything is durable.
-        until_ended: End when the run is over, and durable.
+        until_ended: End when the run has ended and everything is durable.
 
     Returns:
-        The exit code: 0, or 1 where something is not durable.
+        The exit code: 0, or 1 if something is not durable.
 
     Raises:
         ShadeError: See `serve`.
@@ -163,11 +161,11 @@ def flush(
     rules = Keep.parse(keep)
     stop = threading.Event()
 
-    def told(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         stop.set()
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     level = logger.level
@@ -182,7 +180,7 @@ def flush(
                 keep=rules,
                 until=Until.DRAINED if once else Until.ENDED if until_ended else Until.STOPPED,
                 stop=stop,
-                progress=Bar(),
+                progress=ProgressBar(),
             )
     finally:
         logger.setLevel(level)
@@ -193,13 +191,13 @@ def flush(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The process that `start_flusher` starts; addresses come from the environment.
+    """Runs the process that `start_flusher` starts; addresses come from the environment.
 
     Args:
-        arguments: Instead of the command line's own.
+        arguments: Replaces the command line.
 
     Returns:
-        As `flush`; 2 where it cannot begin: the reason is on standard error.
+        As `flush`; 2 if it cannot begin, with the reason on standard error.
     """
     parser = argparse.ArgumentParser(
         prog="shade.checkpoint._flush.service", description="Makes one run's snapshots durable."
@@ -221,22 +219,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 TIMEOUT_SECONDS: Final = 5.0
-"""Of a wait for the store's next bytes: a flusher is in no hurry, and a busy server no dead one."""
+"""Longest wait for the store's next bytes: a flusher has time, and a busy server is not a dead one."""
 PATIENCE_SECONDS: Final = 600.0
-"""So long may a run, or its store, be silent before a flusher that was started for it gives it up."""
+"""A flusher that was started for one run gives up when the run, or its store, has been silent for so long."""
 POLL_SECONDS: Final = 0.2
 DISCOVER_SECONDS: Final = 10.0
 
 
 class Until(enum.Enum):
-    """When serving ends by itself."""
+    """Condition under which `serve` returns."""
 
     STOPPED = "stopped"
-    """Never."""
+    """On a signal only."""
     DRAINED = "drained"
     """When everything is durable."""
     ENDED = "ended"
-    """When everything is durable and the run is over."""
+    """When everything is durable and the run has ended."""
 
 
 def serve(
@@ -248,27 +246,27 @@ def serve(
     until: Until = Until.STOPPED,
     stop: threading.Event | None = None,
     patience_seconds: float = PATIENCE_SECONDS,
-    progress: LongWork | None = None,
+    progress: Progress | None = None,
 ) -> bool:
-    """Flushes until there is nothing left to wait for.
+    """Flushes until nothing is left to wait for.
 
     Args:
-        store_url: Where snapshots are.
-        persist_url: Where they go.
-        run: The run to serve; None: every run found in the store, now and later, that nobody else serves.
-        keep: What stays in storage.
-        until: When to end; `Until.ENDED` is for one run.
-        stop: Ends it promptly; a write in the middle is given up, its slot stays dirty.
+        store_url: URL of the store.
+        persist_url: URL of durable storage.
+        run: The run id; None for every run found in the store, now and later, that no other flusher serves.
+        keep: Retention rules.
+        until: When to return; `Until.ENDED` is for one run.
+        stop: Ends it promptly; a write in progress is abandoned, its slot stays dirty.
         patience_seconds: See `PATIENCE_SECONDS`.
-        progress: Is told of each snapshot and chunk.
+        progress: Receives each snapshot and chunk.
 
     Returns:
         Whether everything that was found is durable.
 
     Raises:
-        ConfigError: A URL that cannot be.
-        StoreError: The store does not answer at the start. Later that is waited out.
-        StorageError: The same of storage.
+        ConfigError: A URL is invalid.
+        StoreError: The store does not answer at the start; later it is waited for.
+        StorageError: The storage does not answer at the start; later it is waited for.
         CheckpointError: Another flusher serves the run, or has taken it over.
     """
     stop = stop or threading.Event()
@@ -278,19 +276,21 @@ def serve(
         with open_volume(persist_url) as volume:
             volume.ping()
             logger.info("from %s to %s", store.url, volume.url)
-        service = resources.enter_context(_Service(store, persist_url, keep or Keep.parse(DEFAULT), stop, progress))
+        service = resources.enter_context(
+            _FlushService(store, persist_url, keep or Keep.parse(DEFAULT), stop, progress)
+        )
         if run is not None:
-            service.take(run)
+            service.add(run)
         discovered = -float("inf")
         while not stop.is_set():
             if run is None and time.monotonic() - discovered > DISCOVER_SECONDS:
                 service.discover()
                 discovered = time.monotonic()
-            if service.turn():
+            if service.poll():
                 continue
             if run is not None and run not in service.served:
-                raise _taken(run)
-            if until is Until.DRAINED and (service.is_drained or service.is_hopeless(patience_seconds)):
+                raise _served_by_other(run)
+            if until is Until.DRAINED and (service.is_drained or service.is_stuck(patience_seconds)):
                 break
             if until is Until.ENDED and run is not None and service.is_finished(run, patience_seconds):
                 break
@@ -298,28 +298,28 @@ def serve(
         return service.is_drained
 
 
-class _Served:
-    """One run: its flusher, and the lease that tells others to leave it to us."""
+class _ServedRun:
+    """One served run: its flusher and its run lock."""
 
     def __init__(
-        self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event, progress: LongWork | None
+        self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event, progress: Progress | None
     ) -> None:
         self._store, self._run = store, run
-        self.lease = RunLock(store, run, name=FLUSHER)
+        self.run_lock = RunLock(store, run, name=FLUSHER)
         self._memory = MemoryTier(store, run)
         self._storage = StorageTier(open_volume(persist_url), run)
         self.flusher = Flusher(
-            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.lease.is_ours, progress=progress
+            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.run_lock.is_ours, progress=progress
         )
         self._trainer: list[bytes | None] = []
         self._trainer_seen = time.monotonic()
 
     def tidy(self) -> None:
-        """Removes what earlier flushers died in the middle of."""
+        """Removes what interrupted flushers left."""
         self._storage.tidy()
 
-    def is_over(self, patience_seconds: float) -> bool:
-        """Whether nobody will save into this run any more, as far as one can tell."""
+    def has_ended(self, patience_seconds: float) -> bool:
+        """Returns whether the run has ended, or neither trainer nor store has shown life for long."""
         now = time.monotonic()
         try:
             if any(self._store.get_many(spread_keys(self._run, ENDED))):
@@ -331,18 +331,18 @@ class _Served:
             self._trainer, self._trainer_seen = trainer, now
         return now - self._trainer_seen > patience_seconds
 
-    def end(self) -> None:
-        """Lets go of it."""
-        self.lease.release()
+    def close(self) -> None:
+        """Releases the run."""
+        self.run_lock.release()
         self._memory.close()
         self._storage.close()
 
 
-class _Service:
-    """The runs that are served."""
+class _FlushService:
+    """The runs that this process serves."""
 
     def __init__(
-        self, store: Store, persist_url: str, keep: Keep, stop: threading.Event, progress: LongWork | None
+        self, store: Store, persist_url: str, keep: Keep, stop: threading.Event, progress: Progress | None
     ) -> None:
         self._store, self._persist_url, self._keep, self._stop, self._progress = (
             store,
@@ -351,98 +351,78 @@ class _Service:
             stop,
             progress,
         )
-        self.served: dict[str, _Served] = {}
+        self.served: dict[str, _ServedRun] = {}
 
-    def __enter__(self) -> _Service:
+    def __enter__(self) -> _FlushService:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for each in self.served.values():
-            each.end()
+            each.close()
 
-    def take(self, run: str) -> None:
-        """Serves a run from now on.
-
-        Args:
-            run: Its id.
-
-        Raises:
-            CheckpointError: Another flusher does.
-        """
-        each = _Served(self._store, self._persist_url, run, self._keep, self._stop, self._progress)
+    def add(self, run: str) -> None:
+        """Starts to serve a run; raises CheckpointError if another flusher does."""
+        each = _ServedRun(self._store, self._persist_url, run, self._keep, self._stop, self._progress)
         try:
-            each.lease.acquire()
+            each.run_lock.acquire()
         except RunInUseError as error:
-            each.end()
-            raise _taken(run) from error
+            each.close()
+            raise _served_by_other(run) from error
         except BaseException:
-            each.end()
+            each.close()
             raise
         self.served[run] = each
         logger.info("serving %s, keeping %s", run, self._keep)
         each.tidy()
 
     def discover(self) -> None:
-        """Serves what else has come into the store; not what others serve, and what fails now is found again."""
+        """Serves new runs of the store; skips runs that others serve, and retries failures at the next call."""
         with contextlib.suppress(StoreError):
             for run in runs_in_store(self._store):
                 if run not in self.served:
                     with contextlib.suppress(StoreError, StorageError, CheckpointError):
-                        self.take(run)
+                        self.add(run)
 
-    def turn(self) -> bool:
-        """One snapshot of each run; runs that others have taken over are let go.
-
-        Returns:
-            Whether anything was done.
-        """
-        done = [each.flusher.turn() is not None for each in self.served.values()]
+    def poll(self) -> bool:
+        """Flushes one snapshot of each run, and releases runs that others have taken over; returns whether any was."""
+        done = [each.flusher.poll() is not None for each in self.served.values()]
         for run, each in list(self.served.items()):
-            if not each.lease.is_ours:
+            if not each.run_lock.is_ours:
                 logger.warning("another flusher serves %s now", run)
-                self.served.pop(run).end()
+                self.served.pop(run).close()
         return any(done)
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing dirty was left at the last look."""
+        """Whether the last look at each run found nothing dirty."""
         return all(each.flusher.is_drained for each in self.served.values())
 
-    def is_hopeless(self, patience_seconds: float) -> bool:
-        """Whether all that is left has been damaged in memory, or out of reach, for long."""
-        return all(
-            each.flusher.is_drained or each.flusher.is_hopeless(patience_seconds) for each in self.served.values()
-        )
+    def is_stuck(self, patience_seconds: float) -> bool:
+        """Returns whether everything left has been damaged in memory, or out of reach, for long."""
+        return all(each.flusher.is_drained or each.flusher.is_stuck(patience_seconds) for each in self.served.values())
 
     def is_finished(self, run: str, patience_seconds: float) -> bool:
-        """Whether a run is over and durable, or beyond help.
+        """Returns whether a run has ended and is durable, or cannot be saved; its lock is then released.
 
-        Its lease is released then, and nobody has come back meanwhile who might have seen it.
-
-        Args:
-            run: Its id.
-            patience_seconds: See `PATIENCE_SECONDS`.
-
-        Returns:
-            The answer.
+        The end mark is read once more after the release, for a run that restarted while it still saw the lock.
         """
         each = self.served[run]
-        if not each.is_over(patience_seconds):
+        if not each.has_ended(patience_seconds):
             return False
         if not self.is_drained:
-            return self.is_hopeless(patience_seconds)
-        each.lease.release()
-        if each.is_over(patience_seconds):
+            return self.is_stuck(patience_seconds)
+        each.run_lock.release()
+        if each.has_ended(patience_seconds):
             return True
         with contextlib.suppress(RunInUseError):
-            each.lease.acquire()
+            each.run_lock.acquire()
             return False
-        return True  # somebody else was quicker
+        return True  # another flusher took the lock
 
 
-def _taken(run: str) -> CheckpointError:
+def _served_by_other(run: str) -> CheckpointError:
     return CheckpointError.of(
-        f"{run!r} without a flusher", "one that serves it", "leave it to that one, or end it first"
+        f"{run!r} without a flusher", "one that serves it", "leave the run to it, or end it first"
     )
 
 

@@ -1,1 +1,1 @@
-"""The bytes of a snapshot: manifest and commit record, their JSON, digests, retention."""
+"""Defines the format of a snapshot: manifest, commit record, digests, canonical JSON, and the rules of retention."""

@@ -1,32 +1,33 @@
-"""Manifest and commit record: what a snapshot consists of, and the word that makes it count.
+"""Defines the manifest and the commit record: what a snapshot consists of, and what makes it exist.
 
 A snapshot of W ranks is W shards. A shard is the rank's tensors laid end to end (the data of a safetensors file) and
-cut into chunks of equal length, each hashed as it is stored; its *manifest* lists tensors and chunks. The *commit
-record* lists the manifests' hashes and carries its own. It is written last, and is the same in every tier: a snapshot
-whose record is not there, or does not match, does not exist. No pickle; JSON alone, in docs/format.md.
+cut into chunks of equal length, each hashed as it is stored. The shard's *manifest* lists tensors and chunks. The
+*commit record* lists the digests of the manifests and contains its own digest. It is written last and is the same in
+every tier: a snapshot whose record is missing or does not match does not exist. Both are JSON (docs/format.md).
 
-A snapshot that stands alone is written as version 1. Version 2 may build on another, its *base*, which the record names
-by its digest: each chunk then says how it is stored, and carries the digest of what it is before any codec. Where that
-is not bit for bit what was saved, the manifest says by how much it is off, tensor by tensor.
+A snapshot that needs no other is written as version 1. A version 2 snapshot may build on another, its *base*, which the
+record names by its digest. Each of its chunks states its codec and the digest of its data before the codec; where the
+data is not exactly what was saved, the manifest bounds the error of each tensor.
 
-Both are read with suspicion: of every field type and range, of a shard that its tensors tile it without a gap and that
-its chunks are as many and as long as they must be, and of the bytes that they are the canonical ones. Invariant: bytes
-that pass `Manifest.parse(…, digest)` with the digest of a record that passed `Commit.parse` are the bytes that were
-written by the rank, or 128 bits of xxh3 have collided; and what is parsed gives the same bytes again.
+Parsing checks every type and range, that the tensors tile the shard, that number and lengths of the chunks fit, and
+that the bytes are the canonical ones. Invariant: bytes that pass `Manifest.parse(…, digest)` with a digest from a
+parsed `Commit` are the bytes that the rank wrote, or 128 bits of xxh3 have collided.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any, Final
 
-from shade.checkpoint._format.canonical_json import (
+from shade.checkpoint._format.digest import (
     as_count,
     as_digest,
     as_list,
@@ -34,30 +35,32 @@ from shade.checkpoint._format.canonical_json import (
     as_object,
     canonical,
     check_canonical,
+    digest_of,
     expect,
-    parsed,
+    parse_json,
 )
-from shade.checkpoint._format.digest import digest_of
-from shade.errors import CorruptCheckpointError
+from shade.errors import CorruptCheckpointError, StateMismatchError
 from shade.types import Bytes
 
 FORMAT: Final = "shade-checkpoint"
 VERSION: Final = 2
-"""The newest that is read and written."""
+"""The newest version that is read and written."""
 CHUNK_BYTES: Final = 4 * 2**20 - 4096
-"""What is hashed, sent, stored and repaired at once. Between 1 and 8 MB the rates of hash, socket and disk are flat. A
-page short of 4 MiB, because a server adds a few bytes and jemalloc would then give out 5 MiB (decision 0010)."""
+"""The unit of hashing, transfer, storage and repair. Between 1 and 8 MB the rates of hash, socket and disk are flat. A
+page short of 4 MiB: a server adds a few bytes, and jemalloc would then allocate 5 MiB (decision 0010)."""
 ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-"""Width of each type that a tensor can have, as safetensors spells them."""
-ROUGH_ITEMS: Final = 1024
-"""A float32 tensor of fewer items is always stored exactly: step counts, biases, norms."""
+"""Width of each tensor type, as safetensors spells it."""
+MIN_LOSSY_ITEMS: Final = 1024
+"""A float32 tensor with fewer items is always stored exactly: step counts, biases, norms."""
 EXACT_CODECS: Final = frozenset({"none", "zstd", "dedup", "xor-zstd"})
-"""What is stored by any other may be off, so that bounds must say by how much."""
+"""Codecs that are exact; data of any other needs bounds."""
+ALIGNMENT: Final = 4096
+_HEADER_LENGTH: Final = struct.Struct("<Q")
 _MAX_RANKS: Final = 2**20
 _MAX_CHUNK_BYTES: Final = 2**30
 _MAX_DIMENSIONS: Final = 64
@@ -73,14 +76,14 @@ class TensorEntry:
     """As safetensors spells it: ``F32``, ``BF16``, ``I64`` …"""
     shape: tuple[int, ...]
     start: int
-    """First byte in the shard's data, as it is before any codec."""
+    """First byte in the shard's data, before any codec."""
     stop: int
     """One past the last."""
 
     @property
-    def may_be_rough(self) -> bool:
-        """Whether a codec that is not exact may touch it."""
-        return self.dtype == "F32" and self.stop - self.start >= 4 * ROUGH_ITEMS
+    def may_be_lossy(self) -> bool:
+        """Whether a lossy codec may change it."""
+        return self.dtype == "F32" and self.stop - self.start >= 4 * MIN_LOSSY_ITEMS
 
 
 @dataclass(frozen=True)
@@ -88,23 +91,23 @@ class ChunkEntry:
     """One chunk of a shard, as it is stored."""
 
     num_bytes: int
-    """Stored length; that of the data where the codec is ``none``."""
+    """Stored length; that of the data if the codec is ``none``."""
     digest: str
     """`digest_of` the stored bytes."""
     codec: str | None = None
-    """Version 2: how this chunk is stored."""
+    """Version 2: name of the chunk's codec."""
     plain: str | None = None
-    """Version 2: `digest_of` what it is before any codec, and has to be again."""
+    """Version 2: `digest_of` the data before the codec."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a tensor is from what was to be saved, as measured when it was saved: a restore is no farther."""
+    """The error of a tensor, as measured when it was saved: a restored tensor is at most this far off."""
 
     max_abs: float
-    """Greatest difference of an item."""
+    """Greatest absolute difference of an item."""
     relative: float
-    """Length (2-norm) of the difference over that of the tensor."""
+    """2-norm of the difference over the 2-norm of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Manifest:
     run: str
     """The run id."""
     step: int
-    """Optimizer steps done when it was taken."""
+    """Optimizer steps done when the state was copied."""
     rank: int
     world_size: int
     codec: str
@@ -129,30 +132,30 @@ class Manifest:
     """The state with each tensor replaced by its name: see `_capture.flatten`."""
     chunk_bytes: int = CHUNK_BYTES
     bounds: Mapping[str, Bound] = field(default_factory=dict)
-    """Version 2: of each tensor that is not exact."""
+    """Version 2: bounds of the tensors that are not exact."""
     version: int = 1
 
     def data_length(self, number: int) -> int:
-        """Length of a chunk before any codec."""
+        """Returns the length of a chunk before any codec."""
         return min(self.chunk_bytes, self.num_bytes - number * self.chunk_bytes)
 
     def plain_digest(self, number: int) -> str | None:
-        """`digest_of` a chunk before any codec; None where version 1 does not say."""
+        """Returns `digest_of` a chunk before any codec, or None if version 1 does not have it."""
         entry = self.chunks[number]
         return entry.digest if self.codec == "none" else entry.plain
 
     def chunk_codec(self, number: int) -> str:
-        """How a chunk is stored."""
+        """Returns the name of a chunk's codec."""
         return self.chunks[number].codec or self.codec
 
     @property
     def stored_bytes(self) -> int:
-        """Length of all chunks as they are stored."""
+        """Stored length of all chunks."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     @cached_property
     def item_bytes(self) -> int:
-        """Width of the items that make up most of the data: what a codec groups bytes by."""
+        """Width of the items that make up most of the data; codecs group bytes by it."""
         held: dict[int, int] = {}
         for entry in self.tensors.values():
             width = ITEM_BYTES[entry.dtype]
@@ -161,19 +164,11 @@ class Manifest:
 
     @cached_property
     def _order(self) -> tuple[list[int], list[str]]:
-        """Where tensors start, and their names; ascending."""
+        """Starts and names of the tensors, ascending."""
         return [entry.start for entry in self.tensors.values()], list(self.tensors)
 
     def tensors_between(self, first: int, last: int) -> Iterator[tuple[str, TensorEntry]]:
-        """The tensors that have bytes in a range of the data, in order.
-
-        Args:
-            first: First byte.
-            last: One past the last.
-
-        Yields:
-            Name and entry.
-        """
+        """Yields name and entry of the tensors that have bytes between ``first`` and ``last``, in order."""
         starts, names = self._order
         place = max(0, bisect_right(starts, first) - 1)
         while place and starts[place] == starts[place - 1]:  # behind empty tensors
@@ -184,43 +179,50 @@ class Manifest:
                 yield names[place], entry
             place += 1
 
+    def chunks_of(self, names: Iterable[str]) -> list[int]:
+        """Returns the numbers of the chunks that hold some tensors, ascending, each once.
+
+        Raises StateMismatchError if the shard has no such tensor.
+        """
+        wanted: set[int] = set()
+        for name in names:
+            entry = self.tensors.get(name)
+            if entry is None:
+                expected = f"a tensor of the {len(self.tensors)} that rank {self.rank} saved"
+                raise StateMismatchError.of(expected, name, "ask another rank's shard")
+            if entry.start < entry.stop:
+                wanted.update(range(entry.start // self.chunk_bytes, (entry.stop - 1) // self.chunk_bytes + 1))
+        return sorted(wanted)
+
     @cached_property
     def _content(self) -> bytes:
         return canonical({"format": FORMAT, **_fields(self)}, default=_members)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: equal manifests give equal bytes."""
+        """Returns canonical JSON: equal manifests give equal bytes."""
         return self._content
 
     @property
     def digest(self) -> str:
-        """What the commit record says of it."""
+        """Digest that the commit record has of it."""
         return digest_of(self._content)
 
     @classmethod
     def parse(cls, content: Bytes, digest: str) -> Manifest:
-        """Reads one.
+        """Parses and checks a manifest.
 
-        Args:
-            content: What `to_bytes` gave.
-            digest: What the commit record says of it.
-
-        Returns:
-            The manifest.
-
-        Raises:
-            CorruptCheckpointError: It is not the one that was committed, or is of another version.
+        Raises CorruptCheckpointError if it is not the committed one, or its version is unknown.
         """
         if digest_of(content) != digest:
             raise CorruptCheckpointError(f"a manifest of {len(content)} bytes is not the one that was committed")
         fields = _parse(content, cls)
-        is_second = fields["version"] == 2
+        is_version_2 = fields["version"] == 2
         tensors = as_object(fields["tensors"], "tensors")
         entries = [(name, _tensor(name, entry)) for name, entry in tensors.items()]
         entries.sort(key=lambda each: (each[1].start, each[1].stop, -ITEM_BYTES[each[1].dtype], each[0]))
         fields["tensors"] = dict(entries)
-        fields["chunks"] = tuple(_chunk(each, is_second) for each in as_list(fields["chunks"], "chunks"))
-        if is_second:
+        fields["chunks"] = tuple(_chunk(each, is_version_2) for each in as_list(fields["chunks"], "chunks"))
+        if is_version_2:
             bounds = as_object(fields["bounds"], "bounds")
             fields["bounds"] = {name: _bound(name, bound) for name, bound in bounds.items()}
         manifest = cls(**fields)
@@ -250,7 +252,7 @@ class Manifest:
         self._check_bounds()
 
     def _check_bounds(self) -> None:
-        """Nothing is off without a word of it, nor a word without a tensor."""
+        """Checks that every inexact tensor has a bound, and every bound a tensor."""
         expect(self.version, self.version == 1 or self.codec != "none", "version for codec 'none'")
         unknown = sorted(self.bounds.keys() - self.tensors.keys())
         expect(unknown, not unknown, "bounds, of tensors that it does not have")
@@ -258,57 +260,50 @@ class Manifest:
             if chunk.codec is not None and chunk.codec not in EXACT_CODECS:
                 first = number * self.chunk_bytes
                 for name, entry in self.tensors_between(first, first + self.data_length(number)):
-                    told = name in self.bounds or not entry.may_be_rough
-                    expect(name, told, f"chunk {number}, which is not exact: a tensor in it has no bound")
+                    is_bounded = name in self.bounds or not entry.may_be_lossy
+                    expect(name, is_bounded, f"chunk {number}, which is not exact: a tensor in it has no bound")
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A whole snapshot: the record that makes it exist."""
+    """The commit record: it makes a snapshot exist."""
 
     run: str
     step: int
     sequence: int
-    """Counts the saves of a run through all its restarts; of two records the higher is the newer."""
+    """Counts the saves of a run through all restarts; the record with the higher count is newer."""
     world_size: int
     manifests: tuple[str, ...]
     """Digest of each rank's manifest."""
     num_bytes: int
-    """Data of all ranks together."""
+    """Bytes of data of all ranks together."""
     saved_at: float
-    """Seconds since 1970, at the moment the state was taken."""
+    """Seconds since 1970, when the state was copied."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the caller said of it: a validation loss to keep the best by."""
+    """Values that the caller passed: a validation loss to choose the best by."""
     base: str | None = None
-    """Version 2: digest of the record of the snapshot that it builds on; None where it stands alone."""
+    """Version 2: digest of the record of the base; None if the snapshot needs no other."""
     version: int = 1
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON with its own digest in it; a metric that is no finite number is written as null."""
+        """Returns canonical JSON that contains its own digest; a metric that is not finite is written as null."""
         metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
         body = {"format": FORMAT, **_fields(self), "metrics": metrics}
         return canonical({**body, "digest": digest_of(canonical(body))})
 
     @property
     def digest(self) -> str:
-        """Of the record: the same snapshot has the same in every tier."""
+        """Digest of the record: the same in every tier."""
         return digest_of(self.to_bytes())
 
     @classmethod
     def parse(cls, content: Bytes) -> Commit:
-        """Reads one.
+        """Parses and checks a record.
 
-        Args:
-            content: What `to_bytes` gave.
-
-        Returns:
-            The record.
-
-        Raises:
-            CorruptCheckpointError: It does not match its own digest, or is of another version.
+        Raises CorruptCheckpointError if it does not match its own digest, or its version is unknown.
         """
         fields = _parse(content, cls, "digest")
-        del fields["digest"]  # compared at the end, with all the rest
+        del fields["digest"]  # check_canonical() compares it
         fields["manifests"] = tuple(as_digest(each, "manifests") for each in as_list(fields["manifests"], "manifests"))
         fields["metrics"] = {
             name: math.nan if value is None else as_number(value, "metrics")
@@ -326,31 +321,64 @@ class Commit:
         return record
 
 
-_SECOND: Final[Mapping[type, frozenset[str]]] = {Manifest: frozenset({"bounds"}), Commit: frozenset({"base"})}
+def safetensors_header(manifest: Manifest) -> bytes:
+    """Returns the header that makes a shard's file a safetensors file, for a shard with the codec ``none``.
+
+    Eight bytes of length (little endian), JSON, and spaces up to a multiple of 4096, so that the data behind it can be
+    written and mapped page by page. It depends on the manifest alone: the position of a chunk is known without the
+    file, and a damaged header hides nothing and is written again by a repair.
+
+    Args:
+        manifest: Its tensors become entries; run, step and rank go into the metadata, as text.
+
+    Returns:
+        A multiple of `ALIGNMENT` bytes; tensor offsets in it count from its end.
+    """
+    metadata = {
+        "format": "pt",
+        "written_by": f"{FORMAT} {manifest.version}",
+        "run": manifest.run,
+        "step": str(manifest.step),
+        "rank": str(manifest.rank),
+        "world_size": str(manifest.world_size),
+    }
+    entries: dict[str, object] = {"__metadata__": metadata}
+    for name, tensor in manifest.tensors.items():
+        offsets = [tensor.start, tensor.stop]
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-(_HEADER_LENGTH.size + len(body)) % ALIGNMENT)
+    return _HEADER_LENGTH.pack(len(body)) + body
+
+
+_VERSION_2_FIELDS: Final[Mapping[type, frozenset[str]]] = {Manifest: frozenset({"bounds"}), Commit: frozenset({"base"})}
 """Members that version 1 does not have."""
 
 
 def _fields(record: Manifest | Commit) -> dict[str, Any]:
-    """The members of a record in its version."""
+    """Returns the members of a record in its version."""
     names = {each.name for each in dataclass_fields(record)}
-    return {name: getattr(record, name) for name in names - (_SECOND[type(record)] if record.version == 1 else set())}
+    return {
+        name: getattr(record, name)
+        for name in names - (_VERSION_2_FIELDS[type(record)] if record.version == 1 else set())
+    }
 
 
 def _members(entry: Any) -> dict[str, Any]:
-    """Those of an entry: what a version does not have is None."""
+    """Returns the members of an entry; a field that the version does not have is None."""
     return {name: value for name, value in vars(entry).items() if value is not None}
 
 
 def _parse(content: Bytes, kind: type, *others: str) -> dict[str, Any]:
-    """The fields of a record of a version that is known, and no others; their content is not looked at."""
-    fields = as_object(parsed(content), "JSON")
-    told, version = fields.pop("format", None), fields.get("version")
-    if told != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
+    """Returns the unchecked fields of a record of a known version, if they are the expected ones."""
+    fields = as_object(parse_json(content), "JSON")
+    name, version = fields.pop("format", None), fields.get("version")
+    if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
         raise CorruptCheckpointError(
-            f"expected {FORMAT} version 1 to {VERSION}, got {(told, version)!r}; use the shade that wrote it"
+            f"expected {FORMAT} version 1 to {VERSION}, got {(name, version)!r}; use the shade that wrote it"
         )
     expected = {each.name for each in dataclass_fields(kind)} | set(others)
-    expected -= _SECOND[kind] if version == 1 else set()
+    expected -= _VERSION_2_FIELDS[kind] if version == 1 else set()
     if fields.keys() != expected:
         raise CorruptCheckpointError(f"a record with fields {sorted(fields)} instead of {sorted(expected)}")
     return fields
@@ -372,14 +400,14 @@ def _tensor(name: str, found: Any) -> TensorEntry:
     return TensorEntry(entry["dtype"], sizes, start, stop)
 
 
-def _chunk(found: Any, is_second: bool) -> ChunkEntry:
+def _chunk(found: Any, is_version_2: bool) -> ChunkEntry:
     entry = as_object(found, "chunk")
-    known = {"num_bytes", "digest"} | ({"codec", "plain"} if is_second else set())
+    known = {"num_bytes", "digest"} | ({"codec", "plain"} if is_version_2 else set())
     expect(sorted(entry), entry.keys() == known, "chunk")
     made = ChunkEntry(
         as_count(entry["num_bytes"], "length of a chunk"), as_digest(entry["digest"], "digest of a chunk")
     )
-    if not is_second:
+    if not is_version_2:
         return made
     codec = entry["codec"]
     expect(codec, type(codec) is str and _CODEC.fullmatch(codec), "codec of a chunk")

@@ -1,11 +1,11 @@
-"""Which snapshots stay in durable storage: ``"last=3,every=1000,best=val_loss"``.
+"""Decides which snapshots stay in durable storage, by rules like ``"last=3,every=1000,best=val_loss"``.
 
-Rules only ever keep; what no rule keeps may go. The newest is always kept, whatever the rules say, so that applying
-them can never leave a run without a snapshot; of a step that was saved twice the newer snapshot alone counts. The same
-records give the same answer in any order, on any machine.
+Rules only keep snapshots; one that no rule keeps may be removed. The newest is always kept, so that the rules never
+leave a run without a snapshot. If a step was saved twice, only the newer snapshot counts. The result depends only on
+the records, not on their order or the machine.
 
-What is kept keeps what it builds on, down to the keyframe; and what goes, goes before what it builds on, so that a
-crash in between leaves nothing that cannot be read. Invariant: no record is left without its base.
+A kept snapshot keeps its bases down to the keyframe, and a removed one is removed before its base, so that a crash in
+between leaves only readable snapshots. Invariant: no record is left without its base.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from shade.checkpoint._format.manifest import Commit
 from shade.errors import ConfigError
 
 DEFAULT: Final = "last=2"
-"""The newest, and one to fall back on should it turn out rotten."""
+"""The newest, and one more in case the newest turns out damaged."""
 _RULES: Final = "last=N, every=N, best=METRIC[:max][:N] or all, separated by commas"
 
 
 @dataclass(frozen=True)
 class Best:
-    """Keeps those whose metric is best."""
+    """Keeps the snapshots with the best values of a metric."""
 
     metric: str
-    """Name in `Commit.metrics`; snapshots without it, or with a NaN, are not compared."""
+    """Name in `Commit.metrics`; snapshots without it, or with a NaN, are ignored."""
     largest: bool = False
-    """Whether more is better."""
+    """Whether larger is better."""
     num: int = 1
 
     def of(self, newest_first: Sequence[Commit]) -> list[Commit]:
-        """The best; of equals the newer."""
+        """Returns the best records; of equal ones the newer."""
         sign = -1.0 if self.largest else 1.0
         measured = [record for record in newest_first if not math.isnan(record.metrics.get(self.metric, math.nan))]
         return sorted(measured, key=lambda record: sign * record.metrics[self.metric])[: self.num]
@@ -42,18 +42,18 @@ class Best:
 
 @dataclass(frozen=True)
 class Keep:
-    """A set of rules; a snapshot stays if any of them keeps it."""
+    """A set of rules; a snapshot stays if any rule keeps it."""
 
     last: int = 1
-    """The newest so many."""
+    """Number of newest snapshots to keep."""
     every: int = 0
-    """The first at or after each multiple of so many steps; 0 for none."""
+    """Keeps the first at or after each multiple of this many steps; 0 for none."""
     best: tuple[Best, ...] = ()
     all: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Keep:
-        """Reads rules.
+        """Parses rules.
 
         Args:
             text: ``last=3``, ``last=2,every=1000``, ``best=val_loss`` (the smallest), ``best=accuracy:max:3`` (the
@@ -63,7 +63,7 @@ class Keep:
             The rules.
 
         Raises:
-            ConfigError: Not such a text; the message shows one.
+            ConfigError: The text is no such rule; the message shows one.
         """
         last, every, best, everything = 1, 0, [], False
         given: list[str] = []
@@ -85,14 +85,14 @@ class Keep:
         return cls(last, every, tuple(best), everything)
 
     def kept(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
-        """Those that stay.
+        """Returns the records that stay, newest first.
 
         Args:
             records: Every snapshot of one run in one place, in any order.
-            others: Snapshots elsewhere that may come there: what they build on stays, too.
+            others: Snapshots that may arrive there later: their bases stay too.
 
         Returns:
-            Newest first.
+            The records.
         """
         newest_first = sorted(records, key=lambda record: (record.sequence, record.step), reverse=True)
         if self.all:
@@ -116,15 +116,7 @@ class Keep:
         return [record for digest, record in known.items() if digest in kept]
 
     def discardable(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
-        """Those that no rule keeps; never the newest.
-
-        Args:
-            records: As for `kept`.
-            others: Likewise.
-
-        Returns:
-            What may be removed, in this order: oldest first, but each before what it builds on.
-        """
+        """Returns the records that may be removed: oldest first, but each before its base; never the newest."""
         known = {record.digest: record for record in records}
         kept = {record.digest for record in self.kept(known.values(), others)}
 
@@ -136,7 +128,7 @@ class Keep:
 
     @property
     def lasting(self) -> Keep:
-        """The same rules without ``last``: what they keep shall reach storage, however slow it is."""
+        """The same rules without ``last``: what they keep must reach storage, however slow it is."""
         return replace(self, last=1)
 
     def __str__(self) -> str:
@@ -148,15 +140,7 @@ class Keep:
 
 
 def lineage(record: Commit, known: Mapping[str, Commit]) -> Iterator[Commit]:
-    """What a snapshot builds on, down to its keyframe.
-
-    Args:
-        record: Of the snapshot.
-        known: Records by digest.
-
-    Yields:
-        Records, nearest first; it ends early where one is not known. A digest holds its base's: there are no circles.
-    """
+    """Yields the records that a snapshot builds on, nearest first, down to its keyframe or to one not in ``known``."""
     while record.base is not None and record.base in known:
         record = known[record.base]
         yield record

@@ -1,1 +1,1 @@
-"""Other libraries' plug-in interfaces over our tiers: DCP, ACUTE and DASH."""
+"""Plugs the tiers into other libraries: DCP, ACUTE and DASH."""

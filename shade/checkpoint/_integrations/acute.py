@@ -1,4 +1,4 @@
-"""The interface of ACUTE and DASH over this package: three objects, three calls, a restore that works.
+"""The interface of ACUTE and DASH over this package: three objects, three calls, and a restore.
 
 ::
 
@@ -12,17 +12,17 @@
     shade.destroy_acute()
 
 The originals (ACUTE: IEEE Access 12, pp. 116891–116904, 2024; DASH is the same code under other names) run W trainers
-and one remote node as W + 1 processes of one MPI job. Where we differ:
+and one remote node as W + 1 processes of one MPI job. The differences:
 
-* *The remote node is no rank.* It is a Redis server and `shade checkpoint flush`, processes of their own on the memory
-  node. A preempted trainer takes nothing with it. All ranks train, under torchrun or mpirun; `RemoteNode` describes.
-* *Waiting waits*, under both names that the original gave it. Saving during a copy waits. No save is lost, and there is
-  no count of saves to be met: stop when you like.
-* *Every rank sends its share* of what is alike on all; ``shard_size`` is accepted and means nothing.
-* *There is a way back*: ``snapshot_path`` is ``latest``, or a folder or a file of a snapshot, and `TrainNode.restore`
-  gives the state.
+* *The remote node is no rank.* It is a Redis server and `shade checkpoint flush`, separate processes on the memory
+  node, so a preempted trainer takes nothing with it. All ranks train, under torchrun or mpirun; `RemoteNode` describes.
+* *Waiting waits*, under both names that the original gave it. A save during a copy waits. No save is lost, and no
+  number of saves has to be reached: a run may stop at any time.
+* *Every rank sends its share* of state that is the same on all ranks; ``shard_size`` is accepted and ignored.
+* *A run can be restored*: ``snapshot_path`` is ``latest``, or a folder or file of a snapshot, and `TrainNode.restore`
+  returns the state.
 
-Names of files: decision 0013.
+Decision 0013 explains the names of files.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public all the same
 
-from shade.checkpoint._commit.process_group import current_group
-from shade.checkpoint._flush.service import serving
+from shade.checkpoint._commit.protocol import current_group
+from shade.checkpoint._flush.service import is_served
 from shade.checkpoint._interchange.export import load_state
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
@@ -55,9 +55,9 @@ from shade.storage import open_volume
 from shade.store import StoreURL, open_store
 
 PERSIST: Final = "SHADE_PERSIST"
-"""Environment variable: path or URL of durable storage, where ``args`` has no ``persist``."""
+"""Environment variable: path or URL of durable storage, if ``args`` has no ``persist``."""
 DEFAULT_PERSIST: Final = "checkpoints"
-"""Folder under the working directory, where nobody says another."""
+"""Folder under the working directory, if no other is given."""
 LEAST_SLOTS: Final = 2
 LATEST: Final = "latest"
 _DATE: Final = "_%Y-%m-%d-%H%M%S"
@@ -81,19 +81,19 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "store": None,
     "persist": None,
 }
-"""What is taken of ``args``; the rest is the caller's."""
+"""Attributes of ``args`` that are used, with their defaults."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """Who this process is among the trainers."""
+    """The position of this process among the trainers."""
 
     rank: int
     world_size: int
     local_rank: int
-    """On its machine; also the number of its GPU, where there is one."""
+    """Rank on its machine; also the number of its GPU, if there is one."""
     owns_group: bool
     """Whether `init_acute` has initialised torch.distributed, and `destroy_acute` ends it."""
 
@@ -104,7 +104,7 @@ class Communicator:
 
 @dataclass(frozen=True)
 class RemoteNode:
-    """What takes the snapshots: a store's memory, and a flusher with a life of its own; none of it runs in here."""
+    """Describes what takes the snapshots: a store's memory and a flusher; none of it runs in this process."""
 
     store: str | None
     """URL of the store, its password hidden; None: there is no memory node, snapshots go to storage directly."""
@@ -113,44 +113,40 @@ class RemoteNode:
 
     @property
     def command(self) -> str:
-        """What to type on the memory node, unless the trainers shall start it on theirs; empty where there is none."""
+        """Command for the memory node, unless the trainers start the flusher on theirs; empty without a store."""
         if self.store is None:
             return ""
         return f"shade checkpoint flush {self.store} --persist {self.persist_to} --run {self.run}"
 
     def is_serving(self) -> bool:
-        """Whether a flusher serves the run.
+        """Returns whether a flusher serves the run; takes half a second as a rule.
 
-        Returns:
-            The answer, after half a second as a rule.
-
-        Raises:
-            StoreError: The store does not answer.
+        Raises StoreError if the store does not answer.
         """
         if self.store is None:
             return False
         with open_store(os.environ.get(CHECKPOINT_URL, self.store)) as store:
-            return serving(store, self.run)
+            return is_served(store, self.run)
 
 
 class TrainNode:
-    """One trainer's side.
+    """Saves and restores on one trainer.
 
     Args:
-        checkpointer: That saves.
-        starting_epoch: First epoch where nothing is restored.
+        checkpointer: The checkpointer.
+        starting_epoch: First epoch if nothing is restored.
     """
 
     def __init__(self, checkpointer: StateDictCheckpointer, starting_epoch: int) -> None:
         self.checkpointer = checkpointer
         self.starting_epoch = starting_epoch
-        """The first epoch to train: one after that of the snapshot, where there is one."""
+        """The first epoch to train: the one after the snapshot's, if there is a snapshot."""
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Saves a state, behind the training. On every rank, after ``optimizer.step()``.
+        """Saves a state in the background. On every rank, after ``optimizer.step()``.
 
-        The tensors are copied while the next batch is computed: call `wait_copy_complete` before the next step. Saved
-        under the step that it has as ``step``, else ``epoch``, else counted; always a higher one than before.
+        The tensors are copied while the next batch is computed: call `wait_copy_complete` before the next step. The
+        step is ``step`` or ``epoch`` of the state if it rises, else the last step plus one.
 
         Args:
             state: Dicts, lists, numbers, strings, arrays and tensors, as in ``state_dict()``.
@@ -165,55 +161,55 @@ class TrainNode:
         self.checkpointer.save_state(dict(state), step)
 
     def wait_copy_complete(self) -> None:
-        """Returns when what was saved last may change.
+        """Returns when the state of the last save may change.
 
-        If some of it has changed already, that save is refused, and said; from then on everything is copied at once.
+        If a part of it has changed already, that save is refused and logged; later saves copy everything at once.
         """
         try:
             self.checkpointer.wait_copy_complete()
         except TornSnapshotError as error:
             logger.error("%s; from now on save() waits for the whole copy", error)
-            self.checkpointer.given.copies_at_once = True
+            self.checkpointer.state_dict_state.copies_at_once = True
 
     waiting_for_copying = wait_copy_complete
     """The original's other name for it."""
 
     def wait_committed(self) -> str:
-        """Returns when what was saved last outlives this machine: the name of what holds it."""
+        """Waits until the last save outlives this machine, and returns the name of the tier that holds it."""
         return self.checkpointer.wait_committed()
 
     def wait_durable(self, timeout_seconds: float | None = None) -> None:
-        """Returns when what was saved last is in storage."""
+        """Waits until the last save is in storage."""
         self.checkpointer.wait_durable(timeout_seconds)
 
     def restore(self) -> dict[str, Any] | None:
-        """The state that ``snapshot_path`` named, as it was given to `save`. Generators stand where they stood then.
+        """Returns the state that ``snapshot_path`` named, as `save` was given it, and resets the generators.
 
         Returns:
-            The state, tensors on the CPU; None where nothing was named, ``latest`` found nothing, or it was taken.
+            The state, tensors on the CPU; None if nothing was named, ``latest`` found nothing, or it was taken.
         """
-        return self.checkpointer.given.take()
+        return self.checkpointer.state_dict_state.take()
 
 
 _current: tuple[Communicator, TrainNode] | None = None
 
 
 def init_acute(args: argparse.Namespace | None = None, **overrides: Any) -> tuple[Communicator, TrainNode, RemoteNode]:
-    """Begins, on every rank. Initialises torch.distributed unless that is done: NCCL where there are GPUs, else gloo.
+    """Starts, on every rank. Initialises torch.distributed if necessary: NCCL if there are GPUs, else gloo.
 
     Args:
-        args: With the original's names, as far as they are there: ``training_master_addr``, ``training_master_port``,
+        args: Object with the original's attributes, all optional: ``training_master_addr``, ``training_master_port``,
             ``remote_buffer_size``, ``shard_size``, ``model_name``, ``file_name_include_datetime``,
             ``file_save_in_dictionary``, ``snapshot_path``, ``starting_epoch``; and ``store``, the URL of the memory
             node (else SHADE_CHECKPOINT), and ``persist``, durable storage (else SHADE_PERSIST, else ./checkpoints).
             Its ``starting_epoch`` is set to the first one to train.
-        **overrides: The same, and stronger.
+        **overrides: The same by keyword; they take precedence.
 
     Returns:
         Communicator, train node, remote node: all three on every rank.
 
     Raises:
-        ConfigError: Something of it cannot be; see `Checkpointer`.
+        ConfigError: An argument is invalid; see `Checkpointer`.
         CheckpointError: What ``snapshot_path`` names cannot be read.
     """
     global _current
@@ -223,11 +219,11 @@ def init_acute(args: argparse.Namespace | None = None, **overrides: Any) -> tupl
     if unknown:
         raise ConfigError.of(f"some of {', '.join(_DEFAULTS)}", sorted(unknown), "leave the others out")
     given = {**_DEFAULTS, **{name: getattr(args, name) for name in _DEFAULTS if hasattr(args, name)}, **overrides}
-    communicator = _join(given)
+    communicator = _init_group(given)
     try:
         node, remote = _open(given)
     except BaseException:
-        _leave(communicator)
+        _destroy_group(communicator)
         raise
     if args is not None:
         args.starting_epoch = node.starting_epoch
@@ -240,10 +236,9 @@ init_dash = init_acute
 
 
 def destroy_acute() -> None:
-    """Ends, on every rank, when all that was saved is committed; the flusher goes on with it. Safe to call twice.
+    """Ends, on every rank, when all saves are committed; the flusher continues. Safe to call twice.
 
-    Raises:
-        CheckpointError: What was saved last is nowhere.
+    Raises CheckpointError if the last save is in no tier.
     """
     global _current
     if _current is None:
@@ -252,15 +247,15 @@ def destroy_acute() -> None:
     try:
         node.checkpointer.close()
     finally:
-        _leave(communicator)
+        _destroy_group(communicator)
 
 
 destroy_dash = destroy_acute
 """DASH's name for it."""
 
 
-def _join(given: Mapping[str, Any]) -> Communicator:
-    """The process group, from torchrun's variables, or mpirun's, or none."""
+def _init_group(given: Mapping[str, Any]) -> Communicator:
+    """Joins the process group of torchrun's variables, or mpirun's, or a group of one."""
     owns = not dist.is_initialized()
     for name, theirs in _OPENMPI.items():
         if theirs in os.environ:
@@ -279,7 +274,7 @@ def _join(given: Mapping[str, Any]) -> Communicator:
     return Communicator(dist.get_rank(), dist.get_world_size(), local_rank, owns)
 
 
-def _leave(communicator: Communicator) -> None:
+def _destroy_group(communicator: Communicator) -> None:
     if communicator.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -300,7 +295,7 @@ def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
         store, persist_to=persist, run=run, slots=max(LEAST_SLOTS, slots), keep="all" if dated else "last=2"
     )
     try:
-        starting_epoch = _read(checkpointer, given["snapshot_path"], int(given["starting_epoch"]))
+        starting_epoch = _restore_named(checkpointer, given["snapshot_path"], int(given["starting_epoch"]))
     except BaseException:
         checkpointer.close()
         raise
@@ -309,7 +304,7 @@ def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
 
 
 def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None, persist: str) -> str:
-    """The model's name; with a date: the newest such run, to go on with, or one that begins now. Collective."""
+    """Returns the model's name; with a date: the newest such run to resume, or a new one. Collective."""
     if not dated:
         return name
     chosen = name + time.strftime(_DATE)
@@ -328,31 +323,31 @@ def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None
         group.close()
 
 
-def _read(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starting_epoch: int) -> int:
-    """Reads what was named; the first epoch to train."""
+def _restore_named(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starting_epoch: int) -> int:
+    """Restores what was named, and returns the first epoch to train."""
     if snapshot_path is None:
         return starting_epoch
     if snapshot_path == LATEST:
         checkpointer.restore_latest()
     else:
-        _read_elsewhere(checkpointer, str(snapshot_path))
-    if checkpointer.given.loaded is None or not checkpointer.given.epoch:
+        _restore_path(checkpointer, str(snapshot_path))
+    if checkpointer.state_dict_state.loaded is None or not checkpointer.state_dict_state.epoch:
         return starting_epoch
-    return checkpointer.given.epoch + 1
+    return checkpointer.state_dict_state.epoch + 1
 
 
-def _read_elsewhere(checkpointer: StateDictCheckpointer, path: str) -> None:
-    """A snapshot's folder, or a file in it; or a file that another program wrote, without executing anything."""
+def _restore_path(checkpointer: StateDictCheckpointer, path: str) -> None:
+    """Reads a snapshot's folder, or a file in it, or another program's file, which is not executed."""
     absolute = path if "://" in path else str(Path(path).absolute())
     match = _PLACE.fullmatch(absolute.rstrip("/"))
     if match is None:
         form = "safetensors" if absolute.endswith((".safetensors", ".json")) else "torch"
         state = load_state(Path(absolute), form)
-        checkpointer.given.loaded = state if isinstance(state, dict) else {"state": state}
+        checkpointer.state_dict_state.loaded = state if isinstance(state, dict) else {"state": state}
         return
     with open_volume(match[1]) as volume:
-        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer.group, step=int(match[3]))
+        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer._group, step=int(match[3]))
     if found is None:
         raise CheckpointError.of("a committed snapshot", f"none at {path}", "see shade checkpoint list")
-    is_old = checkpointer.group.rank < found.record.world_size
-    checkpointer.given.read(found.tree, found.tensors, with_generators=is_old)
+    is_old = checkpointer._group.rank < found.record.world_size
+    checkpointer.state_dict_state.read(found.tree, found.tensors, with_generators=is_old)

@@ -1,19 +1,16 @@
-"""ShadeReader: `torch.distributed.checkpoint` loads from cluster memory and durable storage.
+"""ShadeReader: loads a snapshot with `torch.distributed.checkpoint` from cluster memory and durable storage.
 
-DCP plans which rank needs which part of which saved piece, whatever the world size was and is; we read the chunks that
-hold those bytes, each rank its own, verified, from the nearest place that has them right. A piece of rows is a range of
-bytes; of a piece of columns everything between its first and its last byte is read. Bytes pass through a window of
-fresh memory and are copied onwards, so a load needs little beside its target. Values are cast to the target's type, as
-DCP does.
+DCP plans which rank needs which part of which saved piece, for any old and new world size. Each rank reads and verifies
+the chunks that hold those bytes, from the nearest place that has them intact. A piece of rows is a range of bytes; for
+a piece of columns everything between its first and last byte is read. Bytes pass through a window of fresh memory and
+are copied onwards, so a load needs little memory beside its target. Values are cast to the target's type, as in DCP.
 
-Nothing that was stored is ever unpickled. DCP's own `DefaultLoadPlanner.load_bytes` would (`torch.load` with
-``weights_only=False``), so what is no tensor is put where that would have put it. A planner with a `load_bytes` of its
-own is given bytes that `torch.save` made here, a moment ago, of the plain types that came out of the skeleton.
+Nothing that was stored is unpickled. DCP's `DefaultLoadPlanner.load_bytes` would do so (`torch.load` with
+``weights_only=False``), so objects are put directly where it would put them. A planner that overrides `load_bytes`
+receives bytes that `torch.save` has just made here from the plain types of the skeleton.
 
-A sharded snapshot as one state, in one process: for exports, which know nothing of ranks.
-
-Costs the size of the whole state in memory. Nested as DCP's planner says it was; dicts come back with string keys, as
-DCP has them.
+`gather_state` gathers a sharded snapshot in one process, for exports; it needs memory for the whole state. It is nested
+as DCP's planner says; dicts come back with string keys, as DCP has them.
 """
 
 from __future__ import annotations
@@ -41,13 +38,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
-from shade.checkpoint._capture.unflatten import tensors_in, unflatten
+from shade.checkpoint._capture.flatten import tensors_in, unflatten
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_shard import DCPParts, from_plain, is_dcp, parts_of, tensor_key
 from shade.checkpoint._integrations.dcp_writer import names_step, step_of
-from shade.checkpoint._restore.arena import Arena
 from shade.checkpoint._restore.reader import Reader, Snapshot
-from shade.checkpoint._restore.restore import fill_arena
+from shade.checkpoint._restore.restore import Arena, fill_arena
 from shade.checkpoint._session.open_tiers import STORE_TIMEOUT_SECONDS
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
@@ -57,11 +53,11 @@ from shade.storage import open_volume
 from shade.store import open_store
 
 WINDOW_CHUNKS: Final = 32
-"""Read at once, unless one tensor needs more: 128 MiB."""
+"""Chunks read at once, unless one tensor needs more: 128 MiB."""
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _ReadRequest:
     """One item of a plan, and what has to be read for it."""
 
     item: ReadItem
@@ -73,16 +69,16 @@ class _Wish:
 
 
 class ShadeReader(StorageReader):
-    """A StorageReader for `dcp.load`. Nothing is opened before it is used; closed by `close`, or when it is forgotten.
+    """A StorageReader for `dcp.load`. Opens nothing before it is used; closed by `close` or garbage collection.
 
     Args:
-        store: URL of the cluster whose memory has snapshots.
+        store: URL of the cluster whose memory holds snapshots.
         persist_to: Path or URL of durable storage; only read. At least one of both.
-        run: Id under which they were saved.
-        step: Which; ``checkpoint_id`` of `dcp.load` says it too, and wins. None: the newest.
+        run: Id of the run that saved them.
+        step: Step to load; ``checkpoint_id`` of `dcp.load` overrides it. None: the newest.
 
     Raises:
-        ConfigError: An argument that cannot be.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -101,22 +97,18 @@ class ShadeReader(StorageReader):
         self._manifests: dict[int, tuple[Manifest, DCPParts]] = {}
         self._ranks: dict[Any, int] = {}
 
-    # ── what DCP calls, in this order ───────────────────────────────────────────────────────────────────────────────
+    # ── called by DCP, in this order ────────────────────────────────────────────────────────────────────────────────
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load begins; the step, if its name has it."""
+        """Begins a load; takes the step from ``checkpoint_id``, if it is given."""
         if checkpoint_id is not None:
             self.step = step_of(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        """DCP's metadata of the snapshot.
+        """Returns DCP's metadata of the snapshot.
 
-        Returns:
-            The metadata.
-
-        Raises:
-            CheckpointError: There is no such snapshot.
-            CorruptCheckpointError: Its metadata is lost in every copy.
+        Raises CheckpointError if there is no such snapshot, or CorruptCheckpointError if its metadata is lost in every
+        copy.
         """
         self._snapshot, manifest = self._choose()
         self._manifests = {}
@@ -124,15 +116,15 @@ class ShadeReader(StorageReader):
         return from_plain(shard.value(parts_of(manifest.tree).plan))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Takes note of which rank's shard holds what."""
+        """Stores which rank's shard holds each item."""
         self._ranks = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Says which snapshot this rank sees."""
+        """Adds the digest of the snapshot that this rank sees."""
         return replace(plan, storage_data=self._chosen().record.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Sees to it that all ranks load the same one."""
+        """Checks that all ranks load the same snapshot."""
         if len({plan.storage_data for plan in plans}) > 1:
             cure = "name one: checkpoint_id='120', or step=120; and see that all ranks reach the same places"
             raise CheckpointError.of("the same newest snapshot on every rank", "different ones", cure)
@@ -144,7 +136,7 @@ class ShadeReader(StorageReader):
         for item in plan.items:
             rank = self._ranks.get(item.storage_index)
             if rank is None:
-                raise _lost(item)
+                raise _missing_piece(item)
             by_rank.setdefault(rank, []).append(item)
         for rank, items in sorted(by_rank.items()):
             self._read_shard(rank, items, planner)
@@ -154,17 +146,17 @@ class ShadeReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
+        """Returns whether the id names a step."""
         return names_step(checkpoint_id)
 
-    # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by users ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def steps(self) -> list[int]:
-        """Steps that DCP has saved in this run, newest first; whether they are whole is found out by loading."""
+        """Returns the steps that DCP saved in this run, newest first; loading shows whether they are intact."""
         return [snapshot.record.step for snapshot, _ in self._found()]
 
     def close(self) -> None:
-        """Lets go of connections. Safe to call twice."""
+        """Closes connections. Safe to call twice."""
         self._resources.close()
         self._reader = self._snapshot = None
         self._manifests = {}
@@ -175,7 +167,7 @@ class ShadeReader(StorageReader):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tiers(self) -> Reader:
         if self._reader is None:
@@ -195,7 +187,7 @@ class ShadeReader(StorageReader):
         return self._snapshot
 
     def _found(self) -> Iterator[tuple[Snapshot, Manifest]]:
-        """Snapshots that DCP saved, newest first, with the manifest of their last shard."""
+        """Yields snapshots that DCP saved, newest first, with the manifest of their last shard."""
         reader = self._tiers()
         for snapshot in reader.snapshots():
             if self.step is None or snapshot.record.step == self.step:
@@ -222,28 +214,28 @@ class ShadeReader(StorageReader):
             self._manifests[rank] = manifest, parts_of(manifest.tree)
         manifest, parts = self._manifests[rank]
         shard = _Shard(self._tiers(), snapshot, manifest)
-        wishes = []
+        requests = []
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
                 node = parts.objects.get(item.storage_index.fqn)
                 if node is None:
-                    raise _lost(item)
+                    raise _missing_piece(item)
                 (value,) = shard.value(node)
-                _give(planner, item, value)
+                _deliver(planner, item, value)
             else:
                 node = parts.tensors.get(tensor_key(item.storage_index))
                 if node is None:
-                    raise _lost(item)
-                wishes.append(_wish(manifest, item, node))
-        for window in _windows(sorted(wishes, key=lambda wish: wish.chunks.start)):
-            shard.read(number for wish in window for number in wish.chunks)
-            for wish in window:
-                _copy(shard.tensor(wish.node, wish.names), wish.item, planner)
+                    raise _missing_piece(item)
+                requests.append(_read_request(manifest, item, node))
+        for window in _windows(sorted(requests, key=lambda request: request.chunks.start)):
+            shard.read(number for request in window for number in request.chunks)
+            for request in window:
+                _copy(shard.tensor(request.node, request.names), request.item, planner)
             shard.forget(window[-1].chunks)
 
 
 class _Shard:
-    """One shard while it is read: memory for all of it, of which only what has been read is there."""
+    """One shard while it is read; only chunks that were read take memory."""
 
     def __init__(self, reader: Reader, snapshot: Snapshot, manifest: Manifest) -> None:
         self._reader, self._snapshot, self._manifest = reader, snapshot, manifest
@@ -251,13 +243,13 @@ class _Shard:
         self._here: set[int] = set()
 
     def read(self, numbers: Iterable[int]) -> None:
-        """Reads chunks that are not here yet."""
+        """Reads chunks that are not in memory yet."""
         missing = sorted(set(numbers) - self._here)
         fill_arena(self._reader, self._snapshot, self._manifest, self._arena, missing)
         self._here.update(missing)
 
     def tensor(self, node: Any, names: Iterable[str]) -> torch.Tensor:
-        """A tensor whose chunks are here."""
+        """Returns a tensor whose chunks are in memory."""
         made = unflatten(node, self._arena.tensors({name: self._manifest.tensors[name] for name in names}))
         if not isinstance(made, torch.Tensor):
             raise CorruptCheckpointError(
@@ -266,7 +258,7 @@ class _Shard:
         return made
 
     def value(self, node: Any) -> Any:
-        """Anything, with what it needs read first; nothing of it lies in our memory afterwards."""
+        """Reads what a node needs, and returns its value without views of the arena."""
         names = [name for name in self._manifest.tensors if name in tensors_in(node)]
         entries = {name: self._manifest.tensors[name] for name in names}
         for entry in entries.values():
@@ -274,14 +266,14 @@ class _Shard:
         return unflatten(node, {name: tensor.clone() for name, tensor in self._arena.tensors(entries).items()})
 
     def forget(self, last: range) -> None:
-        """Gives back the memory of all chunks before the last one of a range."""
+        """Releases the memory of all chunks before the last one of a range."""
         end = max(last.start, last.stop - 1)
-        self._arena.forget(0, end * self._manifest.chunk_bytes)
+        self._arena.release_pages(0, end * self._manifest.chunk_bytes)
         self._here = {number for number in self._here if number >= end}
 
 
-def _wish(manifest: Manifest, item: ReadItem, node: Any) -> _Wish:
-    """What has to be read for an item: from the first byte of its part of the saved piece to the last."""
+def _read_request(manifest: Manifest, item: ReadItem, node: Any) -> _ReadRequest:
+    """Returns what an item needs: from the first byte of its part of the saved piece to the last."""
     named = tensors_in(node)
     names = tuple(name for name in manifest.tensors if name in named)
     if len(names) != 1:
@@ -299,34 +291,34 @@ def _wish(manifest: Manifest, item: ReadItem, node: Any) -> _Wish:
             f"a part of {sizes} of {item.storage_index.fqn!r}", list(item.lengths), "load as saved"
         )
     if not num_bytes or not item.lengths.numel():
-        return _Wish(item, node, names, range(0))
+        return _ReadRequest(item, node, names, range(0))
     width = num_bytes // math.prod(sizes)
     first = last = 0
     for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True):
         first, last = first * size + offset, last * size + offset + length - 1
     chunks = _chunks(manifest, entry.start + first * width, entry.start + (last + 1) * width)
-    return _Wish(item, node, names, chunks)
+    return _ReadRequest(item, node, names, chunks)
 
 
 def _chunks(manifest: Manifest, start: int, stop: int) -> range:
-    """Numbers of the chunks that hold these bytes."""
+    """Returns the numbers of the chunks that hold these bytes."""
     return range(start // manifest.chunk_bytes, -(-stop // manifest.chunk_bytes)) if start < stop else range(0)
 
 
-def _windows(wishes: Sequence[_Wish]) -> Iterator[list[_Wish]]:
-    """Ascending wishes in groups that need about `WINDOW_CHUNKS` together, each at least one."""
-    window: list[_Wish] = []
-    for wish in wishes:
-        if window and wish.chunks.stop - window[0].chunks.start > WINDOW_CHUNKS:
+def _windows(requests: Sequence[_ReadRequest]) -> Iterator[list[_ReadRequest]]:
+    """Groups ascending requests that need about `WINDOW_CHUNKS` together, at least one each."""
+    window: list[_ReadRequest] = []
+    for request in requests:
+        if window and request.chunks.stop - window[0].chunks.start > WINDOW_CHUNKS:
             yield window
             window = []
-        window.append(wish)
+        window.append(request)
     if window:
         yield window
 
 
 def _copy(saved: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-    """The wanted part of a saved piece, to where the planner says."""
+    """Copies the requested part of a saved piece into the planner's tensor."""
     for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         saved = saved.narrow(dimension, offset, length)
     target = planner.resolve_tensor(item).detach()
@@ -340,8 +332,8 @@ def _copy(saved: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     planner.commit_tensor(item, target)
 
 
-def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """What is no tensor, to where the planner would put it."""
+def _deliver(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    """Puts an object where the planner would put it."""
     if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         made = io.BytesIO()
         torch.save(value, made)
@@ -353,40 +345,22 @@ def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
         planner.state_dict[item.dest_index.fqn] = value
 
 
-def _lost(item: ReadItem) -> CorruptCheckpointError:
+def _missing_piece(item: ReadItem) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"expected {tensor_key(item.storage_index)!r} in the shard that has it, got none there"
     )
 
 
 def is_sharded(reader: Reader, snapshot: Snapshot) -> bool:
-    """Whether a snapshot was saved through DCP.
-
-    Args:
-        reader: The tiers.
-        snapshot: Which.
-
-    Returns:
-        The answer.
-
-    Raises:
-        CorruptCheckpointError: Its last manifest is lost in every copy.
-    """
+    """Returns whether a snapshot was saved through DCP; raises CorruptCheckpointError if its last manifest is lost."""
     return is_dcp(reader.manifest(snapshot, snapshot.record.world_size - 1).tree)
 
 
-def whole_state(reader: ShadeReader) -> dict[str, Any]:
-    """All of a snapshot.
+def gather_state(reader: ShadeReader) -> dict[str, Any]:
+    """Reads all shards of a snapshot as one state.
 
-    Args:
-        reader: Says which.
-
-    Returns:
-        The state.
-
-    Raises:
-        CheckpointError: There is no such snapshot.
-        CorruptCheckpointError: Something of it is right in no copy.
+    Raises CheckpointError if there is no such snapshot, or CorruptCheckpointError if something in it is lost in every
+    copy.
     """
     metadata = reader.read_metadata()
     wanted: dict[str, Any] = {

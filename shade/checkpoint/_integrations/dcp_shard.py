@@ -1,19 +1,17 @@
-"""One rank's part of a DCP checkpoint as a shard like any other: tensors end to end, hashed chunks, a manifest.
+"""Packs one rank's part of a DCP checkpoint into a shard, and converts DCP's metadata to plain types.
 
-A snapshot of W ranks is W + 1 shards: one a rank, with what DCP's plan gave it to write, and a last one, small, with
-DCP's metadata. The root of each tree has the key ``dcp``; a rank's has ``tensors``, by name and offset
-(``layer.weight[4,0]``), and ``objects``, all that is no tensor.
+A snapshot of W ranks is W + 1 shards: one per rank, with what DCP's plan gave it to write, and a last small one with
+DCP's metadata. The root of each tree has the key ``dcp``; a rank's tree has ``tensors``, by name and offset
+(``layer.weight[4,0]``), and ``objects``, everything that is no tensor.
 
-Nothing is copied that lies in memory as it will be stored: chunks are views of the live tensors, and only those that
-span two allocations are put together in a buffer of their own. (What `_integrations.dcp_stager` has staged lies in
-one allocation, in the order of the shard.) So the same memory is read twice, to hash and to write. `PackedState.check`
-reads it once more: invariant: what it lets pass stood still from the first look to the last, or 128 bits collided.
+Data that lies in memory as it is stored is not copied: chunks are views of the live tensors, and only a chunk that
+spans two allocations is joined in a buffer. (What `dcp_stager` staged lies in one allocation, in the order of the
+shard.) So the same memory is read twice, to hash and to write, and `PackedState.check` reads it once more.
+Invariant: data that passes did not change from the first read to the last, or 128 bits collided.
 
-DCP's Metadata as plain types, and back: what `torch.distributed.checkpoint` itself keeps as a pickle.
-
-Dicts, lists, strings and numbers, so that `_capture.flatten` makes JSON of them. Fields that a version of PyTorch
-does not know (2.8 has no strides) are passed over when read. What the planner adds, names by path as a rule, may be
-whatever `_capture.flatten.flatten` takes. Invariant: ``from_plain(to_plain(metadata)) == metadata``.
+DCP's metadata, which DCP itself pickles, becomes dicts, lists, strings and numbers, so that `_capture.flatten` makes
+JSON of it. Fields that a version of PyTorch lacks (2.8 has no strides) are skipped when read. The planner's data,
+usually names by path, may be anything that `flatten` takes. Invariant: ``from_plain(to_plain(metadata)) == metadata``.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shade.checkpoint._capture.flatten import DTYPES, flatten
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._codecs.base import standing_alone
+from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry
 from shade.checkpoint._tiers.tier import Shard
@@ -49,7 +47,7 @@ VERSION: Final = 1
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose shard of what."""
+    """Identifies a shard: run, step, rank, number of shards."""
 
     run: str
     step: int
@@ -58,22 +56,22 @@ class Identity:
 
 
 def tensor_key(index: MetadataIndex) -> str:
-    """What the piece of a tensor at this offset is called in its rank's tree."""
+    """Returns the name of a tensor's piece at this offset in its rank's tree."""
     return f"{index.fqn}[{','.join(map(str, index.offset or ()))}]"
 
 
 @dataclass(frozen=True)
 class DCPParts:
-    """The tree of one shard, a level down: skeletons by name."""
+    """The parts of a shard's tree: skeletons by name."""
 
     tensors: Mapping[str, Any]
     objects: Mapping[str, Any]
     plan: Any
-    """None in a rank's shard."""
+    """DCP's metadata; None in a rank's shard."""
 
 
 def is_dcp(tree: Any) -> bool:
-    """Whether a tree is one of a DCP checkpoint."""
+    """Returns whether a tree belongs to a DCP checkpoint."""
     try:
         return bool(tree["dict"][0][0] == KIND)
     except (TypeError, KeyError, IndexError):
@@ -81,19 +79,9 @@ def is_dcp(tree: Any) -> bool:
 
 
 def parts_of(tree: Any) -> DCPParts:
-    """Opens a tree.
-
-    Args:
-        tree: Of a manifest.
-
-    Returns:
-        What is in it.
-
-    Raises:
-        CorruptCheckpointError: It is none of a DCP checkpoint.
-    """
+    """Returns the parts of a manifest's tree, or raises CorruptCheckpointError if it is no DCP checkpoint."""
     if not is_dcp(tree):
-        raise CorruptCheckpointError("expected a shard of a DCP checkpoint, got one that Checkpointer saved")
+        raise CorruptCheckpointError("expected a shard of a DCP checkpoint, got one of Checkpointer")
     found = _pairs(tree)
     empty: dict[str, Any] = {"dict": [[], []]}
     return DCPParts(_pairs(found.get("tensors", empty)), _pairs(found.get("objects", empty)), found.get("plan"))
@@ -104,17 +92,17 @@ def _pairs(node: Any) -> dict[str, Any]:
         names, values = node["dict"]
         return dict(zip(names, values, strict=True))
     except (TypeError, KeyError, ValueError) as error:
-        raise CorruptCheckpointError(f"expected the tree of a DCP checkpoint, got one that fails: {error}") from error
+        raise CorruptCheckpointError(f"expected the tree of a DCP checkpoint, got an invalid one: {error}") from error
 
 
 class PackedState:
     """A shard, ready for a tier.
 
     Args:
-        identity: Whose.
-        content: Named trees; see the module.
-        codec: Name of the codec of the chunks.
-        buffer: Gives memory, uint8 (at least as long as asked,), for what has to be put together.
+        identity: Identity of the shard.
+        content: Trees by name, as `shard_content` returns them.
+        codec: Name of the chunks' codec.
+        buffer: Returns memory, uint8 (at least as long as requested,), for chunks that have to be joined.
 
     Raises:
         ConfigError: Something in it cannot be saved; the message has its path.
@@ -149,21 +137,20 @@ class PackedState:
             chunks=(),
             tree=tree,
         )
-        chosen = standing_alone(codec)
+        chosen = standalone_codec(codec)
         self._stored = [chosen.encode(chunk, draft.item_bytes) for chunk in plain]
         chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in self._stored)
         self.manifest = replace(draft, chunks=chunks)
 
     @property
     def shard(self) -> Shard:
-        """What `Tier.put` takes."""
+        """The argument of `Tier.put`."""
         return Shard(self.manifest, self._stored)
 
     def check(self) -> None:
-        """Compares what lies in memory now with what was hashed.
+        """Compares the data in memory with what was hashed.
 
-        Raises:
-            TornSnapshotError: Something has changed since; what was stored may be a mixture.
+        Raises TornSnapshotError if it has changed; what was stored may be a mixture.
         """
         for name, (tensor, version, address) in self._live.items():
             if (tensor._version, tensor.data_ptr()) != (version, address):
@@ -181,13 +168,13 @@ class PackedState:
 
 def _torn(names: str) -> TornSnapshotError:
     return TornSnapshotError(
-        f"expected {names!r} to stand still while it was saved, got a change; nothing was saved: save between two "
+        f"expected {names!r} not to change while it was saved, got a change; nothing was saved: save between two "
         "steps, or stage it with async_save"
     )
 
 
 class _Memory:
-    """A shard's bytes, in the allocations where they are; neighbours in memory are one run."""
+    """A shard's bytes in the allocations that hold them; neighbours in memory are one range."""
 
     def __init__(self, entries: Mapping[str, TensorEntry], tensors: Mapping[str, torch.Tensor]) -> None:
         self._alive: list[torch.Tensor] = []
@@ -210,18 +197,18 @@ class _Memory:
             end = address + entry.stop - entry.start
 
     def is_whole(self, start: int, stop: int) -> bool:
-        """Whether these bytes of the shard lie side by side."""
+        """Returns whether these bytes of the shard are contiguous in memory."""
         return stop <= self._runs[bisect_right(self._starts, start) - 1][1]
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Bytes that lie side by side, where they are."""
+        """Returns a view of contiguous bytes."""
         place = bisect_right(self._starts, start) - 1
         address = self._runs[place][0] + start - self._starts[place]
         array = (ctypes.c_ubyte * (stop - start)).from_address(address)
         return memoryview(array).cast("B")
 
     def join(self, start: int, stop: int, room: memoryview) -> memoryview:
-        """Bytes that do not, copied into ``room``, which is as long."""
+        """Copies bytes that are not contiguous into ``room``, which has the same length."""
         first = start
         while first < stop:
             last = min(stop, self._runs[bisect_right(self._starts, first) - 1][1])
@@ -230,8 +217,8 @@ class _Memory:
         return room
 
 
-def contents(tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank's shard holds. Each object in a tuple: a long dict of bare numbers would become a tensor."""
+def shard_content(tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a rank's shard content. Objects are wrapped in tuples: a long dict of numbers would become a tensor."""
     return {"tensors": dict(tensors), "objects": {name: (value,) for name, value in objects.items()}}
 
 
@@ -242,7 +229,7 @@ _META: Final = ("checkpoint_id", "save_id", "load_id")
 
 
 def to_plain(metadata: Metadata) -> dict[str, Any]:
-    """Metadata whose ``storage_data`` says which rank's shard holds each item.
+    """Converts metadata whose ``storage_data`` maps each item to the rank whose shard holds it.
 
     Args:
         metadata: From a save planner; ``storage_data`` is a dict from `MetadataIndex` to rank.
@@ -251,7 +238,7 @@ def to_plain(metadata: Metadata) -> dict[str, Any]:
         Plain types.
 
     Raises:
-        ConfigError: It has a kind of entry that DCP did not have when this was written.
+        ConfigError: It has an entry of an unknown kind.
     """
     meta = metadata.storage_meta
     return {
@@ -272,17 +259,7 @@ def to_plain(metadata: Metadata) -> dict[str, Any]:
 
 
 def from_plain(content: Any) -> Metadata:
-    """The metadata again.
-
-    Args:
-        content: From `to_plain`.
-
-    Returns:
-        The metadata.
-
-    Raises:
-        CorruptCheckpointError: It is none.
-    """
+    """Returns the metadata that `to_plain` was given, or raises CorruptCheckpointError."""
     try:
         made = Metadata(
             state_dict_metadata={str(name): _made(entry) for name, entry in content["entries"].items()},
@@ -298,7 +275,7 @@ def from_plain(content: Any) -> Metadata:
         return made
     except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpointError(
-            f"expected the metadata of a DCP checkpoint, got some that fails: {error}"
+            f"expected the metadata of a DCP checkpoint, got an invalid one: {error}"
         ) from error
 
 

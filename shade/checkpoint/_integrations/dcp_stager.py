@@ -1,17 +1,16 @@
-"""ShadeStager: `dcp.async_save` goes on after one memcpy into warm memory, or after none.
+"""ShadeStager: stages a state for `dcp.async_save` with one memcpy into warm memory, or during the next step.
 
-DCP saves a copy of the state while training goes on; a stager makes it. This one copies into one block of shared
-memory, touched beforehand and used again by the next save, with the C library's memcpy, in the order in which our
-writer lays a shard: so the writer hashes and sends it where it lies, and DCP's checkpoint process reads it there.
+DCP saves a copy of the state while training continues; a stager makes the copy. This one copies into one block of
+shared memory, touched in advance and reused, with the C library's memcpy, in the order in which our writer lays out a
+shard: so the writer hashes and sends it in place, and DCP's checkpoint process reads it there.
 
-Given optimizers, it returns before the copy: what only their steps change, parameters and their own state, is copied
-by a thread while forward and backward run, all else at once. Their steps wait for the copy, by a hook.
+With optimizers it returns before the copy: a thread copies what only their steps change, parameters and their own
+state, while forward and backward run; everything else is copied at once. Their steps wait for the copy, by a hook.
 
-A block is used again when nobody holds what was staged in it; as long as a save is under way, the next one takes a
-second block. A tensor that changes while it is copied is found (`_buffer.copy`). Then there is nothing to
-save; but an exception here would leave the other ranks waiting in DCP's collectives. So what is staged is something
-that fails when DCP plans the save, which DCP tells to all ranks. Invariant: what is saved stood still while it was
-copied, or the save fails on every rank.
+A block is reused when nothing holds what was staged in it; while a save is in progress the next one takes a second
+block. A tensor that changes during the copy is detected (`_buffer.copy`). An exception here would leave the other ranks
+waiting in DCP's collectives, so the stager returns an object that raises when DCP plans the save, which DCP reports to
+all ranks. Invariant: what is saved did not change during the copy, or the save fails on every rank.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from torch.distributed.tensor import DTensor
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._buffer.torn_read import Comparison
-from shade.checkpoint._capture.flatten import escape
-from shade.checkpoint._capture.layout import SPELLINGS, TensorSpec, lay_out
+from shade.checkpoint._capture.flatten import SPELLINGS, escape
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import ConfigError, TornSnapshotError
 
 _ROUND_BYTES: Final = 2 * 2**20
@@ -43,19 +42,19 @@ logger = logging.getLogger("shade.checkpoint")
 
 @dataclass(frozen=True)
 class _Piece:
-    """Stands for a tensor in the recipe of a staged state."""
+    """Replaces a tensor in the recipe of a staged state."""
 
     data: tuple[int, int] | torch.Tensor
-    """First byte in the block and one past the last; itself, where it is of a type that few know."""
+    """First byte in the block and one past the last; or the tensor itself, if safetensors has no name for its type."""
     dtype: torch.dtype
     shape: torch.Size
     spec: Any
-    """Of the DTensor whose local part it is; None for a plain tensor."""
+    """Spec of the DTensor whose local part it is; None for a plain tensor."""
     attributes: Mapping[str, Any]
-    """Where a plain tensor says of what it is a part, for DCP."""
+    """Attributes by which a plain tensor says, for DCP, what it is a part of."""
 
     def on(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, in that block."""
+        """Returns the tensor, as a view of the block."""
         if isinstance(self.data, torch.Tensor):
             made = self.data
         else:
@@ -68,10 +67,10 @@ class _Piece:
 
 
 class Staged(dict[str, Any]):
-    """A staged state; while it is held, so is the memory that its tensors lie in.
+    """A staged state; it keeps alive the memory of its tensors.
 
-    Another process is given the memory as a whole, and what to make of it. (Tensor by tensor would be a file descriptor
-    each, and a DTensor whose local part does not begin at the start of its storage cannot be pickled by PyTorch 2.15.)
+    It is pickled as the memory and the recipe. (Tensors one by one would take a file descriptor each, and PyTorch 2.15
+    cannot pickle a DTensor whose local part does not begin at the start of its storage.)
 
     Args:
         memory: uint8, shared.
@@ -87,7 +86,7 @@ class Staged(dict[str, Any]):
 
 
 class _Refusal:
-    """Stands for a state that could not be staged: raises when DCP asks what is to be written of it."""
+    """Replaces a state that could not be staged: raises when DCP plans what to write of it."""
 
     def __init__(self, error: TornSnapshotError) -> None:
         self._error = error
@@ -97,7 +96,7 @@ class _Refusal:
 
 
 class _Block:
-    """Shared memory, touched; pinned where there is a device to copy from."""
+    """A touched block of shared memory, pinned if there is a device to copy from."""
 
     def __init__(self, num_bytes: int) -> None:
         length = max(1, -(-num_bytes // _ROUND_BYTES)) * _ROUND_BYTES
@@ -111,15 +110,15 @@ class _Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds what was staged in it."""
+        """Whether nothing holds what was staged in it."""
         return self._holder is None or self._holder() is None
 
     def lend(self, staged: Staged) -> None:
-        """Is that state's from now on, until nobody holds it."""
+        """Marks the block as used until the state is garbage-collected."""
         self._holder = weakref.ref(staged)
 
     def close(self) -> None:
-        """Lets go of the memory; views that are still about keep it."""
+        """Releases the memory; existing views keep it alive."""
         if self._pinned:
             _cudart().cudaHostUnregister(self._address)
             self._pinned = False
@@ -131,14 +130,14 @@ def _cudart() -> Any:
 
 
 class ShadeStager(AsyncStager):
-    """An AsyncStager for `dcp.async_save`; make one, use it for all saves, close it after the last.
+    """An AsyncStager for `dcp.async_save`; create one, use it for all saves, close it after the last.
 
     Args:
-        *optimizers: Overlap the copy with what runs between two steps of these; by default `async_save` returns when
-            the copy is done. From PyTorch 2.9 on.
+        *optimizers: Overlap the copy with what runs between two steps of these (from PyTorch 2.9); by default
+            `async_save` returns after the copy.
 
     Raises:
-        ConfigError: This PyTorch cannot save what is still being staged.
+        ConfigError: This PyTorch cannot save a state that is still being staged.
     """
 
     _synchronize_after_execute = False
@@ -156,17 +155,17 @@ class ShadeStager(AsyncStager):
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Staged | Future[Staged]:  # type: ignore[override]
-        """Copies a state, as DCP hands it over.
+        """Copies a state.
 
         Args:
             state_dict: Nested dicts and lists of tensors, DTensors, and whatever `copy.deepcopy` takes.
-            **kwargs: Not used.
+            **kwargs: Ignored.
 
         Returns:
             The copy; with optimizers, a future of it.
 
         Raises:
-            ConfigError: A tensor of a kind that cannot be staged; the message has its path.
+            ConfigError: A tensor cannot be staged; the message has its path.
         """
         self.synchronize_staging()
         live: dict[str, torch.Tensor] = {}
@@ -199,13 +198,13 @@ class ShadeStager(AsyncStager):
         return self._copying
 
     def synchronize_staging(self) -> None:
-        """Returns when the state may change again; the optimizers' steps call it."""
+        """Returns when the state may change again; the optimizers' step hooks call it."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.result()
 
     def close(self) -> None:
-        """Waits for the copy, and lets go of everything. Safe to call twice."""
+        """Waits for the copy and releases everything. Safe to call twice."""
         self.synchronize_staging()
         for hook in self._hooks:
             hook.remove()
@@ -216,7 +215,7 @@ class ShadeStager(AsyncStager):
         self._blocks = []
 
     def _block(self, num_bytes: int) -> _Block:
-        """A free block that is long enough."""
+        """Returns a free block that is long enough."""
         free = [block for block in self._blocks if block.is_free]
         for block in free:
             if len(block.memory) >= num_bytes:
@@ -227,7 +226,7 @@ class ShadeStager(AsyncStager):
         return self._blocks[-1]
 
     def _steady(self, live: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Tensors that nothing but a step of the optimizers changes."""
+        """Returns the names of tensors that only a step of the optimizers changes."""
         known = set()
         for optimizer in self._optimizers:
             held = [param for group in optimizer.param_groups for param in group["params"]]
@@ -237,23 +236,12 @@ class ShadeStager(AsyncStager):
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are the same memory, seen the same way."""
+    """Returns a key that is equal for tensors that are the same view of the same memory."""
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """The part of a tensor that is here.
-
-    Args:
-        tensor: A tensor of the state.
-        path: Where in it.
-
-    Returns:
-        A plain tensor.
-
-    Raises:
-        ConfigError: It is of another kind.
-    """
+    """Returns the local part of a tensor at a path of the state, or raises ConfigError for an unknown kind."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     if (
@@ -267,7 +255,7 @@ def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _mapped(value: Any, path: str, on_leaf: Callable[[str, Any], Any], kind: type = torch.Tensor) -> Any:
-    """A copy of a state in which something else stands for each leaf of a kind; it shares nothing with the original."""
+    """Copies a state with each leaf of a kind replaced; the copy shares nothing with the original."""
     if isinstance(value, kind):
         return on_leaf(path, value)
     before = path and path + "."
@@ -280,7 +268,7 @@ def _mapped(value: Any, path: str, on_leaf: Callable[[str, Any], Any], kind: typ
 
 
 def _settled(copying: Copying) -> Staged | None:
-    """Copies what may change at any moment; what is to be saved instead, where that did not stand still."""
+    """Copies what may change at any moment; returns a refusal if that changed meanwhile."""
     try:
         copying.settle(name for name in copying.names if name not in copying.steady)
     except TornSnapshotError as error:
@@ -289,7 +277,7 @@ def _settled(copying: Copying) -> Staged | None:
 
 
 def _finished(copying: Copying, staged: Staged) -> Staged:
-    """The state, once it is copied; where it did not stand still, what makes the save fail."""
+    """Returns the state after the copy, or a refusal if it changed meanwhile."""
     try:
         copying.finish()
     except TornSnapshotError as error:

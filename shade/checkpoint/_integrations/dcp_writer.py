@@ -1,21 +1,16 @@
-"""ShadeWriter: `torch.distributed.checkpoint` saves into cluster memory and durable storage.
+"""ShadeWriter: saves with `torch.distributed.checkpoint` into cluster memory and durable storage.
 
-DCP plans who writes what and gathers the outcomes; we store. The life of a save, and where a crash leaves it:
+DCP plans which rank writes what and gathers the outcomes; this module stores. The life of a save, and of a crash:
 
-1. The coordinator prepares a place in the first tier that has room; each rank learns it with its plan.
-2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and looks once
-   more whether it has changed meanwhile. What is no tensor is taken from the planner as it is, before `torch.save`
-   makes a pickle of it.
-3. DCP gathers the outcomes; one failure is everybody's, and `finish` is not called.
-4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that there is nothing to see.
+1. The coordinator prepares a place in the first tier that has scratch; each rank learns it with its plan.
+2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and checks that it
+   has not changed meanwhile. Objects are taken from the planner before `torch.save` pickles them.
+3. DCP gathers the outcomes; if one rank fails, all do, and `finish` is not called.
+4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that nothing is visible.
 
-So there is nothing collective here, and one save at a time, as DCP's own collectives demand.
-
-The tiers that a process writes DCP checkpoints to, opened when first needed and shared by all writers of one run.
-
-DCP makes the ranks agree, so nothing here is collective. Writers are made anew for every save by many scripts, and are
-pickled to another process by some, so what is opened (connections, the lease on the run id, the flusher of a store)
-does not belong to a writer but to the process; it is closed by `release`, or when the process ends.
+DCP makes the ranks agree, so nothing here is collective; as DCP's own collectives demand, saves run one at a time. Many
+scripts create a writer for every save, and some pickle it to another process. So what is open (connections, the run
+lock, the flusher of a store) belongs to the process and not to a writer; `release` or the end of the process closes it.
 """
 
 from __future__ import annotations
@@ -40,11 +35,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
-from shade.checkpoint._codecs.base import standing_alone
-from shade.checkpoint._commit.process_group import SingleProcessGroup
+from shade.checkpoint._codecs.base import standalone_codec
+from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
-from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, contents, tensor_key, to_plain
+from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content, tensor_key, to_plain
 from shade.checkpoint._save.async_writer import CommitResult
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
 from shade.checkpoint._tiers.tier import Tier
@@ -52,17 +47,17 @@ from shade.errors import CheckpointError, ConfigError, ShadeError
 
 POLL_SECONDS: Final = 0.05
 _RECEIPT: Final = "shade/receipt"
-"""Stands where DCP expects the name of an item: the outcome of a rank's whole shard."""
+"""Index, in DCP's results, of the outcome of a rank's whole shard."""
 _STEP: Final = re.compile(r"(?:step-)?(\d{1,18})")
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
-    """The step that a checkpoint_id of DCP names.
+    """Returns the step that a checkpoint_id of DCP names.
 
     Args:
-        checkpoint_id: A number, alone or behind ``step-``; of a path, its last part.
+        checkpoint_id: A number, alone or after ``step-``; the last part of a path.
 
     Returns:
         The step.
@@ -77,7 +72,7 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
 
 
 def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether `step_of` finds a step in it."""
+    """Returns whether `step_of` finds a step."""
     try:
         step_of(checkpoint_id)
     except ConfigError:
@@ -86,8 +81,8 @@ def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Errand:
-    """What the coordinator tells a rank."""
+class _Assignment:
+    """Sent by the coordinator to a rank."""
 
     place: str
     tier: str
@@ -97,7 +92,7 @@ class _Errand:
 
 @dataclass(frozen=True)
 class _Receipt:
-    """What a rank tells the coordinator."""
+    """Sent by a rank to the coordinator."""
 
     identity: Identity
     sequence: int
@@ -106,21 +101,21 @@ class _Receipt:
 
 
 class ShadeWriter(StorageWriter):
-    """A StorageWriter for `dcp.save` and `dcp.async_save`. Cheap to make: nothing is opened before the first save.
+    """A StorageWriter for `dcp.save` and `dcp.async_save`. Cheap to create: opens nothing before the first save.
 
     Args:
-        store: URL of the cluster whose memory takes snapshots; a flusher brings them to storage.
+        store: URL of the cluster whose memory takes snapshots; a flusher moves them to storage.
         persist_to: Path or URL of durable storage. At least one of both.
-        run: Id under which the snapshots are kept; one live run each.
-        step: Optimizer steps done; ``checkpoint_id`` of `dcp.save` says it too, and wins. May be set between saves.
-        keep: What stays in storage: see `_format.retention.Keep`.
-        slots: Snapshots that the cluster's memory has room for, ≥ 2.
+        run: Id of the run; one live process each.
+        step: Optimizer steps done; ``checkpoint_id`` of `dcp.save` overrides it. May be set between saves.
+        keep: Retention rules of the storage: see `_format.retention.Keep`.
+        slots: Snapshots that the cluster's memory holds, ≥ 2.
         replicas: Further copies of every chunk on other nodes of the cluster.
-        parity: (k, r): instead of copies, r parity chunks for every k on other nodes.
-        codec: Of the chunks: see `_codecs.base.CODECS`.
+        parity: (k, r): r parity chunks for every k chunks on other nodes, instead of copies.
+        codec: Codec of the chunks: see `_codecs.base.CODECS`.
 
     Raises:
-        ConfigError: An argument that cannot be. What does not answer is found out by the first save.
+        ConfigError: An argument is invalid. The first save finds out what does not answer.
     """
 
     def __init__(
@@ -139,19 +134,19 @@ class ShadeWriter(StorageWriter):
         super().__init__()
         self._address = Address(store, persist_to, run, keep, slots, replicas, parity, codec)
         self.step = step
-        self._opened: Opened | None = None
-        self._way: tuple[Tier, str] | None = None
+        self._opened: OpenTiers | None = None
+        self._target: tuple[Tier, str] | None = None
         self._saved_at = 0.0
 
     # ── what DCP calls, in this order ───────────────────────────────────────────────────────────────────────────────
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins; the step, if its name has it."""
+        """Begins a save; takes the step from ``checkpoint_id``, if it is given."""
         if checkpoint_id is not None:
             self.step = step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Opens the tiers, if this process has not yet."""
+        """Opens the tiers, unless this process has them open."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError.of("a save that ranks agree on", "use_collectives=False", "leave it out")
         if self.step is None:
@@ -159,19 +154,19 @@ class ShadeWriter(StorageWriter):
         self._opened = opened(self._address, is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Prepares a place, on the coordinator; each plan carries it to its rank."""
+        """Prepares a place on the coordinator, and adds it to each rank's plan."""
         held, step = self._held(), self._step()
         self._saved_at = time.time()
         sequence = held.next_sequence()
-        tier, place = self._way = self._prepare(held, step, [*map(_estimate, plans), 0])
+        tier, place = self._target = self._prepare(held, step, [*map(_estimate, plans), 0])
         return [
             replace(
                 plan,
-                storage_data=_Errand(
+                storage_data=_Assignment(
                     place, tier.name, Identity(self._address.run, step, rank, len(plans) + 1), sequence
                 ),
             )
@@ -179,12 +174,12 @@ class ShadeWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Packs this rank's items and puts them; done when it returns."""
-        held, errand = self._held(), plan.storage_data
-        if not isinstance(errand, _Errand) or errand.sequence <= held.written:
+        """Packs and puts this rank's items; done when it returns."""
+        held, assignment = self._held(), plan.storage_data
+        if not isinstance(assignment, _Assignment) or assignment.sequence <= held.written:
             cure = "use a planner without enable_plan_caching"
             raise ConfigError.of("a plan that was made for this save", "one of a save before", cure)
-        held.written = errand.sequence
+        held.written = assignment.sequence
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, Any] = {}
         for item in plan.items:
@@ -194,25 +189,25 @@ class ShadeWriter(StorageWriter):
                 resolved = planner.resolve_data(item)
                 assert isinstance(resolved, torch.Tensor), "DCP gives a tensor for each item that is none of bytes"
                 tensors[tensor_key(item.index)] = resolved.detach()
-        packed = PackedState(errand.identity, contents(tensors, objects), self._address.codec, held.room)
-        tier = next(tier for tier in held.ways if tier.name == errand.tier)
-        tier.put(errand.place, packed.shard)
+        packed = PackedState(assignment.identity, shard_content(tensors, objects), self._address.codec, held.scratch)
+        tier = next(tier for tier in held.writable if tier.name == assignment.tier)
+        tier.put(assignment.place, packed.shard)
         packed.check()
         manifest = packed.manifest
-        receipt = _Receipt(errand.identity, errand.sequence, manifest.digest, manifest.num_bytes)
+        receipt = _Receipt(assignment.identity, assignment.sequence, manifest.digest, manifest.num_bytes)
         results = [WriteResult(MetadataIndex(_RECEIPT), manifest.stored_bytes, receipt)]
         results += [
-            WriteResult(item.index, item.tensor_storage_size() or 0, errand.identity.rank) for item in plan.items
+            WriteResult(item.index, item.tensor_storage_size() or 0, assignment.identity.rank) for item in plan.items
         ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Puts the metadata, then the record, on the coordinator: now the snapshot exists."""
+        """Puts the metadata and the record, on the coordinator: now the snapshot exists."""
         held = self._held()
-        assert self._way is not None, "DCP finishes on the rank that prepared"
-        (tier, place), self._way = self._way, None
+        assert self._target is not None, "DCP finishes on the rank that prepared"
+        (tier, place), self._target = self._target, None
         try:
             receipts = _receipts(results, held.sequence)
             metadata.storage_data = {
@@ -222,7 +217,7 @@ class ShadeWriter(StorageWriter):
                 if not isinstance(result.storage_data, _Receipt)
             }
             last = replace(receipts[0].identity, rank=len(receipts))
-            packed = PackedState(last, {"plan": to_plain(metadata)}, self._address.codec, held.room)
+            packed = PackedState(last, {"plan": to_plain(metadata)}, self._address.codec, held.scratch)
             tier.put(place, packed.shard)
             record = Commit(
                 run=last.run,
@@ -240,11 +235,11 @@ class ShadeWriter(StorageWriter):
             except ShadeError as error:
                 logger.warning("%s: could not tidy %s up: %s", tier.name, place, error)
             raise
-        held.tiers.landed(CommitResult(tier, place))
+        held.tiers.after_commit(CommitResult(tier, place))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
+        """Returns whether the id names a step."""
         return names_step(checkpoint_id)
 
     # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,12 +247,7 @@ class ShadeWriter(StorageWriter):
     def wait_durable(self, timeout_seconds: float | None = None) -> None:
         """Returns when the step saved last is in storage. Any rank may call it.
 
-        Args:
-            timeout_seconds: Longest time to wait; None: as long as it takes.
-
-        Raises:
-            ConfigError: There is no storage.
-            CheckpointError: It is not there in time.
+        Raises ConfigError if there is no storage, or CheckpointError if it is not there in time.
         """
         step, storage = self._step(), (self._opened or opened(self._address, is_coordinator=False)).tiers.storage
         if storage is None:
@@ -273,7 +263,7 @@ class ShadeWriter(StorageWriter):
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """Closes what this process has opened for the run, also for other writers of it. Safe to call twice."""
+        """Closes what this process has open for the run, also for its other writers. Safe to call twice."""
         self._opened = None
         release(self._address)
 
@@ -284,12 +274,12 @@ class ShadeWriter(StorageWriter):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its arguments alone: another process opens its own connections."""
-        return {"_address": self._address, "step": self.step, "_opened": None, "_way": None, "_saved_at": 0.0}
+        """Returns the arguments alone: another process opens its own connections."""
+        return {"_address": self._address, "step": self.step, "_opened": None, "_target": None, "_saved_at": 0.0}
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _held(self) -> Opened:
+    def _held(self) -> OpenTiers:
         assert self._opened is not None, "DCP sets the writer up first"
         return self._opened
 
@@ -298,35 +288,35 @@ class ShadeWriter(StorageWriter):
             raise ConfigError.of("a step", None, "save first")
         return self.step
 
-    def _prepare(self, held: Opened, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
-        """A place in the first tier that has room; a tier's trouble is told when it begins and when it ends."""
+    def _prepare(self, held: OpenTiers, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
+        """Prepares a place in the first tier that has scratch; logs when a tier begins and ceases to fail."""
         reasons = []
-        for tier in held.ways:
+        for tier in held.writable:
             try:
                 place = tier.prepare(step, shard_bytes)
             except ShadeError as error:
                 reasons.append(f"{tier.name}: {error}")
-                if tier.name not in held.troubled:
-                    held.troubled.add(tier.name)
+                if tier.name not in held.failing:
+                    held.failing.add(tier.name)
                     logger.warning(
-                        "%s fails%s: %s", tier.name, "" if tier is held.ways[-1] else "; saves go to storage", error
+                        "%s fails%s: %s", tier.name, "" if tier is held.writable[-1] else "; saves go to storage", error
                     )
                 continue
-            if tier.name in held.troubled:
-                held.troubled.discard(tier.name)
+            if tier.name in held.failing:
+                held.failing.discard(tier.name)
                 logger.warning("%s works again", tier.name)
             return tier, place
         raise CheckpointError("; ".join(reasons))
 
 
 def _estimate(plan: SavePlan) -> int:
-    """About what a rank will store: its tensors, before any codec; what is no tensor is small."""
+    """Returns about what a rank will store: its tensors before any codec; objects are small."""
     found = (item.tensor_data for item in plan.items)
     return sum(data.properties.dtype.itemsize * data.chunk.sizes.numel() for data in found if data is not None)
 
 
 def _object(planner: SavePlanner, item: WriteItem) -> Any:
-    """What is no tensor, as it is in the state."""
+    """Returns an object of the state, not pickled."""
     if not isinstance(planner, DefaultSavePlanner):
         cure = "derive the planner from DefaultSavePlanner, or save tensors alone"
         raise ConfigError.of(
@@ -336,7 +326,7 @@ def _object(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def _receipts(results: Sequence[Sequence[WriteResult]], sequence: int) -> list[_Receipt]:
-    """Every rank's, in order; all of this save."""
+    """Returns every rank's outcome of this save, in order, or raises CheckpointError."""
     found = [result.storage_data for each in results for result in each if isinstance(result.storage_data, _Receipt)]
     expected = [(rank, sequence) for rank in range(len(results))]
     got = [(receipt.identity.rank, receipt.sequence) for receipt in found]
@@ -347,10 +337,10 @@ def _receipts(results: Sequence[Sequence[WriteResult]], sequence: int) -> list[_
 
 @dataclass(frozen=True)
 class Address:
-    """Where a run's snapshots go, as typed; see `_session.checkpointer.Checkpointer` for each word.
+    """The arguments that say where a run's snapshots go; `_session.checkpointer.Checkpointer` documents them.
 
     Raises:
-        ConfigError: It cannot be; nothing has been opened yet.
+        ConfigError: One is invalid; nothing was opened.
     """
 
     store: str | None
@@ -365,24 +355,24 @@ class Address:
     def __post_init__(self) -> None:
         check_run_name(self.run)
         Keep.parse(self.keep)
-        standing_alone(self.codec)
+        standalone_codec(self.codec)
         if self.store is None and self.persist_to is None:
             raise ConfigError.of("a place for snapshots", "neither store nor persist_to", "name at least one")
 
 
-class Opened:
-    """The tiers of an address, in this process.
+class OpenTiers:
+    """The open tiers of an address, in this process.
 
     Args:
-        address: Which.
-        is_coordinator: Whether this process leads: holds the lease, prepares, commits, removes.
+        address: The address.
+        is_coordinator: Whether this process holds the run lock, prepares, commits and removes.
     """
 
     def __init__(self, address: Address, is_coordinator: bool) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 1
         self.tiers: Tiers = open_tiers(
             address.run,
-            _Apart(0 if is_coordinator else max(1, rank)),
+            _UncoordinatedRank(0 if is_coordinator else max(1, rank)),
             address.store,
             address.persist_to,
             keep=address.keep,
@@ -391,49 +381,49 @@ class Opened:
             parity=address.parity,
             buffers=1,
         )
-        self.ways = [tier for tier in (self.tiers.memory, self.tiers.storage) if tier is not None]
+        self.writable = [tier for tier in (self.tiers.memory, self.tiers.storage) if tier is not None]
         self.sequence = 0
-        """Of the save begun last; on the coordinator."""
+        """Sequence of the latest save; on the coordinator."""
         self.written = 0
         """Sequence of the save that this process wrote last."""
-        self.troubled: set[str] = set()
-        """Tiers that have failed, by name, and were told of."""
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self.failing: set[str] = set()
+        """Names of tiers whose failure was logged."""
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, num_bytes: int) -> torch.Tensor:
-        """Memory that stays warm between saves."""
-        if len(self._room) < num_bytes:
-            self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._room
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        """Returns memory that stays warm between saves."""
+        if len(self._scratch) < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch
 
     def next_sequence(self) -> int:
-        """Counts the saves of the run on; on the coordinator."""
+        """Returns the sequence of the next save; on the coordinator."""
         if not self.sequence:
             self.sequence = max((found.record.sequence for found in self.tiers.reader.snapshots()), default=0)
         self.sequence += 1
         return self.sequence
 
     def close(self) -> None:
-        """Closes; own memory, which is not used here, is left as it was found."""
+        """Closes the tiers; shared memory, which is not used here, is left unchanged."""
         self.tiers.close(keep_buffers=True)
 
 
-class _Apart(SingleProcessGroup):
-    """One rank of several that open their tiers without a word to each other."""
+class _UncoordinatedRank(SingleProcessGroup):
+    """One of several ranks that open their tiers without communication."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
 
-_opened: Final[dict[tuple[int, Address, bool], Opened]] = {}
+_opened: Final[dict[tuple[int, Address, bool], OpenTiers]] = {}
 _lock: Final = threading.Lock()
 
 
-def opened(address: Address, is_coordinator: bool) -> Opened:
-    """The tiers of an address, opened if they are not yet.
+def opened(address: Address, is_coordinator: bool) -> OpenTiers:
+    """Returns the tiers of an address; opens them if they are not open.
 
     Args:
-        address: Which.
+        address: The address.
         is_coordinator: Whether this process leads.
 
     Returns:
@@ -448,12 +438,12 @@ def opened(address: Address, is_coordinator: bool) -> Opened:
         if key not in _opened:
             if not any(pid == os.getpid() for pid, _, _ in _opened):
                 util.Finalize(None, _release_all, exitpriority=10)
-            _opened[key] = Opened(address, is_coordinator)
+            _opened[key] = OpenTiers(address, is_coordinator)
         return _opened[key]
 
 
 def release(address: Address) -> None:
-    """Closes what this process has opened of an address. Nothing is no error."""
+    """Closes what this process has open of an address, if anything."""
     with _lock:
         for key in [key for key in _opened if key[:2] == (os.getpid(), address)]:
             _opened.pop(key).close()

@@ -1,1 +1,1 @@
-"""Snapshots to and from other formats: safetensors, DCP folders, foreign state dicts, certificates."""
+"""Converts snapshots to and from other formats (safetensors, torch, DCP), and compares them for a certificate."""

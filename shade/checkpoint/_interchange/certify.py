@@ -1,12 +1,11 @@
-"""What a certificate is made of: a trail of the run's losses, a snapshot carried elsewhere, a comparison by bits.
+"""Provides what a certificate needs: a trail of the run's losses, a copy of a snapshot, a comparison by bits.
 
-A run that is resumed bit for bit goes through the same losses to the same tensors. So whoever wants to know replays
-some steps from a snapshot in a fresh process (`shade.launch.certify_resume`) and compares twice: each step's loss with
-the trail, which says *when* the two part; and every tensor with the run's next snapshot, which says *what* is not the
-same.
+A run that resumes bit for bit passes through the same losses to the same tensors. `shade.launch.certify_resume` replays
+some steps from a snapshot in a fresh process and compares the loss of every step with the trail, which shows *when* the
+runs diverge, and every tensor with the run's next snapshot, which shows *what* differs.
 
-The trail is a line a step, ``{"step": 12, "loss": "0x1.3333340000000p+1"}``: the sum of rank 0's losses, exactly.
-Losses stay on their device until a few dozen are written together, so no step waits for one. About 45 bytes a step.
+The trail has a line per step, ``{"step": 12, "loss": "0x1.3333340000000p+1"}``: the exact sum of rank 0's losses.
+Losses stay on their device until a few dozen are written together, so no step waits for one. About 45 bytes per step.
 """
 
 from __future__ import annotations
@@ -24,34 +23,29 @@ from shade.checkpoint._restore.restore import ReadSnapshot
 from shade.checkpoint._tiers.tier import Shard, Tier
 
 TRAIL_FILE: Final = "trail.jsonl"
-"""In the run directory."""
-_TOGETHER: Final = 64
+"""Name of the file in the run directory."""
+_LOSSES_PER_WRITE: Final = 64
 
 
 class Trail:
-    """Writes the trail.
+    """Writes the trail of losses.
 
     Args:
-        path: Appended to: a run that is resumed takes some steps again, and the last line of a step counts.
+        path: File to append to: a resumed run repeats some steps, and the last line of a step counts.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pending: list[tuple[int, torch.Tensor]] = []
 
-    def note(self, step: int, loss: torch.Tensor) -> None:
-        """A step was taken.
-
-        Args:
-            step: In the whole run.
-            loss: A scalar on any device.
-        """
+    def record(self, step: int, loss: torch.Tensor) -> None:
+        """Records the loss of a step of the run: a scalar on any device."""
         self._pending.append((step, loss))
-        if len(self._pending) >= _TOGETHER:
+        if len(self._pending) >= _LOSSES_PER_WRITE:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is pending; waits for the device."""
+        """Writes the pending losses; waits for the device."""
         if self._pending:
             losses = torch.stack([loss for _, loss in self._pending]).double().tolist()
             rows = [{"step": step, "loss": loss.hex()} for (step, _), loss in zip(self._pending, losses, strict=True)]
@@ -61,14 +55,7 @@ class Trail:
 
 
 def read_trail(path: Path) -> dict[int, str]:
-    """The trail of a run.
-
-    Args:
-        path: Of the file.
-
-    Returns:
-        Loss by step, in hexadecimal; empty where there is none.
-    """
+    """Reads a trail: loss by step, in hexadecimal; empty if the file is missing."""
     losses: dict[int, str] = {}
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -78,21 +65,14 @@ def read_trail(path: Path) -> dict[int, str]:
     return losses
 
 
-def carry(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
-    """Copies a snapshot into another tier, verified on the way, and before it what it builds on.
+def copy_snapshot(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
+    """Copies a snapshot into another tier, verified, after its bases.
 
-    Args:
-        reader: Of the tiers that have it.
-        snapshot: Which.
-        target: Where to.
-
-    Raises:
-        CorruptCheckpointError: It is right nowhere.
-        StorageError: It cannot be written.
+    Raises CorruptCheckpointError if it is lost in every copy, or StorageError if it cannot be written.
     """
     record = snapshot.record
     if snapshot.base is not None and snapshot.base.record not in target.held().values():
-        carry(reader, snapshot.base, target)
+        copy_snapshot(reader, snapshot.base, target)
     manifests = [reader.manifest(snapshot, rank) for rank in range(record.world_size)]
     place = target.prepare(record.step, [manifest.stored_bytes for manifest in manifests])
     for manifest in manifests:
@@ -101,14 +81,14 @@ def carry(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
 
 
 def differences(one: ReadSnapshot, other: ReadSnapshot) -> Iterator[str]:
-    """Where two snapshots are not the same, bit for bit.
+    """Yields what differs between two snapshots, bit for bit.
 
     Args:
-        one: Read as a whole.
-        other: Likewise.
+        one: A snapshot that was read completely.
+        other: Another one.
 
     Yields:
-        Names of tensors, in the order in which they lie; then paths of what is none: ``optimizer/param_groups/0/lr``.
+        Names of tensors, in the order of the state; then paths of other values: ``optimizer/param_groups/0/lr``.
     """
     for name, tensor in one.tensors.items():
         match = other.tensors.get(name)
@@ -125,7 +105,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _paths(one: Any, other: Any, path: str) -> Iterator[str]:
-    """Where two skeletons differ; see `_capture.flatten` for what they are made of."""
+    """Yields the paths at which two skeletons differ; `_capture.flatten` documents skeletons."""
     if type(one) is type(other) is dict and one.keys() == other.keys() and len(one) == 1:
         ((kind, content),), (match,) = one.items(), other.values()
         if kind in ("dict", "OrderedDict", "Counter") and isinstance(content, list) and content[0] == match[0]:

@@ -1,25 +1,19 @@
-"""Takes a state out of a checkpoint into the files that others read, and brings it back from them.
+"""Exports a state to the files of other libraries, and loads it from them.
 
-Three forms, each read by its own library without us: ``safetensors`` (one file, or several with an index), ``torch``
-(one file for `torch.load` with ``weights_only=True``) and ``dcp`` (a folder for `torch.distributed.checkpoint`).
-Safetensors and DCP carry the skeleton of the state along, so that what comes back is what went out; the ``torch`` form
-has only plain types, so arrays come back as tensors, and deques and the like as lists. Files from elsewhere are read
-too; of what they hold nothing is executed. Invariant: a path that is written appears whole or not at all.
+There are three formats, each readable without this package: ``safetensors`` (one file, or several with HuggingFace's
+index), ``torch`` (one file for `torch.load` with ``weights_only=True``) and ``dcp`` (a folder for
+`torch.distributed.checkpoint`). Safetensors and DCP carry the skeleton of the state, so the loaded state equals the
+saved one. The ``torch`` format has only plain types: arrays come back as tensors, deques and the like as lists. Foreign
+files are read too; nothing in a file is executed. Invariant: a path that is written appears complete or not at all.
 
-Writes and reads states as safetensors: one file, or a folder of several with the index that HuggingFace uses.
+Safetensors: the tensors lie as `_capture.layout` lays them, and the skeleton is text in the metadata, under
+``shade.tree``. We write the file, because the library wants all bytes twice and refuses tensors that share memory; the
+library reads it, because it is hardened against hostile files.
 
-The tensors lie as `_capture.layout` lays them; the skeleton of the state goes along as text in the metadata,
-under ``shade.tree``. Written by ourselves, since the library wants all bytes twice and refuses tensors that share
-memory; read by the library, since it has been hardened against files made to harm.
-
-Writes and reads states as folders of `torch.distributed.checkpoint` (DCP), by DCP itself, in one process.
-
-DCP flattens nested dicts to names with dots and forgets types and tuples, and the integer keys of an optimizer's state
-come back as a list. So we add entries of our own below ``shade``: the skeleton of the state, and tensors that DCP does
-not see as such. With them the state comes back exactly; without them, as DCP has it.
-
-DCP's metadata file is a pickle. It is read by an unpickler that knows DCP's own few classes and refuses all else, and
-the objects in the folder by `torch.load` with ``weights_only=True``: nothing that a file brings along is executed.
+DCP: written and read by DCP itself in one process. DCP flattens nested dicts to names with dots, forgets types and
+tuples, and returns the integer keys of an optimizer's state as a list. So we add entries below ``shade``: the skeleton,
+and tensors that DCP does not see as such. DCP's metadata file is a pickle; an unpickler that knows DCP's own classes
+and refuses all others reads it, and `torch.load` with ``weights_only=True`` reads the objects.
 """
 
 from __future__ import annotations
@@ -51,26 +45,25 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shade.checkpoint._capture.flatten import ARRAYS, flatten
+from shade.checkpoint._capture.flatten import ARRAYS, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._capture.unflatten import unflatten
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
 
 TREE: Final = "shade.tree"
-"""Where the skeleton is."""
+"""Metadata key of the skeleton."""
 MAX_FILE_BYTES: Final = 5 * 10**9
-"""Beyond this a state is split into files, as HuggingFace does."""
+"""A larger state is split into files, as HuggingFace does."""
 _INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
 
 
 def save_safetensors(state: Any, path: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Writes a state.
+    """Writes a state as safetensors.
 
     Args:
-        state: A state.
-        path: The file; a folder of this name, with files and an index, where the state is larger than one file may be.
-        max_file_bytes: Of tensors in one file; one tensor alone may be larger.
+        state: The state.
+        path: The file; a folder of this name, with files and an index, if the state is larger than one file may be.
+        max_file_bytes: Bytes of tensors per file; a single tensor may be larger.
     """
     tree, tensors = flatten(state)
     metadata = {"format": "pt", TREE: json.dumps(tree, separators=(",", ":"), ensure_ascii=False)}
@@ -90,17 +83,17 @@ def save_safetensors(state: Any, path: Path, max_file_bytes: int = MAX_FILE_BYTE
 
 
 def load_safetensors(path: Path) -> Any:
-    """Reads a state.
+    """Reads a state from safetensors.
 
     Args:
-        path: A safetensors file, an index, or a folder with one of either.
+        path: A safetensors file, an index, or a folder that contains one of them.
 
     Returns:
-        The state; of files without a skeleton, a dict by tensor name.
+        The state; a dict by tensor name for files without a skeleton.
 
     Raises:
         ConfigError: The safetensors package is missing, or a folder holds several files and no index.
-        CorruptCheckpointError: The files are not what the index says.
+        CorruptCheckpointError: The files do not match the index.
     """
     if path.is_dir():
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
@@ -109,7 +102,7 @@ def load_safetensors(path: Path) -> Any:
         path = found[0]
     if path.suffix != ".json":
         tensors, metadata = _read(path)
-        return _assembled(metadata.get(TREE), tensors)
+        return _state(metadata.get(TREE), tensors)
     index = json.loads(path.read_text(encoding="utf-8"))
     files = sorted(set(index["weight_map"].values()))
     if any(Path(file).name != file for file in files):
@@ -117,15 +110,15 @@ def load_safetensors(path: Path) -> Any:
     tensors = {}
     for file in files:
         tensors |= _read(path.parent / file)[0]
-    return _assembled(index.get("metadata", {}).get(TREE), tensors)
+    return _state(index.get("metadata", {}).get(TREE), tensors)
 
 
-def _assembled(tree: str | None, tensors: dict[str, torch.Tensor]) -> Any:
+def _state(tree: str | None, tensors: dict[str, torch.Tensor]) -> Any:
     return tensors if tree is None else unflatten(json.loads(tree), tensors)
 
 
 def _split(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[list[str]]:
-    """Names by file, in the order of the state."""
+    """Returns the tensor names of each file, in the order of the state."""
     files: list[list[str]] = []
     held = max_file_bytes
     for name, tensor in tensors.items():
@@ -147,11 +140,11 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for content in _contents(tensors[name] for name in entries):
+        for content in _tensor_bytes(tensors[name] for name in entries):
             file.write(content)
 
 
-def _contents(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:
+def _tensor_bytes(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:
     for tensor in tensors:
         yield bytes_of(tensor.cpu().contiguous()).numpy().data
 
@@ -193,16 +186,9 @@ _KNOWN: Final[dict[tuple[str, str], Any]] = {
 
 
 def save_dcp(state: Any, plain: Any, path: Path) -> None:
-    """Writes a state.
+    """Writes a state as a DCP folder.
 
-    Args:
-        state: The state: a dict.
-        plain: The same in plain types, for others to read.
-        path: The folder.
-
-    Raises:
-        ConfigError: It is no dict, or has a thing called as our entries are.
-        StorageError: DCP could not write.
+    Raises ConfigError if it is no dict, or has a key that we use, or StorageError if DCP could not write.
     """
     if not isinstance(plain, dict) or _OURS in plain:
         raise ConfigError.of(f"a dict without a key {_OURS!r} for DCP", type(state).__name__, "wrap or rename it")
@@ -210,23 +196,23 @@ def save_dcp(state: Any, plain: Any, path: Path) -> None:
     flat, _ = _nested_dict.flatten_state_dict(plain)
     unseen = {name: tensor for name, tensor in tensors.items() if not _is_like(flat.get(_dotted(name)), tensor)}
     try:
-        with _alone():
+        with _warning_silenced():
             save({**plain, _OURS: {"tree": json.dumps(tree), **unseen}}, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise StorageError(f"DCP could not write {path}: {_reason(error)}") from error
 
 
 def load_dcp(path: Path) -> Any:
-    """Reads a state.
+    """Reads a state from a DCP folder.
 
     Args:
         path: The folder.
 
     Returns:
-        The state; of a folder from elsewhere, nested as DCP says it was.
+        The state; nested as DCP's metadata says for a foreign folder.
 
     Raises:
-        UnpicklingError: Its metadata holds what would have to be executed.
+        UnpicklingError: Its metadata would have to execute something.
         CorruptCheckpointError: It is damaged, or an object in it would have to be executed.
     """
     reader = _Reader(path)
@@ -238,7 +224,7 @@ def load_dcp(path: Path) -> Any:
         for name, entry in described.state_dict_metadata.items()
     }
     try:
-        with _alone():
+        with _warning_silenced():
             load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
     except CheckpointException as error:
         raise CorruptCheckpointError(f"DCP cannot read {path}: {_reason(error)}") from error
@@ -249,20 +235,20 @@ def load_dcp(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """DCP in one process, on purpose: it warns whenever it is."""
+def _warning_silenced() -> Iterator[None]:
+    """Silences DCP's warning about running in one process, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def _reason(error: CheckpointException) -> str:
-    """What DCP's exception is about: it is no `Exception`, and wraps the one of each rank with its whole trace."""
+    """Returns the reason of DCP's exception, which is no `Exception` and wraps each rank's with its trace."""
     return "; ".join(str(failure[0]) for failure in error.failures.values())[:200]
 
 
 class _Named(dict[str, torch.Tensor]):
-    """Tensors by our names, from DCP's."""
+    """Finds tensors by our names among DCP's names."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         for candidate in (f"{_OURS}.{name}", _dotted(name)):
@@ -276,7 +262,7 @@ def _is_like(seen: Any, tensor: torch.Tensor) -> bool:
 
 
 def _dotted(name: str) -> str:
-    """What DCP calls the tensor that we call so."""
+    """Returns DCP's name of a tensor."""
     return ".".join(unquote(part) for part in name.split("/"))
 
 
@@ -299,7 +285,7 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what DCP's own metadata consists of, and nothing else."""
+    """Knows the classes of DCP's metadata, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -313,7 +299,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """What Python 3.11's first releases write an enum's member as: ``getattr`` of the class. Of nothing else here."""
+    """Returns an enum's member: Python 3.11's first releases pickle it as ``getattr`` of the class. Nothing else."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"expected DCP's metadata, got something that needs {name!r} of {kind!r}")
     return kind[name]
@@ -323,63 +309,63 @@ _BAD_FILE: Final = (
     *(pickle.UnpicklingError, struct.error, EOFError, OSError, ArithmeticError, AssertionError, AttributeError),
     *(LookupError, RuntimeError, TypeError, ValueError),
 )
-"""What the readers of torch and DCP are known to raise on files that are not theirs."""
+"""Exceptions that torch and DCP raise on files that are not theirs."""
 
 
 class ExportSource(Protocol):
-    """A snapshot that has been read and verified."""
+    """A snapshot that was read and verified."""
 
     tree: Any
     """The skeleton of its state."""
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Every tensor that the tree names, with its name; others are left out."""
+        """Returns every tensor that the tree names, with its name; others may be left out."""
         ...
 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A kind of file."""
+    """Saves and loads one file format."""
 
     save: Callable[[Any, Path], None]
     load: Callable[[Path], Any]
 
 
 def export(source: ExportSource, path: Path, form: str, only: str | None = None) -> None:
-    """Writes a snapshot for others.
+    """Writes a snapshot to a file.
 
     Args:
         source: The snapshot.
-        path: A file, or a folder for ``dcp``; nothing may be there.
+        path: A file, or a folder for ``dcp``; it must not exist.
         form: A name in `FORMS`.
-        only: One attached thing, ``"model"`` say: its state alone, under its own names, as its library expects it.
+        only: Name of one attached object, ``"model"`` say: its state alone, under its own names.
 
     Raises:
-        ConfigError: No such form or thing, something is there already, or a package is missing.
+        ConfigError: No such format or object, the path exists, or a package is missing.
         StorageError: It could not be written; nothing is left.
     """
     save_state(state_of(source, only), path, form)
 
 
 def state_of(source: ExportSource, only: str | None = None) -> Any:
-    """The state that a snapshot holds.
+    """Returns the state of a snapshot.
 
     Args:
         source: The snapshot.
-        only: One attached thing; by default all, by name.
+        only: Name of one attached object; None for all, by name.
 
     Returns:
         The state.
 
     Raises:
-        ConfigError: No thing of that name; the message lists them.
+        ConfigError: No object of that name; the message lists them.
     """
     state = unflatten(source.tree, dict(source.tensors()))
     if only is None:
         return state
     if not isinstance(state, dict) or only not in state:
         known = ", ".join(map(str, state)) if isinstance(state, dict) else "none"
-        raise ConfigError.of(f"one of {known}", only, "name a thing that was attached")
+        raise ConfigError.of(f"one of {known}", only, "use the name of an attached object")
     return state[only]
 
 
@@ -387,31 +373,31 @@ def save_state(state: Any, path: Path, form: str) -> None:
     """Writes a state.
 
     Args:
-        state: Of the types that `_capture.flatten.flatten` takes.
-        path: As for `export`.
+        state: A state of the types that `_capture.flatten.flatten` takes.
+        path: As in `export`.
         form: A name in `FORMS`.
 
     Raises:
-        ConfigError: As `export`.
-        StorageError: As `export`.
+        ConfigError: As in `export`.
+        StorageError: As in `export`.
     """
-    with _appearing(path) as aside:
+    with _atomically(path) as aside:
         _form(form).save(state, aside)
 
 
 def load_state(path: Path, form: str) -> Any:
-    """Reads a state that `save_state` or somebody else has written.
+    """Reads a state from a file of `save_state` or of another program.
 
     Args:
         path: A file, an index of several, or a folder.
         form: A name in `FORMS`.
 
     Returns:
-        The state; of a safetensors file from elsewhere a dict by tensor name.
+        The state; a dict by tensor name for a foreign safetensors file.
 
     Raises:
-        ConfigError: No such form, nothing there, or a package is missing.
-        CorruptCheckpointError: It is not of that form, or holds what would have to be executed.
+        ConfigError: No such format, nothing there, or a package is missing.
+        CorruptCheckpointError: It is not in that format, or something in it would have to be executed.
     """
     if not path.exists():
         raise ConfigError.of(f"a checkpoint in the form {form!r}", f"nothing at {path}", "check the path")
@@ -431,10 +417,10 @@ def _form(name: str) -> ExportFormat:
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """A path beside the one wanted, put into its place at the end; what it was written as is on the disk then."""
+def _atomically(path: Path) -> Iterator[Path]:
+    """Yields a path beside the wanted one; syncs it and moves it into place at the end."""
     if path.exists():
-        raise ConfigError.of("a path where nothing is", str(path), "remove it, or choose another")
+        raise ConfigError.of("a path that does not exist", str(path), "remove it, or choose another")
     aside = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -444,7 +430,7 @@ def _appearing(path: Path) -> Iterator[Path]:
             _sync(each)
         aside.replace(path)
         _sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError of a full disk
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
         _remove(aside)
         raise StorageError(f"could not write {path}: {getattr(error, 'strerror', None) or error}") from error
     except BaseException:
@@ -468,15 +454,15 @@ def _sync(path: Path) -> None:
 
 
 def plain(state: Any) -> Any:
-    """A state in types that `torch.load` takes without being told to trust the file.
+    """Returns a state in types that `torch.load` accepts with ``weights_only=True``.
 
     Args:
-        state: A state.
+        state: The state.
 
     Returns:
         Arrays as tensors (of strings and dates: lists), array scalars as numbers, deques as lists, frozensets as sets,
-        defaultdicts as dicts; all else as it was. A tensor that is part of a larger memory is copied, since
-        `torch.save` would write all of that; those that were one are one.
+        defaultdicts as dicts; all else unchanged. A tensor that is a part of a larger storage is copied, because
+        `torch.save` would write all of that; tensors that were one object stay one.
     """
     return _plain(state, {})
 
@@ -520,4 +506,4 @@ FORMS: Final[Mapping[str, ExportFormat]] = {
     "torch": ExportFormat(_save_torch, _load_torch),
     "dcp": ExportFormat(lambda state, path: save_dcp(state, plain(state), path), load_dcp),
 }
-"""Every form by name."""
+"""Formats by name."""

@@ -1,4 +1,4 @@
-"""Makes a snapshot out of a state that came from elsewhere: one shard, written straight into a tier."""
+"""Makes a snapshot from a foreign state dict: one shard, written directly into a tier."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Comm
     """Stores a state as the run's newest snapshot.
 
     Args:
-        state: By the names that things are attached under.
-        tier: Where to.
+        state: State dict by the names of attached objects.
+        tier: Tier to write to.
         run: The run id.
-        step: Optimizer steps that are in it.
+        step: Optimizer steps that the state has done.
 
     Returns:
         The record.
 
     Raises:
-        ConfigError: Something in it cannot be saved.
+        ConfigError: Something in the state cannot be saved.
         StoreError: The tier refused.
         StorageError: The tier refused.
     """

@@ -1,11 +1,11 @@
-"""How many bytes of a shard are written at once, when chunks are written as they come: the length that ends soonest.
+"""Batch length of a streamed shard: how many bytes are written at once, so that the last write ends soonest.
 
-Every write costs a fixed time T_d, however short; and the first write cannot begin before its bytes are there. With
-shards of C bytes, chunks of C_i bytes that become ready every T_c seconds, and batches of B bytes, what is not hidden
-is T(B) = (C / B)·T_d + (B / C_i)·T_c, and dT/dB = 0 at B* = √(C·T_d·C_i / T_c). So says AsymCheck (DAC 2026, §3.4); its
-code has the constants of the authors' machine in it, and loses what is left in the last batch. Here T_d and T_c are
+Every write costs a fixed time T_d, however short; and the first write cannot begin before its bytes are copied. With
+shards of C bytes, chunks of C_i bytes that become ready every T_c seconds, and batches of B bytes, the time that is not
+hidden is T(B) = (C / B)·T_d + (B / C_i)·T_c, and dT/dB = 0 at B* = √(C·T_d·C_i / T_c): AsymCheck (DAC 2026, §3.4). Its
+code has the constants of the authors' machine in it, and loses the rest of the last batch. Here T_d and T_c are
 measured with every save: T_d is the intercept of the line through the times of the last writes, so the first writes
-are of different lengths on purpose.
+have different lengths on purpose.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Final
 from shade.checkpoint._pacing.write_cost import Line
 
 _REMEMBERED: Final = 64
-"""Writes and chunks that are measured by; more would be of another time."""
+"""Last writes and chunks that count; older ones may be of other conditions."""
 _TRIED: Final = (1, 2, 4, 8)
-"""Lengths of the first batches, in chunks: a line needs more than one point."""
+"""Lengths of the first batches, in chunks: a line needs more than one length."""
 
 
 def best_batch_bytes(num_bytes: int, latency_seconds: float, chunk_bytes: int, chunk_seconds: float) -> float:
-    """B*.
+    """Returns B*, between a chunk and the whole shard.
 
     Args:
-        num_bytes: Of the shard, C.
-        latency_seconds: What a write costs beside its bytes, T_d ≥ 0.
+        num_bytes: Length of the shard, C.
+        latency_seconds: Fixed time of a write, T_d ≥ 0.
         chunk_bytes: Length of a chunk, C_i.
-        chunk_seconds: Between two chunks that become ready, T_c ≥ 0.
+        chunk_seconds: Time between two chunks that become ready, T_c ≥ 0.
 
     Returns:
-        Between a chunk and the whole shard.
+        Bytes.
     """
     if chunk_seconds <= 0:
         return max(num_bytes, chunk_bytes)
@@ -42,7 +42,7 @@ def best_batch_bytes(num_bytes: int, latency_seconds: float, chunk_bytes: int, c
 
 
 class Batching:
-    """Measures one rank's writes, and says how long the next one shall be."""
+    """Measures one rank's writes, and chooses the length of the next one."""
 
     def __init__(self) -> None:
         self._writes: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
@@ -50,29 +50,16 @@ class Batching:
         self._num_tried = 0
 
     def made(self, seconds: float) -> None:
-        """A chunk was waited for and hashed, which took so long."""
+        """Counts the seconds that waiting for a chunk and hashing it took."""
         self._chunk_seconds.append(seconds)
 
     def wrote(self, num_bytes: int, seconds: float) -> None:
-        """A write has ended.
-
-        Args:
-            num_bytes: Its length.
-            seconds: What it took.
-        """
+        """Counts a write and its seconds."""
         self._writes.append((num_bytes, seconds))
         self._num_tried += 1
 
     def batch_bytes(self, num_bytes: int, chunk_bytes: int) -> int:
-        """How long the next write shall be, at least.
-
-        Args:
-            num_bytes: Of the shard.
-            chunk_bytes: Length of a chunk.
-
-        Returns:
-            A number of bytes, no less than a chunk.
-        """
+        """Returns the least length of the next write, for a shard of so many bytes in chunks of a length."""
         if self._num_tried < len(_TRIED) or len({length for length, _ in self._writes}) == 1:
             return chunk_bytes * _TRIED[self._num_tried % len(_TRIED)]
         chunk_seconds = statistics.median(self._chunk_seconds) if self._chunk_seconds else 0.0
@@ -80,5 +67,5 @@ class Batching:
 
     @property
     def latency_seconds(self) -> float:
-        """T_d: where the line through the writes meets a write of nothing; 0 where the line says less."""
+        """T_d: where the line through the writes meets a write of 0 bytes; at least 0."""
         return Line.fit(self._writes).alpha

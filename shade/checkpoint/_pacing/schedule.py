@@ -1,26 +1,31 @@
-"""When a save falls due: after so many steps or seconds, as often as a share of the time allows, or as saves fit.
+"""When a save is due: after so many steps or seconds, for a share of the time, or as often as saves fit.
 
-Ranks must save at the same step, and their clocks differ. So whatever is measured becomes steps: at each save all ranks
-take rank 0's pace, which came to them with a save before, and count on from there. Until the pace is known, saves are
-`WARM_UP_STEPS` apart; they are also what measures the cost.
+Ranks must save at the same step, and their clocks differ. So every measured time becomes a number of steps: at each
+save all ranks take rank 0's pace, which came to them with an earlier save, and count on from there. Until the pace is
+known, saves are `WARM_UP_STEPS` apart; these saves measure the cost.
 
-*Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do, which is the same for one save in flight
-and for N: the next save begins when its room is free. A save takes T seconds, of which training waits o; a step takes
-t, and q·t while one is under way. So k = max(⌈(T − o) / (N·q·t)⌉, 1). Where q − 1 is given as a budget, saves are also
-no more frequent than it allows. CheckFreq approaches that by two steps at a time; here the step and the cost are
-measured all the time, and the interval follows from them, upwards and downwards.
+*Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do, for one save in flight and for N: the
+next save begins when its buffer is free. A save takes T seconds, of which training waits o; a step takes t, and q·t
+during a save. So k = max(⌈(T − o) / (N·q·t)⌉, 1). With q − 1 as a budget, saves are also no more frequent than the
+budget allows. CheckFreq approaches that by two steps at a time; here step and cost are measured all the time, and the
+interval follows them in both directions.
 
 *Best* is what Young and Daly do, exactly (`best_cycle`), within a share of the time. Failures come at random, one in M
 seconds on average (a Poisson process). A save adds C seconds to the training, is safe L seconds later than those, and
-the way back takes R. Between two saves lie τ seconds of training, so a cycle is c = τ + C. Of a life between two
-failures, R goes by first; then as many cycles count as were safe before its end. A life is longer than x with
-probability e^(-x/M), and so the share of time that ends up as training is
+the restore takes R. Between two saves lie τ seconds of training, so a cycle is c = τ + C. Of the time between two
+failures, R is spent first; then as many cycles count as were safe before its end. It is longer than x with probability
+e^(-x/M), and so the share of time that ends up as training is
 
     G = τ e^(-(R + L)/M) / (M (e^(c/M) - 1))
 
 which for L = 0 is Daly's ("A higher order estimate of the optimum checkpoint interval", FGCS 2006). Neither R nor L
-moves its maximum: x = c/M solves x + e^(-x) = 1 + C/M. For C ≪ M that is Young's √(2CM) (CACM 1974). All exact, no
-series cut off; `shade checkpoint simulate` must agree with it on traces drawn from such a process.
+moves its maximum: x = c/M solves x + e^(-x) = 1 + C/M. For C ≪ M that is Young's √(2CM) (CACM 1974). No series is cut
+off; `shade checkpoint simulate` must agree with it on traces drawn from such a process.
+
+The cost of a save also shows in the length of its steps, but no two steps are alike, and a single save shows little
+that way. The CPU time of its threads is known exactly: Linux keeps a clock for each thread, numbered as
+pthread_getcpuclockid(3) does it, and reading it takes a microsecond. Where the system has no such clocks, CPU times are
+0.
 """
 
 from __future__ import annotations
@@ -28,6 +33,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,17 +44,17 @@ from typing import Final
 from shade.errors import ConfigError
 
 WARM_UP_STEPS: Final = 10
-"""Steps before the first save where the interval depends on the pace."""
+"""Steps between saves until the pace is known, where the interval depends on it."""
 _SPEC: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|steps?|s|m|h|%)\s*")
 _PROFILED: Final = re.compile(r"\s*profiled(?:\s+([0-9]+(?:\.[0-9]+)?)\s*%)?\s*")
 _BEST: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*mtbf\s*([0-9]+(?:\.[0-9]+)?)\s*([smh])\s*")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _QUIET_STEPS: Final = 20
-"""The last, whose middle is how long a step takes: a run's first, which take longer, do not count for long."""
+"""Steps whose median is the length of a step: a run's first steps, which take longer, do not count for long."""
 _ROUNDS: Final = 60
-"""Of Newton's method, at most; it takes five."""
+"""Most rounds of Newton's method; it takes five."""
 MTBF_SECONDS: Final = 86400.0
-"""A failure a day, where nobody says how often: spot machines fail more often, one's own less."""
+"""Mean time between failures, a day, where none is given: spot machines fail more often, own machines less."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +62,22 @@ class Pace:
     """What rank 0 has measured; the same on every rank by the time it is used."""
 
     step_seconds: float = 0.0
-    """A step in which no save was under way."""
+    """Length of a step in which no save was in flight."""
     cost_seconds: float = 0.0
-    """What one save has added to the steps it fell into: waiting and interference together. Below 0 where these steps
-    happened to be short ones: without those the mean of several saves would be too high."""
+    """What one save added to the steps it fell into: waiting and interference together. Below 0 where these steps
+    happened to be short: without such values the mean of several saves would be too high."""
     save_seconds: float = 0.0
-    """From the moment a save was begun until it was committed; 0 before there was one."""
+    """Time from the beginning of a save until it was committed; 0 before the first save."""
     blocked_seconds: float = 0.0
-    """What of that the training thread has waited."""
+    """The part of it that the training thread waited."""
     worked_seconds: float = 0.0
-    """Processor time that saving threads took for it while the training went on."""
+    """CPU time that saving threads used for it while the training ran."""
     strategy: str = ""
-    """Whom the next saves shall be left to, where the strategy chooses among others."""
+    """The strategy that makes the next saves, where the strategy chooses among others."""
 
 
 _Interval = Callable[[Pace], float]
-"""Steps between two saves at that pace; NaN where it does not say."""
+"""Returns the steps between two saves at that pace; NaN while the pace does not say."""
 
 
 class Schedule:
@@ -79,10 +87,10 @@ class Schedule:
         every: ``50`` or ``"50"`` (steps), ``"30s"``, ``"5m"``, ``"1h"``, ``"2%"`` (of the time), ``"never"``;
             ``"profiled"``: as soon as a save finds room; ``"profiled 5%"``: and for no more than 5% of the time;
             ``"2% mtbf 6h"``: what is best if something fails every six hours, and no more than 2% of the time.
-        in_flight: Saves that have room at once.
+        in_flight: Saves that may be in flight at once.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: It is none of these.
     """
 
     def __init__(self, every: str | int, in_flight: int = 1) -> None:
@@ -95,16 +103,11 @@ class Schedule:
         self._next = self._steps(Pace())
 
     def is_due(self, step: int) -> bool:
-        """Whether a save falls due after this step."""
+        """Whether a save is due after this step."""
         return not self._never and step >= self._next
 
     def saved(self, step: int, pace: Pace) -> None:
-        """Counts on from a save.
-
-        Args:
-            step: At which it was taken.
-            pace: The same on every rank.
-        """
+        """Counts on from a save of that step, at a pace that is the same on every rank."""
         self._next = step + self._steps(pace)
 
     def _steps(self, pace: Pace) -> int:
@@ -113,7 +116,7 @@ class Schedule:
 
 
 def _interval(every: str, in_flight: int) -> _Interval | None:
-    """What a specification means; None if nothing."""
+    """Returns the interval that a specification means; None if it means none."""
     profiled = _PROFILED.fullmatch(every)
     if profiled is not None:
         share = float(profiled[1] or 0) / 100
@@ -135,14 +138,7 @@ def _interval(every: str, in_flight: int) -> _Interval | None:
 
 
 def budget_of(every: str | int) -> tuple[float, float]:
-    """What a specification allows and expects.
-
-    Args:
-        every: As `Schedule` has it.
-
-    Returns:
-        The share of the time that saving may add, 1 where none is said; and the mean seconds between failures.
-    """
+    """Returns the share of the time that saving may add, 1 if none is named, and the mean seconds between failures."""
     best = _BEST.fullmatch(str(every))
     if best is not None:
         return float(best[1]) / 100, float(best[2]) * _SECONDS[best[3]]
@@ -151,7 +147,7 @@ def budget_of(every: str | int) -> tuple[float, float]:
 
 
 def _best(share: float, mtbf_seconds: float) -> _Interval:
-    """So that most of the time ends up as training, and saving adds no more than that share of it."""
+    """Returns the interval that loses the least training time, while saving adds no more than that share of it."""
 
     def steps(pace: Pace) -> float:
         if pace.step_seconds <= 0 or pace.cost_seconds <= 0:
@@ -164,7 +160,7 @@ def _best(share: float, mtbf_seconds: float) -> _Interval:
 
 
 def _share_of_time(share: float) -> _Interval:
-    """So that what saves cost is that share of the steps."""
+    """Returns the interval at which saves cost that share of the steps' time."""
 
     def steps(pace: Pace) -> float:
         is_known = pace.step_seconds > 0 and pace.cost_seconds > 0
@@ -174,7 +170,7 @@ def _share_of_time(share: float) -> _Interval:
 
 
 def _as_they_fit(in_flight: int, share: float) -> _Interval:
-    """So that a save finds room; a share of 0: whatever it costs."""
+    """Returns the shortest interval at which a save finds a free buffer; a share of 0 sets no limit to the cost."""
 
     def steps(pace: Pace) -> float:
         if pace.step_seconds <= 0 or pace.save_seconds <= 0:
@@ -192,14 +188,14 @@ def _never(_: Pace) -> float:
 
 
 def best_cycle(cost_seconds: float, mtbf_seconds: float) -> float:
-    """The cycle, save included, with which most of the time ends up as training.
+    """Returns the cycle, with its save, in which the largest share of time is training.
 
     Args:
         cost_seconds: C ≥ 0, what a save adds.
-        mtbf_seconds: M > 0, mean time between failures; infinity: they do not happen.
+        mtbf_seconds: M > 0, mean time between failures; infinity: there are none.
 
     Returns:
-        c = τ + C in seconds; C where a save is free, infinity where nothing fails.
+        c = τ + C in seconds; C where a save is free, infinity where there are no failures.
     """
     if math.isinf(mtbf_seconds):
         return math.inf
@@ -224,14 +220,14 @@ def goodput(
     lag_seconds: float = 0.0,
     recover_seconds: float = 0.0,
 ) -> float:
-    """The share of all time that ends up as training that was never done again.
+    """Returns the share of all time that is training which is not done again.
 
     Args:
         work_seconds: τ > 0, training between two saves, by the clock of a training without saves.
         cost_seconds: C, what a save adds.
-        mtbf_seconds: M; infinity: nothing fails.
+        mtbf_seconds: M; infinity: there are no failures.
         lag_seconds: L, from the end of the cost until the save is safe; negative where it is safe before.
-        recover_seconds: R, from a failure until training goes on.
+        recover_seconds: R, from a failure until training continues.
 
     Returns:
         G, between 0 and 1.
@@ -240,7 +236,7 @@ def goodput(
     if math.isinf(mtbf_seconds):
         return work_seconds / cycle
     life = mtbf_seconds
-    if cycle / life > 500:  # e to that is more than a float holds; nothing is left anyway
+    if cycle / life > 500:  # e to that overflows a float; the share is 0 anyway
         return 0.0
     late = max(-cycle, lag_seconds)
     return work_seconds * math.exp(-(recover_seconds + late) / life) / (life * math.expm1(cycle / life))
@@ -258,16 +254,11 @@ class PaceMeter:
 
     @property
     def _quiet_seconds(self) -> float:
-        """Of a step without a save; 0 before there was one."""
+        """Length of a step without a save; 0 before the first."""
         return statistics.median(self._quiet) if self._quiet else 0.0
 
     def step(self, now: float, busy: bool) -> None:
-        """A step has ended.
-
-        Args:
-            now: Monotonic seconds.
-            busy: Whether a save is still under way. The step in which one ends is charged to it, too.
-        """
+        """Counts a step that has ended. The step in which a save ends is charged to it, too."""
         if self._last is not None:
             took = now - self._last
             if busy or self._was_busy:
@@ -279,10 +270,10 @@ class PaceMeter:
         self._last, self._was_busy = now, busy
 
     def begun(self) -> None:
-        """A save has begun: what it takes from now on is charged to it, even if it has landed before the step ends.
+        """Begins a save's account: the steps from now on are charged to it, even if it is committed within this step.
 
-        Where the one before is still under way, its account is closed here: with saves that follow each other without
-        a pause, what one costs is what is added from one beginning to the next.
+        If the save before is still in flight, its account ends here: with saves that follow each other without a pause,
+        a save costs what is added from one beginning to the next.
         """
         if self._was_busy:
             self._settle()
@@ -292,14 +283,25 @@ class PaceMeter:
         self._cost_seconds, self._extra_seconds = self._extra_seconds, 0.0
 
     def pace(self, save_seconds: float = 0.0, blocked_seconds: float = 0.0, worked_seconds: float = 0.0) -> Pace:
-        """As measured so far.
-
-        Args:
-            save_seconds: Of the last save that landed.
-            blocked_seconds: Of the same.
-            worked_seconds: Of the same.
-
-        Returns:
-            The pace.
-        """
+        """Returns the pace measured so far, with three times of the last save that was committed."""
         return Pace(self._quiet_seconds, self._cost_seconds, save_seconds, blocked_seconds, worked_seconds)
+
+
+_SAVING_THREADS: Final = ("shade-copy", "shade-save", "shade-memory-tier")
+"""Beginnings of the names of the threads that copy, hash, send and write."""
+
+
+def processor_ns(thread: int) -> int:
+    """Returns the CPU time of a thread of this process, by its native id; 0 if the thread has ended."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        return time.clock_gettime_ns(~thread << 3 | 6)
+    except OSError:
+        return 0
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of all saving threads that exist now, since they began."""
+    threads = [each.native_id for each in threading.enumerate() if each.name.startswith(_SAVING_THREADS)]
+    return sum(processor_ns(each) for each in threads if each is not None) / 1e9

@@ -1,17 +1,17 @@
-"""Whether compressing a piece before it is written saves time: AsymCheck's fine-grained compression.
+"""Decides whether compressing a chunk before it is written saves time: AsymCheck's fine-grained compression.
 
-A piece of n bytes that shrinks to a part r of itself is compressed if and only if
+A chunk of n bytes that shrinks to a part r of itself is compressed if and only if
 
     t_c(n) + t_w(r·n) < t_w(n)
 
-with t_c, t_w straight lines, α + β·n, fitted by least squares to what was measured on this machine when the run began:
-all the work that compressing a piece of the state is, writing probes to where snapshots go. AsymCheck has r = 2ρ, a
-value and a place for each item of a density ρ; ours is each piece's own: that of its first sixteenth, until it has been
-compressed, and then what that came to. A piece that does not pay is left alone for one snapshot, then for two, and so
-on up to `PATIENCE`, before its first sixteenth is asked again.
+with t_c, t_w straight lines, α + β·n, fitted by least squares to measurements on this machine when the run began: of
+compressing chunks of the state, and of writing probes to the first tier. AsymCheck has r = 2ρ, a value and an index for
+each item of a density ρ; here each chunk has its own r: that of its first sixteenth until it has been compressed, and
+then its last one. A chunk that does not pay is not tried for one snapshot, then for two, and so on up to `PATIENCE`,
+before its first sixteenth is tried again.
 
-The model decides for the time until a snapshot is committed. Whoever compresses to save room, and not time, does not
-ask it. Invariant: where the model says that compression loses, nothing is compressed.
+The model minimises the time until a snapshot is committed; to save space instead, do not use it. Invariant: where the
+model says that compression loses, nothing is compressed.
 
 References:
     AsymCheck, DAC 2026, "selective compression"; its published code measured a memory copy as the cost of a write.
@@ -31,15 +31,15 @@ import numpy as np
 from shade.types import Bytes, Clock
 
 PARTS: Final = (16, 8, 4, 2, 1)
-"""A chunk over each of these is a sample."""
+"""A chunk's length divided by each of these is the length of a sample."""
 _TELLING_BYTES: Final = 2**16
-"""A shorter beginning says little about how much a piece will shrink."""
+"""A shorter sample says little about how much a chunk shrinks."""
 _ALIGNED: Final = 64
-"""No item is cut by the end of a sample."""
+"""Sample lengths are multiples of it, so that no item is cut."""
 _ROUNDS: Final = 3
-"""Tries a sample; the fastest counts: whatever else runs only ever adds."""
+"""Measurements of a sample; the fastest counts, since other work only adds."""
 PATIENCE: Final = 8
-"""Snapshots for which a piece that did not pay again and again is not tried."""
+"""Most snapshots for which a chunk that did not pay is not tried."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -49,20 +49,13 @@ class Line:
     """A cost that grows with length."""
 
     alpha: float
-    """Seconds, whatever the length."""
+    """Seconds at length 0."""
     beta: float
-    """Seconds a byte."""
+    """Seconds per byte."""
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[float, float]]) -> Line:
-        """By least squares; neither part is negative.
-
-        Args:
-            samples: (bytes, seconds), at least one.
-
-        Returns:
-            The line.
-        """
+        """Fits a line to (bytes, seconds), at least one, by least squares; neither part is negative."""
         lengths, seconds = np.array(samples, np.float64).T
         spread = lengths - lengths.mean()
         beta = float(spread @ seconds / (spread @ spread)) if spread.any() else 0.0
@@ -73,35 +66,35 @@ class Line:
         return cls(alpha, beta)
 
     def at(self, num_bytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Returns the seconds for so many bytes."""
         return self.alpha + self.beta * num_bytes
 
 
 @dataclass
 class _WritePiece:
-    """What a codec makes of one piece of the state."""
+    """How well a codec compresses one chunk of the state."""
 
     ratio: float = 1.0
-    """Bytes after over bytes before, when it was tried last."""
+    """Compressed over original length, when it was tried last."""
     patience: int = 0
-    """Snapshots for which it was left alone when it did not pay last."""
+    """Snapshots for which it was not tried after it did not pay last."""
     num_left: int = 0
-    """Of these, still to come."""
+    """Remaining snapshots of these."""
 
     def tried(self, data: memoryview, stored: Bytes | None) -> None:
-        """Learns the ratio."""
+        """Sets the ratio."""
         self.ratio = 1.0 if stored is None else len(stored) / len(data)
 
     def wait(self) -> None:
-        """It did not pay: twice as long as last time."""
+        """Waits twice as long as last time, since it did not pay."""
         self.patience = self.num_left = min(PATIENCE, 2 * self.patience or 1)
 
 
 class CostModel:
-    """Decides for one rank.
+    """The cost model of one rank.
 
     Args:
-        write: Writes so many bytes to where snapshots go and gives the seconds that it took.
+        write: Writes so many bytes to the first tier and returns the seconds that it took.
         clock: Seconds.
     """
 
@@ -112,17 +105,16 @@ class CostModel:
         self._pieces: defaultdict[tuple[str, int], _WritePiece] = defaultdict(_WritePiece)
 
     def pays(self, codec: str, number: int, data: memoryview, encode: Callable[[memoryview], Bytes | None]) -> bool:
-        """Whether to compress a piece; the first of a codec is measured.
+        """Whether compressing a chunk pays; measures a codec at its first chunk.
 
         Args:
-            codec: Its name.
-            number: Of the piece, the same in every snapshot.
-            data: The piece.
-            encode: Makes the stored form of the piece, or of the first part of it, with all the work that is; None
-                where it cannot.
+            codec: Name of the codec.
+            number: Number of the chunk, the same in every snapshot.
+            data: The chunk.
+            encode: Compresses the chunk or its first part; returns None where it cannot.
 
         Returns:
-            The verdict.
+            Whether it pays.
         """
         if codec not in self._compressing and not self._measure(codec, number, data, encode):
             return False
@@ -141,14 +133,7 @@ class CostModel:
         return piece.ratio < limit
 
     def learn(self, codec: str, number: int, data: memoryview, stored: Bytes | None) -> None:
-        """What compressing a piece came to.
-
-        Args:
-            codec: Its name.
-            number: Of the piece.
-            data: The piece.
-            stored: The stored form; None: it was not kept.
-        """
+        """Counts a compressed chunk; None as its stored form means that it was not kept."""
         piece = self._pieces[codec, number]
         piece.tried(data, stored)
         if piece.ratio < self._limit(codec, len(data)):
@@ -157,14 +142,7 @@ class CostModel:
             piece.wait()
 
     def writing(self, num_bytes: int) -> Line:
-        """The cost of writing; the first time it is measured.
-
-        Args:
-            num_bytes: Longest probe.
-
-        Returns:
-            The line.
-        """
+        """Returns the cost of writing; measures it the first time, with probes of at most so many bytes."""
         if self._writing is None:
             lengths = [max(1, num_bytes // part) for part in PARTS]
             self._probe(lengths[0])  # the first opens connections, makes folders
@@ -172,12 +150,12 @@ class CostModel:
         return self._writing
 
     def _limit(self, codec: str, num_bytes: int) -> float:
-        """The ratio below which the inequality holds; 0 or less where it never does."""
+        """Returns the ratio below which compression pays; 0 or less if it never does."""
         writing = self.writing(num_bytes)
         return 1 - self._compressing[codec].at(num_bytes) / max(writing.beta * num_bytes, 1e-15)
 
     def _measure(self, codec: str, number: int, data: memoryview, encode: Callable[[memoryview], Bytes | None]) -> bool:
-        """Fits the line of a codec; False where this piece cannot be compressed, and another has to be measured."""
+        """Fits the line of a codec; returns False if this chunk cannot be compressed, and another must be measured."""
         samples: list[tuple[float, float]] = []
         for part in PARTS:
             some = _first(data, part)
@@ -202,5 +180,5 @@ class CostModel:
 
 
 def _first(data: memoryview, part: int) -> memoryview:
-    """So much of a piece, in whole items."""
+    """Returns the first part of a chunk, in whole items."""
     return data[: len(data) // part // _ALIGNED * _ALIGNED or len(data)]

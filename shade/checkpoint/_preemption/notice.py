@@ -1,9 +1,8 @@
-"""Hears that this machine, or this process, will soon be gone: a signal, a file that appears, an address that answers.
+"""Watches for preemption notices: a signal, a file that appears, an address that answers.
 
-A source is looked at a few times a second by one thread (`_preemption.deadline`), and says at most once that the
-end has been announced, and for when. What is watched must not be able to stop a training by itself: an address that
-does not answer, or answers with what is no notice, is no notice; a file that can be made only by somebody who means it
-is one, whatever is in it.
+One thread (`_preemption.deadline`) looks at each source a few times a second; a source gives at most one notice, with
+its deadline. A failing source must not stop a training: an address that does not answer, or answers with anything else,
+gives no notice. A file gives one whatever its content, since no process makes it by accident.
 
 ====================  ================================================================================================
 ``SIGTERM``           grace seconds from the signal on; ``torchrun`` and most schedulers give 30 before they kill
@@ -34,40 +33,42 @@ from types import FrameType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from shade.errors import ConfigError
 
 GRACE_SECONDS: Final = 30.0
-"""Between SIGTERM and SIGKILL: torchrun's, Kubernetes' and most schedulers'; the shortest that clouds give."""
+"""Time between SIGTERM and SIGKILL in torchrun, Kubernetes and most schedulers; the shortest that clouds give."""
 HTTP_POLL_SECONDS: Final = 1.0
 _HTTP_TIMEOUT_SECONDS: Final = 2.0
 _MOST_BYTES: Final = 4096
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
-"""Google's server answers to nobody else; others do not mind."""
+"""Google's server answers only with it; other servers ignore it."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """The end has been announced."""
+    """A notice that this process will be ended."""
 
     source: str
-    """Who says so, in a few words."""
+    """Name of the source, for the log."""
     deadline: float
-    """When it comes, in monotonic seconds of this machine."""
+    """When the process will be ended, in monotonic seconds of this machine."""
 
     @property
     def seconds_left(self) -> float:
-        """Until then; negative afterwards."""
+        """Seconds until the deadline; negative afterwards."""
         return self.deadline - time.monotonic()
 
 
 class NoticeSource(ABC):
-    """One thing that is watched."""
+    """A source of notices."""
 
     @abstractmethod
     def look(self) -> PreemptionNotice | None:
-        """The notice, if there is one by now. Called a few times a second; must not block."""
+        """Returns the notice, if there is one by now. Called a few times a second; must not block."""
 
     @abstractmethod
     def close(self) -> None:
@@ -75,18 +76,18 @@ class NoticeSource(ABC):
 
 
 def seconds_in(text: str, grace_seconds: float) -> float | None:
-    """What an announcement says.
+    """Parses the text of a notice.
 
     Args:
         text: A number of seconds, a time in ISO 8601, JSON with one of these under ``seconds`` or ``time``, ``TRUE``,
             ``FALSE``, ``NONE``, or nothing.
-        grace_seconds: Where it says no time.
+        grace_seconds: Time left if the text names no time.
 
     Returns:
-        Seconds from now on, ≥ 0; None where it says that nothing is announced.
+        Seconds from now, ≥ 0; None if the text says that there is no notice.
 
     Raises:
-        ValueError: It is no such thing.
+        ValueError: The text is none of these.
     """
     text = text.strip()
     if text.upper() in ("FALSE", "NONE"):
@@ -110,13 +111,13 @@ def seconds_in(text: str, grace_seconds: float) -> float | None:
 
 
 class SignalNotice(NoticeSource):
-    """SIGTERM. It may come twice, from a scheduler and from a launcher: the second changes nothing.
+    """SIGTERM as a notice. It may come twice, from a scheduler and from a launcher: the second changes nothing.
 
-    Made in the main thread, as Python wants it. Children that are forked are not ours to keep: they end by it as ever.
-    After the deadline it ends this process, too.
+    Made in the main thread, as Python requires. Forked children still end by the signal, and after the deadline so does
+    this process.
 
     Args:
-        grace_seconds: Until whoever sent it will kill us.
+        grace_seconds: Time from the signal until the sender kills this process.
 
     Raises:
         ConfigError: Not in the main thread.
@@ -140,30 +141,30 @@ class SignalNotice(NoticeSource):
         elif self._notice is None:
             self._notice = PreemptionNotice("SIGTERM", time.monotonic() + self._grace_seconds)
 
+    @override
     def look(self) -> PreemptionNotice | None:
-        """See `NoticeSource`."""
         return self._notice
 
     def close(self) -> None:
-        """Puts back what was there before."""
+        """Restores the earlier signal handler."""
         before, self._before = self._before, None
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
 
 class FileNotice(NoticeSource):
-    """A file that appears.
+    """A file whose appearance is a notice.
 
     Args:
-        path: Of it.
-        grace_seconds: Where it says no time.
+        path: Path of the file.
+        grace_seconds: Time left if the file names no time.
     """
 
     def __init__(self, path: str | os.PathLike[str], grace_seconds: float = GRACE_SECONDS) -> None:
         self._path, self._grace_seconds = Path(path), grace_seconds
 
+    @override
     def look(self) -> PreemptionNotice | None:
-        """See `NoticeSource`."""
         try:
             text = self._path.read_bytes()[:_MOST_BYTES].decode(errors="replace")
         except OSError:
@@ -173,20 +174,21 @@ class FileNotice(NoticeSource):
             seconds = seconds_in(text, self._grace_seconds)
         return None if seconds is None else PreemptionNotice(str(self._path), time.monotonic() + seconds)
 
+    @override
     def close(self) -> None:
-        """See `NoticeSource`."""
+        pass
 
 
 class HttpNotice(NoticeSource):
-    """An address that answers once there is a notice; asked in a thread of its own, past any proxy.
+    """An address that answers once there is a notice; asked in a thread of its own, without a proxy.
 
     Args:
-        url: Of it.
-        grace_seconds: Where the answer says no time.
-        poll_seconds: Between two questions.
+        url: URL to ask.
+        grace_seconds: Time left if the answer names no time.
+        poll_seconds: Time between two requests.
 
     Raises:
-        ConfigError: No such URL.
+        ConfigError: It is not an HTTP URL.
     """
 
     def __init__(self, url: str, grace_seconds: float = GRACE_SECONDS, poll_seconds: float = HTTP_POLL_SECONDS) -> None:
@@ -234,29 +236,18 @@ class HttpNotice(NoticeSource):
             content: bytes = answer.read(_MOST_BYTES)
             return content.decode(errors="replace")
 
+    @override
     def look(self) -> PreemptionNotice | None:
-        """See `NoticeSource`."""
         return self._notice
 
     def close(self) -> None:
-        """Ends the thread, after the question under way."""
+        """Ends the thread, after the current request."""
         self._closed.set()
         self._thread.join()
 
 
 def source_of(text: str, grace_seconds: float = GRACE_SECONDS) -> NoticeSource:
-    """A source by how it is written: ``SIGTERM``, ``http://…``, or else a path.
-
-    Args:
-        text: What to watch.
-        grace_seconds: Where a notice says no time.
-
-    Returns:
-        The source, watching.
-
-    Raises:
-        ConfigError: Nothing is written there, or it cannot be watched.
-    """
+    """Makes a source from its text: ``SIGTERM``, ``http://…``, or else a path. It watches already."""
     if not text:
         raise ConfigError.of("what to watch", text, "write SIGTERM, http://host/path or the path of a file")
     if text.upper() == "SIGTERM":

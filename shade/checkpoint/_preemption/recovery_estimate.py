@@ -1,15 +1,15 @@
-"""Says at any moment what an end would cost: "if killed now: lose 3 steps / 1.2 s, recover in 0.4 s from own memory".
+"""Estimates what a failure would cost now: "if killed now: lose 3 steps / 1.2 s, recover in 0.4 s from own memory".
 
-Three ends are told apart, because three things survive them: this process dies (own memory is left), its machine is
-lost (the cluster's memory is left; it is taken to lie on other machines), everything is lost but storage. For each:
-how many steps and seconds of training would be done again, and how long the way back takes.
+Three failures are told apart, since each leaves other tiers: this process dies (shared memory is left), its machine is
+lost (the cluster's memory is left, if it lies on other machines), all machines are lost (storage is left). For each:
+how many steps and seconds of training would be done again, and how long the restore takes.
 
-Nothing is measured for its own sake. The losses follow from the saves that have landed; the times from the last few of
-them, and once something has been restored from how long that took. Reading costs microseconds and is safe in any
-thread. On rank 0 a thread asks the store whether the snapshot that landed last is durable, at intervals that grow with
-the answer's delay: at most 20 small questions a second, none when all is durable. Other ranks ask when they are read.
+Nothing is measured for this alone. The losses follow from the committed saves; the times from the last few saves, and
+after a restore from how long it took. Reading an estimate costs microseconds and is safe in any thread. On rank 0 a
+thread asks the store whether the snapshot committed last is durable, at intervals that grow with the answer's delay: at
+most 20 small requests a second, none when all is durable. Other ranks ask when their estimate is read.
 
-Invariant: what is said to be recoverable had landed there; the error is on the side of losing more.
+Invariant: a snapshot counted as recoverable was committed in that tier; errors are on the side of losing more.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from shade.types import Clock
 OWN, CLUSTER, STORAGE = "own memory", "cluster memory", "storage"
 """Names of the tiers, as in `Tier.name`."""
 FIRST_COPY_BYTES_PER_SECOND: Final = 1e9
-"""Of a copy, before one has been measured: into pages that are touched for the first time."""
+"""Rate of a copy before one has been measured: into pages that are touched for the first time."""
 _RECENT: Final = 3
 _MOST_DIRTY: Final = 8
 _LEAST_POLL_SECONDS: Final = 0.05
 _POLL_FRACTION: Final = 0.05
-"""Of the time since the landing: what is measured is right within so much."""
+"""Poll interval as a part of the time since the save began: the relative error of the measured durability."""
 MEANING: Final[Mapping[str, str]] = {
     "lost_steps": "Optimizer steps that would have to be done again.",
     "lost_seconds": "Training time that would have to be spent again.",
@@ -49,14 +49,14 @@ logger = logging.getLogger("shade.checkpoint")
 
 @dataclass(frozen=True)
 class Loss:
-    """What one kind of end would cost."""
+    """What one kind of failure would cost."""
 
     steps: int
     seconds: float
     recover_seconds: float | None
-    """Measured, or expected from the rates of writing; None where there is no telling, or nothing to recover."""
+    """Measured, or expected from the rates of writing; None if unknown, or if there is no snapshot to recover."""
     tier: str | None
-    """Where from; None where nothing would be left."""
+    """The tier to recover from; None if no snapshot would be left."""
 
     def __str__(self) -> str:
         lost = f"lose {self.steps} step{'' if self.steps == 1 else 's'} / {self.seconds:.1f} s"
@@ -68,16 +68,16 @@ class Loss:
 
 @dataclass(frozen=True)
 class RecoveryEstimate:
-    """What an end would cost, now."""
+    """What each kind of failure would cost now."""
 
     step: int
     """Optimizer steps done."""
     process: Loss
-    """This process is killed; its machine stays."""
+    """If this process is killed, and its machine stays."""
     machine: Loss
-    """Its machine is lost, and what lies in its memory."""
+    """If its machine is lost, with its memory."""
     cluster: Loss
-    """All machines are; storage stays."""
+    """If all machines are lost, and storage stays."""
 
     def __str__(self) -> str:
         said = f"if killed now: {self.process}"
@@ -88,7 +88,7 @@ class RecoveryEstimate:
         return said
 
     def row(self) -> dict[str, float | str | None]:
-        """For a metrics file: ``checkpoint_process_lost_steps`` and so on."""
+        """Returns a row of a metrics file: ``checkpoint_process_lost_steps`` and so on."""
         found: dict[str, float | str | None] = {}
         for end, loss in self._losses().items():
             found |= {
@@ -100,22 +100,15 @@ class RecoveryEstimate:
         return found
 
     def prometheus(self, labels: Mapping[str, object] | None = None) -> str:
-        """The same in the Prometheus text format: ``shade_checkpoint_lost_steps{end="process",tier="own memory"} 3``.
-
-        Args:
-            labels: Put on every line: ``{"rank": 0}``.
-
-        Returns:
-            Lines, each ended.
-        """
+        """Returns Prometheus lines, with labels: ``shade_checkpoint_lost_steps{end="process",tier="own memory"} 3``."""
         lines = []
         for name, meaning in MEANING.items():
             lines += [f"# HELP shade_checkpoint_{name} {meaning}", f"# TYPE shade_checkpoint_{name} gauge"]
             for end, loss in self._losses().items():
                 value = {"lost_steps": loss.steps, "lost_seconds": loss.seconds}.get(name, loss.recover_seconds)
                 if value is not None:
-                    told = {**(labels or {}), "end": end, "tier": loss.tier or "none"}
-                    quoted = ",".join(f"{key}={json.dumps(str(each))}" for key, each in told.items())
+                    named = {**(labels or {}), "end": end, "tier": loss.tier or "none"}
+                    quoted = ",".join(f"{key}={json.dumps(str(each))}" for key, each in named.items())
                     lines.append(f"shade_checkpoint_{name}{{{quoted}}} {value!r}")
         return "\n".join(lines) + "\n"
 
@@ -125,28 +118,28 @@ class RecoveryEstimate:
 
 @dataclass(frozen=True)
 class RecoveryForecast:
-    """How long a save begun now would take, in seconds from its beginning; None: nothing like it has been seen."""
+    """How long a save begun now would take, in seconds from its beginning; None: no such save has been measured."""
 
     waiting_seconds: float
-    """Until the save under way has landed: a new one waits for it. Comes on top of the others."""
+    """Time until the save in flight is committed, which a new save waits for; it adds to the other times."""
     copied_seconds: float
     committed_seconds: float | None
-    """Until it is beyond own memory."""
+    """Time until it is committed beyond shared memory."""
     durable_seconds: float | None
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A snapshot that could be gone back to."""
+    """A snapshot that could be restored."""
 
     step: int
     taken: float
-    """When its state was, by the clock."""
+    """When its state was taken, by the clock."""
 
 
 @dataclass
 class _Recent:
-    """Seconds from a save's beginning, of the last few; the worst of them is what the next one is expected to take."""
+    """Seconds from the beginning of the last few saves; the next save is expected to take as long as the slowest."""
 
     copied: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     committed: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -158,10 +151,10 @@ class LossTracker:
 
     Args:
         rank: This rank.
-        world_size: Ranks: each reads all shards when it restores.
-        num_buffers: Snapshots that own memory has room for; with one there is none while it is copied into.
-        step: Optimizer steps done by now.
-        is_durable: Asks whether what has landed in the cluster's memory is in storage; None where there is no storage.
+        world_size: Ranks; each of them reads all shards when it restores.
+        num_buffers: Snapshots that shared memory has room for; a single buffer holds none while it is copied into.
+        step: Returns the optimizer steps done.
+        is_durable: Whether a save committed in the cluster's memory is in storage; None if there is no storage.
         clock: Monotonic seconds.
     """
 
@@ -179,91 +172,81 @@ class LossTracker:
         self._lock = threading.RLock()
         self._began = clock()
         self._held: dict[str, _Held] = {}
-        self._under_way: deque[SaveHandle] = deque()
+        self._in_flight: deque[SaveHandle] = deque()
         self._dirty: deque[tuple[SaveHandle, CommitResult]] = deque(maxlen=_MOST_DIRTY)
-        """Landed in the cluster's memory and not known to be durable, oldest first."""
+        """Saves committed in the cluster's memory and not known to be durable, oldest first."""
         self._recent = _Recent()
         self._num_bytes = 0
         self._restored: dict[str, float] = {}
-        """Bytes a second of the last restore, by tier."""
+        """Bytes per second of the last restore, by tier."""
         self._wake, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begun(self, ticket: SaveHandle, num_bytes: int) -> None:
-        """A save has begun.
-
-        Args:
-            ticket: Its.
-            num_bytes: Of this rank's shard.
-        """
+    def begun(self, handle: SaveHandle, num_bytes: int) -> None:
+        """Counts a save that has begun, with the length of this rank's shard."""
         with self._lock:
             self._settle()
             self._num_bytes = num_bytes
-            num_unfinished = sum(not other.kept for other in self._under_way)
-            self._under_way.append(ticket)
-            if num_unfinished + 1 >= self._num_buffers:  # the newest whole one lay where this one is copied to
+            num_unfinished = sum(not other.is_in_shared_memory for other in self._in_flight)
+            self._in_flight.append(handle)
+            if num_unfinished + 1 >= self._num_buffers:  # this save overwrites the newest whole snapshot
                 self._held.pop(OWN, None)
-        ticket.copied.add_done_callback(lambda done: self._copied(ticket, done))
-        ticket.landed.add_done_callback(lambda done: self._landed(ticket, done))
+        handle.copied.add_done_callback(lambda done: self._copied(handle, done))
+        handle.committed.add_done_callback(lambda done: self._committed(handle, done))
 
     def restored(
         self, step: int, held_by: Collection[str], read: Collection[str], seconds: float, num_bytes: int
     ) -> None:
-        """A snapshot was loaded: what an end would go back to until the next one has landed.
+        """Counts a restored snapshot, which a failure would go back to until the next save is committed.
 
-        Args:
-            step: Of it.
-            held_by: Names of the tiers that have it.
-            read: Names of those that it was read from.
-            seconds: How long that took.
-            num_bytes: Of all shards.
+        ``held_by`` are the tiers that have it, ``read`` those that it was read from, in so many seconds.
         """
         with self._lock:
             self._settle()
             self._held = dict.fromkeys(held_by, _Held(step, self._clock()))
             self._restored |= dict.fromkeys(read, num_bytes / max(seconds, 1e-9))
 
-    def _copied(self, ticket: SaveHandle, done: Future[None]) -> None:
+    def _copied(self, handle: SaveHandle, done: Future[None]) -> None:
         if done.exception() is None:
             with self._lock:
-                self._recent.copied.append(self._clock() - ticket.begun)
+                self._recent.copied.append(self._clock() - handle.begun)
 
-    def _landed(self, ticket: SaveHandle, done: Future[CommitResult]) -> None:
-        """In the courier's thread."""
+    def _committed(self, handle: SaveHandle, done: Future[CommitResult]) -> None:
+        """Logs a committed save, in a thread of the writer."""
         if self._rank != 0 or done.exception() is not None:
             return
         logger.info(
             "step %d is in %s: %.1f MB a rank, training waited %.3f s, committed after %.2f s; %s",
-            *(ticket.step, done.result().tier.name, self._num_bytes / 1e6),
-            *(ticket.blocked_seconds, ticket.landed_seconds, self.read()),
+            *(handle.step, done.result().tier.name, self._num_bytes / 1e6),
+            *(handle.blocked_seconds, handle.commit_seconds, self.read()),
         )
         with self._lock:
             if self._dirty and self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._watch, name="shade-gauge", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="shade-recovery-estimate", daemon=True)
                 self._thread.start()
         self._wake.set()
 
     def _settle(self) -> None:
-        """Takes in what the saves under way have come to. Under the lock."""
-        for ticket in self._under_way:
-            if ticket.kept:
-                self._held[OWN] = _Held(ticket.step, ticket.begun)
-        while self._under_way and self._under_way[0].landed.done():
-            ticket = self._under_way.popleft()
-            if ticket.landed.exception() is not None:
+        """Counts how far the saves in flight have come. Called under the lock."""
+        for handle in self._in_flight:
+            if handle.is_in_shared_memory:
+                self._held[OWN] = _Held(handle.step, handle.begun)
+        while self._in_flight and self._in_flight[0].committed.done():
+            handle = self._in_flight.popleft()
+            if handle.committed.exception() is not None:
                 continue
-            landing = ticket.landed.result()
-            self._held[landing.tier.name] = _Held(ticket.step, ticket.begun)
-            if landing.tier.name != OWN:
-                self._recent.committed.append(ticket.landed_seconds)
-            if landing.tier.name == STORAGE:
-                self._recent.durable.append(ticket.landed_seconds)
-            elif landing.tier.name == CLUSTER and self._is_durable is not None:
-                self._dirty.append((ticket, landing))
+            result = handle.committed.result()
+            self._held[result.tier.name] = _Held(handle.step, handle.begun)
+            if result.tier.name != OWN:
+                self._recent.committed.append(handle.commit_seconds)
+            if result.tier.name == STORAGE:
+                self._recent.durable.append(handle.commit_seconds)
+            elif result.tier.name == CLUSTER and self._is_durable is not None:
+                self._dirty.append((handle, result))
 
-    # ── whether it is durable ───────────────────────────────────────────────────────────────────────────────────────
+    # ── durability ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch(self) -> None:
         while True:
@@ -279,33 +262,33 @@ class LossTracker:
             self._ask()
 
     def _ask(self) -> None:
-        """Asks of each dirty snapshot, newest first; whatever is older than a durable one does not matter any more."""
+        """Asks for each dirty save, newest first, if it is durable; the saves before a durable one need no question."""
         with self._lock:
             self._settle()
             asked = list(self._dirty)
-        for ticket, landing in reversed(asked):
+        for handle, result in reversed(asked):
             assert self._is_durable is not None, "nothing is dirty without storage"
             try:
-                durable = self._is_durable(landing)
+                durable = self._is_durable(result)
             except StoreError:
                 return
             if durable:
                 with self._lock:
-                    if (ticket, landing) in self._dirty:
-                        if self._rank == 0:  # others ask when somebody looks: that is no measurement
-                            self._recent.durable.append(self._clock() - ticket.begun)
-                        self._held[STORAGE] = _Held(ticket.step, ticket.begun)
-                        while self._dirty and self._dirty[0][0].begun <= ticket.begun:
+                    if (handle, result) in self._dirty:
+                        if self._rank == 0:  # other ranks ask only when read, which measures nothing
+                            self._recent.durable.append(self._clock() - handle.begun)
+                        self._held[STORAGE] = _Held(handle.step, handle.begun)
+                        while self._dirty and self._dirty[0][0].begun <= handle.begun:
                             self._dirty.popleft()
                 return
 
-    def is_durable(self, landing: CommitResult) -> bool | None:
-        """Whether a landed save is in storage, as far as the store says; None where there is no storage."""
-        if landing.tier.name == STORAGE:
+    def is_durable(self, result: CommitResult) -> bool | None:
+        """Whether a committed save is in storage, as far as the store says; None if there is no storage."""
+        if result.tier.name == STORAGE:
             return True
-        if landing.tier.name == OWN or self._is_durable is None:
+        if result.tier.name == OWN or self._is_durable is None:
             return None
-        return self._is_durable(landing)
+        return self._is_durable(result)
 
     def close(self) -> None:
         """Ends the thread. Safe to call twice."""
@@ -314,10 +297,10 @@ class LossTracker:
         if self._thread is not None:
             self._thread.join()
 
-    # ── what it means ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── estimates ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def read(self) -> RecoveryEstimate:
-        """What an end would cost now."""
+        """Returns what each kind of failure would cost now."""
         if self._rank != 0:
             self._ask()
         with self._lock:
@@ -331,7 +314,7 @@ class LossTracker:
             )
 
     def _loss(self, step: int, tiers: tuple[str, ...], forecast: RecoveryForecast) -> Loss:
-        """Of an end that these tiers survive, nearest first."""
+        """Returns the loss if these tiers survive, nearest first."""
         left = [name for name in tiers if name in self._held]
         if not left:
             return Loss(step, self._clock() - self._began, None, None)
@@ -340,7 +323,7 @@ class LossTracker:
         return Loss(max(0, step - held.step), self._clock() - held.taken, self._recovery(tier, forecast), tier)
 
     def _recovery(self, tier: str, forecast: RecoveryForecast) -> float | None:
-        """Reading takes as long as it did, or as long as writing."""
+        """Returns how long a restore takes: at the rate of the last restore, or as long as the save took."""
         num_bytes = self._num_bytes * self._world_size
         if tier in self._restored and num_bytes:
             return num_bytes / self._restored[tier]
@@ -348,13 +331,13 @@ class LossTracker:
         return {OWN: copied, CLUSTER: forecast.committed_seconds, STORAGE: forecast.durable_seconds}[tier]
 
     def forecast(self) -> RecoveryForecast:
-        """How long a save begun now would take."""
+        """Returns how long a save begun now would take."""
         with self._lock:
             self._settle()
             copied, committed, durable = self._recent.copied, self._recent.committed, self._recent.durable
             waiting = 0.0
-            if self._under_way and committed:
-                waiting = max(0.0, max(committed) - (self._clock() - self._under_way[-1].begun))
+            if self._in_flight and committed:
+                waiting = max(0.0, max(committed) - (self._clock() - self._in_flight[-1].begun))
             return RecoveryForecast(
                 waiting,
                 max(copied) if copied else self._num_bytes / FIRST_COPY_BYTES_PER_SECOND,

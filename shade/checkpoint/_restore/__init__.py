@@ -1,1 +1,1 @@
-"""Reads snapshots from all tiers, verifies and repairs them, and gives them back to the ranks."""
+"""Reads snapshots from all tiers, verifies and repairs them, and restores the state of every rank."""

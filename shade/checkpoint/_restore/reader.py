@@ -1,19 +1,15 @@
-"""Reads snapshots out of all tiers at once, believes nothing, and mends what it can.
+"""Reads snapshots from all tiers, verifies every byte, repairs what it can, and decodes chunks.
 
-A snapshot is the same in every tier, down to the record's digest. So a chunk can come from any of them, nearest first,
-and from any copy within one; what counts is that it has the digest that the manifest says, whose own digest the record
-says. Whatever is missing or wrong in one place is asked of the next; what then turns up is given back to the places
-that had lost it (`mend`). Invariant: no byte leaves this module that does not match its digest.
+A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
+in it, if it has the digest that the manifest states; the record states the manifest's. What is missing or wrong in one
+place is read from the next, and `Reader.repair` writes it back. Invariant: no byte leaves `Reader` unverified.
 
-Makes chunks again what they were before any codec: out of their stored form and, where they need it, of their base.
+`ShardDecoder` decodes the chunks of a shard. A delta needs the same chunk of the base, which may be a delta too, and so
+on down to the keyframe. Each step is compared with the digest in that shard's manifest, so a wrong base or a lost or
+repeated delta is found where it happens. Shared memory holds the data unencoded, and then nothing is decoded.
 
-A chunk that is a difference needs the same chunk of the base, which may be a difference itself, and so on to one that
-stands alone: at the latest in the keyframe. Each step on the way is compared with the digest that the shard's manifest
-has of it, so that a base that is another one, or a difference that is missing or added twice, is found where it
-happens. Own memory, where there is any, has the data as it is: nothing is built.
-
-Invariant: what leaves this module of a snapshot of version 2 has the digest that was computed when it was saved. Of
-version 1 that holds of the stored form, from which a codec makes one thing only.
+Invariant: the decoded data of a version 2 snapshot has the digest that was computed when it was saved. For version 1
+this holds of the stored form, which its codec decodes in one way only.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Final
 
-from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Piece, Standalone, standing_alone
+from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Piece, Standalone, standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Tier
@@ -33,16 +29,16 @@ from shade.errors import CorruptCheckpointError, StorageError, StoreError
 from shade.types import Bytes
 
 BATCH: Final = 16
-"""Chunks asked for at once: 64 MiB in memory, enough to keep every node's connection busy."""
+"""Chunks requested at once: 64 MiB in memory, enough to keep the connection of every node busy."""
 _THREADS: Final = 4
-"""Hash what is read in place."""
+"""Threads that hash data which is read in place."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 @dataclass(frozen=True)
 class SnapshotSource:
-    """One place where a snapshot lies."""
+    """One place that holds a snapshot."""
 
     tier: Tier
     place: str
@@ -53,28 +49,28 @@ class SnapshotSource:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A committed snapshot and the places it lies in, nearest first."""
+    """A committed snapshot and its places, nearest first."""
 
     record: Commit
     sources: tuple[SnapshotSource, ...]
     base: Snapshot | None = None
-    """What it builds on, if that is in some tier."""
+    """Its base, if a tier holds it."""
 
     @property
     def tiers(self) -> list[str]:
-        """Their names."""
+        """Names of the tiers that hold it."""
         return [source.tier.name for source in self.sources]
 
 
 @dataclass
 class Damage:
-    """What was wrong in one place."""
+    """What is missing or wrong in one place."""
 
     source: SnapshotSource
     manifests: set[int] = field(default_factory=set)
-    """Ranks whose manifest was missing or wrong."""
+    """Ranks whose manifest is missing or wrong."""
     chunks: dict[int, set[int]] = field(default_factory=dict)
-    """By rank: chunks missing or wrong in some copy."""
+    """By rank: chunks that are missing or wrong in a copy."""
 
     def __bool__(self) -> bool:
         return bool(self.manifests or self.chunks)
@@ -86,24 +82,24 @@ class Damage:
 
 
 class Reader:
-    """All tiers of a run, as one.
+    """Reads from all tiers of a run, nearest first.
 
     Args:
-        tiers: Nearest first.
+        tiers: The tiers, nearest first.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
         self.unreachable: dict[str, str] = {}
-        """Why a tier could not be asked, by its name; as `snapshots` found it last."""
+        """By tier name: why the last `snapshots` could not read it."""
         self.damaged: list[str] = []
-        """Places with a record that cannot be read; likewise."""
+        """Places whose record the last `snapshots` could not read."""
 
     def snapshots(self) -> list[Snapshot]:
-        """Every snapshot that exists in some tier.
+        """Returns every snapshot that a tier holds, newest first.
 
         Returns:
-            Newest first. Tiers that do not answer are left out, and noted in `unreachable`.
+            The snapshots. Tiers that do not answer are left out and listed in `unreachable`.
         """
         self.unreachable.clear()
         self.damaged.clear()
@@ -127,17 +123,9 @@ class Reader:
         return list(reversed(linked.values()))
 
     def manifest(self, snapshot: Snapshot, rank: int) -> Manifest:
-        """One rank's manifest, from the first place that has it right.
+        """Returns one rank's manifest, from the first place that has it intact.
 
-        Args:
-            snapshot: Which.
-            rank: Whose, below the snapshot's world size.
-
-        Returns:
-            The manifest as it was committed.
-
-        Raises:
-            CorruptCheckpointError: No place has it.
+        Raises CorruptCheckpointError if it is lost in every copy.
         """
         digest = snapshot.record.manifests[rank]
         for source in snapshot.sources:
@@ -153,18 +141,18 @@ class Reader:
     def chunks(
         self, snapshot: Snapshot, manifest: Manifest, numbers: Iterable[int] | None = None
     ) -> Iterator[tuple[int, Bytes]]:
-        """Verified chunks of one shard, in stored form.
+        """Yields verified chunks of one shard, in stored form.
 
         Args:
-            snapshot: Which.
-            manifest: Of the shard.
-            numbers: Which chunks, by default all.
+            snapshot: The snapshot.
+            manifest: The shard's manifest.
+            numbers: Chunk numbers; all by default.
 
         Yields:
-            Number and bytes, in the order of ``numbers``. A view into own memory is good until the next snapshot.
+            Number and bytes, in the order of ``numbers``. A view of shared memory is valid until the next save.
 
         Raises:
-            CorruptCheckpointError: A chunk is right in no place.
+            CorruptCheckpointError: A chunk is lost in every copy.
         """
         wanted = list(range(len(manifest.chunks)) if numbers is None else numbers)
         for first in range(0, len(wanted), BATCH):
@@ -173,15 +161,15 @@ class Reader:
             yield from ((number, found[number]) for number in batch)
 
     def plain_chunks(self, snapshot: Snapshot, manifest: Manifest, numbers: Sequence[int]) -> dict[int, Bytes]:
-        """Verified chunks as they were before any codec, from where they lie like that.
+        """Returns the verified chunks that some tier holds unencoded.
 
         Args:
-            snapshot: Which.
-            manifest: Of the shard, of version 2.
-            numbers: Which chunks.
+            snapshot: The snapshot.
+            manifest: The shard's manifest, of version 2.
+            numbers: Chunk numbers.
 
         Returns:
-            Those that are there. A view into own memory is good until the next snapshot.
+            The chunks that are there, by number. A view of shared memory is valid until the next save.
         """
         found: dict[int, Bytes] = {}
         for source in snapshot.sources:
@@ -197,14 +185,7 @@ class Reader:
     ) -> None:
         """Reads verified chunks, in stored form, into the caller's memory.
 
-        Args:
-            snapshot: Which.
-            manifest: Of the shard.
-            numbers: Which chunks.
-            buffers: One for each, of its stored length.
-
-        Raises:
-            CorruptCheckpointError: A chunk is right in no place; the buffers hold nothing of meaning.
+        Raises CorruptCheckpointError if a chunk is lost in every copy; the content of the buffers is undefined.
         """
         into = dict(zip(numbers, buffers, strict=True))
 
@@ -221,18 +202,18 @@ class Reader:
             _collect(snapshot, manifest, numbers[first : first + BATCH], ask)
 
     def in_place(self, snapshot: Snapshot, manifest: Manifest, numbers: Sequence[int]) -> memoryview | None:
-        """A shard's data where it lies, if a tier shows it and it is sound.
+        """Returns a shard's data where it lies, if a tier can map it and the chunks are intact.
 
         Args:
-            snapshot: Which.
-            manifest: Of the shard, with digests of what is not encoded.
-            numbers: Chunks that must be sound.
+            snapshot: The snapshot.
+            manifest: The shard's manifest, with digests of the undecoded data.
+            numbers: Chunks that must be intact.
 
         Returns:
-            The shard, verified in those chunks, good until this rank begins a save; None: it has to be read.
+            The shard, valid until this rank begins a save; None if it has to be read.
         """
 
-        def are_right(data: memoryview, some: Sequence[int]) -> bool:
+        def are_intact(data: memoryview, some: Sequence[int]) -> bool:
             lie = {number: data[number * manifest.chunk_bytes :][: manifest.data_length(number)] for number in some}
             return all(digest_of(content) == manifest.plain_digest(number) for number, content in lie.items())
 
@@ -240,7 +221,7 @@ class Reader:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-verify") as pool:
             for source in snapshot.sources:
                 data = source.tier.in_place(source.place, manifest)
-                if data is not None and all(pool.map(partial(are_right, data), parts)):
+                if data is not None and all(pool.map(partial(are_intact, data), parts)):
                     return data
         return None
 
@@ -253,14 +234,14 @@ class Reader:
         """Reads every byte in every copy of every place.
 
         Args:
-            snapshot: Which.
-            advance: Told how many bytes have just been read.
+            snapshot: The snapshot.
+            advance: Called with the number of bytes that have just been read.
 
         Returns:
-            One entry a place, those without damage included.
+            One entry per place, intact ones included.
 
         Raises:
-            CorruptCheckpointError: A manifest is right nowhere, so that nothing can be compared.
+            CorruptCheckpointError: A manifest is lost in every copy, so that nothing can be compared.
         """
         report = []
         manifests = [self.manifest(snapshot, rank) for rank in range(snapshot.record.world_size)]
@@ -282,35 +263,27 @@ class Reader:
             report.append(damage)
         return report
 
-    def mend(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
-        """Gives every place back what it has lost, from the places that have it.
+    def repair(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
+        """Writes what each place has lost, from the places that have it.
 
-        Args:
-            snapshot: Which.
-            report: From `examine`.
-
-        Returns:
-            Chunks written.
-
-        Raises:
-            CorruptCheckpointError: Something is right nowhere; all else was mended.
+        Raises CorruptCheckpointError if something is lost in every copy; everything else was repaired.
         """
         lost: CorruptCheckpointError | None = None
-        mended = 0
+        repaired = 0
         for damage in filter(None, report):
             for rank in sorted(damage.manifests | set(damage.chunks)):
                 manifest = self.manifest(snapshot, rank)
-                right: dict[int, Bytes] = {}
+                intact: dict[int, Bytes] = {}
                 for number in sorted(damage.chunks.get(rank, ())):
                     try:
-                        right |= self._batch(snapshot, manifest, [number])
+                        intact |= self._batch(snapshot, manifest, [number])
                     except CorruptCheckpointError as error:
                         lost = error
-                damage.source.tier.repair(damage.source.place, manifest, right)
-                mended += len(right)
+                damage.source.tier.repair(damage.source.place, manifest, intact)
+                repaired += len(intact)
         if lost is not None:
             raise lost
-        return mended
+        return repaired
 
 
 def _collect(
@@ -319,19 +292,19 @@ def _collect(
     batch: Sequence[int],
     ask: Callable[[SnapshotSource, Sequence[int], int], Sequence[Bytes | None]],
 ) -> dict[int, Bytes]:
-    """Asks place after place, copy after copy, for what is still missing.
+    """Reads what is missing from place after place, copy after copy, and returns the verified batch.
 
     Args:
-        snapshot: Which.
-        manifest: Of the shard.
+        snapshot: The snapshot.
+        manifest: The shard's manifest.
         batch: Chunk numbers.
-        ask: Gets chunks, unverified, from one copy in one place.
+        ask: Returns unverified chunks from one copy in one place.
 
     Returns:
-        All of the batch, verified.
+        All chunks of the batch, by number.
 
     Raises:
-        CorruptCheckpointError: One is right nowhere.
+        CorruptCheckpointError: A chunk is lost in every copy.
     """
     found: dict[int, Bytes] = {}
     for source in snapshot.sources:
@@ -354,13 +327,13 @@ def _collect(
 
 
 def is_sound(manifest: Manifest, number: int, content: Bytes | None) -> bool:
-    """Whether these bytes are the chunk that was committed."""
+    """Returns whether the bytes are the stored form of a chunk."""
     entry = manifest.chunks[number]
     return content is not None and len(content) == entry.num_bytes and digest_of(content) == entry.digest
 
 
 def is_sound_at(source: SnapshotSource, manifest: Manifest, number: int, content: Bytes | None) -> bool:
-    """Whether these bytes are the chunk as it lies in that place."""
+    """Returns whether the bytes are a chunk in the form in which that place holds it."""
     if not source.tier.holds_plain or manifest.version == 1:
         return is_sound(manifest, number, content)
     return content is not None and digest_of(content) == manifest.plain_digest(number)
@@ -382,33 +355,33 @@ def _chunks_at(source: SnapshotSource, manifest: Manifest, numbers: Sequence[int
         return [None] * len(numbers)
 
 
-class Rebuilt:
-    """One shard's data.
+class ShardDecoder:
+    """Decodes the chunks of one shard.
 
     Args:
         reader: The tiers.
-        snapshot: Which; with what it builds on.
-        manifest: Of the shard.
+        snapshot: The snapshot, with its base.
+        manifest: The shard's manifest.
     """
 
     def __init__(self, reader: Reader, snapshot: Snapshot, manifest: Manifest) -> None:
         self._reader, self._snapshot, self._manifest = reader, snapshot, manifest
 
     def chunks(self, numbers: Sequence[int]) -> dict[int, Bytes]:
-        """Some chunks; threads may share this object.
+        """Returns decoded chunks by number; threads may share this object.
 
         Args:
-            numbers: Which; ask for a few dozen at once.
+            numbers: Chunk numbers, a few dozen at once.
 
         Returns:
-            Their data. A view into own memory is good until the next snapshot.
+            Their data. A view of shared memory is valid until the next save.
 
         Raises:
-            CorruptCheckpointError: One is right in no place, or what it builds on is lost.
+            CorruptCheckpointError: A chunk, or one of its bases, is lost in every copy.
         """
         manifest = self._manifest
         if manifest.version == 1:
-            codec = standing_alone(manifest.codec)
+            codec = standalone_codec(manifest.codec)
             return {
                 number: codec.decode(stored, manifest.data_length(number), manifest.item_bytes)
                 for number, stored in self._reader.chunks(self._snapshot, manifest, numbers)
@@ -430,16 +403,16 @@ class Rebuilt:
         else:
             assert isinstance(codec, Delta)
             if base is None or len(base) != length:
-                raise self._wrong(number, "its base has no such chunk")
+                raise self._undecodable(number, "its base does not have this chunk")
             data = codec.decode(stored, base, Piece.of(manifest, number))
-        if not is_right(manifest, number, data):
-            raise self._wrong(number, "what it builds on is not what it was saved against")
+        if not matches_data_digest(manifest, number, data):
+            raise self._undecodable(number, "its base is not the one that it was encoded against")
         return data
 
-    def _wrong(self, number: int, why: str) -> CorruptCheckpointError:
+    def _undecodable(self, number: int, why: str) -> CorruptCheckpointError:
         manifest = self._manifest
         return CorruptCheckpointError(
-            f"step {manifest.step}: chunk {number} of rank {manifest.rank} cannot be built again: {why}"
+            f"step {manifest.step}: chunk {number} of rank {manifest.rank} cannot be decoded: {why}"
         )
 
     def _codec(self, number: int) -> Codec:
@@ -451,33 +424,28 @@ class Rebuilt:
         return {name: CODECS.get(name)() for name in names}
 
     @cached_property
-    def _base(self) -> Rebuilt:
+    def _base(self) -> ShardDecoder:
         base, rank = self._snapshot.base, self._manifest.rank
         if base is None or rank >= base.record.world_size:
-            told = f"the snapshot that it builds on ({self._snapshot.record.base}) is in no place"
-            raise CorruptCheckpointError(f"step {self._manifest.step}: {told}")
-        return Rebuilt(self._reader, base, self._reader.manifest(base, rank))
+            reason = f"its base ({self._snapshot.record.base}) is in no tier"
+            raise CorruptCheckpointError(f"step {self._manifest.step}: {reason}")
+        return ShardDecoder(self._reader, base, self._reader.manifest(base, rank))
 
 
-def is_right(manifest: Manifest, number: int, data: Bytes) -> bool:
-    """Whether these bytes are what the chunk was before any codec."""
+def matches_data_digest(manifest: Manifest, number: int, data: Bytes) -> bool:
+    """Returns whether the bytes are a chunk's data before any codec."""
     return digest_of(data) == manifest.plain_digest(number)
 
 
-def check(reader: Reader, snapshot: Snapshot) -> None:
-    """Builds all of a snapshot again, if it builds on another one: what is whole in itself may still lack its base.
+def check_decodable(reader: Reader, snapshot: Snapshot) -> None:
+    """Decodes a snapshot that has a base completely; an intact snapshot is still lost without its base.
 
-    Args:
-        reader: The tiers.
-        snapshot: Which.
-
-    Raises:
-        CorruptCheckpointError: Something cannot be built.
+    Raises CorruptCheckpointError if a chunk cannot be decoded.
     """
     if snapshot.record.base is None:
         return
     for rank in range(snapshot.record.world_size):
         manifest = reader.manifest(snapshot, rank)
-        shard = Rebuilt(reader, snapshot, manifest)
+        shard = ShardDecoder(reader, snapshot, manifest)
         for first in range(0, len(manifest.chunks), BATCH):
             shard.chunks(range(first, min(first + BATCH, len(manifest.chunks))))

@@ -1,62 +1,126 @@
-"""Finds the newest snapshot that is whole, and brings it to every rank.
+"""Finds the newest intact snapshot, reads it on every rank, and loads it into what is attached.
 
-Ranks see different things: own memory is each machine's, and after a crash one may have what another lost. So they tell
-each other what they see, and try from the newest down: a snapshot that turns out to be damaged beyond repair on any
-rank is given up by all of them together, loudly, for the one before it.
+Ranks see different snapshots: shared memory belongs to a machine, and after a crash one machine may have what another
+lost. So the ranks exchange their lists and try from the newest down. If a snapshot turns out to be damaged beyond
+repair on any rank, all ranks log it and try the one before.
 
-A shard that every rank has in its machine's memory is read by each; any other is read by one rank, the first that has
-it near, and broadcast, so that a shared link carries it once whatever the number of ranks. Only the chunks that hold
-something wanted are read. Ranks may be more or fewer than they were: rank r takes what was rank (r mod W)'s own.
+A shard that every rank has in the memory of its machine is read by each. Any other shard is read by one rank, the first
+that has it near, and broadcast, so that a shared link carries it once whatever the number of ranks. Only chunks that
+hold wanted tensors are read. The world size may change: rank r restores the tree of the old rank r mod W.
 
-Gives what is attached the state of a snapshot: found, read, checked, loaded, and its memory given back.
-
-Which snapshot it is, and that every rank takes the same, is `read_newest`'s; what fits and what does not is
-`AppState`'.
+A restart allocates all its memory anew, and page faults would cost more than the bytes do (1.4 GB/s against 10 here).
+So an `Arena` maps a shard's memory at once in huge pages, where one fault replaces 512. Pages that are never written
+cost nothing, so a part of a shard is read to its own offset. `Arena.release_pages` releases what was copied onwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from shade.checkpoint._buffer.copy import copy_bytes
 from shade.checkpoint._capture.app_state import AppState
-from shade.checkpoint._capture.layout import chunks_of
-from shade.checkpoint._capture.unflatten import part_of, tensors_in
-from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
-from shade.checkpoint._restore.arena import FILLING_THREADS, Arena, views
-from shade.checkpoint._restore.reader import Reader, Rebuilt, Snapshot
+from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
 
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
 _PART: Final = 4
 """Chunks that a thread reads at once."""
+_THREADS: Final = 4
+"""Page faults and disk requests both are faster in parallel."""
+
+_PIECE_BYTES: Final = 16 * 2**20
+"""Bytes that a thread copies at a time."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
+class Arena:
+    """Memory for one shard's data; its tensors keep it alive.
+
+    Args:
+        num_bytes: Length of the data.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
+
+    def copy_from(self, data: torch.Tensor, entries: Iterable[TensorEntry]) -> None:
+        """Copies tensors from a whole shard's data (uint8) to their place."""
+        target, source = self.tensor.data_ptr(), data.data_ptr()
+
+        def take(piece: range) -> None:
+            copy_bytes(target + piece.start, source + piece.start, len(piece))
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
+            list(pool.map(take, _pieces(entries)))
+
+    def chunk(self, manifest: Manifest, number: int) -> memoryview:
+        """Returns the memory of a chunk, to be written."""
+        start = number * manifest.chunk_bytes
+        return memoryview(self._map)[start : min(start + manifest.chunk_bytes, manifest.num_bytes)]
+
+    def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        """Returns views of the data, by name."""
+        return views(self.tensor, entries)
+
+    def release_pages(self, start: int, stop: int) -> None:
+        """Releases the whole pages within a range; their content is lost."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _pieces(entries: Iterable[TensorEntry]) -> list[range]:
+    """Joins neighbours, with the layout's gaps, and splits them into ranges that one thread copies at a time."""
+    joined: list[range] = []
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        if joined and entry.start - joined[-1].stop < mmap.PAGESIZE:
+            joined[-1] = range(joined[-1].start, entry.stop)
+        else:
+            joined.append(range(entry.start, entry.stop))
+    return [whole[first : first + _PIECE_BYTES] for whole in joined for first in range(0, len(whole), _PIECE_BYTES)]
+
+
+def views(data: torch.Tensor, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Returns tensors, by name, that are views of a whole shard's data (uint8)."""
+    found = {}
+    for name, entry in entries.items():
+        flat = data[entry.start : entry.stop]
+        found[name] = flat.view(torch_dtype(entry.dtype)).view(entry.shape)
+    return found
+
+
 @dataclass(frozen=True)
 class Restored:
-    """What a run starts from."""
+    """The result of a restore."""
 
     step: int
-    """Optimizer steps done; 0 where there was nothing to restore."""
+    """Optimizer steps done; 0 if there was no snapshot."""
     epoch: int
-    """As the attached sampler counts, 0 without one."""
+    """Epoch of the attached sampler; 0 without one."""
     tiers: tuple[str, ...] = ()
-    """Where the bytes came from; empty where there was nothing."""
+    """Names of the tiers that were read; empty if there was no snapshot."""
     seconds: float = 0.0
     num_bytes: int = 0
     bounds: Mapping[str, Bound] = field(default_factory=dict)
-    """How far each tensor may be from what was to be saved; empty where all is bit for bit."""
+    """Error bound of each tensor that is not exact; empty if all are."""
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -64,24 +128,24 @@ class Restored:
 
 @dataclass
 class ReadSnapshot:
-    """A snapshot's content, on one rank."""
+    """The content of a snapshot, on one rank."""
 
     record: Commit
     tiers: list[str]
-    """Where its shards were read, by whichever rank; each once."""
+    """Tiers from which any rank read a shard; each once."""
     held_by: list[str]
-    """Tiers that have it, as far as this rank sees."""
+    """Tiers that hold it, as this rank sees them."""
     tree: Any
-    """This rank's."""
+    """The tree of this rank."""
     tensors: dict[str, torch.Tensor]
-    """All that were wanted, by name, of all shards."""
+    """The wanted tensors of all shards, by name."""
     newest_sequence: int
-    """Of all snapshots that any rank sees, this one or another."""
+    """Highest sequence of all snapshots that any rank sees."""
     arenas: list[tuple[Arena, Manifest]]
     trees: list[Any] = field(default_factory=list)
-    """All ranks', by rank."""
+    """The trees of all ranks, by rank."""
     bounds: dict[str, Bound] = field(default_factory=dict)
-    """Of the tensors that are not exact, as measured when they were saved."""
+    """Error bounds of the tensors that are not exact, as measured when they were saved."""
 
 
 def read_newest(
@@ -89,27 +153,28 @@ def read_newest(
     group: ProcessGroup,
     only: Collection[str] | None = None,
     step: int | None = None,
-    is_passing: Callable[[str], bool] = lambda name: False,
+    may_borrow: Callable[[str], bool] = lambda name: False,
 ) -> ReadSnapshot | None:
-    """Reads the newest whole snapshot. Collective.
+    """Reads the newest intact snapshot. Collective.
 
     Args:
-        reader: This rank's tiers.
+        reader: The tiers of this rank.
         group: The ranks.
-        only: Attached things to read, the same on every rank; None for all.
-        step: That one and no other; None for the newest.
-        is_passing: Whether a tensor is copied onwards and then done with: it may lie in own memory, where the next save
-            overwrites it.
+        only: Names of attached objects to read, the same on every rank; None for all.
+        step: Reads only this step; None for the newest.
+        may_borrow: Returns whether a tensor is copied onwards and then not used: it may be a view of shared memory,
+            which the next save overwrites.
 
     Returns:
-        Its content; None where no tier has any snapshot, or none of that step.
+        Its content; None if no tier has a snapshot, or none of that step.
 
     Raises:
-        CorruptCheckpointError: There are some, and none is whole; the message has the reason for each.
-        CheckpointError: Storage is silent, or another tier is, and no other has anything: there might be a newer one.
+        CorruptCheckpointError: No snapshot is intact; the message has the reason for each.
+        CheckpointError: Storage does not answer; or another tier does not and no tier has a snapshot. A newer one may
+            exist there.
     """
     here = {snapshot.record.digest: snapshot for snapshot in reader.snapshots()}
-    told = group.gather(
+    reports = group.gather(
         {
             "records": [snapshot.record.to_bytes().decode() for snapshot in here.values()],
             "silent": reader.unreachable,
@@ -117,39 +182,39 @@ def read_newest(
             "durable": [tier.name for tier in reader.tiers if tier.is_durable],
         }
     )
-    silent = {name: why for each in told for name, why in each["silent"].items()}
-    for name in told[0]["durable"]:
-        if all(name in each["silent"] for each in told):
-            raise _silence({name: silent[name]})
-    records = {record.digest: record for each in told for record in map(_record, each["records"])}
+    unreachable = {name: why for report in reports for name, why in report["silent"].items()}
+    for name in reports[0]["durable"]:
+        if all(name in report["silent"] for report in reports):
+            raise _tiers_unreachable({name: unreachable[name]})
+    records = {record.digest: record for report in reports for record in map(_record, report["records"])}
     candidates = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
     candidates = [record for record in candidates if step is None or record.step == step]
     newest = max((record.sequence for record in records.values()), default=0)
-    lost = sorted({place for each in told for place in each["damaged"]})
-    rotten = [f"{place}: its record cannot be read" for place in lost]
-    if rotten and group.rank == 0:
-        logger.error("%s; going on with the other snapshots", "; ".join(rotten))
+    lost = sorted({place for report in reports for place in report["damaged"]})
+    unreadable = [f"{place}: its record cannot be read" for place in lost]
+    if unreadable and group.rank == 0:
+        logger.error("%s; continuing with the other snapshots", "; ".join(unreadable))
     reasons = []
     for record in candidates:
-        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, is_passing)
+        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, may_borrow)
         try:
             return attempt.run()
         except CorruptCheckpointError as error:
             reasons.append(str(error))
             if group.rank == 0 and record is not candidates[-1]:
                 logger.error("%s; trying the one before", error)
-    reasons += rotten
+    reasons += unreadable
     if reasons:
-        raise CorruptCheckpointError("no snapshot is whole: " + "; ".join(reasons))
-    if silent:
-        raise _silence(silent)
+        raise CorruptCheckpointError("no snapshot is intact: " + "; ".join(reasons))
+    if unreachable:
+        raise _tiers_unreachable(unreachable)
     return None
 
 
-def _silence(silent: Mapping[str, str]) -> CheckpointError:
+def _tiers_unreachable(unreachable: Mapping[str, str]) -> CheckpointError:
     return CheckpointError.of(
-        "every tier to say what it holds before a run starts from nothing, or from something old",
-        "; ".join(f"{name}: {why}" for name, why in silent.items()),
+        "every tier to answer before a run starts from nothing or from an old snapshot",
+        "; ".join(f"{name}: {why}" for name, why in unreachable.items()),
         "bring it back, or leave it out to start without it",
     )
 
@@ -159,7 +224,7 @@ def _record(text: str) -> Commit:
 
 
 class _Attempt:
-    """One snapshot, on one rank."""
+    """One attempt to read one snapshot, on one rank."""
 
     def __init__(
         self,
@@ -168,40 +233,40 @@ class _Attempt:
         snapshot: Snapshot,
         only: Collection[str] | None,
         newest_sequence: int,
-        is_passing: Callable[[str], bool],
+        may_borrow: Callable[[str], bool],
     ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
-        self._newest_sequence, self._is_passing = newest_sequence, is_passing
+        self._newest_sequence, self._may_borrow = newest_sequence, may_borrow
         self._tiers: dict[str, None] = {}
 
     def run(self) -> ReadSnapshot:
         record, group = self._snapshot.record, self._group
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
-        seeing = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
-        whole = ReadSnapshot(record, [], self._snapshot.tiers, None, {}, self._newest_sequence, [])
+        ranks_with_source = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
+        result = ReadSnapshot(record, [], self._snapshot.tiers, None, {}, self._newest_sequence, [])
         for shard in range(record.world_size):
-            having = [rank for rank in range(group.world_size) if near[rank][shard]]
-            if len(having) == group.world_size:
-                manifest, arena, passing = self._alone(shard)
+            ranks_near = [rank for rank in range(group.world_size) if near[rank][shard]]
+            if len(ranks_near) == group.world_size:
+                manifest, arena, borrowed = self._read_on_every_rank(shard)
             else:
-                source = having[0] if having else seeing[shard % len(seeing)]
-                manifest, arena = self._together(shard, source, is_near=bool(having))
-                passing = {}
+                source = ranks_near[0] if ranks_near else ranks_with_source[shard % len(ranks_with_source)]
+                manifest, arena = self._read_on_one_rank(shard, source, is_near=bool(ranks_near))
+                borrowed = {}
             if shard == group.rank % record.world_size:
-                whole.tree = part_of(manifest.tree, self._only)
+                result.tree = part_of(manifest.tree, self._only)
             wanted = self._entries(manifest)
-            whole.tensors |= passing | arena.tensors({name: wanted[name] for name in wanted.keys() - passing.keys()})
-            whole.arenas.append((arena, manifest))
-            whole.trees.append(part_of(manifest.tree, self._only))
-            told = manifest.bounds.items()  # of some: that they came out exact all the same
-            whole.bounds |= {name: bound for name, bound in told if name in wanted and bound.max_abs > 0}
-        if whole.bounds and group.rank == 0:
-            logger.warning("step %d comes back with loss: %s", record.step, told_loss(whole.bounds))
-        whole.tiers = list(dict.fromkeys(name for told in group.gather(list(self._tiers)) for name in told))
-        return whole
+            result.tensors |= borrowed | arena.tensors({name: wanted[name] for name in wanted.keys() - borrowed.keys()})
+            result.arenas.append((arena, manifest))
+            result.trees.append(part_of(manifest.tree, self._only))
+            items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
+            result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
+        if result.bounds and group.rank == 0:
+            logger.warning("step %d comes back with loss: %s", record.step, describe_loss(result.bounds))
+        result.tiers = list(dict.fromkeys(name for names in group.gather(list(self._tiers)) for name in names))
+        return result
 
     def _is_near(self, rank: int) -> bool:
-        """Whether this machine's memory has a rank's shard; its chunks may still turn out to be damaged."""
+        """Returns whether this machine's memory has a rank's shard; its chunks may still be damaged."""
         for source in self._snapshot.sources:
             if source.tier.every_rank_commits:
                 content = source.tier.read_manifest(source.place, rank)
@@ -209,31 +274,31 @@ class _Attempt:
                     return True
         return False
 
-    def _alone(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
-        """Read by every rank for itself; what one cannot read, all give up together. Third: tensors left in place."""
+    def _read_on_every_rank(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
+        """Reads a shard on every rank; if one fails, all do. Returns also the tensors that are views in place."""
         manifest, arena, failure = None, None, None
-        passing: dict[str, torch.Tensor] = {}
+        borrowed: dict[str, torch.Tensor] = {}
         try:
             manifest = self._reader.manifest(self._snapshot, shard)
             arena, wanted = Arena(manifest.num_bytes), self._entries(manifest)
-            numbers = chunks_of(manifest, wanted)
-            lying = self._reader.in_place(self._snapshot, manifest, numbers)
-            if lying is None:
+            numbers = manifest.chunks_of(wanted)
+            mapped = self._reader.in_place(self._snapshot, manifest, numbers)
+            if mapped is None:
                 fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
             else:
-                data = torch.frombuffer(lying, dtype=torch.uint8)
-                passing = views(data, {name: entry for name, entry in wanted.items() if self._is_passing(name)})
-                arena.copy_from(data, (wanted[name] for name in wanted.keys() - passing.keys()))
+                data = torch.frombuffer(mapped, dtype=torch.uint8)
+                borrowed = views(data, {name: entry for name, entry in wanted.items() if self._may_borrow(name)})
+                arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
         assert manifest is not None
         assert arena is not None
         self._note(is_near=True)
-        return manifest, arena, passing
+        return manifest, arena, borrowed
 
-    def _together(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
-        """Read by one rank, passed on in batches of chunks."""
+    def _read_on_one_rank(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
+        """Reads a shard on one rank, and broadcasts it in batches of chunks."""
         mine = self._group.rank == source
         manifest, content, failure = None, None, None
         try:
@@ -246,7 +311,7 @@ class _Attempt:
         content = self._group.gather(content)[source]
         manifest = Manifest.parse(content.encode(), self._snapshot.record.manifests[shard])
         arena = Arena(manifest.num_bytes)
-        numbers = chunks_of(manifest, self._entries(manifest))
+        numbers = manifest.chunks_of(self._entries(manifest))
         for first in range(0, len(numbers), _BATCH):
             batch = numbers[first : first + _BATCH]
             try:
@@ -268,7 +333,7 @@ class _Attempt:
             raise CorruptCheckpointError(reason)
 
     def _entries(self, manifest: Manifest) -> dict[str, TensorEntry]:
-        """The tensors of a shard that are to be read."""
+        """Returns the tensors of a shard that are wanted."""
         named = manifest.tensors if self._only is None else tensors_in(part_of(manifest.tree, self._only))
         return {name: entry for name, entry in manifest.tensors.items() if name in named}
 
@@ -277,38 +342,23 @@ class _Attempt:
         self._tiers[(near or self._snapshot.sources)[0].tier.name] = None
 
 
-def told_loss(bounds: Mapping[str, Bound]) -> str:
-    """What bounds come to, for people.
-
-    Args:
-        bounds: By tensor; at least one.
-
-    Returns:
-        The number of tensors, and the worst of them.
-    """
+def describe_loss(bounds: Mapping[str, Bound]) -> str:
+    """Returns a sentence about error bounds: the number of tensors and the worst of them."""
     worst = max(bounds, key=lambda name: bounds[name].relative)
     most = max(bounds, key=lambda name: bounds[name].max_abs)
     return (
-        f"{len(bounds)} tensors are not what was to be saved, by up to {bounds[worst].relative:.2g} of their length "
-        f"({worst}) and {bounds[most].max_abs:.2g} in an item ({most}); all others are exact"
+        f"{len(bounds)} tensors are not exactly what was saved: they differ by up to {bounds[worst].relative:.2g} of "
+        f"their norm ({worst}) and {bounds[most].max_abs:.2g} in an item ({most}); all others are exact"
     )
 
 
 def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
-    """Reads verified chunks, decoded, to where they belong; without a codec straight from the tier.
+    """Reads verified, decoded chunks to their place in the arena; without a codec straight from the tier.
 
-    Args:
-        reader: The tiers.
-        snapshot: Which.
-        manifest: Of the shard.
-        arena: For that shard.
-        numbers: Which chunks.
-
-    Raises:
-        CorruptCheckpointError: A chunk is right in no place.
+    Raises CorruptCheckpointError if a chunk is lost in every copy.
     """
     parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
-    shard = Rebuilt(reader, snapshot, manifest)
+    shard = ShardDecoder(reader, snapshot, manifest)
 
     def fill(part: Sequence[int]) -> None:
         if manifest.codec == "none":
@@ -317,27 +367,27 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
         for number, data in shard.chunks(part).items():
             arena.chunk(manifest, number)[:] = data
 
-    with ThreadPoolExecutor(FILLING_THREADS, thread_name_prefix="shade-restore") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
         list(pool.map(fill, parts))
 
 
 def restore_app_state(
     reader: Reader, group: ProcessGroup, contents: AppState, step: int | None, only: Sequence[str] | None
 ) -> tuple[Restored, ReadSnapshot | None]:
-    """Loads a snapshot. Collective.
+    """Loads a snapshot into what is attached, and releases the memory that it was read into. Collective.
 
     Args:
-        reader: Of the tiers.
+        reader: The tiers.
         group: The ranks.
         contents: What is attached.
-        step: Of the snapshot; None: the newest that is whole.
-        only: Names of what to load; None: everything.
+        step: Step of the snapshot; None for the newest intact one.
+        only: Names of what to load; None for everything.
 
     Returns:
-        What was loaded; and the snapshot, None where there is none.
+        The result, and the snapshot; None if there is none.
 
     Raises:
-        CheckpointError: As `read_newest`, and as `AppState.load`; nothing was changed.
+        CheckpointError: As in `read_newest` and `AppState.load`; nothing was changed.
     """
     begun = time.monotonic()
     found = read_newest(reader, group, only, step, contents.forgettable)
@@ -346,12 +396,12 @@ def restore_app_state(
     record = found.record
     names = contents.names if only is None else list(only)
     if group.rank >= record.world_size and "random" in names:
-        names.remove("random")  # nobody's before: a rank that is new keeps the generators that it was seeded with
+        names.remove("random")  # a new rank keeps the generators that it was seeded with
     contents.load(found.tree, found.tensors, names, found.trees)
     for arena, manifest in found.arenas:
         for name, entry in manifest.tensors.items():
             if contents.forgettable(name):
-                arena.forget(entry.start, entry.stop)
+                arena.release_pages(entry.start, entry.stop)
     seconds = time.monotonic() - begun
     logger.info(
         "restored step %d from %s: %.1f MB in %.2f s",

@@ -1,22 +1,31 @@
-"""Carries snapshots from the buffer to where they are safe, in threads, while training goes on.
+"""Writes snapshots from the buffer into the tiers, in threads, while training continues.
 
-A thread for each save that may be in flight, each with a group of its own; save i goes to thread i mod N on every rank.
-So all collectives of a group are made by one thread, and in one order. The way of a snapshot:
+Four values carry one save. All else on the way (`Copying`, which a strategy copies by; the layout, a function's value
+that is kept from save to save; `PackedShard`; the commit record) stays within the module that makes it.
 
-1. The copy is done: chunks are hashed where they lie, the manifest is made, the ranks agree on the record.
-2. Own memory: the record is put beside the buffer.
-3. Cluster memory. From here it is *committed*: it outlives this machine. A flusher makes it durable.
-4. Where there is no cluster memory, or it refused or failed: storage, directly. The reason is told once, and its end.
+====================  ==========================  ==================================================================
+value                 made by                     holds
+====================  ==========================  ==================================================================
+`CapturedState`       `AppState.capture`          the skeleton and the live tensors, until they are copied
+`SaveHandle`          `Saver.begin`               what the owner of the save can wait for, and its times
+`SaveRequest`         `Saver.begin`               buffer, layout and metadata, until the save is committed or failed
+`CommitResult`        `AsyncWriter`               the tier and the place where the snapshot is committed
+====================  ==========================  ==================================================================
 
-Where chunks are streamed, those of 3 (or 4) go out before 1, while the copy is still under way: see
-`_save.stream_upload`. Snapshots in flight at once may land in another order than they were taken in; which one
-is the newest is in their records, so whichever lands last, the newest that has landed is the one that is restored.
+Each save that may be in flight has a thread and a process group of its own; save i goes to thread i mod N on every
+rank. So all collectives of a group are made by one thread, in one order. The way of a snapshot:
 
-A codec that stores differences sends one to where its base has landed. If that place will not have it, or has lost the
-base, the snapshot is made to stand alone and goes the usual way.
+1. When the copy is done, the chunks are hashed where they lie, and the ranks agree on the commit record.
+2. The record is put beside the buffer: the shared-memory tier has the snapshot.
+3. It goes to the cluster's memory, and from there it is *committed*. The flusher makes it durable.
+4. Where there is no cluster memory, or it refused or failed, it goes to storage directly. A tier's failure is logged
+   once, and so is its end.
 
-A save that reached no tier beyond own memory has failed: its `SaveHandle` says so and the log says so, every time;
-training goes on, because the alternative is to lose what has not been saved as well.
+With a streaming strategy, the chunks of 3 (or 4) are uploaded before 1, during the copy: see `_save.stream_upload`.
+Saves in flight at once may commit in any order; the sequence in the record says which is the newest. A codec that
+stores differences sends a snapshot to where its base is; if that tier fails or has lost the base, the snapshot is
+packed again without a base. A save that reaches only shared memory, beside other tiers, has failed: handle and log say
+so each time, and training continues, because stopping it would lose the unsaved steps as well.
 """
 
 from __future__ import annotations
@@ -35,23 +44,10 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._commit.process_group import ProcessGroup
-from shade.checkpoint._commit.protocol import (
-    Agreed,
-    Notes,
-    Stored,
-    agree,
-    announce,
-    commit,
-    discard,
-    prepare,
-    put,
-    store,
-)
-from shade.checkpoint._format.manifest import Manifest, TensorEntry
+from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, discard, prepare, put, store
+from shade.checkpoint._format.manifest import Commit, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
-from shade.checkpoint._pacing.cpu_time import cpu_seconds
-from shade.checkpoint._pacing.schedule import Pace
+from shade.checkpoint._pacing.schedule import Pace, cpu_seconds
 from shade.checkpoint._save.packing import PackedShard, Packer
 from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.checkpoint._tiers.tier import Tier
@@ -63,315 +59,343 @@ logger = logging.getLogger("shade.checkpoint")
 
 @dataclass(frozen=True)
 class CommitResult:
-    """Where a save has come to."""
+    """Where a save is committed."""
 
     tier: Tier
     place: str
     sequence: int = 0
-    """Of the save, as in its record."""
+    """Number of the save in its run, as in its record."""
 
 
 @dataclass
 class SaveHandle:
-    """One save, as its owner may follow it."""
+    """One save, as its owner can follow it."""
 
     step: int
     begun: float = field(default_factory=time.monotonic)
     copied: Future[None] = field(default_factory=Future)
-    """Resolved when the buffer holds the snapshot."""
-    landed: Future[CommitResult] = field(default_factory=Future)
-    """Resolved when it is committed beyond own memory; with a CheckpointError when it is nowhere."""
+    """Resolved when the buffer holds the snapshot: the state may change again."""
+    committed: Future[CommitResult] = field(default_factory=Future)
+    """Resolved when the snapshot outlives this machine; with a CheckpointError when no tier has taken it."""
     pace: Pace = field(default_factory=Pace)
-    """As of the save before, the same on every rank; known once this one has landed."""
+    """Pace as of the save before, the same on every rank; known when this save is committed."""
     blocked_seconds: float = 0.0
-    """What the training thread has waited for it."""
-    released_effort_seconds: float = 0.0
-    """Processor time of all saves' threads when the training went on; and more, while it waited again."""
-    landed_effort_seconds: float = 0.0
-    """Processor time of all saves' threads when it had landed."""
-    landed_seconds: float = 0.0
-    """From the moment it was taken until it was committed."""
-    kept: bool = False
-    """Whether own memory holds it."""
+    """Time that the training thread waited for this save."""
+    commit_seconds: float = 0.0
+    """Time from the beginning of the save until it was committed."""
+    is_in_shared_memory: bool = False
+    """Whether the shared-memory tier holds the snapshot."""
+    blocked_cpu_seconds: float = 0.0
+    """CPU time of all saving threads when the training continued, and what they used while it waited again."""
+    committed_cpu_seconds: float = 0.0
+    """CPU time of all saving threads when the save was committed."""
 
     @property
-    def worked_seconds(self) -> float:
-        """Processor time that saves took beside the training, from when it went on until this one had landed."""
-        return max(0.0, self.landed_effort_seconds - self.released_effort_seconds)
+    def background_cpu_seconds(self) -> float:
+        """CPU time that saving threads used while the training ran, until this save was committed."""
+        return max(0.0, self.committed_cpu_seconds - self.blocked_cpu_seconds)
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """Within it, the training thread waits for this save."""
-        begun, effort = time.monotonic(), cpu_seconds()
+        """Charges to this save what the training thread waits within the block."""
+        begun, cpu = time.monotonic(), cpu_seconds()
         try:
             yield
         finally:
             self.blocked_seconds += time.monotonic() - begun
-            self.released_effort_seconds += cpu_seconds() - effort
+            self.blocked_cpu_seconds += cpu_seconds() - cpu
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What the courier is given."""
+    """One save, as the writer needs it."""
 
-    ticket: SaveHandle
-    entries: Mapping[str, TensorEntry]
-    tree: Any
-    num_bytes: int
-    buffer: torch.Tensor
+    handle: SaveHandle
+    sequence: int
+    """Number of the save in its run."""
+    saved_at: float
+    """When the state was taken, in seconds since 1970."""
+    pace: Pace
+    """Pace that this rank measured; rank 0's reaches all ranks with the commit."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    replica: str = ""
+    """Digest over samples of the state that all ranks should hold alike; empty where they need not."""
+    entries: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Where each tensor lies in the buffer."""
+    tree: Any = None
+    num_bytes: int = 0
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """uint8, the data in its first `num_bytes`."""
-    place: str
-    """The buffer's, in own memory."""
-    notes: Notes
-    arrivals: StreamHash | None = None
-    """Tells which chunks are there; None: the snapshot goes when all are."""
+    place: str = ""
+    """The buffer's place in the shared-memory tier."""
+    stream_hash: StreamHash | None = None
+    """Knows which chunks are copied; None: the snapshot is written when all are."""
 
 
 class AsyncWriter:
-    """The threads.
+    """The threads that write snapshots.
 
     Args:
         run: The run id.
-        groups: One for each thread, whose alone its collectives are: as many as saves may be in flight.
-        stage: Own memory.
-        memory: Cluster memory, or None.
-        storage: Storage that this process may write itself, or None.
-        packer: Gives chunks their stored form; one that stores differences takes one save at a time.
-        may_save: Called in the thread before each save; raises a CheckpointError if there must be none.
-        landed: Called in the thread after each save that is committed beyond own memory, on every rank; never twice
-            at once.
+        groups: One process group for each thread, used by nothing else: as many as saves may be in flight.
+        shared_memory: The shared-memory tier.
+        memory: The cluster-memory tier, or None.
+        storage: The storage tier, if this process may write it itself, or None.
+        packer: Encodes chunks; one that stores differences takes one save at a time.
+        check_may_save: Called in the thread before each save; raises a CheckpointError if there must be none.
+        after_commit: Called in the thread after each save that is committed beyond shared memory, on every rank; never
+            twice at once.
         before_chunk: Called in the thread before each chunk is sent, with its length; may wait.
-        batching: Says how much is written to storage at once, of what is streamed; None: a chunk.
+        batching: Chooses how many streamed bytes are written to storage at once; None: a chunk.
     """
 
     def __init__(
         self,
         run: str,
         groups: Sequence[ProcessGroup],
-        stage: SharedMemoryTier,
+        shared_memory: SharedMemoryTier,
         memory: Tier | None,
         storage: Tier | None,
         packer: Packer,
-        may_save: Callable[[], None],
-        landed: Callable[[CommitResult], None],
+        check_may_save: Callable[[], None],
+        after_commit: Callable[[CommitResult], None],
         before_chunk: Callable[[int], None] = lambda _: None,
         batching: Batching | None = None,
     ) -> None:
-        self._run, self._stage = run, stage
-        self._ways = [tier for tier in (memory, storage) if tier is not None]
+        self._run, self._shared_memory = run, shared_memory
+        self._tiers = [tier for tier in (memory, storage) if tier is not None]
+        """Beyond shared memory, in the order in which they are tried."""
         self._packer = packer
         self._base_tier: Tier | None = None
         """Where the snapshot lies that the next one may build on."""
-        self._may_save, self._landed = may_save, landed
+        self._check_may_save, self._after_commit = check_may_save, after_commit
         self._before_chunk, self._batching = before_chunk, batching
-        self._troubled: set[str] = set()
+        self._failing: set[str] = set()
+        """Names of the tiers that failed last time."""
         self._one_at_a_time = threading.Lock()
-        """Held while something is packed, told or tidied up."""
+        """Held while a thread packs, logs or tidies up."""
         self._num_sent = 0
-        self._lanes: list[queue.SimpleQueue[SaveRequest | None]] = [queue.SimpleQueue() for _ in groups]
+        self._queues: list[queue.SimpleQueue[SaveRequest | None]] = [queue.SimpleQueue() for _ in groups]
         self._threads = [
-            threading.Thread(target=self._serve, args=each, name="shade-courier", daemon=True)
-            for each in zip(self._lanes, groups, strict=True)
+            threading.Thread(target=self._serve, args=each, name="shade-save", daemon=True)
+            for each in zip(self._queues, groups, strict=True)
         ]
         for thread in self._threads:
             thread.start()
 
-    def send(self, parcel: SaveRequest) -> None:
-        """Takes a snapshot; its buffer must not be written to before ``parcel.ticket.landed`` is resolved."""
-        self._lanes[self._num_sent % len(self._lanes)].put(parcel)
+    def send(self, request: SaveRequest) -> None:
+        """Queues a save; its buffer must not be written to before ``request.handle.committed`` is resolved."""
+        self._queues[self._num_sent % len(self._queues)].put(request)
         self._num_sent += 1
 
     def close(self) -> None:
-        """Returns when everything sent has landed or failed. Safe to call twice."""
-        for lane, thread in zip(self._lanes, self._threads, strict=True):
+        """Returns when every queued save is committed or has failed. Safe to call twice."""
+        for requests, thread in zip(self._queues, self._threads, strict=True):
             if thread.is_alive():
-                lane.put(None)
+                requests.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, lane: queue.SimpleQueue[SaveRequest | None], group: ProcessGroup) -> None:
-        while (parcel := lane.get()) is not None:
-            ticket = parcel.ticket
+    def _serve(self, requests: queue.SimpleQueue[SaveRequest | None], group: ProcessGroup) -> None:
+        while (request := requests.get()) is not None:
+            handle = request.handle
             try:
-                landing = self._deliver(parcel, group)
-            except CheckpointError as error:
+                result = self._write(request, group)
+            except Exception as error:  # noqa: BLE001 - a dead peer is a RuntimeError of gloo; the owner must learn of it
                 self._packer.forget()
-                logger.error("step %d is not saved: %s", ticket.step, error)
-                ticket.landed.set_exception(error)
-            except Exception as error:  # noqa: BLE001 - a dead peer is a RuntimeError of gloo; its owner must hear of it
-                self._packer.forget()
-                logger.error("step %d is not saved: %s", ticket.step, error)
-                failure = CheckpointError(f"step {ticket.step} is not saved: {error}")
-                failure.__cause__ = error
-                ticket.landed.set_exception(failure)
+                logger.error("step %d is not saved: %s", handle.step, error)
+                failure = error
+                if not isinstance(error, CheckpointError):
+                    failure = CheckpointError(f"step {handle.step} is not saved: {error}")
+                    failure.__cause__ = error
+                handle.committed.set_exception(failure)
             else:
-                ticket.landed_seconds = time.monotonic() - ticket.begun
-                ticket.landed_effort_seconds = cpu_seconds()
-                ticket.landed.set_result(landing)
+                handle.commit_seconds = time.monotonic() - handle.begun
+                handle.committed_cpu_seconds = cpu_seconds()
+                handle.committed.set_result(result)
                 try:
                     with self._one_at_a_time:
-                        self._landed(landing)
+                        self._after_commit(result)
                 except ShadeError as error:
-                    logger.warning("after step %d: %s", ticket.step, error)
+                    logger.warning("after step %d: %s", handle.step, error)
 
     # ── the way of a snapshot ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _deliver(self, parcel: SaveRequest, group: ProcessGroup) -> CommitResult:
-        early = _Early(None, Stored(None)) if parcel.arrivals is None else self._send_early(parcel, group)
+    def _write(self, request: SaveRequest, group: ProcessGroup) -> CommitResult:
+        upload = None if request.stream_hash is None else self._upload(request, group)
         if self._packer.builds and len(set(group.gather(self._packer.base))) > 1:
             self._packer.forget()
         packed, error = None, None
         try:
-            parcel.ticket.copied.result()
-            self._may_save()
-            packed = early.outgoing.packed() if early.outgoing is not None else self._pack(parcel)
-        except Exception as failure:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
-            error = _said(failure)
+            request.handle.copied.result()
+            self._check_may_save()
+            packed = self._pack(request) if upload is None else upload.packed()
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the other ranks wait for this one's message
+            error = _message(failure)
         try:
-            agreed = self._agreed(parcel, group, packed, error)
+            record, shard_bytes = self._agree(request, group, packed, error)
         except CheckpointError:
-            if early.stored.place is not None:
-                discard(self._ways[0], group, early.stored.place)
+            if upload is not None and upload.place is not None:
+                discard(self._tiers[0], group, upload.place)
             raise
         assert packed is not None, "agree() raises where a rank has none"
         if packed.base is not None:
-            landing = self._build_on(parcel, group, agreed, packed)
-            if landing is not None:
-                return landing
+            result = self._build_on_base(request, group, record, shard_bytes, packed)
+            if result is not None:
+                return result
             error = None
             try:
-                packed = self._packer.alone(packed, parcel.buffer)
+                packed = self._packer.alone(packed, request.buffer)
             except Exception as failure:  # noqa: BLE001 - as above
-                error = _said(failure)
-            agreed = self._agreed(parcel, group, packed, error)
-        at_home = self._keep(parcel, group, agreed, packed.manifest)
+                error = _message(failure)
+            record, shard_bytes = self._agree(request, group, packed, error)
+        refusal = self._keep_in_shared_memory(request, group, record, packed.manifest)
         reasons = []
-        for tier in self._ways:
-            if early.outgoing is None or tier is not self._ways[0]:
-                stored = store(tier, group, agreed, packed.manifest, lambda: self._paced(packed.chunks))
-            elif early.stored.place is None:
-                stored = early.stored
-            else:
-                stored = commit(tier, group, early.stored.place, agreed.record)
-            self._tell(tier, stored, group)
-            if stored.place is not None:
-                return self._landing(parcel, agreed, packed, tier, stored.place)
-            reasons.append(f"{tier.name}: {stored.reason}")
-        if not self._ways and at_home.place is not None:
-            return CommitResult(self._stage, at_home.place, agreed.record.sequence)
-        raise CheckpointError("; ".join(reasons) or f"own memory: {at_home.reason}")
+        for tier in self._tiers:
+            try:
+                if upload is None or tier is not self._tiers[0]:
+                    place = self._store(tier, group, record, shard_bytes, packed)
+                else:
+                    place = upload.place_or_raise()
+                    commit(tier, group, place, record)
+            except CheckpointError as failure:
+                self._note_health(tier, group, str(failure))
+                reasons.append(f"{tier.name}: {failure}")
+                continue
+            self._note_health(tier, group, None)
+            return self._committed(request, record, packed, tier, place)
+        if not self._tiers and refusal is None:
+            return CommitResult(self._shared_memory, request.place, record.sequence)
+        raise CheckpointError("; ".join(reasons) or f"{self._shared_memory.name}: {refusal}")
 
-    def _agreed(
-        self, parcel: SaveRequest, group: ProcessGroup, packed: PackedShard | None, error: str | None
-    ) -> Agreed:
-        manifest, base = (None, None) if packed is None or error else (packed.manifest, packed.base)
-        agreed = agree(group, manifest, error, parcel.notes, base)
-        parcel.ticket.pace = agreed.pace
-        return agreed
+    def _agree(
+        self, request: SaveRequest, group: ProcessGroup, packed: PackedShard | None, error: str | None
+    ) -> tuple[Commit, list[int]]:
+        is_packed = packed is not None and not error
+        record, shard_bytes, request.handle.pace = agree(
+            group,
+            packed.manifest if packed is not None and is_packed else None,
+            error,
+            sequence=request.sequence,
+            saved_at=request.saved_at,
+            metrics=request.metrics,
+            replica=request.replica,
+            pace=request.pace,
+            base=packed.base if packed is not None and is_packed else None,
+        )
+        return record, shard_bytes
 
-    def _build_on(
-        self, parcel: SaveRequest, group: ProcessGroup, agreed: Agreed, packed: PackedShard
+    def _store(
+        self, tier: Tier, group: ProcessGroup, record: Commit, shard_bytes: Sequence[int], packed: PackedShard
+    ) -> str:
+        return store(tier, group, record, shard_bytes, packed.manifest, lambda: self._paced(packed.chunks))
+
+    def _build_on_base(
+        self,
+        request: SaveRequest,
+        group: ProcessGroup,
+        record: Commit,
+        shard_bytes: Sequence[int],
+        packed: PackedShard,
     ) -> CommitResult | None:
-        """Stores a difference where its base is; None where that place will not have it: then it has to stand alone."""
+        """Stores a difference where its base is; returns None if that tier refuses or fails."""
         tier = self._base_tier
-        assert tier is not None, "a base has landed somewhere"
-        self._keep(parcel, group, agreed, packed.manifest)
-        stored = store(tier, group, agreed, packed.manifest, lambda: self._paced(packed.chunks))
-        if stored.place is None:
-            self._stage.discard(parcel.place)
-            return None
-        self._tell(tier, stored, group)
-        return self._landing(parcel, agreed, packed, tier, stored.place)
-
-    def _landing(
-        self, parcel: SaveRequest, agreed: Agreed, packed: PackedShard, tier: Tier, place: str
-    ) -> CommitResult:
-        self._packer.landed(packed, agreed.record.digest, parcel.buffer)
-        self._base_tier = tier
-        return CommitResult(tier, place, agreed.record.sequence)
-
-    def _pack(self, parcel: SaveRequest) -> PackedShard:
-        with self._one_at_a_time:
-            return self._packer.pack(parcel.ticket.step, parcel.buffer, parcel.num_bytes, parcel.entries, parcel.tree)
-
-    def _send_early(self, parcel: SaveRequest, group: ProcessGroup) -> _Early:
-        """Puts the chunks into the first tier as they arrive; nobody sees them there yet."""
-        outgoing, error = None, None
+        assert tier is not None, "a base is committed somewhere"
+        self._keep_in_shared_memory(request, group, record, packed.manifest)
         try:
-            self._may_save()
-            outgoing = self._outgoing(parcel, group)
-        except Exception as failure:  # noqa: BLE001 - as above
-            error = _said(failure)
-        shard_bytes = announce(group, None if outgoing is None else outgoing.manifest, error)
-        assert outgoing is not None, "announce() raises where a rank has none"
-        if not self._ways:
-            return _Early(outgoing, Stored(None))
-        tier = self._ways[0]
-        batching = self._batching if tier.is_durable else None
-        chunks = outgoing.chunks() if batching is None else outgoing.batches(batching)
-        stored = prepare(tier, group, parcel.ticket.step, shard_bytes)
-        if stored.place is not None:
-            stored = put(tier, group, stored.place, outgoing.manifest, lambda: self._paced(chunks))
-        return _Early(outgoing, stored)
+            place = self._store(tier, group, record, shard_bytes, packed)
+        except CheckpointError:
+            self._shared_memory.discard(request.place)
+            return None
+        self._note_health(tier, group, None)
+        return self._committed(request, record, packed, tier, place)
 
-    def _outgoing(self, parcel: SaveRequest, group: ProcessGroup) -> StreamUpload:
-        assert parcel.arrivals is not None
-        data = memoryview(parcel.buffer.numpy().data)[: parcel.num_bytes]
+    def _committed(
+        self, request: SaveRequest, record: Commit, packed: PackedShard, tier: Tier, place: str
+    ) -> CommitResult:
+        self._packer.committed(packed, record.digest, request.buffer)
+        self._base_tier = tier
+        return CommitResult(tier, place, record.sequence)
+
+    def _pack(self, request: SaveRequest) -> PackedShard:
+        with self._one_at_a_time:
+            return self._packer.pack(
+                request.handle.step, request.buffer, request.num_bytes, request.entries, request.tree
+            )
+
+    def _upload(self, request: SaveRequest, group: ProcessGroup) -> StreamUpload:
+        """Uploads the chunks into the first tier as they are copied; no reader finds them there yet."""
+        upload, error = None, None
+        try:
+            self._check_may_save()
+            upload = self._new_upload(request, group)
+        except Exception as failure:  # noqa: BLE001 - as above
+            error = _message(failure)
+        shard_bytes = announce(group, None if upload is None else upload.manifest, error)
+        assert upload is not None, "announce() raises where a rank has none"
+        if self._tiers:
+            tier = self._tiers[0]
+            batching = self._batching if tier.is_durable else None
+            chunks = upload.chunks() if batching is None else upload.batches(batching)
+            try:
+                place = prepare(tier, group, request.handle.step, shard_bytes)
+                put(tier, group, place, upload.manifest, lambda: self._paced(chunks))
+                upload.place = place
+            except CheckpointError as failure:
+                upload.refusal = failure
+        return upload
+
+    def _new_upload(self, request: SaveRequest, group: ProcessGroup) -> StreamUpload:
+        assert request.stream_hash is not None
+        data = memoryview(request.buffer.numpy().data)[: request.num_bytes]
         draft = Manifest(
             run=self._run,
-            step=parcel.ticket.step,
+            step=request.handle.step,
             rank=group.rank,
             world_size=group.world_size,
             codec="none",
-            num_bytes=parcel.num_bytes,
-            tensors=parcel.entries,
+            num_bytes=request.num_bytes,
+            tensors=request.entries,
             chunks=(),
-            tree=parcel.tree,
+            tree=request.tree,
         )
-        return StreamUpload(draft, data, parcel.arrivals, parcel.ticket.copied)
+        return StreamUpload(draft, data, request.stream_hash, request.handle.copied)
 
     def _paced(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
         for chunk in chunks:
             self._before_chunk(len(chunk))
             yield chunk
 
-    def _keep(self, parcel: SaveRequest, group: ProcessGroup, agreed: Agreed, manifest: Manifest) -> Stored:
-        """Makes the snapshot count in own memory, where it lies already."""
-        kept = put(self._stage, group, parcel.place, manifest, lambda: ())
-        if kept.place is not None:
-            kept = commit(self._stage, group, kept.place, agreed.record)
-        parcel.ticket.kept = kept.place is not None
-        if parcel.ticket.kept:
-            self._troubled.discard(self._stage.name)
-        elif self._stage.name not in self._troubled:
-            self._troubled.add(self._stage.name)
-            step = parcel.ticket.step
-            logger.warning("own memory keeps no copy of step %d, nor of those to come: %s", step, kept.reason)
-        return kept
+    def _keep_in_shared_memory(
+        self, request: SaveRequest, group: ProcessGroup, record: Commit, manifest: Manifest
+    ) -> str | None:
+        """Commits the snapshot in shared memory, where it lies already; returns why not where that fails."""
+        tier, handle = self._shared_memory, request.handle
+        try:
+            put(tier, group, request.place, manifest, lambda: ())
+            commit(tier, group, request.place, record)
+        except CheckpointError as failure:
+            handle.is_in_shared_memory = False
+            if tier.name not in self._failing:
+                self._failing.add(tier.name)
+                logger.warning("%s keeps no copy of step %d, nor of those to come: %s", tier.name, handle.step, failure)
+            return str(failure)
+        handle.is_in_shared_memory = True
+        self._failing.discard(tier.name)
+        return None
 
-    def _tell(self, tier: Tier, stored: Stored, group: ProcessGroup) -> None:
-        """A tier's trouble is told when it begins and when it ends, by rank 0."""
-        troubled = stored.place is None
+    def _note_health(self, tier: Tier, group: ProcessGroup, failure: str | None) -> None:
+        """Logs on rank 0 when a tier begins to fail, and when it works again."""
         with self._one_at_a_time:
-            is_news = troubled != (tier.name in self._troubled)
-            (self._troubled.add if troubled else self._troubled.discard)(tier.name)
+            is_news = (failure is not None) != (tier.name in self._failing)
+            (self._failing.discard if failure is None else self._failing.add)(tier.name)
         if is_news and group.rank == 0:
-            if troubled:
-                last = tier is self._ways[-1]
-                logger.warning("%s fails%s: %s", tier.name, "" if last else "; saves go to storage", stored.reason)
-            else:
+            if failure is None:
                 logger.warning("%s works again", tier.name)
+            else:
+                is_last = tier is self._tiers[-1]
+                logger.warning("%s fails%s: %s", tier.name, "" if is_last else "; saves go to storage", failure)
 
 
-@dataclass(frozen=True)
-class _Early:
-    """What was sent before the ranks have agreed."""
-
-    outgoing: StreamUpload | None
-    """None: nothing, the snapshot goes as a whole."""
-    stored: Stored
-    """Where in the first tier it waits for its record."""
-
-
-def _said(failure: Exception) -> str:
+def _message(failure: Exception) -> str:
     return " ".join(str(failure).split()) or type(failure).__name__

@@ -1,18 +1,18 @@
-"""Packs a buffer for its way: cuts it into chunks, gives each its stored form, hashes that, and lists all of it.
+"""Packs a buffer into chunks in stored form, with their digests, and makes the manifest that lists them.
 
 The chunks of the codec ``none`` are views of the buffer: packing copies nothing, it reads every byte once.
 
-A codec that stores differences needs a *base*: a snapshot that has landed, and of which the packer keeps what its codec
-compares with: the digests of its chunks, and its data if need be. Every so many saves one stands alone, a *keyframe*;
-so does the first after anything went wrong. Of each chunk, in this order:
+A codec that stores differences needs a *base*: a committed snapshot, of which the packer keeps what the codec compares
+with: the digests of its chunks, and its data if the codec needs it. Every so many saves one stands alone, a *keyframe*;
+so does the first save after a failure. Each chunk is stored in the first of these ways that applies:
 
-1. It is as it was in the base: its digest is stored (`_codecs.dedup`).
-2. The cost model, if it is asked, says that compressing it takes longer than it saves: it stays as it is.
-3. The codec stores the difference. One that is not exact is decoded at once and compared, tensor by tensor: one that is
-   beyond the limit is stored exactly, until the next keyframe. The buffer is given what came out, and the manifest
-   says by how much it is off. So the snapshot *is* what a reader will have, in own memory too, and the next difference
-   starts from there.
-4. Whatever is left stands alone, compressed if that makes it smaller.
+1. The chunk equals the base's: its digest is stored (`_codecs.dedup`).
+2. The cost model, if there is one, says that compressing takes longer than it saves: the chunk is stored as it is.
+3. The codec stores the difference. A lossy difference is decoded at once and compared, tensor by tensor; a tensor
+   beyond the limit is stored exactly until the next keyframe. The decoded values are written to the buffer, and the
+   manifest says by how much they are off. So the buffer holds what a reader gets, and the next difference starts from
+   there.
+4. Any other chunk stands alone, compressed if that makes it smaller.
 
 Invariant: the buffer holds what any tier gives back, and is off from the state by no more than `Manifest.bounds` says.
 """
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standing_alone
+from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, Bound, ChunkEntry, Manifest, TensorEntry
 from shade.checkpoint._pacing.write_cost import CostModel
@@ -37,11 +37,11 @@ from shade.errors import ConfigError
 from shade.types import Bytes
 
 KEYFRAME_EVERY: Final = 8
-"""Saves from one keyframe to the next. The more, the fewer full snapshots are written, the longer the way back."""
+"""Saves from one keyframe to the next. More saves mean fewer full snapshots to write, and longer chains to restore."""
 _MOST_BETWEEN: Final = 1024
 ALWAYS: Final = "always"
 IF_FASTER: Final = "if-faster"
-"""Whether chunks are compressed, or asked about: see `_pacing.write_cost`."""
+"""Whether chunks are always compressed, or if a cost model says so: see `_pacing.write_cost`."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -52,20 +52,20 @@ class PackedShard:
 
     manifest: Manifest
     chunks: Iterable[Bytes]
-    """Stored form, in order; may be walked more than once."""
+    """Stored form, in order; may be iterated more than once."""
     base: str | None = None
-    """Digest of the record of the snapshot that it builds on; None: it stands alone."""
+    """Digest of the record of the snapshot that the shard builds on; None: it stands alone."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A snapshot that has landed, as far as the next one is compared with it."""
+    """What the packer keeps of a committed snapshot, to compare the next one with."""
 
     digest: str
-    """Of its record."""
+    """Digest of its record."""
     entries: Mapping[str, TensorEntry]
     digests: Sequence[str]
-    """Of its chunks, before any codec."""
+    """Digests of its chunks, before any codec."""
     data: npt.NDArray[np.uint8] | None
     num_after: int
     """Saves since the keyframe."""
@@ -73,12 +73,12 @@ class Base:
 
 @dataclass
 class _Chunks:
-    """What becomes of a shard's chunks, as far as it is known."""
+    """The chunks of a shard that are packed so far."""
 
     stored: list[Bytes] = field(default_factory=list)
     entries: list[ChunkEntry] = field(default_factory=list)
     errors: dict[str, _Error] = field(default_factory=dict)
-    """By tensor; only of those that are off."""
+    """Errors by tensor; only of tensors that are off."""
 
 
 class Packer:
@@ -89,13 +89,13 @@ class Packer:
         rank: This rank.
         world_size: Ranks.
         codec: Name of the codec of the chunks.
-        keyframe_every: Saves from one that stands alone to the next, for a codec that stores differences.
-        max_error: Greatest relative error of a tensor's part in a chunk, for a codec that is not exact; None: its own.
-        compress: ``always``, or ``if-faster``: what a cost model says is compressed.
-        time_write: Writes so many bytes to where snapshots go first and gives the seconds that it took: for that model.
+        keyframe_every: Saves from one keyframe to the next, for a codec that stores differences.
+        max_error: Greatest relative error of a tensor's part in a chunk, for a lossy codec; None: the codec's limit.
+        compress: ``always``, or ``if-faster``: if a cost model says so.
+        time_write: For that model: writes so many bytes to the first tier and returns the seconds that it took.
 
     Raises:
-        ConfigError: Something of this cannot be.
+        ConfigError: An argument is out of range.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class Packer:
             raise ConfigError.of("a relative error of 0 or more", max_error, "0.01 is a hundredth of a tensor's length")
         self._run, self._rank, self._world_size, self._codec_name = run, rank, world_size, codec
         self._codec = CODECS.get(codec)()
-        self._alone: Standalone = standing_alone(codec if isinstance(self._codec, Standalone) else self._delta.alone)
+        self._alone: Standalone = standalone_codec(codec if isinstance(self._codec, Standalone) else self._delta.alone)
         self._keyframe_every = keyframe_every
         asks = compress == IF_FASTER and codec != "none"
         self._costs = CostModel(time_write) if asks and time_write is not None else None
         self._max_error = max_error
         self._base: Base | None = None
         self._beyond: set[str] = set()
-        """Tensors that were beyond the limit since the last keyframe."""
+        """Tensors that were beyond the error limit since the last keyframe."""
         self._room: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
     @property
@@ -141,23 +141,23 @@ class Packer:
 
     @property
     def base(self) -> str | None:
-        """Digest of the record that the next shard would build on; None: it will stand alone."""
+        """Digest of the record that the next shard builds on; None: it stands alone."""
         is_due = self._base is not None and self._base.num_after + 1 >= self._keyframe_every
         return None if self._base is None or is_due else self._base.digest
 
     def forget(self) -> None:
-        """The next shard stands alone."""
+        """Makes the next shard stand alone."""
         self._base = None
 
     def pack(
         self, step: int, buffer: torch.Tensor, num_bytes: int, entries: Mapping[str, TensorEntry], tree: Any
     ) -> PackedShard:
-        """Hashes the chunks, in their stored form, and makes the manifest.
+        """Packs a shard.
 
         Args:
-            step: Of the snapshot.
+            step: Step of the snapshot.
             buffer: uint8, the data in its first ``num_bytes``; must not be written to while the chunks are in use. A
-                codec that is not exact writes to it what will come back.
+                lossy codec writes its decoded values to it.
             num_bytes: Length of the data.
             entries: The shard's tensors.
             tree: The skeleton of the state.
@@ -180,7 +180,7 @@ class Packer:
         )
         if isinstance(self._codec, Standalone) and self._costs is None:
             starts = range(0, num_bytes, draft.chunk_bytes)
-            stored = [self._alone.encode(data[start : start + draft.chunk_bytes], draft.item_bytes) for start in starts]
+            stored = [self._encode_alone(data[start : start + draft.chunk_bytes], draft.item_bytes) for start in starts]
             chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in stored)
             return PackedShard(replace(draft, chunks=chunks), stored)
         base = self._base if self.base is not None else None
@@ -192,27 +192,16 @@ class Packer:
         return PackedShard(manifest, made.stored, None if base is None else base.digest)
 
     def alone(self, packed: PackedShard, buffer: torch.Tensor) -> PackedShard:
-        """The same snapshot without its base, for a place that does not have that.
+        """Packs the same snapshot without its base, for a tier that lacks the base; the bounds stay the same.
 
-        Args:
-            packed: It, just packed: where it is off, the buffer is by now, and what comes back of this one.
-            buffer: What it was packed from.
-
-        Returns:
-            The shard; its bounds are the same.
+        The shard was packed last from that buffer, which holds the decoded values of a lossy codec by now.
         """
         self.forget()
         made = self._compare(_data_of(buffer, packed.manifest.num_bytes), packed.manifest, None)
         return PackedShard(replace(packed.manifest, chunks=tuple(made.entries)), made.stored)
 
-    def landed(self, packed: PackedShard, digest: str, buffer: torch.Tensor) -> None:
-        """What was packed last has landed: the next one may build on it. Before the buffer is written to again.
-
-        Args:
-            packed: It.
-            digest: Of its record.
-            buffer: What it was packed from.
-        """
+    def committed(self, packed: PackedShard, digest: str, buffer: torch.Tensor) -> None:
+        """Keeps the shard packed last as a base for the next one; called before its buffer is written to again."""
         if not isinstance(self._codec, Delta):
             return
         if packed.base is not None and not self._codec.follows_previous:
@@ -234,7 +223,7 @@ class Packer:
 
     def _copied(self, buffer: torch.Tensor, num_bytes: int) -> npt.NDArray[np.uint8]:
         if len(self._room) < num_bytes:
-            self._room = np.empty(0, np.uint8)  # first give back what there is
+            self._room = np.empty(0, np.uint8)  # frees the old memory first
             self._room = np.empty(num_bytes, np.uint8)
         np.copyto(self._room[:num_bytes], buffer.numpy()[:num_bytes])
         return self._room[:num_bytes]
@@ -242,7 +231,7 @@ class Packer:
     # ── one chunk after the other ───────────────────────────────────────────────────────────────────────────────────
 
     def _compare(self, data: memoryview, draft: Manifest, base: Base | None) -> _Chunks:
-        """Stores chunks as differences, where there is a base of the same layout; else each stands alone."""
+        """Packs chunks as differences if there is a base of the same layout; else each chunk stands alone."""
         made = _Chunks()
         if base is not None and dict(base.entries) != dict(draft.tensors):
             base = None
@@ -267,7 +256,7 @@ class Packer:
     def _differ(
         self, made: _Chunks, chunk: memoryview, before: memoryview, draft: Manifest, number: int, plain: str
     ) -> bool:
-        """Stores a chunk as its difference from the base's; whether that is small and true enough."""
+        """Packs a chunk as its difference from the base's; returns False if that is not small or exact enough."""
         name = self._codec_name
 
         def encode(some: memoryview) -> Bytes | None:
@@ -290,7 +279,7 @@ class Packer:
         return True
 
     def _true_enough(self, chunk: memoryview, before: memoryview, draft: Manifest, number: int) -> _Difference | None:
-        """The difference, tensors that it would leave too far off stored exactly; None where it is not smaller."""
+        """Returns the difference, with tensors beyond the error limit stored exactly; None if it is not smaller."""
         limit = self._delta.limit if self._max_error is None else self._max_error
         while True:
             found = self._difference(chunk, before, draft, number)
@@ -302,7 +291,7 @@ class Packer:
             self._beyond |= beyond
 
     def _difference(self, chunk: memoryview, before: memoryview, draft: Manifest, number: int) -> _Difference | None:
-        """Of a chunk, or the first part of one, from the base's; None where there is none."""
+        """Returns the difference of a chunk, or of its first part, to the base's; None if the codec has none."""
         codec, piece = self._delta, Piece.of(draft, number).clipped(len(chunk))
         stored = codec.encode(chunk, before, piece, self._beyond)
         if stored is None:
@@ -310,8 +299,11 @@ class Packer:
         if codec.is_exact:
             return _Difference(stored, None, {})
         back = codec.decode(stored, before, piece)
-        errors = {span.name: _Error.of(chunk, back, span) for span in piece.spans if span.may_be_rough}
+        errors = {span.name: _Error.of(chunk, back, span) for span in piece.spans if span.may_be_lossy}
         return _Difference(stored, back, errors)
+
+    def _encode_alone(self, chunk: memoryview, item_bytes: int) -> Bytes:
+        return chunk if self._codec_name == "none" else self._alone.encode(chunk, item_bytes)
 
     def _stand_alone(self, made: _Chunks, chunk: memoryview, item_bytes: int, number: int, plain: str) -> None:
         name = self._codec_name if isinstance(self._codec, Standalone) else self._delta.alone
@@ -335,37 +327,28 @@ def _data_of(buffer: torch.Tensor, num_bytes: int) -> memoryview:
 
 @dataclass(frozen=True)
 class _Difference:
-    """A chunk, as its difference from the base's."""
+    """A chunk's difference to the base's."""
 
     stored: Bytes
     back: Bytes | None
-    """What comes back of it; None of an exact codec: the chunk itself."""
+    """The decoded chunk; None with an exact codec, which decodes to the chunk itself."""
     errors: Mapping[str, _Error]
-    """By tensor; none of an exact codec's."""
+    """Errors by tensor; empty with an exact codec."""
 
 
 @dataclass(frozen=True)
 class _Error:
-    """How far a tensor's parts are off, taken together."""
+    """How far the parts of a tensor are off, taken together."""
 
     max_abs: float = 0.0
     squared: float = 0.0
     """Sum of the squared differences."""
     norm_squared: float = 0.0
-    """Of what was to be saved."""
+    """Sum of the squares of the tensor that was to be saved."""
 
     @classmethod
     def of(cls, chunk: memoryview, back: Bytes, span: Span) -> _Error:
-        """Compares a tensor's part in a chunk with what came back of it.
-
-        Args:
-            chunk: What was to be saved.
-            back: What would be restored.
-            span: The part.
-
-        Returns:
-            Its error; without limit where a number is none.
-        """
+        """Compares a tensor's part in a chunk with the decoded chunk; infinite where a number is not finite."""
         part = slice(span.start, span.stop)
         if span.start % 4 or span.stop % 4:  # cut by the chunk's edge: such parts are exact
             return cls(0.0 if bytes(chunk[part]) == bytes(back[part]) else math.inf, 0.0, 1.0)
@@ -382,12 +365,12 @@ class _Error:
 
     @property
     def relative(self) -> float:
-        """Length of the difference over that of the tensor."""
+        """Norm of the difference over the norm of the tensor."""
         if not self.squared:
             return 0.0
         return math.sqrt(self.squared / self.norm_squared) if self.norm_squared else math.inf
 
     @property
     def bound(self) -> Bound:
-        """As the manifest has it."""
+        """The error as the manifest states it."""
         return Bound(self.max_abs, self.relative)

@@ -1,12 +1,17 @@
-"""Saves, from the live state to the courier: captured, laid out, copied, sent off, and followed.
+"""Saves on the training thread: the state is captured, laid out, copied, handed to the writer, and waited for.
 
-The part of a `Checkpointer` that the training thread waits in. What is captured is live; the strategy decides when it
-is copied. What moves while the training thread is still in `begin` is copied again, once; what is found to have moved
-later is refused, for all that is no tensor is of another moment by then.
+This is the part of a `Checkpointer` that the training thread waits in. What is captured is live; the strategy decides
+when it is copied. A tensor that changes while the training thread is still in `begin` is copied again, once; one that
+changes later makes the snapshot torn, and it is refused, since no tensor of it is of the same moment any more.
 
-One copy at a time, and as many saves on their way as the terms allow: one more waits until the oldest has landed.
-Every rank waits for the same one, so what that one has told of the pace is the same on every rank. Invariant: a buffer
-is written to by one save only, from `begin` until that save has landed or failed.
+One copy is made at a time, and as many saves are in flight as the strategy's config allows: a further save waits until
+the oldest one is committed or has failed. Every rank waits for the same one, so the pace that came with it is the same
+on every rank. Invariant: a buffer is written to by one save only, from `begin` until that save is committed or failed.
+
+`WaitPolicy` says how far a save must have come before training continues. Usually its copy is enough, and an attached
+optimizer's step waits for that. Some strategies promise more: that a save is in storage before `save` returns, or
+before the next step. Training does not wait for a save that has failed, since the writer has logged it, nor for one
+that the flusher does not bring to storage for ten minutes.
 """
 
 from __future__ import annotations
@@ -18,88 +23,89 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-import torch
-
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.copy import Copying, prepare
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._buffer.streaming_copy import prepare
 from shade.checkpoint._buffer.torn_read import Comparison
 from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
-from shade.checkpoint._commit.process_group import ProcessGroup
-from shade.checkpoint._commit.protocol import Notes
-from shade.checkpoint._pacing.cpu_time import cpu_seconds
-from shade.checkpoint._pacing.schedule import Pace, PaceMeter
+from shade.checkpoint._commit.protocol import ProcessGroup
+from shade.checkpoint._pacing.schedule import Pace, PaceMeter, cpu_seconds
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
-from shade.checkpoint._strategies.base import Strategy, Terms
+from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
+
+DURABLE_PATIENCE_SECONDS: Final = 600.0
+"""Longest time that training waits for a committed save to become durable."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 class Saver:
-    """One rank's saves.
+    """The saves of one rank.
 
     Args:
-        contents: What is saved.
-        stage: Where it is copied to.
-        strategy: When.
-        terms: How many saves at once, and whether they are streamed.
-        courier: Who takes it from there.
+        app_state: What is saved.
+        shared_memory: Where it is copied to.
+        strategy: When it is copied.
+        config: How many saves may be in flight, and whether they are streamed.
+        writer: Writes what is copied.
         group: The ranks that save together.
-        sequence: Of the newest snapshot that there is.
-        make_room: Called before a copy is begun, with the length of this rank's shard; None: nobody has to yield.
+        sequence: Number of the newest snapshot that exists.
+        make_room: Called before each copy with the length of this rank's shard, so that the owner of other memory can
+            give some back; None: nothing to call.
     """
 
     def __init__(
         self,
-        contents: AppState,
-        stage: SharedMemoryTier,
+        app_state: AppState,
+        shared_memory: SharedMemoryTier,
         strategy: Strategy,
-        terms: Terms,
-        courier: AsyncWriter,
+        config: StrategyConfig,
+        writer: AsyncWriter,
         group: ProcessGroup,
         sequence: int,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
-        self._contents, self._stage, self._strategy, self._courier = contents, stage, strategy, courier
-        self._terms, self._group = terms, group
+        self._app_state, self._shared_memory, self._strategy, self._writer = app_state, shared_memory, strategy, writer
+        self._config, self._group = config, group
         self._comparison = Comparison()
         self.sequence = sequence
-        """Of the newest snapshot; the next one's is higher."""
+        """Number of the newest snapshot; the next one's is higher."""
         self.latest: SaveHandle | None = None
         """The save begun last."""
+        self.num_begun = 0
+        """Saves begun by this object."""
         self.settled: SaveHandle | None = None
         """The last save that was waited for to make room for another; the same on every rank."""
-        self._under_way: deque[SaveHandle] = deque()
-        """Saves that may not have landed yet, oldest first."""
+        self._in_flight: deque[SaveHandle] = deque()
+        """Saves that may not be committed yet, oldest first."""
         self._make_room = make_room
-        self._plan: ShardLayout | None = None
-        self._planned_for: dict[str, TensorSpec] = {}
+        self._layout: ShardLayout | None = None
+        self._specs: dict[str, TensorSpec] = {}
+        """What the layout was made for."""
         self._is_copying = False
         self._preparing: threading.Thread | None = None
 
     @property
     def num_bytes(self) -> int:
         """Length of this rank's shard in the save begun last."""
-        return self._plan.num_bytes if self._plan is not None else 0
+        return self._layout.num_bytes if self._layout is not None else 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
-        return not all(ticket.landed.done() for ticket in self._under_way)
+        """Whether a save is in flight."""
+        return not all(handle.committed.done() for handle in self._in_flight)
 
     def begin(self, step: int, metrics: Mapping[str, float], meter: PaceMeter) -> SaveHandle:
         """Takes a snapshot; waits until there is room for it.
 
         Args:
             step: Optimizer steps done.
-            metrics: Kept with it.
-            meter: What this rank has measured so far; is told that a save begins.
+            metrics: Metrics kept with the snapshot.
+            meter: What this rank has measured so far; learns that a save begins.
 
         Returns:
             The save.
@@ -111,68 +117,76 @@ class Saver:
         """
         begun = time.monotonic()
         self.before_step()
-        self._make_way(step)
+        self._wait_for_room(step)
         self.sequence += 1
-        ticket = self.latest = SaveHandle(step)
-        self._under_way.append(ticket)
+        self.num_begun += 1
+        handle = self.latest = SaveHandle(step)
+        self._in_flight.append(handle)
+        sequence, saved_at = self.sequence, time.time()
         pace = self._strategy.steer(self._measured(meter), self.pace)
-        notes = Notes(self.sequence, time.time(), {}, pace, "")
-        buffer: torch.Tensor | None = None
+        is_buffer_taken = False
         try:
-            captured = self._contents.capture(self._group.rank, self._group.world_size)
-            notes = replace(notes, metrics=_numbers(metrics), replica=captured.replica(self._group.world_size))
-            layout = self._layout(captured)
+            captured = self._app_state.capture(self._group.rank, self._group.world_size)
+            numbers, replica = _numbers(metrics), captured.replica(self._group.world_size)
+            layout = self._lay_out(captured)
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
-            place, buffer = self._stage.begin(layout.num_bytes)
+            place, buffer = self._shared_memory.begin(layout.num_bytes)
+            is_buffer_taken = True
             if self._preparing is None:
                 self._prepare(prepare)
-            streams = self._strategy.streams and self._terms.codec == "none"
             data = memoryview(buffer.numpy().data)[: layout.num_bytes]
-            arrivals = StreamHash(data) if streams else None
-            copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, arrivals, self._comparison)
+            streams = self._strategy.streams and self._config.codec == "none"
+            stream_hash = StreamHash(data) if streams else None
+            copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, stream_hash, self._comparison)
             copied = self._strategy.begin(copying)
             if copied.done() and copied.exception() is not None:
-                copied = self._again(step, copying)
-                arrivals = None if arrivals is None else StreamHash.of_all(data)
+                copied = self._copy_again(step, copying)
+                stream_hash = None if stream_hash is None else StreamHash.of_all(data)
         except BaseException as error:
-            # Story: the other ranks are about to wait for this one's word. So it goes there too, and the turn is taken.
-            if buffer is None:
-                self._stage.skip()
-            ticket.copied.set_exception(error)
-            self._courier.send(SaveRequest(ticket, {}, None, 0, torch.empty(0, dtype=torch.uint8), "", notes))
+            # The other ranks are about to wait for this rank in a collective: the failure goes there too, and the turn
+            # of the buffers is taken, so that all ranks stay in step.
+            if not is_buffer_taken:
+                self._shared_memory.skip()
+            handle.copied.set_exception(error)
+            self._writer.send(SaveRequest(handle, sequence, saved_at, pace))
             raise
         self._is_copying = True
-        copied.add_done_callback(lambda done: _pass_on(done, ticket.copied))
-        if arrivals is not None:
-            end = arrivals.end
-            ticket.copied.add_done_callback(lambda _: end())
-        parcel = SaveRequest(ticket, layout.entries, captured.tree, layout.num_bytes, buffer, place, notes, arrivals)
-        # Story: a tensor's last reference lets go of the interpreter as it dies. Were that after the courier has begun
-        # to work, each of a thousand would wait to get it back: a third of what a save costs. So they die first.
+        copied.add_done_callback(lambda done: _pass_on(done, handle.copied))
+        if stream_hash is not None:
+            end = stream_hash.end
+            handle.copied.add_done_callback(lambda _: end())
+        request = SaveRequest(
+            handle=handle,
+            sequence=sequence,
+            saved_at=saved_at,
+            pace=pace,
+            metrics=numbers,
+            replica=replica,
+            entries=layout.entries,
+            tree=captured.tree,
+            num_bytes=layout.num_bytes,
+            buffer=buffer,
+            place=place,
+            stream_hash=stream_hash,
+        )
+        # A tensor's last reference releases the interpreter's lock as it dies. After the writer has begun to work, each
+        # of a thousand would wait to get it back: a third of what a save costs. So they die before.
         del captured, copying
-        self._courier.send(parcel)
-        ticket.blocked_seconds += time.monotonic() - begun
-        ticket.released_effort_seconds = cpu_seconds()
-        return ticket
+        self._writer.send(request)
+        handle.blocked_seconds += time.monotonic() - begun
+        handle.blocked_cpu_seconds = cpu_seconds()
+        return handle
 
-    def stand_by(self, step: int, landing: CommitResult) -> SaveHandle:
-        """What a rank has to show for a save that another makes for it.
+    def stand_by(self, step: int, result: CommitResult) -> SaveHandle:
+        """Returns a committed handle, on a rank for which another rank saves."""
+        handle = self.latest = SaveHandle(step)
+        handle.copied.set_result(None)
+        handle.committed.set_result(result)
+        return handle
 
-        Args:
-            step: Optimizer steps done.
-            landing: Where, as far as this rank knows.
-
-        Returns:
-            A save that has landed.
-        """
-        ticket = self.latest = SaveHandle(step)
-        ticket.copied.set_result(None)
-        ticket.landed.set_result(landing)
-        return ticket
-
-    def _again(self, step: int, copying: Copying) -> Future[None]:
-        """Copies once more, at once, what has just failed."""
+    def _copy_again(self, step: int, copying: Copying) -> Future[None]:
+        """Copies once more, at once, what was torn."""
         try:
             self._strategy.wait()
         except TornSnapshotError as error:
@@ -183,101 +197,147 @@ class Saver:
         return done
 
     def wait_copy_complete(self) -> None:
-        """Returns when the state may change again.
-
-        Raises:
-            TornSnapshotError: It has changed already. Nothing is saved.
-        """
+        """Returns when the state may change again; raises a TornSnapshotError if it has changed already."""
         is_copying, self._is_copying = self._is_copying, False
         if not is_copying:
             return
-        ticket = self.latest
-        assert ticket is not None, "whoever copies has a ticket"
-        with ticket.blocking():
+        assert self.latest is not None, "a copy belongs to a save"
+        with self.latest.blocking():
             self._strategy.wait()
 
     def before_step(self) -> None:
-        """As `wait_copy_complete`, but a torn copy is no reason to end a training: the courier says that it failed."""
+        """Waits as `wait_copy_complete` does, but a torn copy does not raise: the writer logs the failure."""
         with contextlib.suppress(TornSnapshotError):
             self.wait_copy_complete()
 
     def _measured(self, meter: PaceMeter) -> Pace:
         meter.begun()
         last = self.settled
-        return (
-            meter.pace() if last is None else meter.pace(last.landed_seconds, last.blocked_seconds, last.worked_seconds)
-        )
+        if last is None:
+            return meter.pace()
+        return meter.pace(last.commit_seconds, last.blocked_seconds, last.background_cpu_seconds)
 
     @property
     def pace(self) -> Pace:
-        """The newest that every rank knows: it came with the last save that was waited for."""
+        """The newest pace that every rank knows: it came with the last save that was waited for."""
         return Pace() if self.settled is None else self.settled.pace
 
-    def _make_way(self, step: int) -> None:
-        """Waits for room: the oldest save has landed, or all have, if one of them is of this very step.
+    def _wait_for_room(self, step: int) -> None:
+        """Waits until the oldest save is committed, or until all are if one of them is of this very step.
 
-        Story: two saves of one step, on their way at once, would choose the same folder in storage for it.
+        Two saves of one step, in flight at once, would choose the same folder in storage.
         """
-        if any(ticket.step == step for ticket in self._under_way):
+        if any(handle.step == step for handle in self._in_flight):
             self.settle()
-        elif len(self._under_way) == self._terms.in_flight:
+        elif len(self._in_flight) == self._config.in_flight:
             self._wait_for_oldest()
 
     def settle(self) -> None:
-        """Returns when every save has landed or failed: their buffers are free. A failure has been told."""
-        while self._under_way:
+        """Returns when every save is committed or has failed: their buffers are free. Failures have been logged."""
+        while self._in_flight:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        self.settled = self._under_way.popleft()
-        wait([self.settled.landed])
+        self.settled = self._in_flight.popleft()
+        wait([self.settled.committed])
 
-    def landing(self) -> CommitResult:
-        """Where the save begun last has come to; waits for it.
-
-        Returns:
-            The tier and the place.
-
-        Raises:
-            CheckpointError: It is nowhere, or there has been none.
-        """
+    def result(self) -> CommitResult:
+        """Waits for the save begun last; raises a CheckpointError if no tier has taken it, or no save was begun."""
         self.wait_copy_complete()
         if self.latest is None:
             raise CheckpointError.of("a save to wait for", None, "call save() first")
-        return self.latest.landed.result()
+        return self.latest.committed.result()
 
     def warm_up(self) -> None:
-        """Has the buffers made and the copying compiled, the first time: the first save shall not wait for them."""
-        if self._plan is not None:
+        """Makes the buffers and compiles the copying in the background, once, so that the first save need not wait."""
+        if self._layout is not None:
             return
-        layout = self._layout(self._contents.capture(self._group.rank, self._group.world_size))
+        layout = self._lay_out(self._app_state.capture(self._group.rank, self._group.world_size))
 
         def reserve() -> None:
-            with contextlib.suppress(StorageFullError):  # the save that needs them will say so
-                self._stage.reserve(layout.num_bytes)
+            with contextlib.suppress(StorageFullError):  # the save that needs them raises it
+                self._shared_memory.reserve(layout.num_bytes)
             prepare()
 
         self._prepare(reserve)
 
     def _prepare(self, work: Callable[[], None]) -> None:
-        """Begins what is done once, in a thread."""
+        """Does in a thread what is done once."""
         self._preparing = threading.Thread(target=work, name="shade-prepare", daemon=True)
         self._preparing.start()
 
-    def _layout(self, captured: CapturedState) -> ShardLayout:
-        """Where each tensor goes; planned anew when tensors have come, gone or changed their form."""
+    def _lay_out(self, captured: CapturedState) -> ShardLayout:
+        """Returns the layout; makes a new one only when tensors were added, removed or changed their shape."""
         specs = captured.specs()
-        if self._plan is None or specs != self._planned_for:
-            self._plan = lay_out(specs, self._group.rank, self._group.world_size)
-            self._planned_for = specs
-        return self._plan
+        if self._layout is None or specs != self._specs:
+            self._layout = lay_out(specs, self._group.rank, self._group.world_size)
+            self._specs = specs
+        return self._layout
 
     def close(self) -> None:
-        """Returns when everything has landed or failed, and ends the threads. Safe to call twice."""
+        """Returns when every save is committed or has failed, and ends the threads. Safe to call twice."""
         if self._preparing is not None:
             self._preparing.join()
         self._strategy.close()
-        self._courier.close()
+        self._writer.close()
+
+
+class WaitPolicy:
+    """Makes the training thread wait for as long as the strategy's config says.
+
+    Args:
+        saver: Whose saves are waited for.
+        config: How far a save must have come.
+        wait_durable: Returns when a committed save of a step is in storage, or raises a CheckpointError after so many
+            seconds; None: there is no storage.
+    """
+
+    def __init__(
+        self, saver: Saver, config: StrategyConfig, wait_durable: Callable[[CommitResult, int, float], None] | None
+    ) -> None:
+        self._saver, self._wait_durable = saver, wait_durable
+        after_copy: Mapping[DurabilityLevel, Callable[[SaveHandle], None]] = {
+            "begun": lambda _: None,
+            "copied": lambda _: None,
+            "committed": self._until_committed,
+            "durable": self._until_committed if wait_durable is None else self._until_durable,
+        }
+        self._after_save, self._before_step = after_copy[config.save_waits_for], after_copy[config.step_waits_for]
+        self._save_waits_for_copy = config.save_waits_for != "begun"
+        self._passed: SaveHandle | None = None
+        """The save that need not be waited for again."""
+
+    def after_save(self) -> None:
+        """Waits before `save` returns."""
+        if self._save_waits_for_copy:
+            self._saver.before_step()
+        self._wait(self._after_save)
+
+    def before_step(self) -> None:
+        """Waits before an optimizer steps, and so changes what may not have been copied."""
+        self._saver.before_step()
+        if self._saver.latest is not self._passed:
+            self._wait(self._before_step)
+            self._passed = self._saver.latest
+
+    def _wait(self, until: Callable[[SaveHandle], None]) -> None:
+        handle = self._saver.latest
+        if handle is not None:
+            with handle.blocking():
+                until(handle)
+
+    def _until_committed(self, handle: SaveHandle) -> None:
+        wait([handle.committed])
+
+    def _until_durable(self, handle: SaveHandle) -> None:
+        self._until_committed(handle)
+        if handle.committed.exception() is not None:
+            return
+        assert self._wait_durable is not None
+        try:
+            self._wait_durable(handle.committed.result(), handle.step, DURABLE_PATIENCE_SECONDS)
+        except CheckpointError as error:
+            logger.warning("training continues before step %d is durable: %s", handle.step, error)
 
 
 def _pass_on(done: Future[None], to: Future[None]) -> None:
@@ -289,7 +349,7 @@ def _pass_on(done: Future[None], to: Future[None]) -> None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers: they may come as tensors of one element."""
+    """Returns metrics as plain numbers; they may come as tensors of one element."""
     try:
         plain = {str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         return {name: float(value) for name, value in plain.items()}

@@ -1,12 +1,12 @@
-"""A shard that leaves while it is still being copied: each chunk is handed on as soon as it has arrived and is hashed.
+"""Uploads a shard while it is still being copied: each chunk is sent as soon as it is copied and hashed.
 
-What a tier is given is complete but for one thing: the manifest lists the digests of all chunks, and the last of them
-is known when the last chunk has gone. So the manifest is an `OpenManifest` meanwhile: it says how long each chunk is,
-and its bytes are there for whoever has taken all chunks, which is when tiers ask for them.
+A tier gets everything at once but one thing: the manifest lists the digests of all chunks, and the last digest is known
+only when the last chunk has been sent. So the tier gets an `OpenManifest`, which knows each chunk's length, and which
+has bytes for a reader that has taken all chunks; that is when tiers ask for them.
 
-Nothing is risked by sending early. A copy may still turn out to be torn; then there is no manifest to agree on, what
-was put has no record, and is thrown away (`_commit.protocol`). Price: own memory learns of the snapshot after
-the tier, not before, since its record needs the digests too.
+Uploading early risks nothing. If the copy turns out to be torn, there is no manifest to agree on, and what was uploaded
+has no record and is discarded (`_commit.protocol`). The price: the shared-memory tier has the snapshot after the first
+tier and not before it, since its record needs the digests too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+
+from typing_extensions import override
 
 from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._format.manifest import ChunkEntry, Manifest
@@ -26,25 +28,18 @@ _NO_DIGEST = "0" * 32
 
 
 class OpenManifest(Manifest):
-    """A manifest whose chunks are still on their way: lengths are right, digests are to come."""
+    """A manifest of chunks that are still being copied: their lengths are right, their digests are to come."""
 
     def close(self, digests: list[str]) -> Manifest:
-        """The manifest with all digests in it; from now on this one has the same bytes."""
+        """Returns the manifest with all digests in it; from now on this one has the same bytes."""
         chunks = tuple(ChunkEntry(chunk.num_bytes, each) for chunk, each in zip(self.chunks, digests, strict=True))
         fields = {name: value for name, value in vars(self).items() if name in Manifest.__dataclass_fields__}
         closed = Manifest(**{**fields, "chunks": chunks})
         vars(self)["closed"] = closed
         return closed
 
+    @override
     def to_bytes(self) -> bytes:
-        """As `Manifest.to_bytes`.
-
-        Returns:
-            The closed manifest's.
-
-        Raises:
-            CheckpointError: Not all chunks have been taken.
-        """
         closed: Manifest | None = vars(self).get("closed")
         if closed is None:
             raise CheckpointError.of("all chunks to be taken before the manifest", self.step, "put the chunks first")
@@ -52,83 +47,69 @@ class OpenManifest(Manifest):
 
 
 class StreamUpload:
-    """One rank's shard on its way.
+    """The upload of one rank's shard.
 
     Args:
         draft: The manifest, without chunks.
         data: The buffer, as long as the shard.
-        arrivals: Tells which of its chunks are there, and hashes them.
-        copied: Resolved when all is copied and nothing is torn.
+        stream_hash: Knows which chunks are copied, and hashes them.
+        copied: Resolved when everything is copied and nothing is torn.
     """
 
-    def __init__(self, draft: Manifest, data: memoryview, arrivals: StreamHash, copied: Future[None]) -> None:
-        self._data, self._arrivals, self._copied = data, arrivals, copied
-        self._plain = arrivals.chunks
+    def __init__(self, draft: Manifest, data: memoryview, stream_hash: StreamHash, copied: Future[None]) -> None:
+        self._data, self._stream_hash, self._copied = data, stream_hash, copied
+        self._chunks = stream_hash.chunks
         self._digests: list[str] = []
-        entries = tuple(ChunkEntry(len(chunk), _NO_DIGEST) for chunk in self._plain)
+        entries = tuple(ChunkEntry(len(chunk), _NO_DIGEST) for chunk in self._chunks)
         self.manifest = OpenManifest(**vars(replace(draft, chunks=entries)))
-        """To be stored with the chunks."""
+        """Stored with the chunks."""
+        self.place: str | None = None
+        """Where the uploaded chunks wait for their record; None: the tier has not taken them."""
+        self.refusal: CheckpointError | None = None
+        """Why the tier has not taken them."""
+
+    def place_or_raise(self) -> str:
+        """Returns the place, or raises the refusal."""
+        if self.place is None:
+            raise self.refusal or CheckpointError("nothing was uploaded")
+        return self.place
 
     def chunks(self) -> Iterator[memoryview]:
-        """The chunks in order, each when it is there.
-
-        Yields:
-            Views of the buffer.
-
-        Raises:
-            CheckpointError: The copy has failed.
-        """
-        for number, chunk in enumerate(self._plain):
-            self._take(number)
+        """Yields the chunks in order, each when it is copied; raises a CheckpointError if the copy fails."""
+        for number, chunk in enumerate(self._chunks):
+            self._wait_for(number)
             yield chunk
         self._close()
 
     def batches(self, batching: Batching) -> Iterator[memoryview]:
-        """The same bytes, several chunks at once, and measured: who takes the next one has written the one before.
-
-        Args:
-            batching: Says how many.
-
-        Yields:
-            Views of the buffer.
-
-        Raises:
-            CheckpointError: The copy has failed.
-        """
+        """Yields the same bytes, several chunks at once, and measures each write."""
         begin, end = 0, 0
         wanted = batching.batch_bytes(len(self._data), self.manifest.chunk_bytes)
-        for number, chunk in enumerate(self._plain):
+        for number, chunk in enumerate(self._chunks):
             begun = time.perf_counter()
-            self._take(number)
+            self._wait_for(number)
             batching.made(time.perf_counter() - begun)
             end += len(chunk)
-            if end - begin < wanted and number < len(self._plain) - 1:
+            if end - begin < wanted and number < len(self._chunks) - 1:
                 continue
             begun = time.perf_counter()
-            yield self._data[begin:end]
+            yield self._data[begin:end]  # the consumer writes this batch before it asks for the next one
             batching.wrote(end - begin, time.perf_counter() - begun)
             begin, wanted = end, batching.batch_bytes(len(self._data), self.manifest.chunk_bytes)
         self._close()
 
     def packed(self) -> PackedShard:
-        """What was sent, as if it had been packed as a whole. Waits for the end of the copy.
-
-        Returns:
-            The shard.
-
-        Raises:
-            CheckpointError: The copy has failed.
-        """
+        """Waits for the end of the copy, and returns the shard as if it had been packed as a whole."""
         self._copied.result()
-        for number in range(len(self._plain)):
-            self._take(number)
-        return PackedShard(self._close(), self._plain)
+        for number in range(len(self._chunks)):
+            self._wait_for(number)
+        return PackedShard(self._close(), self._chunks)
 
-    def _take(self, number: int) -> None:
-        """Returns when a chunk is there and hashed."""
+    def _wait_for(self, number: int) -> None:
+        """Returns when a chunk is copied and hashed."""
         if number < len(self._digests):
             return
-        digest = self._arrivals.wait(number)
+        digest = self._stream_hash.wait(number)
         if digest is None:
             error = self._copied.exception()
             raise CheckpointError(f"chunk {number} of step {self.manifest.step} was not copied: {error}") from error

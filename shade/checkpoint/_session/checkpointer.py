@@ -1,13 +1,14 @@
-"""Checkpointer: what a training script holds. Attach what shall survive, call `step` after each optimizer step.
+"""Checkpointer: what a training script holds. It attaches its objects, and calls `step` after each optimizer step.
 
-The training thread only takes the state and, depending on the strategy, waits for its copy; everything after that is
-the courier's. Usually one save is under way: a save that falls due earlier waits for the one before, and says how long.
+The training thread only captures the state and, depending on the strategy, waits for its copy; the async writer does
+the rest. Usually one save is in flight: a save that is due earlier waits for the one before, and its handle says how
+long.
 
-Three words, three promises: *copied*, the state may change again; *committed*, it outlives this machine; *durable*, it
-outlives all of them. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold, and an attached
-optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit for bit (with
-a codec that is not exact: within the bounds that `Restored.bounds` says), and never one older than the newest that was
-durable.
+Three words, three promises: *copied*, the state may change again; *committed*, the snapshot outlives this machine;
+*durable*, it outlives all machines. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold,
+and an attached optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit
+for bit (with a lossy codec: within the bounds that `Restored.bounds` says), and never one older than the newest durable
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._codecs.base import memory_slots
-from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup, current_group
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, current_group
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint._preemption.deadline import EXIT_CODE, Deadline, open_deadline_store
@@ -31,41 +32,45 @@ from shade.checkpoint._restore.reader import Snapshot
 from shade.checkpoint._restore.restore import Restored, restore_app_state
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
-from shade.checkpoint._save.save import Saver
+from shade.checkpoint._save.save import Saver, WaitPolicy
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
-from shade.checkpoint._session.wait_policy import WaitPolicy
-from shade.checkpoint._strategies import STRATEGIES
+from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
 from shade.types import Stateful
 
 
 class Checkpointer:
-    """One rank's part in keeping a run; use as a context manager. Making it, saving and loading are collective.
+    """Saves and restores one run, as one of its ranks; a context manager.
+
+    Making it, saving and restoring are collective: every rank does it at the same step.
 
     Args:
-        store: URL of the cluster whose memory takes snapshots; None: own memory and storage alone.
+        store: URL of the cluster whose memory takes snapshots; None: shared memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
-        run: Id under which the snapshots are kept; one live run each.
-        strategy: Name in `_strategies.STRATEGIES`. What is None or left out below, its terms say.
-        every: When `step` saves: see `Schedule`.
-        keep: What stays in storage: see `_format.retention.Keep`.
-        slots: Snapshots that the cluster's memory has room for, ≥ 2: one on its way to storage, the newest, the next.
+        run: Id of the run; one live process group each.
+        strategy: Name in `_strategies.STRATEGIES`. It sets every argument below that is None.
+        every: When `step` saves: ``50`` (steps), ``"30s"``, ``"5m"``, ``"2%"`` (of the time), ``"never"``; see
+            `Schedule`.
+        keep: Which snapshots stay in storage: see `_format.retention.Keep`.
+        slots: Snapshots that the cluster's memory has room for, ≥ 2: one being flushed, the newest, the next.
         replicas: Further copies of every chunk on other nodes of the cluster.
-        parity: (k, r): instead of copies, r parity chunks for every k on other nodes.
-        codec: Of the chunks: see `_codecs.base.CODECS`.
-        keyframe_every: Saves from one that stands alone to the next, where the codec stores differences.
-        max_error: Greatest relative error of a tensor, where the codec is not exact; one beyond it is stored exactly.
-            None: the codec's own limit.
-        compress: ``always``, or ``if-faster``: a chunk is compressed only where that makes the save sooner, by costs
+        parity: (k, r): instead of copies, r parity chunks for every k chunks, on other nodes.
+        codec: Codec of the chunks: see `CODECS`.
+        keyframe_every: Saves from one full snapshot to the next, with a codec that stores differences.
+        max_error: Greatest relative error of a tensor, with a lossy codec; a tensor beyond it is stored exactly. None:
+            the codec's own limit.
+        compress: ``always``, or ``if-faster``: a chunk is compressed only where that shortens the save, by costs
             measured when the run begins (`_pacing.write_cost`).
-        buffers: Snapshots that own memory has room for, ≥ 1; see `_buffer.shared_memory_tier`.
-        in_flight: Saves under way at once, ≥ 1; never more than buffers, nor than slots beside the newest snapshot's.
+        buffers: Snapshots that shared memory has room for, ≥ 1; see `_buffer.shared_memory_tier`.
+        in_flight: Saves in flight at once, ≥ 1; at most as many as buffers, and as slots beside the newest snapshot's.
         replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel.
-        first_rank_saves: Rank 0 keeps its own state for all, where the others' machines reach none of these places.
-        make_room: Called on every rank before it saves, with the bytes of its shard: by what shares the store's memory.
+        first_rank_saves: Rank 0 saves its own state for all ranks, where the others' machines reach none of these
+            tiers.
+        make_room: Called on every rank before it saves, with the bytes of its shard, so that a cache in the same store
+            can give memory back.
 
     Raises:
-        ConfigError: Something of this cannot be, or a named store or storage does not answer.
+        ConfigError: An argument cannot be honoured, or the store or the storage does not answer.
         RunInUseError: Another live process saves under this id.
     """
 
@@ -91,99 +96,128 @@ class Checkpointer:
         first_rank_saves: bool = False,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
-        self.run = run
+        self._run, self._strategy_name = run, strategy
         self._strategy = STRATEGIES.get(strategy)()
-        self.terms = terms = self._strategy.terms.agreed(
+        self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
-        """What holds: the strategy's terms, and what was said instead."""
-        self._strategy.open(terms)
-        self._schedule, self._meter = Schedule(terms.every, terms.in_flight), PaceMeter()
-        self.group: ProcessGroup = current_group()
-        self._contents = self._new_contents(replicated)
-        self._lanes: list[ProcessGroup] = [SingleProcessGroup() if first_rank_saves else self.group]
-        self._lanes += [
-            SingleProcessGroup() if first_rank_saves else current_group() for _ in range(terms.in_flight - 1)
+        self._strategy.open(config)
+        self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
+        self._group: ProcessGroup = current_group()
+        self._app_state = self._new_app_state(replicated)
+        self._save_groups: list[ProcessGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
+        self._save_groups += [
+            SingleProcessGroup() if first_rank_saves else current_group() for _ in range(config.in_flight - 1)
         ]
-        self._saves = self.group.rank == 0 or not first_rank_saves
-        packer = Packer(  # what cannot be shall be said before anything is opened
+        self._saves = self._group.rank == 0 or not first_rank_saves
+        packer = Packer(  # before any tier is opened: it refuses wrong arguments
             run,
-            self._lanes[0].rank,
-            self._lanes[0].world_size,
-            terms.codec,
+            self._save_groups[0].rank,
+            self._save_groups[0].world_size,
+            config.codec,
             keyframe_every=keyframe_every,
             max_error=max_error,
             compress=compress,
-            time_write=lambda num_bytes: self.tiers.time_write(num_bytes),
+            time_write=lambda num_bytes: self._tiers.time_write(num_bytes),
         )
-        self.tiers: Tiers = open_tiers(
+        self._tiers: Tiers = open_tiers(
             run,
-            self.group,
+            self._group,
             store if self._saves else None,
             persist_to if self._saves else None,
             keep=keep,
-            slots=memory_slots(terms.codec, terms.slots, keyframe_every),
+            slots=memory_slots(config.codec, config.slots, keyframe_every),
             replicas=replicas or 0,
-            wished_replicas=terms.replicas if replicas is None else 0,
+            wished_replicas=config.replicas if replicas is None else 0,
             parity=parity,
-            buffers=terms.buffers,
-            in_flight=terms.in_flight,
+            buffers=config.buffers,
+            in_flight=config.in_flight,
         )
-        is_durable = None if self.tiers.storage is None else self.tiers.is_durable
+        has_storage = self._tiers.storage is not None
         self._losses = LossTracker(
-            self.group.rank, self.group.world_size, terms.buffers, lambda: self.step_count, is_durable
+            self._group.rank,
+            self._group.world_size,
+            config.buffers,
+            lambda: self.step_count,
+            self._tiers.is_durable if has_storage else None,
         )
         self._deadline: Deadline | None = None
-        courier = AsyncWriter(
+        writer = AsyncWriter(
             run,
-            self._lanes,
-            self.tiers.stage,
-            self.tiers.memory,
-            self.tiers.storage,
+            self._save_groups,
+            self._tiers.shared_memory,
+            self._tiers.memory,
+            self._tiers.storage,
             packer,
-            self.tiers.check_lease,
-            self.tiers.landed,
+            self._tiers.check_run_lock,
+            self._tiers.after_commit,
             self._strategy.before_chunk,
-            Batching() if terms.batches else None,
+            Batching() if config.batches else None,
         )
         newest = max((snapshot.record.sequence for snapshot in self.list()), default=0)
         self._saver = Saver(
-            self._contents, self.tiers.stage, self._strategy, terms, courier, self._lanes[0], newest, make_room
+            self._app_state,
+            self._tiers.shared_memory,
+            self._strategy,
+            config,
+            writer,
+            self._save_groups[0],
+            newest,
+            make_room,
         )
-        self._barrier = WaitPolicy(self._saver, self.tiers, terms)
+        self._wait_policy = WaitPolicy(self._saver, config, self._tiers.wait_durable if has_storage else None)
         self._hooks: list[Any] = []
         self._closed = False
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
 
-    def _new_contents(self, replicated: bool) -> AppState:
-        """What is saved: what is attached. `_session.state_dict_checkpointer` saves something else."""
+    def _new_app_state(self, replicated: bool) -> AppState:
+        """Returns what is saved: the attached objects. `StateDictCheckpointer` saves another state."""
         return AppState(replicated)
+
+    @property
+    def run(self) -> str:
+        """The run id."""
+        return self._run
+
+    @property
+    def config(self) -> StrategyConfig:
+        """The strategy's config that holds: its own values, and what was passed instead."""
+        return self._config
+
+    def __repr__(self) -> str:
+        shown = [repr(self._run), self._strategy_name, f"every {self._config.every}"]
+        shown += self._tiers.locations
+        shown += [f"step {self.step_count}", f"{self._saver.num_begun} save{'' if self._saver.num_begun == 1 else 's'}"]
+        latest = self.latest
+        if latest is not None:
+            shown.append(f"step {latest.step} {_state_of(latest)}")
+        return f"<Checkpointer of run {', '.join(shown)}{', closed' if self._closed else ''}>"
 
     # ── what is saved ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def attach(self, **things: Stateful) -> None:
-        """Takes things under its care: model, optimizer, scheduler, scaler, sampler … by name.
+    def attach(self, **objects: Stateful) -> None:
+        """Attaches objects by name, to be saved and restored: model, optimizer, scheduler, scaler, sampler …
 
         The generators of Python, NumPy and PyTorch are attached already.
 
         Args:
-            **things: Whatever has ``state_dict`` and ``load_state_dict``.
+            **objects: Any objects with ``state_dict`` and ``load_state_dict``.
 
         Raises:
             ConfigError: One has no state, or a name is taken.
         """
-        self._contents.attach(things)
-        optimizers = [thing for thing in things.values() if isinstance(thing, torch.optim.Optimizer)]
+        self._app_state.attach(objects)
+        optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._barrier.before_step()))
-        modules = [thing for thing in things.values() if isinstance(thing, torch.nn.Module)]
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._wait_policy.before_step()))
+        modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
         self._strategy.attach(modules, optimizers)
 
     # ── saving ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, metrics: Mapping[str, float] | None = None) -> bool:
-        """Counts an optimizer step, and saves when a save is due. After ``optimizer.step()``, on every rank.
+        """Counts an optimizer step, and saves when a save is due. Call it after ``optimizer.step()``, on every rank.
 
         Args:
             metrics: Kept with the snapshot if one is taken.
@@ -204,35 +238,35 @@ class Checkpointer:
         return True
 
     def save(self, metrics: Mapping[str, float] | None = None) -> SaveHandle:
-        """Takes a snapshot of everything attached, now. On every rank, between two optimizer steps.
+        """Takes a snapshot of all attached objects now. Call it on every rank, between two optimizer steps.
 
         Args:
-            metrics: Kept with it: numbers to choose the best by.
+            metrics: Kept with the snapshot: numbers to choose the best one by.
 
         Returns:
-            The save, to be followed.
+            A handle to wait for the save.
 
         Raises:
-            ConfigError: Something attached cannot be saved.
-            TornSnapshotError: Something changed while it was copied, and again when it was copied once more.
+            ConfigError: An attached object cannot be saved.
+            TornSnapshotError: A tensor changed while it was copied, and again when it was copied once more.
             StorageFullError: There is not enough shared memory for the buffer.
         """
         if not self._saves:
-            return self._saver.stand_by(self.step_count, CommitResult(self.tiers.stage, ""))
-        ticket = self._saver.begin(self.step_count, metrics or {}, self._meter)
-        self._losses.begun(ticket, self._saver.num_bytes)
+            return self._saver.stand_by(self.step_count, CommitResult(self._tiers.shared_memory, ""))
+        handle = self._saver.begin(self.step_count, metrics or {}, self._meter)
+        self._losses.begun(handle, self._saver.num_bytes)
         self._schedule.saved(self.step_count, self._saver.pace)
-        if not self.should_stop:  # an end that is announced does not wait
-            self._barrier.after_save()
-        return ticket
+        if not self.should_stop:  # with a preemption notice there is no time to wait
+            self._wait_policy.after_save()
+        return handle
 
     def is_due(self, step: int) -> bool:
-        """Whether a save falls due at that step, or before."""
+        """Whether a save is due at that step, or before."""
         return self._schedule.is_due(step)
 
     @property
     def latest(self) -> SaveHandle | None:
-        """The save begun last."""
+        """The handle of the save begun last; None before the first."""
         return self._saver.latest
 
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,7 +275,7 @@ class Checkpointer:
         """Returns when the state may change again. Attached optimizers wait for the same before each step.
 
         Raises:
-            TornSnapshotError: It has changed already; the message names the tensor. This snapshot is refused.
+            TornSnapshotError: The state has changed already; the message names the tensor. The snapshot is refused.
         """
         self._saver.wait_copy_complete()
 
@@ -249,12 +283,12 @@ class Checkpointer:
         """Returns when the save begun last outlives this machine.
 
         Returns:
-            The tier that holds it: own memory only if there is no other.
+            Name of the tier that holds it; ``own memory`` only if there is no other tier.
 
         Raises:
-            CheckpointError: It is nowhere; the message says why, or that there has been none.
+            CheckpointError: No tier has taken it, and the message says why; or no save was begun.
         """
-        return self._saver.landing().tier.name
+        return self._saver.result().tier.name
 
     def wait_durable(self, timeout_seconds: float | None = None) -> None:
         """Returns when the save begun last is in storage.
@@ -264,29 +298,45 @@ class Checkpointer:
 
         Raises:
             ConfigError: There is no storage.
-            CheckpointError: It is nowhere, or not durable in time.
+            CheckpointError: No tier has taken it, or it is not durable in time.
         """
         if not self._saves:
             return
-        if self.tiers.storage is None:
+        if self._tiers.storage is None:
             raise ConfigError.of("storage to be durable in", None, "pass persist_to=")
-        landing = self._saver.landing()
+        result = self._saver.result()
         assert self.latest is not None
-        self.tiers.wait_durable(landing, self.latest.step, timeout_seconds)
+        self._tiers.wait_durable(result, self.latest.step, timeout_seconds)
 
-    # ── what an end would cost, and one that is announced ─────────────────────────────────────────────────────────────
+    def is_durable(self, handle: SaveHandle) -> bool:
+        """Whether a save, or a later one, is in storage.
 
-    def gauge(self) -> RecoveryEstimate:
-        """What would be lost, and how soon recovered, if this process, machine or cluster ended now."""
+        Args:
+            handle: The save.
+
+        Returns:
+            False before the save is committed, while the flusher has still to bring it there, or without storage.
+        """
+        if self._tiers.storage is None or not handle.committed.done() or handle.committed.exception() is not None:
+            return False
+        return self._tiers.is_durable(handle.committed.result())
+
+    # ── failures and preemption ───────────────────────────────────────────────────────────────────────────────────────
+
+    def recovery_estimate(self) -> RecoveryEstimate:
+        """Estimates what would be lost, and how soon recovered, if this process, machine or cluster ended now."""
         return self._losses.read()
 
+    gauge = recovery_estimate
+    """The earlier name of `recovery_estimate`."""
+
     def watch(self, *sources: str, grace_seconds: float = GRACE_SECONDS, exit_code: int | None = EXIT_CODE) -> None:
-        """Watches for the end of this machine: `step` then saves what can be saved in time, and leaves. Collective.
+        """Watches for preemption notices: `step` then saves what can be saved in time, and exits. Collective.
 
         Args:
             *sources: ``SIGTERM`` (if none is named), paths of files, ``http://…``: see `_preemption.notice`.
-            grace_seconds: What is left after a notice that says no time.
-            exit_code: Of the SystemExit that `step` raises then; None: it returns, and `should_stop` is true.
+            grace_seconds: Time left after a notice that names no time.
+            exit_code: Exit code of the SystemExit that `step` raises then; None: it returns, and `should_stop` is true.
 
         Raises:
             ConfigError: A source cannot be watched.
@@ -294,29 +344,29 @@ class Checkpointer:
         if self._deadline is not None:
             self._deadline.close()
         watched = [source_of(source, grace_seconds) for source in sources or ("SIGTERM",)]
-        board = open_deadline_store(self.group.rank, self.group.world_size)
-        self._deadline = Deadline(self, self._losses, board, watched, exit_code=exit_code)
+        store = open_deadline_store(self._group.rank, self._group.world_size)
+        self._deadline = Deadline(self, self._losses, store, watched, exit_code=exit_code)
 
     @property
     def should_stop(self) -> bool:
-        """Whether an end has been announced, to this rank or another: a last snapshot is taken in the next steps."""
+        """Whether this rank or another has a preemption notice: a last snapshot is taken in the next steps."""
         return self._deadline is not None and self._deadline.should_stop
 
     # ── restoring ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def restore_latest(self, only: Sequence[str] | None = None) -> Restored:
-        """Loads the newest snapshot that is whole, from the nearest place that has it.
+        """Loads the newest whole snapshot, from the nearest tier that has it.
 
         Args:
-            only: Names of what to load, as attached; by default everything.
+            only: Names of the attached objects to load; by default all.
 
         Returns:
-            What was loaded; false where there was nothing at all to load.
+            What was loaded; false if there is no snapshot at all.
 
         Raises:
             CorruptCheckpointError: There are snapshots, and none is whole.
-            StateMismatchError: It does not fit what is attached; nothing was changed.
-            CheckpointError: There is none, but a tier is silent that might have one.
+            StateMismatchError: It does not fit the attached objects; nothing was changed.
+            CheckpointError: No snapshot was found, but a tier that might have one does not answer.
         """
         return self._restore(None, only)
 
@@ -324,14 +374,14 @@ class Checkpointer:
         """Loads the snapshot of one step; otherwise as `restore_latest`.
 
         Args:
-            step: Which.
-            only: Names of what to load.
+            step: The step.
+            only: Names of the attached objects to load.
 
         Returns:
             What was loaded.
 
         Raises:
-            CheckpointError: There is none of that step.
+            CheckpointError: There is no snapshot of that step.
         """
         restored = self._restore(step, only)
         if not restored:
@@ -342,7 +392,7 @@ class Checkpointer:
     def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
         self._saver.before_step()
         self._saver.settle()
-        restored, found = restore_app_state(self.tiers.reader, self.group, self._contents, step, only)
+        restored, found = restore_app_state(self._tiers.reader, self._group, self._app_state, step, only)
         if found is not None:
             self.step_count = restored.step
             self._saver.sequence = max(self._saver.sequence, found.newest_sequence)
@@ -351,23 +401,23 @@ class Checkpointer:
         return restored
 
     def list(self) -> list[Snapshot]:
-        """Every snapshot of the run that this rank can see, newest first."""
-        return self.tiers.reader.snapshots()
+        """Returns every snapshot of the run that this rank can see, newest first."""
+        return self._tiers.reader.snapshots()
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Waits until what was saved has landed, then lets go of everything. Safe to call twice.
+        """Waits until the last save is committed, then frees all resources. Safe to call twice.
 
         Raises:
-            CheckpointError: The save begun last is nowhere.
+            CheckpointError: No tier has taken the save begun last.
         """
         if self._closed:
             return
         is_safe = False
         try:
             if self.latest is not None:
-                self._saver.landing()
+                self._saver.result()
             is_safe = True
         finally:
             self._end(keep_buffers=not is_safe)
@@ -380,8 +430,8 @@ class Checkpointer:
             hook.remove()
         self._saver.close()
         self._losses.close()
-        self.tiers.close(keep_buffers=keep_buffers)
-        for group in (self.group, *self._lanes):
+        self._tiers.close(keep_buffers=keep_buffers)
+        for group in (self._group, *self._save_groups):
             group.close()
 
     def __enter__(self) -> Checkpointer:
@@ -390,8 +440,16 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes; after an exception without waiting, and with own memory left for whoever comes after."""
+        """Closes; after an exception without waiting, and with the buffers left for the process that restarts."""
         if error is None:
             self.close()
         elif not self._closed:
             self._end(keep_buffers=True)
+
+
+def _state_of(handle: SaveHandle) -> str:
+    """Returns how far a save has come, in a few words."""
+    if handle.committed.done():
+        failure = handle.committed.exception()
+        return f"failed: {failure}" if failure is not None else f"in {handle.committed.result().tier.name}"
+    return "copied, not committed yet" if handle.copied.done() else "being copied"

@@ -1,8 +1,8 @@
-"""The tiers of one run, as one rank has them: opened, checked, leased, served by a flusher, and closed.
+"""The tiers of one run, as one rank has them: opened, checked, locked, served by a flusher, and closed.
 
-Own memory is always there. With a store comes cluster memory, with a path comes storage; with both, a flusher process
-takes what is in memory to storage, and this process writes there only what memory would not take. Rank 0 alone holds
-the lease on the run id, starts the flusher where none serves the store, and retires old snapshots where none does.
+The shared-memory tier always exists. A store adds cluster memory, a path adds storage; with both, a flusher process
+moves snapshots from memory to storage, and this process writes to storage only what memory refused. Rank 0 alone holds
+the run lock, starts the flusher where none serves the run, and removes old snapshots from storage where none does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import ProcessGroup
-from shade.checkpoint._flush.service import mark_begun, mark_ended, serving, start_flusher
+from shade.checkpoint._commit.protocol import ProcessGroup
+from shade.checkpoint._flush.service import is_served, mark_ended, mark_started, start_flusher
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
@@ -28,52 +28,47 @@ from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
 
 STORE_TIMEOUT_SECONDS = 5.0
-"""Of a wait for the next bytes: a snapshot can wait longer than a batch of samples."""
+"""Longest wait for the next bytes: a snapshot can wait longer than a batch of samples."""
 POLL_SECONDS = 0.02
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 class Tiers:
-    """What a Checkpointer keeps snapshots in.
+    """The tiers that a Checkpointer keeps snapshots in.
 
     Args:
-        stage: Own memory.
+        shared_memory: The shared-memory tier.
         memory: Cluster memory, or None.
         storage: Durable storage, or None.
-        keep: What stays in storage.
+        keep: Which snapshots stay in storage.
         is_first: Whether this is rank 0.
-        lease: On the run id, held by rank 0; None on the others, and where nothing is shared.
+        run_lock: Held by rank 0; None on the other ranks, and where nothing is shared.
         resources: Closed at the end, in reverse.
+        locations: URLs of store and storage, without passwords.
     """
 
     def __init__(
         self,
-        stage: SharedMemoryTier,
+        shared_memory: SharedMemoryTier,
         memory: MemoryTier | None,
         storage: StorageTier | None,
         keep: Keep,
         *,
         is_first: bool,
-        lease: RunLock | None,
+        run_lock: RunLock | None,
         resources: contextlib.ExitStack,
+        locations: Sequence[str],
     ) -> None:
-        self.stage, self.memory, self.storage = stage, memory, storage
-        self._keep, self._is_first, self._lease, self._resources = keep, is_first, lease, resources
-        self.reader = Reader([tier for tier in (stage, memory, storage) if tier is not None])
+        self.shared_memory, self.memory, self.storage = shared_memory, memory, storage
+        self.locations = locations
+        self._keep, self._is_first, self._run_lock, self._resources = keep, is_first, run_lock, resources
+        self.reader = Reader([tier for tier in (shared_memory, memory, storage) if tier is not None])
 
     def time_write(self, num_bytes: int) -> float:
-        """Seconds that writing so much takes, to where saves go first; 0 where they stay in own memory.
+        """Measures a write of so many bytes to the tier that saves go to first, in seconds; leaves nothing behind.
 
-        Args:
-            num_bytes: How much.
-
-        Returns:
-            Seconds; nothing is left of what was written.
-
-        Raises:
-            StoreError: There is no storage, and memory cannot be written.
-            StorageError: Storage cannot be written, nor memory, if there is any.
+        Returns 0 where saves stay in shared memory; raises the tier's error if it cannot be written.
         """
         if self.memory is not None:
             try:
@@ -83,111 +78,86 @@ class Tiers:
                     raise
         return 0.0 if self.storage is None else self.storage.time_write(num_bytes)
 
-    def check_lease(self) -> None:
-        """Asks before a save whether the run id is still ours.
+    def check_run_lock(self) -> None:
+        """Raises a RunInUseError if another process has taken the run over while this one stood still."""
+        if self._run_lock is not None:
+            self._run_lock.check()
 
-        Raises:
-            RunInUseError: Another process has taken over, because this one stood still for too long.
-        """
-        if self._lease is not None:
-            self._lease.check()
-
-    def landed(self, landing: CommitResult) -> None:
-        """Tidies up after a save; called in the courier's thread.
-
-        Args:
-            landing: Where it has come to.
-        """
-        if landing.tier is self.storage and self._is_first:
+    def after_commit(self, result: CommitResult) -> None:
+        """Removes old snapshots after a save; called in a thread of the writer."""
+        if result.tier is self.storage and self._is_first:
             self._retire()
 
     def _retire(self) -> None:
-        """Removes from storage what the keep rules let go of."""
+        """Removes from storage the snapshots that no keep rule keeps."""
         assert self.storage is not None
         try:
             places = {record.digest: (place, record) for place, record in self.storage.held().items()}
             records = [record for _, record in places.values()]
-            for record in self._keep.discardable(records, self._building(records)):
+            for record in self._keep.discardable(records, self._may_need(records)):
                 self.storage.discard(places[record.digest][0])
         except StorageError as error:
             logger.warning("old snapshots stay in storage: %s", error)
 
-    def _building(self, records: Sequence[Commit]) -> Iterable[Commit]:
-        """What lies in cluster memory: a flusher may be bringing something that builds on what storage has."""
+    def _may_need(self, records: Sequence[Commit]) -> Iterable[Commit]:
+        """Returns the records in cluster memory: a flusher may be moving one that builds on a snapshot in storage."""
         if self.memory is None or all(record.version == 1 for record in records):
             return ()
-        with contextlib.suppress(StoreError):  # nor can a flusher read it
+        with contextlib.suppress(StoreError):  # then a flusher cannot read it either
             return self.memory.held().values()
         return ()
 
-    def is_durable(self, landing: CommitResult) -> bool:
-        """Whether a save is in storage, or one that was taken after it.
-
-        Args:
-            landing: Where it has come to.
-
-        Returns:
-            False while a flusher has still to bring it there, or one of the two does not say.
-        """
-        if landing.tier is self.storage:
+    def is_durable(self, result: CommitResult) -> bool:
+        """Whether a save, or a later one, is in storage; False also while memory or storage does not answer."""
+        if result.tier is self.storage:
             return True
         assert self.memory is not None
         assert self.storage is not None
         try:
-            if self.memory.is_dirty(landing.place):
+            if self.memory.is_dirty(result.place):
                 return False
-            return any(record.sequence >= landing.sequence for record in self.storage.held().values())
+            return any(record.sequence >= result.sequence for record in self.storage.held().values())
         except (StoreUnavailableError, StorageError):
             return False
 
-    def wait_durable(self, landing: CommitResult, step: int, timeout_seconds: float | None) -> None:
-        """Returns when a save is in storage.
+    def wait_durable(self, result: CommitResult, step: int, timeout_seconds: float | None) -> None:
+        """Returns when a save of that step is in storage; a CheckpointError if it is late, or if memory has lost it.
 
-        Args:
-            landing: Where it has come to.
-            step: Of it.
-            timeout_seconds: Longest time to wait; None: as long as it takes.
-
-        Raises:
-            CheckpointError: It is not, in time; or never will be, as memory has lost it before.
+        None as timeout waits as long as it takes.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while not self.is_durable(landing):
-            if self._is_lost(landing):
+        while not self.is_durable(result):
+            if self._is_lost(result):
                 raise CheckpointError.of(
-                    f"step {step} to stay in {landing.tier.name} until it is durable",
+                    f"step {step} to stay in {result.tier.name} until it is durable",
                     "neither there nor in storage",
                     "was a server restarted empty? save again; replicas outlive the loss of one",
                 )
             if deadline is not None and time.monotonic() > deadline:
                 raise CheckpointError.of(
                     f"step {step} to be durable within {timeout_seconds} s",
-                    f"in {landing.tier.name} only",
+                    f"in {result.tier.name} only",
                     "see whether its flusher runs (shade checkpoint list)",
                 )
             time.sleep(POLL_SECONDS)
 
-    def _is_lost(self, landing: CommitResult) -> bool:
-        """Whether memory answers, and has it no more, and storage still has not got it."""
+    def _is_lost(self, result: CommitResult) -> bool:
+        """Whether memory answers, has lost the save, and storage does not have it either."""
         assert self.memory is not None
         try:
             newest = max((record.sequence for record in self.memory.held().values()), default=-1)
         except StoreError:
             return False
-        return newest < landing.sequence and not self.is_durable(landing)
+        return newest < result.sequence and not self.is_durable(result)
 
     def close(self, *, keep_buffers: bool) -> None:
-        """Lets go of everything.
-
-        Args:
-            keep_buffers: Leave own memory, if there is a snapshot in it, for a process that comes after.
-        """
+        """Frees all resources; with ``keep_buffers``, a snapshot in shared memory stays for a process that restarts."""
         if not keep_buffers and (self.memory is not None or self.storage is not None):
-            self.stage.remove()
-        elif self.stage.held():
-            self.stage.close()
+            self.shared_memory.remove()
+        elif self.shared_memory.held():
+            self.shared_memory.close()
         else:
-            self.stage.vacate()
+            self.shared_memory.vacate()
         self._resources.close()
 
 
@@ -205,26 +175,26 @@ def open_tiers(
     wished_replicas: int = 0,
     in_flight: int = 1,
 ) -> Tiers:
-    """Opens what a run keeps its snapshots in. Collective.
+    """Opens the tiers of a run. Collective.
 
     Args:
         run: The run id.
         group: The ranks.
-        store_url: As given to `Checkpointer`, like all that follow.
-        persist_to: Path or URL.
+        store_url: The store, as given to `Checkpointer`, like all that follow.
+        persist_to: Path or URL of the storage.
         keep: Keep rules.
-        slots: In cluster memory.
-        replicas: Of chunks in cluster memory.
+        slots: Slots in cluster memory.
+        replicas: Replicas of chunks in cluster memory.
         parity: (k, r), or None.
-        buffers: In own memory.
+        buffers: Buffers in shared memory.
         wished_replicas: Replicas where there is no parity, as far as the cluster has servers for them.
-        in_flight: Saves under way at once.
+        in_flight: Saves in flight at once.
 
     Returns:
         The tiers.
 
     Raises:
-        ConfigError: On every rank: something of it cannot be, or does not answer.
+        ConfigError: On every rank: an argument cannot be honoured, or the store or the storage does not answer.
         RunInUseError: On every rank: another live process saves under this id.
     """
     resources = contextlib.ExitStack()
@@ -232,11 +202,11 @@ def open_tiers(
     failure: Exception | None = None
     try:
         check_run_name(run)
-        stage = SharedMemoryTier(
+        shared_memory = SharedMemoryTier(
             run, group.rank, num_buffers=buffers, has_others=store_url is not None or persist_to is not None
         )
-        stage.claim()
-        resources.callback(stage.close)
+        shared_memory.claim()
+        resources.callback(shared_memory.close)
         volume = None if persist_to is None else _volume(persist_to)
         store = None if store_url is None else _store(store_url, resources)
         memory = storage = None
@@ -257,22 +227,31 @@ def open_tiers(
             )
             resources.callback(memory.close)
         rules = Keep.parse(keep)
-        lease = None
+        run_lock = None
         if group.rank == 0:
-            lease = _lead(run, store, volume, resources)
+            run_lock = _lock_run(run, store, volume, resources)
             if store is not None and store_url is not None and persist_to is not None:
-                _see_to_flusher(store, store_url, persist_to, run, keep)
+                _ensure_flusher(store, store_url, persist_to, run, keep)
             elif storage is not None:
-                storage.tidy(is_only_writer=True)  # the lock on the run id, in this storage, is ours
+                storage.tidy(is_only_writer=True)  # this process holds the run lock, in this storage
             sweep_logs()
-        opened = Tiers(stage, memory, storage, rules, is_first=group.rank == 0, lease=lease, resources=resources)
+        opened = Tiers(
+            shared_memory,
+            memory,
+            storage,
+            rules,
+            is_first=group.rank == 0,
+            run_lock=run_lock,
+            resources=resources,
+            locations=[str(each.url) for each in (store, volume) if each is not None],
+        )
     except ShadeError as error:
         failure = error
-    told = group.gather(None if failure is None else str(failure))
+    gathered = group.gather(None if failure is None else str(failure))
     if failure is not None:
         resources.close()
         raise failure
-    for rank, message in enumerate(told):
+    for rank, message in enumerate(gathered):
         if message is not None:
             resources.close()
             raise ConfigError(f"rank {rank}: {message}")
@@ -281,7 +260,7 @@ def open_tiers(
 
 
 def _volume(url: str) -> Volume:
-    """Storage that can be written."""
+    """Opens storage, and checks that it can be written."""
     volume = open_volume(url)
     try:
         volume.ping()
@@ -293,7 +272,7 @@ def _volume(url: str) -> Volume:
 
 
 def _store(url: str, resources: contextlib.ExitStack) -> Store:
-    """A store that answers, and that other processes share."""
+    """Opens a store, and checks that it answers and that other processes share it."""
     store = resources.enter_context(open_store(url, timeout_seconds=STORE_TIMEOUT_SECONDS))
     try:
         store.ping()
@@ -306,23 +285,23 @@ def _store(url: str, resources: contextlib.ExitStack) -> Store:
     return store
 
 
-def _lead(run: str, store: Store | None, volume: Volume | None, resources: contextlib.ExitStack) -> RunLock | None:
-    """Takes the run id for this process; announces that the run goes on."""
-    keeper = store if store is not None else volume
-    lease = None if keeper is None else resources.enter_context(RunLock(keeper, run))
+def _lock_run(run: str, store: Store | None, volume: Volume | None, resources: contextlib.ExitStack) -> RunLock | None:
+    """Takes the run lock for this process, and marks the run as begun."""
+    lockable = store if store is not None else volume
+    run_lock = None if lockable is None else resources.enter_context(RunLock(lockable, run))
     if store is not None:
-        mark_begun(store, run)
+        mark_started(store, run)
         resources.callback(_end, store, run)
-    return lease
+    return run_lock
 
 
 def _end(store: Store, run: str) -> None:
-    with contextlib.suppress(StoreError):  # the flusher will find out by itself, later
+    with contextlib.suppress(StoreError):  # the flusher finds out by itself, later
         mark_ended(store, run)
 
 
-def _see_to_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str) -> None:
-    """Starts a flusher on this machine where none serves the run yet."""
-    if not serving(store, run):
+def _ensure_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str) -> None:
+    """Starts a flusher on this machine if none serves the run yet."""
+    if not is_served(store, run):
         process_id = start_flusher(store_url, persist_to, run, keep)
         logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, flusher_log(run))

@@ -1,13 +1,13 @@
-"""A state that is handed over at each save, as a dict, instead of things that were attached once.
+"""Checkpoints a state dict that is passed at each save, instead of objects that were attached once.
 
-Nothing is known of such a dict's parts, so what attaching would tell is found out, at each save and within 7 ms for 600
-tensors. *Alike on all ranks?* Each rank tells a digest of every tensor: of all of it below `SMALL_BYTES`, of three
-places above. Alike tensors are saved once, each rank a share; what differs (batch-norm statistics under
-DistributedDataParallel) is each rank's own, and each rank gets its own back. *Steady?* Large tensors are parameters and
-optimizer state, which stand still until the next step, and are copied behind the training; small ones are copied at
-once. A large tensor that changes all the same is found out, and the save is refused, as any other.
+The parts of such a dict are unknown, so what attaching would say is found out at each save, within 7 ms for 600
+tensors. *Alike on all ranks?* The ranks exchange a digest of every tensor: of all of it below `SMALL_BYTES`, of three
+places in a larger one. Alike tensors are saved once, each rank a share; different ones (batch-norm statistics under
+DistributedDataParallel) are each rank's own, and each rank gets its own back. *Steady?* Large tensors are parameters
+and optimizer state, which do not change until the next step, and are copied while the training runs; small ones are
+copied at once. A large tensor that changes all the same is detected, and the save is refused.
 
-Invariant: what comes back is what was handed over, on each rank.
+Invariant: each rank gets back the state that it passed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from typing import Any, Final
 
 import torch
 import xxhash
+from typing_extensions import override
 
-from shade.checkpoint._capture.app_state import AppState, CapturedState
-from shade.checkpoint._capture.flatten import flatten
-from shade.checkpoint._capture.rng import RandomState
-from shade.checkpoint._capture.unflatten import unflatten
-from shade.checkpoint._commit.process_group import ProcessGroup
+from shade.checkpoint._capture.app_state import AppState, CapturedState, RandomState
+from shade.checkpoint._capture.flatten import flatten, unflatten
+from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.errors import ConfigError
 from shade.types import Stateful
 
 SMALL_BYTES: Final = 2**16
-"""What changes with every forward pass is smaller, and copied in microseconds."""
+"""Tensors that change with every forward pass are smaller, and copied in microseconds."""
 _PLACE_BYTES: Final = 64
 
 
 class StateDictState(AppState):
-    """The state given last, with the generators of this process beside it.
+    """The state dict passed last, and this process's random generators.
 
     Args:
         group: The ranks; used in `capture`.
@@ -44,15 +43,16 @@ class StateDictState(AppState):
         self._group = group
         self._random: Stateful = RandomState()
         self.state: dict[str, Any] = {}
-        """What is saved next."""
+        """The state that is saved next."""
         self.loaded: dict[str, Any] | None = None
-        """What was read last, until it is taken."""
+        """The state read last, until it is taken."""
         self.copies_at_once = False
-        """Whether nothing is trusted to stand still any more."""
+        """Whether every tensor is copied at once, since a large one was found to change between two steps."""
         self._generators: dict[str, Any] | None = None
 
+    @override
     def capture(self, rank: int, world_size: int) -> CapturedState:
-        """See `AppState.capture`. Collective: what one rank cannot save, none does."""
+        # Collective: what one rank cannot save, no rank saves.
         state = {"state": self.state, "random": self._random.state_dict()}
         failure: ConfigError | None = None
         try:
@@ -61,42 +61,43 @@ class StateDictState(AppState):
             failure = error
         if world_size > 1:
             mine = None if failure else {name: _digest(tensor) for name, tensor in tensors.items()}
-            told = self._group.gather(mine)
-            silent = [number for number, each in enumerate(told) if each is None and number != rank]
-            if silent and failure is None:
-                failure = ConfigError(f"rank {silent[0]} cannot save its state; its own message says why")
+            gathered = self._group.gather(mine)
+            failed = [number for number, each in enumerate(gathered) if each is None and number != rank]
+            if failed and failure is None:
+                failure = ConfigError(f"rank {failed[0]} cannot save its state; its own message says why")
         if failure is not None:
             raise failure
         if world_size > 1:
-            own = _differing(told)
+            own = _differing(gathered)
             tree, tensors = flatten(state, rank=rank, is_own=lambda path: path in own)
         large = (name for name, tensor in tensors.items() if tensor.numel() * tensor.itemsize >= SMALL_BYTES)
         return CapturedState(tree, tensors, frozenset() if self.copies_at_once else frozenset(large))
 
     @property
+    @override
     def epoch(self) -> int:
-        """As the state that was read says, under ``epoch``; 0 where it does not."""
+        """The ``epoch`` of the state that was read; 0 where it has none."""
         found = self.loaded.get("epoch") if self.loaded is not None else None
         return found if type(found) is int else 0
 
+    @override
     def forgettable(self, name: str) -> bool:
-        """Nothing: what is read is what is handed out."""
-        return False
+        return False  # the state that is read is the state that the caller gets
 
+    @override
     def load(
         self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()
     ) -> None:
-        """Keeps what was read, to be taken; see `AppState.load`."""
         del trees
         self.read(tree, tensors, with_generators="random" in names)
 
     def read(self, tree: Any, tensors: Mapping[str, torch.Tensor], *, with_generators: bool) -> None:
-        """Keeps what was read, to be taken.
+        """Keeps a state that was read, until it is taken.
 
         Args:
-            tree: Of any snapshot: also of one of attached things, which come as a dict by their names.
-            tensors: All that it names.
-            with_generators: Whether those in it are this rank's.
+            tree: Tree of any snapshot; attached objects come as a dict by their names.
+            tensors: All tensors that the tree names.
+            with_generators: Whether its random generators are this rank's.
         """
         found = unflatten(tree, tensors)
         generators = found.pop("random", None)
@@ -104,11 +105,7 @@ class StateDictState(AppState):
         self.loaded = found["state"] if found.keys() == {"state"} else found
 
     def take(self) -> dict[str, Any] | None:
-        """What was read, once; the generators stand where they stood then.
-
-        Returns:
-            The state, or None where nothing was read.
-        """
+        """Returns the state that was read, once, and sets the random generators; None if no state was read."""
         state, self.loaded = self.loaded, None
         if self._generators is not None:
             self._random.load_state_dict(self._generators)
@@ -116,15 +113,15 @@ class StateDictState(AppState):
         return state
 
 
-def _differing(told: list[dict[str, str]]) -> set[str]:
-    """Paths of tensors that are not the same on every rank."""
-    names = {name for each in told for name in each}
-    differing = {name for name in names if any(each.get(name) != told[0].get(name) for each in told)}
+def _differing(gathered: list[dict[str, str]]) -> set[str]:
+    """Returns the paths of the tensors that are not the same on every rank."""
+    names = {name for each in gathered for name in each}
+    differing = {name for name in names if any(each.get(name) != gathered[0].get(name) for each in gathered)}
     return {name.rstrip("%") for name in differing}
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of a tensor below `SMALL_BYTES`, or of both ends and the middle of a larger one."""
+    """Returns the digest of a tensor below `SMALL_BYTES`, or of both ends and the middle of a larger one."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() * flat.itemsize >= SMALL_BYTES:
         width, middle = _PLACE_BYTES // flat.itemsize, flat.numel() // 2
@@ -133,36 +130,36 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 class StateDictCheckpointer(Checkpointer):
-    """A `Checkpointer` of a `StateDictState`; made and used as that.
+    """A `Checkpointer` of state dicts; it has no attached objects and no schedule.
 
     Args:
-        store: As `Checkpointer`, like all that follow.
-        **options: As `Checkpointer`.
+        store: As for `Checkpointer`.
+        **options: As for `Checkpointer`.
     """
 
     def __init__(self, store: str | None = None, **options: Any) -> None:
-        self.given: StateDictState
+        self.state_dict_state: StateDictState
         super().__init__(store, every="never", **options)
 
-    def _new_contents(self, replicated: bool) -> AppState:
-        """A state that is given; alike on all ranks is what is found to be so."""
-        del replicated
-        self.given = StateDictState(self.group)
-        return self.given
+    @override
+    def _new_app_state(self, replicated: bool) -> AppState:
+        del replicated  # found out at each save
+        self.state_dict_state = StateDictState(self._group)
+        return self.state_dict_state
 
     def save_state(self, state: dict[str, Any], step: int) -> None:
-        """Saves a state. On every rank; waits for the copy of the one before, and for that one to land.
+        """Saves a state dict. Call it on every rank; it waits until the save before is committed.
 
         Args:
-            state: To be saved.
-            step: To save it under.
+            state: The state dict.
+            step: The step to save it under.
 
         Raises:
-            ConfigError: Something in it cannot be saved.
+            ConfigError: A part of the state cannot be saved.
         """
         self.step_count = step
-        self.given.state = state
+        self.state_dict_state.state = state
         try:
             self.save()
         finally:
-            self.given.state = {}
+            self.state_dict_state.state = {}

@@ -26,8 +26,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from shade.checkpoint._buffer.streaming_copy import copy_bytes, prepare
-from shade.checkpoint._codecs.base import standing_alone
+from shade.checkpoint._buffer.copy import copy_bytes, prepare
+from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint._pacing.schedule import Pace
@@ -186,7 +186,7 @@ def codec_cost(name: str, sample: memoryview, item_bytes: int = 4) -> CodecCost:
     Raises:
         ConfigError: What it takes depends on a snapshot before.
     """
-    codec, stored = standing_alone(name), 0
+    codec, stored = standalone_codec(name), 0
     begun = time.perf_counter()
     for start in range(0, len(sample), CHUNK_BYTES):
         stored += len(codec.encode(sample[start : start + CHUNK_BYTES], item_bytes))

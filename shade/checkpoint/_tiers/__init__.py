@@ -1,1 +1,1 @@
-"""The places where committed snapshots lie: cluster memory and durable storage, behind one interface."""
+"""Tiers that hold committed snapshots: cluster memory and durable storage, behind the one interface in `tier`."""

@@ -1,25 +1,24 @@
-"""Makes r parity pieces of k data pieces, so that any k of the k + r give back the data.
+"""Encodes k data pieces into r parity pieces, so that any k of the k + r restore the data.
 
-A systematic Cauchy code over GF(256): the data stay as they are, and parity row j is the sum of the pieces, each times
-a constant. Every square submatrix of a Cauchy matrix is invertible, and stays so when rows and columns are scaled; so
-the columns are scaled until the first row is all ones (parity 0 is the plain XOR), and each other row to few bits.
+`ErasureCode` is a systematic Cauchy code over GF(256): the data is stored unchanged, and parity row j is the sum of the
+pieces, each multiplied by a constant. Every square submatrix of a Cauchy matrix is invertible and stays so when rows
+and columns are scaled. The columns are scaled until the first row is all ones (parity 0 is a plain XOR), the other rows
+until their constants have few bits.
 
-Multiplying needs no tables. A piece is eight strips, and strip b holds bit b of every field element: multiplying by a
-constant is then an 8 × 8 matrix of bits, that is XORs of whole strips, which numpy does at memory speed and without the
-interpreter's lock. Figures, and the libraries that were slower, are in decision 0010.
+Multiplication needs no tables. A piece is eight strips, and strip b holds bit b of every field element. Multiplying by
+a constant is then an 8 × 8 bit matrix, that is XORs of whole strips: numpy does them at memory speed without holding
+the GIL. Decision 0010 has the figures, and the libraries that were slower.
 
-Invariant: from any k pieces `rebuild` returns what `encode` was given, byte for byte; shorter pieces count as padded
-with zeros up to the given length.
+`Stripe` applies the code to k chunks of a shard. It uses a piece only after it has checked the digest, because a
+damaged piece would make the rebuilt one wrong. The manifest has the digests of chunks; a parity piece ends with its
+own. The last stripe of a shard may be short; its missing chunks count as zeros.
+
+Invariant: `Stripe.rebuild` returns only what verified pieces gave; from any k pieces `ErasureCode.rebuild` returns what
+`encode` was given, byte for byte.
 
 References:
     Blömer et al., "An XOR-Based Erasure-Resilient Coding Scheme", ICSI TR-95-048, 1995. Plank and Xu, "Optimizing
     Cauchy Reed-Solomon Codes for Fault-Tolerant Network Storage Applications", NCA 2006, §4 (scaling the matrix).
-
-Reads the pieces of one stripe, k chunks and their parity, and makes a lost chunk of the others.
-
-A piece counts only if it is right: of two rotten chunks one would make the other wrong. A chunk's digest is in the
-manifest; parity, which no manifest knows, has its own behind it. The last stripe of a shard may be short; the chunks
-that it lacks are zeros. Invariant: what `rebuild` returns was made of right pieces alone.
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ _BITS: Final = 8
 _ALIGN_BYTES: Final = 64
 """Eight strips of whole 8-byte words."""
 _BLOCK_WORDS: Final = 16384
-"""Strips are worked on in parts of 128 KiB: eight results and eight sources stay in the core's own cache, and calling
-numpy costs little."""
+"""Strips are XORed in blocks of 128 KiB: eight results and eight sources fit into the L2 cache of a core."""
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 
 def _powers() -> tuple[list[int], list[int]]:
-    """The powers of the generator 2, twice over so that sums of logarithms need no modulo, and the logarithms."""
+    """Returns the powers of the generator 2, repeated so that sums of logarithms need no modulo, and the logarithms."""
     powers, logarithms, value = [0] * 510, [0] * 256, 1
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = value
@@ -62,22 +60,22 @@ _POWERS, _LOGARITHMS = _powers()
 
 
 def multiply(a: int, b: int) -> int:
-    """The product of two elements of GF(256)."""
+    """Returns the product of two elements of GF(256)."""
     return _POWERS[_LOGARITHMS[a] + _LOGARITHMS[b]] if a and b else 0
 
 
 def inverse(a: int) -> int:
-    """What gives 1 when multiplied with ``a``, which is not 0."""
+    """Returns the multiplicative inverse of ``a``, which is not 0."""
     return _POWERS[255 - _LOGARITHMS[a]]
 
 
 def _num_ones(constant: int) -> int:
-    """How many strips are XORed to multiply by it."""
+    """Returns the number of strip XORs that a multiplication by the constant takes."""
     return sum(multiply(constant, 1 << bit).bit_count() for bit in range(_BITS))
 
 
 def parity_rows(num_data: int, num_parity: int) -> list[list[int]]:
-    """The constants of each parity row: a Cauchy matrix, scaled to few bits.
+    """Returns the constants of each parity row: a Cauchy matrix, scaled so that the constants have few bits.
 
     Args:
         num_data: k, ≥ 1.
@@ -97,17 +95,7 @@ def parity_rows(num_data: int, num_parity: int) -> list[list[int]]:
 
 
 def invert(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The inverse of a square matrix over GF(256).
-
-    Args:
-        matrix: Rows.
-
-    Returns:
-        Rows.
-
-    Raises:
-        ValueError: It has none.
-    """
+    """Returns the inverse of a square matrix over GF(256), or raises ValueError."""
     size = len(matrix)
     rows = [[*row, *(int(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for column in range(size):
@@ -125,19 +113,19 @@ def invert(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def padded_bytes(num_bytes: int) -> int:
-    """Length of the parity of pieces of which the longest has ``num_bytes``."""
+    """Returns the length of the parity of pieces of which the longest has ``num_bytes``."""
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class ErasureCode:
-    """k data pieces, r parity pieces. Pieces are numbered: data 0 … k - 1, parity k … k + r - 1.
+    """Encodes k data pieces into r parity pieces. Data pieces have the numbers 0 … k - 1, parity k … k + r - 1.
 
     Args:
         num_data: k, ≥ 1.
         num_parity: r, ≥ 1; k + r ≤ 256.
 
     Raises:
-        ConfigError: Numbers that cannot be.
+        ConfigError: k or r is out of range.
     """
 
     def __init__(self, num_data: int, num_parity: int) -> None:
@@ -152,20 +140,20 @@ class ErasureCode:
         """Fills in the parity.
 
         Args:
-            data: At most k pieces; those that are not given count as zeros.
-            parity: r arrays to fill, as long as `padded_bytes` says of the longest piece.
+            data: At most k pieces; missing ones count as zeros.
+            parity: r arrays to fill, each of the length that `padded_bytes` gives for the longest piece.
         """
         words = [_as_words(piece, len(parity[0])) for piece in data]
         for row, total in zip(self._rows, parity, strict=True):
             _combine(row[: len(words)], words, total)
 
     def rebuild(self, wanted: int, pieces: Mapping[int, Bytes], length: int) -> npt.NDArray[np.uint8]:
-        """Makes one lost data piece of k others.
+        """Rebuilds one lost data piece from k others.
 
         Args:
-            wanted: Which, below k.
-            pieces: Exactly k by number, without ``wanted``; empty bytes for one that was never given to `encode`.
-            length: Of the parity.
+            wanted: Number of the lost piece, below k.
+            pieces: Exactly k pieces by number, without ``wanted``; empty bytes for one that `encode` was not given.
+            length: Length of the parity.
 
         Returns:
             ``length`` bytes: the piece and its padding.
@@ -186,7 +174,7 @@ class ErasureCode:
 
 
 def _as_words(piece: Bytes, length: int) -> Words:
-    """The piece as 8-byte words: where it is, or a padded copy where it is shorter than the others."""
+    """Returns the piece as 8-byte words: a view, or a zero-padded copy if it is shorter than ``length``."""
     if len(piece) < length:
         padded = np.zeros(length, np.uint8)
         padded[: len(piece)] = np.frombuffer(piece, np.uint8)
@@ -195,7 +183,7 @@ def _as_words(piece: Bytes, length: int) -> Words:
 
 
 def _combine(constants: Sequence[int], pieces: Sequence[Words], total: npt.NDArray[np.uint8]) -> None:
-    """Writes the sum of the pieces, each times its constant, into ``total``."""
+    """Writes the sum of the pieces, each multiplied by its constant, into ``total``."""
     words = total.view(np.uint64)
     strips = words.reshape(_BITS, -1)
     plain = [piece for constant, piece in zip(constants, pieces, strict=True) if constant == 1]
@@ -223,15 +211,7 @@ _DIGEST_BYTES: Final = 16
 
 
 def parity_of(layout: SlotLayout, chunks: Sequence[Bytes]) -> list[memoryview]:
-    """The parity of a stripe, as it is stored.
-
-    Args:
-        layout: With parity.
-        chunks: k, or the fewer that the last stripe has.
-
-    Returns:
-        r pieces, each with its digest behind it.
-    """
+    """Returns the r parity pieces of a stripe as they are stored, each followed by its digest."""
     length = padded_bytes(max(map(len, chunks)))
     stored = [np.empty(length + _DIGEST_BYTES, np.uint8) for _ in range(layout.num_parity)]
     parity = [each[:length] for each in stored]
@@ -242,15 +222,15 @@ def parity_of(layout: SlotLayout, chunks: Sequence[Bytes]) -> list[memoryview]:
 
 
 class Stripe:
-    """One stripe of a shard.
+    """One stripe of a shard: k chunks and their parity.
 
     Args:
-        store: Where it is.
-        names: Of the run's keys.
-        slot: With parity.
-        manifest: Verified.
-        number: Counted from 0 in the shard.
-        known: Chunks that are at hand and right, by number; of the whole shard.
+        store: Store that holds the pieces.
+        names: Keys of the run.
+        slot: A slot with parity.
+        manifest: The verified manifest of the shard.
+        number: Number of the stripe in the shard, from 0.
+        known: Verified chunks of the shard that are in memory already, by number.
     """
 
     def __init__(
@@ -265,26 +245,26 @@ class Stripe:
         self._store, self._names, self._slot, self._manifest, self._number = store, names, slot, manifest, number
         first = number * slot.layout.num_data
         self.numbers = range(first, min(first + slot.layout.num_data, len(manifest.chunks)))
-        """Its chunks, by number in the shard."""
+        """Numbers of its chunks in the shard."""
         self._length = padded_bytes(max(manifest.chunks[n].num_bytes for n in self.numbers))
         self._chunks: dict[int, Bytes | None] = {n: known[n] for n in self.numbers if n in known}
         self._rows: dict[int, Bytes | None] = {}
 
     def data(self) -> list[Bytes] | None:
-        """All its chunks; None where one is missing or wrong."""
+        """Returns all chunks of the stripe, or None if one is missing or damaged."""
         chunks = [self._chunk(number) for number in self.numbers]
         found = [chunk for chunk in chunks if chunk is not None]
         return found if len(found) == len(chunks) else None
 
     def rebuild(self, wanted: int, row: int) -> npt.NDArray[np.uint8] | None:
-        """Makes a chunk of the others and the parity, without looking at itself.
+        """Rebuilds a chunk from the others and the parity, without reading the chunk itself.
 
         Args:
-            wanted: Its number in the shard.
-            row: Of the parity that is used in any case, so that who asks for each row in turn has tried them all.
+            wanted: Number of the chunk in the shard.
+            row: Parity row that is always used, so that a caller that asks for every row tries all of them.
 
         Returns:
-            The chunk; None where too few pieces are right, or that row is not.
+            The chunk, or None if that row or too many other pieces are damaged.
         """
         layout, first = self._slot.layout, self.numbers[0]
         if self._parity(row) is None:
@@ -307,8 +287,8 @@ class Stripe:
         if number not in self._chunks:
             entry = self._manifest.chunks[number]
             content = self._read(self._names.chunk(self._slot, self._manifest.rank, number), entry.num_bytes)
-            is_right = content is not None and digest_of(content) == entry.digest
-            self._chunks[number] = content if is_right else None
+            is_intact = content is not None and digest_of(content) == entry.digest
+            self._chunks[number] = content if is_intact else None
         return self._chunks[number]
 
     def _parity(self, row: int) -> Bytes | None:

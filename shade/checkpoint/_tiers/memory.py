@@ -1,23 +1,21 @@
-"""Keeps snapshots in the memory of the cluster: slots used in turn, each on all servers, copied or coded against loss.
+"""Keeps snapshots in the memory of the cluster, in slots that are reused in turn and protected by copies or parity.
 
-What lies where is in `slots`. A snapshot that storage has not got yet makes its slot *dirty*; only the flusher takes
-that bit away. `MemoryTier.prepare` takes a clean slot, or, where storage is slower than the saves, the oldest dirty one
+`slot_table` says where everything lies. A slot is *dirty* while its snapshot is not in storage; only the flusher clears
+the bit. `MemoryTier.prepare` takes a clean slot. If storage is slower than the saves it takes the oldest dirty slot
 that no flusher holds: a newer snapshot is committed already, and training does not wait for a disk. It never takes the
-newest, nor one that another in memory builds on. The log says once that some are overtaken.
+newest snapshot or the base of another one in memory. The log says once that snapshots are overtaken.
 
-Large values go through a few threads, each with connections of its own: SET from the caller's memory to the socket
-without a copy, GET from the socket into the caller's memory (`Store.get_many_into`). Small ones go to every server, and
-the first right one counts. Writing wants every server: with one away there is no room here, and the caller saves
-elsewhere; reading takes what is left.
+Chunks go through a few threads, each with its own connections: SET from the caller's memory to the socket without a
+copy, GET from the socket into the caller's memory (`Store.get_many_into`). Small values go to every server, and the
+first correct one counts. A write needs every server: if one is down, `prepare` refuses and the caller saves elsewhere.
+A read uses the servers that answer.
 
-Invariant: a place that `held` names was whole when its record was written, on every server; of what it held before
-nothing can be found any more. With `SlotLayout.survives` ≥ 1 that is still so when as many servers are gone.
+`check_capacity` decides before anything changes whether a snapshot fits. It counts the allocator's rounding and what is
+in flight (a server reads a large value into a buffer of the same length first). The fullest server decides. Cost: one
+INFO per save.
 
-Whether a snapshot fits into the cluster's memory, before anything there is changed for it.
-
-The servers know how full they are; what a snapshot occupies follows from its length, its layout and the allocator's
-rounding. Counted in is what is under way at once: a server reads a large value into a buffer of its own, which is as
-long and counts as memory in use. The fullest server decides. Price: one INFO a save.
+Invariant: a place in `held` was complete on every server when its record was written, and nothing of an earlier
+snapshot in that slot can be found. With `SlotLayout.survives` ≥ 1 this holds after the loss of that many servers.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from itertools import islice
 from typing import ClassVar, Final, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, Commit, Manifest
@@ -59,21 +58,21 @@ logger = logging.getLogger("shade.checkpoint")
 
 
 class MemoryTier(Tier):
-    """Snapshots of one run in a store.
+    """Stores the snapshots of one run in a store.
 
     Args:
-        store: Where; it stays the caller's to close. Its timeout bounds each wait for progress, not a transfer; a
-            server that serves many ranks at once makes each of them wait, so give it seconds.
+        store: The store; the caller closes it. Its timeout bounds each wait for progress, not a transfer. A server that
+            serves many ranks at once makes each of them wait, so allow seconds.
         run: The run id.
-        num_slots: ≥ 2: while one is written, another holds the newest snapshot. More let storage be slower for longer.
-        replicas: Further copies of each chunk, on other servers: so many may be lost.
-        parity: ``(k, r)`` instead of replicas: r pieces of parity for every k chunks, any r pieces may be lost.
-        flushed: True where a flusher takes snapshots to storage: then none is overwritten before that.
-        num_threads: Connections a server at the most, for large values.
-        in_flight: Snapshots that may be on their way from `prepare` to `commit` at once.
+        num_slots: ≥ 2: one is written while another holds the newest snapshot. More slots let storage lag longer.
+        replicas: Further copies of each chunk on other servers: as many servers may be lost.
+        parity: ``(k, r)`` instead of replicas: r parity pieces for every k chunks; any r pieces may be lost.
+        flushed: True if a flusher moves snapshots to storage: a dirty slot is then kept where possible.
+        num_threads: Connections per server for large values, at most.
+        in_flight: Snapshots that may be between `prepare` and `commit` at once.
 
     Raises:
-        ConfigError: Arguments that cannot be, or that this store has too few servers for.
+        ConfigError: An argument is invalid, or the store has too few servers.
         StoreUnavailableError: The store does not answer.
     """
 
@@ -101,18 +100,18 @@ class MemoryTier(Tier):
         self.store, self.run = store, run
         self._num_slots, self._replicas, self._parity = num_slots, replicas, parity or (0, 0)
         self._flushed = flushed
-        self._book = SlotRecords(store, run)
+        self._records = SlotRecords(store, run)
         self._slots: dict[str, Slot] = {}
         self._commits: dict[str, Commit] = {}
         self._num_threads, self._in_flight = num_threads, in_flight
-        self._overtaken = False
-        self._turn = threading.Lock()  # held while the table is read, changed and written
-        self._on_their_way: dict[str, int] = {}
-        """Slots by place, oldest first: taken here, and nobody is told of what is in them yet."""
+        self._has_overtaken = False
+        self._table_lock = threading.Lock()  # held while the table is read, changed and written
+        self._pending: dict[str, int] = {}
+        """Slot numbers by place, oldest first: claimed here and not committed yet."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shade-memory-tier")
         layout = self._layout()
         self.survives = layout.survives
-        """How many servers may be lost at once without loss of a snapshot, as the store is now."""
+        """Number of servers that may be lost at once without loss of a snapshot, with the servers of now."""
         self.num_copies = layout.num_copies
 
     def _layout(self) -> SlotLayout:
@@ -122,48 +121,50 @@ class MemoryTier(Tier):
 
     # ------------------------------------------------------------------------------------------------ writing
 
+    @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """See `Tier`. A store that is full is one without memory for it, or with every slot waiting for the flusher."""
-        with self._turn:
-            while len(self._on_their_way) >= self._in_flight:  # the oldest has failed, and nobody has said so
-                del self._on_their_way[next(iter(self._on_their_way))]
-            layout, (table, tags) = self._layout(), self._book.table()
-            number, given_up = self._given_up(table)
-            check_room(self.store, layout, shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
-            for slot in given_up:
-                self._book.erase_record(slot)
+        # "Full" also means that every slot waits for the flusher.
+        with self._table_lock:
+            while len(self._pending) >= self._in_flight:  # the oldest one failed without a call of discard()
+                del self._pending[next(iter(self._pending))]
+            layout, (table, tags) = self._layout(), self._records.table()
+            number, reused = self._slots_to_reuse(table)
+            check_capacity(self.store, layout, shard_bytes, reused, self._num_threads * CHUNK_BYTES)
+            for slot in reused:
+                self._records.erase_record(slot)
                 kept_ranks = len(shard_bytes) if slot.number == number and slot.layout == layout else 0
-                self._book.erase_content(slot, range(kept_ranks, len(slot.shard_bytes)))
+                self._records.erase_content(slot, range(kept_ranks, len(slot.shard_bytes)))
                 table = table if slot.number == number else table.without(slot.number)
             table = table.with_slot(number, step, layout, tuple(shard_bytes))
-            self._book.write_table(table, tags)
-            self._on_their_way[table.slots[number].place] = number
+            self._records.write_table(table, tags)
+            self._pending[table.slots[number].place] = number
             return table.slots[number].place
 
-    def _given_up(self, table: SlotTable) -> tuple[int, list[Slot]]:
-        """The slot to take; it, and those beyond the number there may be, in as far as there is something in them."""
-        taken = set(self._on_their_way.values())  # before the records are read, lest one be in neither
-        commits = self._book.committed(table)
-        number = self._choose(table, commits, taken)
+    def _slots_to_reuse(self, table: SlotTable) -> tuple[int, list[Slot]]:
+        """Returns the slot to claim, and the used slots to erase: that one, and clean ones beyond ``num_slots``."""
+        # In-flight slots first: read after the records, a slot that commits in between would be in neither.
+        claimed = set(self._pending.values())
+        commits = self._records.committed(table)
+        number = self._choose(table, commits, claimed)
         surplus = [n for n in table.slots if n >= self._num_slots and self._is_free(table, n, commits)]
         return number, [table.slots[n] for n in (*surplus, number) if n in table.slots]
 
     def spare_bytes(self, shard_bytes: Sequence[int]) -> int | None:
-        """What the servers would have left with one more such snapshot, or as they are; see `memory_room`."""
-        given_up = self._given_up(self._book.table()[0])[1] if shard_bytes else []
-        return spare_bytes(self.store, self._layout(), shard_bytes, given_up, self._num_threads * CHUNK_BYTES)
+        """Returns the bytes that the servers have left after such a snapshot, or as they are; see `spare_bytes`."""
+        reused = self._slots_to_reuse(self._records.table()[0])[1] if shard_bytes else []
+        return spare_bytes(self.store, self._layout(), shard_bytes, reused, self._num_threads * CHUNK_BYTES)
 
-    def _choose(self, table: SlotTable, commits: Mapping[int, Commit], taken: set[int]) -> int:
-        """The slot to take: an empty one, else the oldest clean one, else the oldest that nobody is about to save."""
-        free = [n for n in range(self._num_slots) if n not in taken and self._is_free(table, n, commits)]
+    def _choose(self, table: SlotTable, commits: Mapping[int, Commit], claimed: set[int]) -> int:
+        """Returns the slot to claim: an empty one, else the oldest clean one, else the oldest that is not held."""
+        free = [n for n in range(self._num_slots) if n not in claimed and self._is_free(table, n, commits)]
         if not free and commits:
             free = [
                 number
-                for number in set(range(self._num_slots)) - needed_slots(commits) - taken
-                if self._flushed and not self._book.has(table.slots[number], hold_name(table.slots[number]))
+                for number in set(range(self._num_slots)) - needed_slots(commits) - claimed
+                if self._flushed and not self._records.has(table.slots[number], hold_name(table.slots[number]))
             ]
-            if free and not self._overtaken:
-                self._overtaken = True
+            if free and not self._has_overtaken:
+                self._has_overtaken = True
                 logger.warning("storage is slower than the saves: some leave %s before they are in storage", self.name)
         if not free:
             steps = ", ".join(map(str, sorted(commit.step for commit in commits.values())))
@@ -177,124 +178,122 @@ class MemoryTier(Tier):
         if number not in commits:
             return True
         slot = table.slots[number]
-        return number not in needed_slots(commits) and not (self._flushed and self._book.has(slot, dirty_name(slot)))
+        return number not in needed_slots(commits) and not (self._flushed and self._records.has(slot, dirty_name(slot)))
 
+    @override
     def put(self, place: str, shard: Shard) -> None:
-        """See `Tier`. What ``shard.chunks`` yields must stay as it is until this returns."""
-        slot, manifest = self._taken(place), shard.manifest
+        # What ``shard.chunks`` yields must stay unchanged until this returns.
+        slot, manifest = self._claimed_slot(place), shard.manifest
         num_chunks, extent = len(manifest.chunks), extent_name(slot, manifest.rank)
-        before = self._book.extent(slot, manifest.rank)
+        before = self._records.extent(slot, manifest.rank)
         if before > num_chunks:
-            self.store.delete_many(list(self._book.names.content(slot, manifest.rank, num_chunks, before)))
+            self.store.delete_many(list(self._records.names.content(slot, manifest.rank, num_chunks, before)))
         if before != num_chunks:
-            self._book.write_everywhere(slot, extent, b"%d" % num_chunks)
+            self._records.write_everywhere(slot, extent, b"%d" % num_chunks)
         group = max(1, slot.layout.num_data)
         chunks = iter(shard.chunks)
         stripes: Iterator[tuple[int, list[Bytes]]] = enumerate(iter(lambda: list(islice(chunks, group)), []))
-        self._in_threads(lambda part: self._put_stripe(slot, manifest, *part), stripes)
-        self._book.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
+        self._run_in_threads(lambda part: self._put_stripe(slot, manifest, *part), stripes)
+        self._records.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
 
     def _put_stripe(self, slot: Slot, manifest: Manifest, stripe: int, chunks: Sequence[Bytes]) -> None:
-        """One chunk and its replicas, or k chunks and their parity: to all their servers at the same time."""
+        """Writes one chunk and its replicas, or k chunks and their parity, to all their servers at the same time."""
         first = stripe * max(1, slot.layout.num_data)
         items: dict[str, Bytes] = {
-            self._book.names.chunk(slot, manifest.rank, first + member, copy): chunk
+            self._records.names.chunk(slot, manifest.rank, first + member, copy): chunk
             for member, chunk in enumerate(chunks)
             for copy in range(1 + slot.layout.replicas)
         }
         if slot.layout.num_parity:
             for row, content in enumerate(parity_of(slot.layout, chunks)):
-                items[self._book.names.parity(slot, manifest.rank, stripe, row)] = content
-        self._book.write(items)
+                items[self._records.names.parity(slot, manifest.rank, stripe, row)] = content
+        self._records.write(items)
 
+    @override
     def commit(self, place: str, record: Commit) -> None:
-        """See `Tier`."""
-        slot = self._taken(place)
+        slot = self._claimed_slot(place)
         if self._flushed:
-            self._book.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
+            self._records.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
         try:
-            self._book.write_everywhere(slot, commit_name(slot), record.to_bytes())
+            self._records.write_everywhere(slot, commit_name(slot), record.to_bytes())
         except StoreError:
             with contextlib.suppress(StoreError):
-                self._book.erase_record(slot)
+                self._records.erase_record(slot)
             raise
-        self._on_their_way.pop(place, None)
+        self._pending.pop(place, None)
 
+    @override
     def discard(self, place: str) -> None:
-        """See `Tier`."""
-        self._on_their_way.pop(place, None)
-        with self._turn:
-            table, tags = self._book.table()
+        self._pending.pop(place, None)
+        with self._table_lock:
+            table, tags = self._records.table()
             slot = table.find(place)
             if slot is not None:
-                self._book.erase_record(slot)
-                self._book.erase_content(slot, range(len(slot.shard_bytes)))
-                self._book.write_table(table.emptied(slot.number), tags)
+                self._records.erase_record(slot)
+                self._records.erase_content(slot, range(len(slot.shard_bytes)))
+                self._records.write_table(table.emptied(slot.number), tags)
 
     # ------------------------------------------------------------------------------------------------ dirty bits
 
     def dirty(self) -> list[tuple[str, Commit]]:
-        """Each place whose snapshot is not in storage yet, with its record; oldest first."""
-        table, _ = self._book.table()
+        """Returns the place and record of each snapshot that is not in storage yet, oldest first."""
+        table, _ = self._records.table()
         self._slots = {slot.place: slot for slot in table.slots.values()}
-        commits = self._book.committed(table)
+        commits = self._records.committed(table)
         found = [(table.slots[number], commit) for number, commit in commits.items()]
-        found = [(slot, commit) for slot, commit in found if self._book.has(slot, dirty_name(slot))]
+        found = [(slot, commit) for slot, commit in found if self._records.has(slot, dirty_name(slot))]
         return [(slot.place, commit) for slot, commit in sorted(found, key=lambda each: each[1].sequence)]
 
     def is_dirty(self, place: str) -> bool:
-        """Whether that snapshot is not in storage yet."""
+        """Returns whether that snapshot is not in storage yet."""
         slot = self._find(place)
-        return slot is not None and self._book.has(slot, dirty_name(slot))
+        return slot is not None and self._records.has(slot, dirty_name(slot))
 
     def mark_clean(self, place: str, step: int) -> None:
-        """Lets the slot be used again: its snapshot is in storage, or is given up.
+        """Clears the dirty bit and the hold: the snapshot is in storage, or is given up.
 
         Args:
-            place: From `dirty`.
-            step: Of the snapshot; a slot that holds another one by now is left as it is.
+            place: A place from `dirty`.
+            step: Step of the snapshot; a slot that holds another step by now is left unchanged.
         """
-        table, _ = self._book.table()
-        slot = table.find(place)  # as it is now: a store that came back empty counts its takings anew
+        table, _ = self._records.table()
+        slot = table.find(place)  # from the current table: a store that came back empty restarts its generations
         if slot is not None and slot.step == step:
             for name in (dirty_name(slot), hold_name(slot)):
-                self.store.delete_many(self._book.names.everywhere(slot, name))
+                self.store.delete_many(self._records.names.everywhere(slot, name))
 
     def hold(self, place: str) -> None:
-        """Asks that a dirty snapshot not be overtaken before it is in storage, until it is clean or let go.
-
-        Args:
-            place: From `dirty`.
-        """
+        """Asks `prepare` not to overtake a dirty snapshot until it is clean or `release_hold` is called."""
         slot = self._find(place)
         if slot is not None:
-            self._book.write_everywhere(slot, hold_name(slot), b"1")
+            self._records.write_everywhere(slot, hold_name(slot), b"1")
 
-    def let_go(self, place: str) -> None:
+    def release_hold(self, place: str) -> None:
         """Takes `hold` back."""
         slot = self._find(place)
         if slot is not None:
-            self.store.delete_many(self._book.names.everywhere(slot, hold_name(slot)))
+            self.store.delete_many(self._records.names.everywhere(slot, hold_name(slot)))
 
     # ------------------------------------------------------------------------------------------------ reading
 
+    @override
     def held(self) -> Mapping[str, Commit]:
-        """See `Tier`."""
-        table, tags = self._book.table()
-        commits = self._book.committed(table)
-        self.damaged = self._book.damaged(table, tags, commits)
+        table, tags = self._records.table()
+        commits = self._records.committed(table)
+        self.damaged = self._records.damaged(table, tags, commits)
         self._slots = {slot.place: slot for slot in table.slots.values()}
         self._commits = {table.slots[number].place: commit for number, commit in commits.items()}
         copies = [self._slots[place].layout.num_copies for place in self._commits]
         self.num_copies = max([self._layout().num_copies, *copies])
         return dict(self._commits)
 
+    @override
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        """See `Tier`. Every server has one: the first that is as committed, searched from number ``copy`` on."""
+        # Every server has one: returns the first that matches the record, starting from number ``copy``.
         slot = self._find(place)
         if slot is None:
             return None
-        keys = self._book.names.everywhere(slot, manifest_name(slot, rank))
+        keys = self._records.names.everywhere(slot, manifest_name(slot, rank))
         start = copy % len(keys)
         found = [content for content in self.store.get_many(keys[start:] + keys[:start]) if content is not None]
         record = self._commits.get(place)
@@ -302,19 +301,20 @@ class MemoryTier(Tier):
             found.sort(key=lambda content: digest_of(content) != record.manifests[rank])
         return found[0] if found else None
 
+    @override
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """See `Tier`."""
         ends = np.cumsum([manifest.chunks[number].num_bytes for number in numbers]).tolist()
-        whole = np.empty(ends[-1] if ends else 0, np.uint8).data  # in one piece: the kernel gives it out in huge pages
-        buffers = [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        memory = np.empty(ends[-1] if ends else 0, np.uint8).data  # one allocation: the kernel uses huge pages
+        buffers = [memory[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         found = self.read_chunks_into(place, manifest, numbers, buffers, copy)
         return [buffer if is_there else None for buffer, is_there in zip(buffers, found, strict=True)]
 
+    @override
     def read_chunks_into(
         self, place: str, manifest: Manifest, numbers: Sequence[int], buffers: Sequence[memoryview], copy: int = 0
     ) -> list[bool]:
-        """See `Tier`; straight from the socket, half the time of reading and copying. After the chunk itself come its
-        replicas, or reconstructions, one through each row of parity."""
+        # Straight from the socket: half the time of reading and copying. Copy 0 is the chunk; the others are its
+        # replicas, or its reconstructions through each parity row.
         slot = self._find(place)
         found = dict.fromkeys(numbers, False)
         if slot is None:
@@ -323,11 +323,11 @@ class MemoryTier(Tier):
         into = dict(zip(numbers, buffers, strict=True))
 
         def fetch(number: int) -> None:
-            key = self._book.names.chunk(slot, manifest.rank, number, copy)
+            key = self._records.names.chunk(slot, manifest.rank, number, copy)
             (found[number],) = self.store.get_many_into({key: into[number]})
 
         def rebuild(stripe: int) -> None:
-            pieces = Stripe(self.store, self._book.names, slot, manifest, stripe, {})
+            pieces = Stripe(self.store, self._records.names, slot, manifest, stripe, {})
             for number in (number for number in into if number // slot.layout.num_data == stripe):
                 content = pieces.rebuild(number, copy - 1)
                 if content is not None:
@@ -335,68 +335,70 @@ class MemoryTier(Tier):
                     found[number] = True
 
         if copy and slot.layout.num_parity:
-            self._in_threads(rebuild, sorted({number // slot.layout.num_data for number in numbers}))
+            self._run_in_threads(rebuild, sorted({number // slot.layout.num_data for number in numbers}))
         else:
-            self._in_threads(fetch, numbers)
+            self._run_in_threads(fetch, numbers)
         return [found[number] for number in numbers]
 
+    @override
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        """See `Tier`. What lies on every server is written again too: a server that came back empty gets its share."""
-        table, _ = self._book.table()
+        # What lies on every server is written again too, for a server that came back empty.
+        table, _ = self._records.table()
         slot = table.find(place)
-        record = self._book.committed(table).get(slot.number) if slot else None
+        record = self._records.committed(table).get(slot.number) if slot else None
         if slot is None or record is None:
             raise StoreError(f"expected a snapshot in {place}, got none; it was replaced by a newer one")
-        is_dirty = self._book.has(slot, dirty_name(slot))
-        self._book.write_everywhere(slot, extent_name(slot, manifest.rank), b"%d" % len(manifest.chunks))
-        self._book.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
+        is_dirty = self._records.has(slot, dirty_name(slot))
+        self._records.write_everywhere(slot, extent_name(slot, manifest.rank), b"%d" % len(manifest.chunks))
+        self._records.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
         if slot.layout.num_parity:
             stripes = sorted({number // slot.layout.num_data for number in damaged})
-            self._in_threads(lambda stripe: self._mend_stripe(slot, manifest, stripe, damaged), stripes)
+            self._run_in_threads(lambda stripe: self._repair_stripe(slot, manifest, stripe, damaged), stripes)
         else:
-            self._in_threads(lambda number: self._put_stripe(slot, manifest, number, [damaged[number]]), damaged)
+            self._run_in_threads(lambda number: self._put_stripe(slot, manifest, number, [damaged[number]]), damaged)
         if is_dirty:
-            self._book.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
-        self._book.write_everywhere(slot, commit_name(slot), record.to_bytes())
-        # Only where it is missing: whoever takes a slot now writes a newer one.
-        self.store.add_many(dict.fromkeys(self._book.names.everywhere(slot, TABLE_NAME), table.to_bytes()))
+            self._records.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
+        self._records.write_everywhere(slot, commit_name(slot), record.to_bytes())
+        # add, not set: a newer table may have been written by a concurrent prepare().
+        self.store.add_many(dict.fromkeys(self._records.names.everywhere(slot, TABLE_NAME), table.to_bytes()))
 
-    def _mend_stripe(self, slot: Slot, manifest: Manifest, number: int, damaged: Mapping[int, Bytes]) -> None:
-        """Writes the stripe anew, parity and all; where another of its chunks is lost too, only what is at hand."""
-        stripe = Stripe(self.store, self._book.names, slot, manifest, number, damaged)
-        whole = stripe.data()
-        if whole is not None:
-            self._put_stripe(slot, manifest, number, whole)
+    def _repair_stripe(self, slot: Slot, manifest: Manifest, number: int, damaged: Mapping[int, Bytes]) -> None:
+        """Writes a stripe again with its parity; if another of its chunks is lost, only the given chunks."""
+        stripe = Stripe(self.store, self._records.names, slot, manifest, number, damaged)
+        chunks = stripe.data()
+        if chunks is not None:
+            self._put_stripe(slot, manifest, number, chunks)
         else:
-            keys = {n: self._book.names.chunk(slot, manifest.rank, n) for n in stripe.numbers if n in damaged}
-            self._book.write({key: damaged[n] for n, key in keys.items()})
+            keys = {n: self._records.names.chunk(slot, manifest.rank, n) for n in stripe.numbers if n in damaged}
+            self._records.write({key: damaged[n] for n, key in keys.items()})
 
     def time_write(self, num_bytes: int) -> float:
-        """Seconds that writing a value of that length takes; it is removed again."""
-        return self._book.time_write(num_bytes)
+        """Returns the seconds that writing a value of that length takes; the value is removed again."""
+        return self._records.time_write(num_bytes)
 
+    @override
     def close(self) -> None:
-        """See `Tier`; the store stays open."""
+        # The store stays open.
         self._pool.shutdown()
 
     def _find(self, place: str) -> Slot | None:
-        """The slot as it is known, else as the table has it."""
+        """Returns the slot from the last table that was read, else from the current one."""
         if place not in self._slots:
-            table, _ = self._book.table()
+            table, _ = self._records.table()
             self._slots |= {slot.place: slot for slot in table.slots.values()}
         return self._slots.get(place)
 
-    def _taken(self, place: str) -> Slot:
-        """The slot that `prepare` took; a StoreError if it is not ours any more."""
-        table, _ = self._book.table()
+    def _claimed_slot(self, place: str) -> Slot:
+        """Returns the slot that `prepare` claimed; raises StoreError if the table does not have it any more."""
+        table, _ = self._records.table()
         slot = table.find(place)
         if slot is None:
             cure = "was the store emptied, or does another process save under this run id?"
             raise StoreError(f"expected {place} of run {self.run!r} to be ours, got a table without it; {cure}")
         return slot
 
-    def _in_threads(self, action: Callable[[T], object], items: Iterable[T]) -> None:
-        """Does it for each, a few at the same time. The first failure ends it, after those under way have ended."""
+    def _run_in_threads(self, action: Callable[[T], object], items: Iterable[T]) -> None:
+        """Runs the action for each item in a few threads; the first failure is raised after the running ones end."""
         pending: deque[Future[object]] = deque()
         try:
             for item in items:
@@ -413,53 +415,44 @@ class MemoryTier(Tier):
 
 _KEY_LENGTH: Final = 80
 _BUFFERS: Final = 2
-"""Copies of a value that a server holds while it comes in."""
+"""Copies of a value that a server holds while it receives it."""
 _EDGE: Final = 64
-"""A server is filled up to this part of its limit: its tables grow in leaps, and its clients' buffers count."""
+"""One part in so many of a server's limit stays unused: its tables grow in leaps, and client buffers count."""
 
 
 def needed_bytes(store: Store, layout: SlotLayout, shard_bytes: Sequence[int]) -> int:
-    """What a snapshot occupies on all servers together.
-
-    Args:
-        store: Knows the allocator's rounding.
-        layout: Copies and parity.
-        shard_bytes: Length of each rank's shard.
-
-    Returns:
-        Bytes, rounding included.
-    """
-    whole = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES)
+    """Returns the bytes that a snapshot occupies on all servers together, with the allocator's rounding."""
+    chunk_bytes = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES)
     total = 0
     for size in shard_bytes:
         num_whole, rest = divmod(size, CHUNK_BYTES)
-        copies = num_whole * whole + (store.stored_bytes(_KEY_LENGTH, rest) if rest else 0)
+        copies = num_whole * chunk_bytes + (store.stored_bytes(_KEY_LENGTH, rest) if rest else 0)
         num_parity = layout.num_stripes(num_whole + bool(rest)) * layout.num_parity
-        total += copies * (1 + layout.replicas) + num_parity * min(whole, copies)
+        total += copies * (1 + layout.replicas) + num_parity * min(chunk_bytes, copies)
     return total
 
 
 def spare_bytes(
-    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], given_up: Sequence[Slot], rank_bytes: int
+    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
 ) -> int | None:
-    """What a snapshot would leave to others, if it were saved now: the fullest server's, times the servers.
+    """Returns the bytes that the store has left after a snapshot: those of the fullest server, times the servers.
 
     Args:
-        store: The servers.
-        layout: Of the snapshot to come.
+        store: The store.
+        layout: Layout of the snapshot.
         shard_bytes: Length of each rank's shard; empty for no snapshot.
-        given_up: Slots whose content goes first.
-        rank_bytes: What one rank has under way at once.
+        reused: Slots whose content is erased first.
+        rank_bytes: Bytes that one rank has in flight at once.
 
     Returns:
-        Bytes, less what keeps the servers from the very edge; negative: so much is missing. None: they have no limit.
+        Bytes, less a reserve; negative if so much is missing. None if the servers have no limit.
     """
     primaries = [node for node in store.stats().nodes if node.role == "primary" and node.max_bytes]
     num_servers = len(layout.tags)
     uneven = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES) if shard_bytes and num_servers > 1 else 0
     wanted = needed_bytes(store, layout, shard_bytes) + sum(_BUFFERS * min(size, rank_bytes) for size in shard_bytes)
-    wanted += min(sum(shard_bytes), rank_bytes)  # a flusher that reads another one meanwhile
-    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in given_up)
+    wanted += min(sum(shard_bytes), rank_bytes)  # for a flusher that reads another snapshot meanwhile
+    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in reused)
     share = (wanted - freed) // num_servers + uneven
     left = [_left_bytes(node) - node.max_bytes // _EDGE - share for node in primaries]
     return num_servers * min(left) if left else None
@@ -469,28 +462,19 @@ def _left_bytes(node: NodeStats) -> int:
     return node.max_bytes - node.used_bytes - node.overhead_bytes
 
 
-def check_room(
-    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], given_up: Sequence[Slot], rank_bytes: int
+def check_capacity(
+    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
 ) -> None:
-    """Compares what the fullest server has left with its share of a snapshot.
+    """Raises StoreFullError if the fullest server has less left than its share of a snapshot.
 
-    Args:
-        store: The servers.
-        layout: Of the snapshot to come.
-        shard_bytes: Length of each rank's shard.
-        given_up: Slots whose content goes first.
-        rank_bytes: What one rank has under way at once.
-
-    Raises:
-        StoreFullError: It does not fit.
-        StoreUnavailableError: A server does not answer.
+    Raises StoreFullError if the snapshot does not fit, or StoreUnavailableError if a server does not answer.
     """
     primaries = [node for node in store.stats().nodes if node.role == "primary"]
     num_servers = len(layout.tags)
     if len(primaries) < num_servers:
         raise StoreUnavailableError(f"only {len(primaries)} of {num_servers} servers of {store.url} answer")
     needed = needed_bytes(store, layout, shard_bytes)
-    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in given_up)
+    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in reused)
     under_way = sum(_BUFFERS * min(size, rank_bytes) for size in shard_bytes)
     for node in primaries:
         left = _left_bytes(node) + freed // num_servers

@@ -1,15 +1,15 @@
-"""Durable storage as a tier: a folder a step, a data file and a manifest a rank, the commit record last.
+"""Stores snapshots in durable storage: a folder per step, a data file and a manifest per rank, the commit record last.
 
 ::
 
-    <run>/step-0000000120/rank-0.safetensors    header and chunks; rank-0.chunks under a codec other than none
+    <run>/step-0000000120/rank-0.safetensors    header and chunks; rank-0.chunks with a codec other than none
                           rank-0.json           the manifest
-                          commit.json           the record: without it nothing else here counts
-    <run>/step-0000000120.2/…                   the same step saved again while the first was there
+                          commit.json           the record; without it the folder does not count
+    <run>/step-0000000120.2/…                   the same step saved again while the first one existed
 
-Every file appears whole or not at all (`Volume.write`), so all there is to order is which comes first: shards before
-the record, and on the way out the record before the shards. One copy only; what is damaged here is mended from another
-tier or not at all. Price of a repair: the shard's file is written again as a whole, since buckets cannot be patched.
+Every file appears complete or not at all (`Volume.write`), so only the order matters: shards before the record; on
+removal, the record before the shards. There is one copy; damage is repaired from another tier or not at all. A repair
+writes the shard's whole file again, because buckets cannot be patched.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 import numpy as np
+from typing_extensions import override
 
-from shade.checkpoint._format.manifest import Commit, Manifest
-from shade.checkpoint._format.safetensors_header import safetensors_header
+from shade.checkpoint._format.manifest import Commit, Manifest, safetensors_header
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError
 from shade.storage.base import Volume
@@ -36,16 +36,16 @@ from shade.types import Bytes
 _RECORD: Final = "commit.json"
 _PLACE: Final = re.compile(r"step-(\d{10,})(?:\.\d+)?")
 _SPARE_BYTES: Final = 2**20
-"""For manifests, the record and the folders themselves."""
+"""Reserve for manifests, the record and the folders."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 class StorageTier(Tier):
-    """Snapshots of one run in a volume.
+    """Stores the snapshots of one run in a volume.
 
     Args:
-        volume: Where; closed with the tier.
+        volume: The volume; closed with the tier.
         run: The run id: one component of a path.
     """
 
@@ -56,8 +56,9 @@ class StorageTier(Tier):
         self._volume = volume
         self._run = run
 
+    @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """See `Tier`; a snapshot of that step that is here already stays until the new one counts."""
+        # A snapshot of the same step stays until the new one is committed.
         place = self._free_place(step)
         names = self._volume.list(f"{place}/")
         free_bytes, needed_bytes = self._volume.free_bytes(), sum(shard_bytes) + _SPARE_BYTES
@@ -72,7 +73,7 @@ class StorageTier(Tier):
         return place
 
     def _free_place(self, step: int) -> str:
-        """The first folder for a step that holds no snapshot."""
+        """Returns the first folder for a step that holds no snapshot."""
         first = f"{self._run}/step-{step:010d}"
         for number in itertools.count(1):
             place = first if number == 1 else f"{first}.{number}"
@@ -80,31 +81,33 @@ class StorageTier(Tier):
             if content is None and self._volume.size_bytes(f"{place}/{_RECORD}") is None:
                 break
             with contextlib.suppress(CorruptCheckpointError):
-                if content is None or Commit.parse(content):  # one that cannot be read now may be readable later
+                if content is None or Commit.parse(content):  # a record that is unreadable now may be readable later
                     continue
             break
         return place
 
+    @override
     def put(self, place: str, shard: Shard) -> None:
-        """See `Tier`."""
         manifest = shard.manifest
         self._write_data(place, manifest, shard.chunks)
         self._volume.write(_manifest_name(place, manifest.rank), [manifest.to_bytes()])
 
+    @override
     def commit(self, place: str, record: Commit) -> None:
-        """See `Tier`; looks once more that every rank's files are there, lest someone tidied them away meanwhile."""
+        # Lists the files once more: another process may have swept them meanwhile.
         names = self._volume.list(f"{place}/rank-")
         written = Counter(name.rpartition(".")[0] for name in names)
         missing = [rank for rank in range(record.world_size) if written[f"{place}/rank-{rank}"] < 2]
         if missing:
             raise StorageError(
                 f"expected data and manifest of rank {missing[0]} in {place} of {self._volume.url} before its commit, "
-                f"got {names!r}; see who else writes or removes there, and save again"
+                f"got {names!r}; check which other process writes or removes there, and save again"
             )
         self._volume.write(f"{place}/{_RECORD}", [record.to_bytes()])
 
+    @override
     def held(self) -> Mapping[str, Commit]:
-        """See `Tier`; one listing, and the records fetched together."""
+        # One listing; all records are fetched together.
         names = [name for name in self._volume.list(f"{self._run}/step-") if name.endswith(f"/{_RECORD}")]
         found: dict[str, Commit] = {}
         damaged: list[str] = []
@@ -122,12 +125,13 @@ class StorageTier(Tier):
         self.damaged = damaged
         return found
 
+    @override
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        """See `Tier`."""
         return self._volume.read_many([_manifest_name(place, rank)])[0]
 
+    @override
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """See `Tier`; neighbours are read in one range."""
+        # Adjacent chunks are read in one range.
         name = _data_name(place, manifest)
         num_bytes = self._volume.size_bytes(name) or 0
         bounds = _chunk_bounds(manifest)
@@ -136,6 +140,7 @@ class StorageTier(Tier):
             found.update(self._read_run(name, bounds, run))
         return [found.get(number) for number in numbers]
 
+    @override
     def read_chunks_into(
         self,
         place: str,
@@ -144,7 +149,7 @@ class StorageTier(Tier):
         buffers: Sequence[memoryview],
         copy: int = 0,
     ) -> list[bool]:
-        """See `Tier`; each chunk where it belongs, without a copy on the way."""
+        # Each chunk goes straight to its destination, without a copy.
         name, bounds = _data_name(place, manifest), _chunk_bounds(manifest)
         found = []
         for number, buffer in zip(numbers, buffers, strict=True):
@@ -156,31 +161,32 @@ class StorageTier(Tier):
                 found.append(False)
         return found
 
+    @override
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        """See `Tier`; what is whole is left alone."""
+        # A correct file is not written again.
         name, header = _data_name(place, manifest), _header(manifest)
         length = len(header) + manifest.stored_bytes
-        is_whole = not damaged and self._volume.size_bytes(name) == length
-        if not is_whole or self._volume.read(name, 0, len(header)) != header:
-            self._write_data(place, manifest, self._mended(place, manifest, damaged))
+        is_complete = not damaged and self._volume.size_bytes(name) == length
+        if not is_complete or self._volume.read(name, 0, len(header)) != header:
+            self._write_data(place, manifest, self._repaired_chunks(place, manifest, damaged))
         content = manifest.to_bytes()
         if self.read_manifest(place, manifest.rank) != content:
             self._volume.write(_manifest_name(place, manifest.rank), [content])
 
+    @override
     def discard(self, place: str) -> None:
-        """See `Tier`."""
         self._remove(place, self._volume.list(f"{place}/"))
 
     def sweep(self, keep: Collection[str] = (), *, is_only_writer: bool = False) -> list[str]:
-        """Removes what saves that never came to their end left behind: folders without a record.
+        """Removes folders without a record: remains of interrupted saves.
 
         Args:
-            keep: Places that are being written all the same.
-            is_only_writer: Whether nothing else writes snapshots of this run: its lock is ours and no save has begun.
+            keep: Places that are being written and must stay.
+            is_only_writer: Whether nothing else writes snapshots of this run: we hold its lock and no save has begun.
                 Otherwise folders newer than the newest snapshot stay: another process may be writing them.
 
         Returns:
-            The places removed.
+            The removed places.
         """
         names = self._volume.list(f"{self._run}/step-")
         unfinished = self._volume.leftovers(f"{self._run}/step-")
@@ -190,21 +196,14 @@ class StorageTier(Tier):
         unfinished_places = (place for place in seen - held - set(keep) if _step_of(place) >= 0)
         removed = []
         for place in sorted(each for each in unfinished_places if is_only_writer or _step_of(each) < newest):
-            # A writer that was stopped for long, and lost its lock, may have committed since the listing.
+            # A writer that was suspended for long and lost its lock may have committed since the listing.
             if self._volume.size_bytes(f"{place}/{_RECORD}") is None:
                 self._remove(place, [name for name in names if name.startswith(f"{place}/")])
                 removed.append(place)
         return removed
 
     def time_write(self, num_bytes: int) -> float:
-        """Writes a file, durably, and removes it again.
-
-        Args:
-            num_bytes: Its length.
-
-        Returns:
-            Seconds that writing took.
-        """
+        """Writes a file of that length durably, removes it again, and returns the seconds of the write."""
         name = f"{self._run}/probe-{secrets.token_hex(8)}"
         content = bytes(num_bytes)
         try:
@@ -215,23 +214,19 @@ class StorageTier(Tier):
             self._volume.delete_many([name])
 
     def tidy(self, *, is_only_writer: bool = False) -> None:
-        """Sweeps before a run's first save; storage that refuses is no reason not to begin.
-
-        Args:
-            is_only_writer: See `sweep`.
-        """
+        """Sweeps before a run's first save; an error of the storage is only logged."""
         try:
             for place in self.sweep(is_only_writer=is_only_writer):
-                logger.info("removed %s: begun once, and never finished", place)
+                logger.info("removed %s: an interrupted save", place)
         except StorageError as error:
-            logger.warning("what was left half written stays for now: %s", error)
+            logger.warning("remains of interrupted saves could not be removed: %s", error)
 
+    @override
     def close(self) -> None:
-        """See `Tier`."""
         self._volume.close()
 
     def _remove(self, place: str, names: Sequence[str]) -> None:
-        """The record first: from then on none of it counts."""
+        # The record first: from then on the folder does not count.
         self._volume.delete_many(sorted(names, key=lambda name: not name.endswith(f"/{_RECORD}")))
         self._volume.sweep(f"{place}/")
 
@@ -243,7 +238,7 @@ class StorageTier(Tier):
             raise CheckpointError.of(f"{expected} bytes of chunks for {name}", written, "save again")
 
     def _read_run(self, name: str, bounds: Sequence[int], run: range) -> Mapping[int, Bytes]:
-        """Chunks that lie side by side; where the range cannot be read, those that can be one by one."""
+        """Reads adjacent chunks; if the range cannot be read, those that can be read one by one."""
         first = bounds[run.start]
         buffer = np.empty(bounds[run.stop] - first, dtype=np.uint8).data
         try:
@@ -255,8 +250,8 @@ class StorageTier(Tier):
             return {number: chunk for piece in pieces for number, chunk in piece.items()}
         return {number: buffer[bounds[number] - first : bounds[number + 1] - first] for number in run}
 
-    def _mended(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
-        """The chunks as they shall be; zeros for one that is neither given nor there, which a later repair may give."""
+    def _repaired_chunks(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
+        """Yields the corrected chunks; zeros for a chunk that is lost, which a later repair may supply."""
         for number, chunk in enumerate(manifest.chunks):
             right = damaged[number] if number in damaged else self.read_chunks(place, manifest, [number])[0]
             yield bytes(chunk.num_bytes) if right is None else right
@@ -276,19 +271,19 @@ def _header(manifest: Manifest) -> bytes:
 
 
 def _chunk_bounds(manifest: Manifest) -> list[int]:
-    """Where each chunk begins in the file, and where the last one ends."""
+    """Returns where each chunk begins in the file, and where the last one ends."""
     lengths = (chunk.num_bytes for chunk in manifest.chunks)
     return list(itertools.accumulate(lengths, initial=len(_header(manifest))))
 
 
 def _runs(numbers: Iterator[int]) -> Iterator[range]:
-    """Ascending numbers as ranges of neighbours."""
+    """Groups ascending numbers into ranges of neighbours."""
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in group]
         yield range(members[0], members[-1] + 1)
 
 
 def _step_of(place: str) -> int:
-    """The step of a place, or −1 for a path that is none."""
+    """Returns the step of a place, or −1 for any other path."""
     match = _PLACE.fullmatch(place.rpartition("/")[2])
     return int(match[1]) if match else -1

@@ -1,15 +1,15 @@
-"""What a tier is: a place where committed snapshots lie. Own memory, cluster memory, durable storage: one interface.
+"""Defines a tier: a place that holds committed snapshots. Shared memory, cluster memory and storage are tiers.
 
-A snapshot goes into a tier in four steps, and into every tier in the same ones:
+A snapshot enters every tier in the same four steps:
 
-1. `Tier.prepare`, on one rank: chooses a *place* (a slot, a directory), makes what lay there cease to exist, and says
-   no if there is no room. All ranks are told the place.
-2. `Tier.put`, on every rank: writes its shard: chunks, then manifest. Nobody can see it yet.
-3. The ranks vote. One that failed: `Tier.discard`.
-4. `Tier.commit`, on one rank (on each, where a tier belongs to a machine): writes the record. Now it exists.
+1. `Tier.prepare`, on one rank: chooses a *place* (a slot, a folder), removes what lay there, and raises if there is no
+   room. All ranks are told the place.
+2. `Tier.put`, on every rank: writes its shard, chunks first, then the manifest. It is not visible yet.
+3. The ranks vote. If one failed: `Tier.discard`.
+4. `Tier.commit`, on one rank (on each, if the tier belongs to a machine): writes the record. Now the snapshot exists.
 
-Reading trusts nothing: a tier gives bytes as it finds them, and `_restore.reader` compares them with the
-record, goes to another copy or tier, and gives the tier back what it had lost.
+A tier returns bytes unverified. `_restore.reader` compares them with the record, falls back to another copy or tier,
+and repairs the tier with what it finds there.
 """
 
 from __future__ import annotations
@@ -31,94 +31,94 @@ class Shard:
 
     manifest: Manifest
     chunks: Iterable[Bytes]
-    """Stored form, in order, as many as the manifest lists; perhaps made as they are asked for, so taken once."""
+    """Stored form, in order, as many as the manifest lists. May be generated on demand, so iterate once."""
 
 
 class Tier(ABC):
-    """A place for snapshots of one run.
+    """A place for the snapshots of one run.
 
     Raises:
-        StoreError: By any method of a tier in a store.
-        StorageError: By any method of a tier in durable storage.
+        StoreError: Any method of a tier in a store may raise it.
+        StorageError: Any method of a tier in durable storage may raise it.
     """
 
     name: ClassVar[str]
-    """``own memory``, ``cluster memory`` or ``storage``: as it is printed."""
+    """``own memory`` (shared memory), ``cluster memory`` or ``storage``: as it is printed and recorded."""
     every_rank_commits: ClassVar[bool] = False
-    """True where the record has to be written on each machine, and so by each rank."""
+    """True if the record has to be written on each machine, and so by each rank."""
     is_durable: ClassVar[bool] = False
-    """True where what is committed outlives all machines."""
+    """True if a committed snapshot outlives all machines."""
     holds_plain: ClassVar[bool] = False
-    """True where chunks of a snapshot of version 2 are given as they were before any codec, and in no other form."""
+    """True if chunks of a version 2 snapshot are returned as they were before any codec, and in no other form."""
     damaged: Sequence[str] = ()
-    """Places whose record `held` could not read, the last time: there was a snapshot, and perhaps it is the newest."""
+    """Places whose record the last `held` could not read: a snapshot was there, perhaps the newest."""
     num_copies: int = 1
-    """How many times a chunk can be asked for before it is lost here; a reconstruction counts as a copy."""
+    """How many times a chunk can be requested before it is lost here; a reconstruction counts as a copy."""
 
     @abstractmethod
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """Makes room; what lay at the place ceases to exist first. Called by rank 0, never twice at once.
+        """Makes room and removes what lay at the place. Called by rank 0, never twice at once.
 
         Args:
-            step: Of the snapshot to come.
+            step: Step of the new snapshot.
             shard_bytes: Stored length of each rank's shard.
 
         Returns:
             The place.
 
         Raises:
-            StoreFullError: No room in a store: nothing was changed that anyone could miss.
-            StorageFullError: The same of storage.
+            StoreFullError: A store has no room; nothing was lost.
+            StorageFullError: Storage has no room; nothing was lost.
         """
 
     @abstractmethod
     def put(self, place: str, shard: Shard) -> None:
-        """Writes one rank's shard; whoever looks for snapshots does not see it before `commit`."""
+        """Writes one rank's shard; it is invisible until `commit`."""
 
     @abstractmethod
     def commit(self, place: str, record: Commit) -> None:
-        """Makes the snapshot exist. Every rank has returned from `put` before; when it returns, it stays."""
+        """Makes the snapshot exist; every rank has returned from `put` before. It is persistent on return."""
 
     @abstractmethod
     def held(self) -> Mapping[str, Commit]:
-        """What exists: each place with its record. Places without one, or with a damaged one, are left out."""
+        """Returns each place that holds a snapshot with its record; missing or damaged records are left out."""
 
     @abstractmethod
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        """What is found under a manifest's name.
+        """Returns the unverified bytes of a manifest.
 
         Args:
-            place: From `held`.
-            rank: Whose.
-            copy: Below `num_copies`.
+            place: A place from `held`.
+            rank: Rank of the manifest.
+            copy: Number of the copy, below `num_copies`.
 
         Returns:
-            The bytes, unverified; None where there are none, or the part of the tier that has them is down.
+            The bytes, or None if they are missing or their server is down.
         """
 
     @abstractmethod
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """What is found under chunks' names.
+        """Returns the unverified bytes of chunks.
 
         Args:
-            place: From `held`.
-            manifest: Verified.
-            numbers: Which chunks. Ask for a few dozen at once: they are fetched together, and all held in memory.
-            copy: Below `num_copies`.
+            place: A place from `held`.
+            manifest: The verified manifest.
+            numbers: Chunk numbers; a few dozen at once, as all are fetched together and held in memory.
+            copy: Number of the copy, below `num_copies`.
 
         Returns:
-            The bytes, unverified, in the order of ``numbers``; None where there are none.
+            The bytes in the order of ``numbers``; None for missing ones.
         """
 
     def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
-        """A shard's data where it lies, for as long as this rank begins no save.
+        """Returns a shard's data where it lies, valid until this rank begins a save.
 
         Args:
-            place: From `held`.
-            manifest: Verified.
+            place: A place from `held`.
+            manifest: The verified manifest.
 
         Returns:
-            Writable, unverified, in one piece, not encoded; None where there is no such thing, as in most tiers.
+            Writable, unverified, contiguous, not encoded; None in tiers that cannot map it, which are most.
         """
         return None
 
@@ -130,40 +130,40 @@ class Tier(ABC):
         buffers: Sequence[memoryview],
         copy: int = 0,
     ) -> list[bool]:
-        """As `read_chunks`, into the caller's memory; tiers that can do so without a copy on the way override it.
+        """Reads chunks into the caller's memory; tiers that can do so without a copy override it.
 
         Args:
-            place: From `held`.
-            manifest: Verified.
-            numbers: Which chunks.
-            buffers: One for each, of the chunk's stored length.
-            copy: Below `num_copies`.
+            place: A place from `held`.
+            manifest: The verified manifest.
+            numbers: Chunk numbers.
+            buffers: One per chunk, of its stored length.
+            copy: Number of the copy, below `num_copies`.
 
         Returns:
-            Where the buffer holds what was found, unverified; where it does not, it holds nothing of meaning.
+            Whether each buffer holds the unverified chunk; otherwise its content is undefined.
         """
         found = []
         for buffer, content in zip(buffers, self.read_chunks(place, manifest, numbers, copy), strict=True):
             fits = content is not None and len(content) == len(buffer)
             if content is not None and fits:
-                np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(content, np.uint8))  # lets other threads run
+                np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(content, np.uint8))  # releases the GIL
             found.append(fits)
         return found
 
     @abstractmethod
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        """Writes verified chunks over what is damaged or missing in any copy.
+        """Overwrites damaged or missing chunks in every copy.
 
         Args:
-            place: From `held`.
-            manifest: Whose they are; written again itself.
-            damaged: Right bytes by chunk number; may be empty.
+            place: A place from `held`.
+            manifest: The manifest of the shard; it is written again too.
+            damaged: Verified chunks by number; may be empty.
         """
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Removes whatever lies there, the record first. Nothing there is no error."""
+        """Removes what lies at a place, the record first. An empty place is no error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees connections and mappings; what is committed stays. Safe to call twice."""
+        """Closes connections and mappings; committed snapshots stay. Safe to call twice."""

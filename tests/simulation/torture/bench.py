@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import ProcessGroup
-from shade.checkpoint._commit.protocol import Stored, agree, announce, commit, prepare, put, store
+from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, prepare, put, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.memory import MemoryTier
@@ -161,31 +160,47 @@ class Bench:
         manifest, chunks = one.manifests[rank], one.chunks[rank]
         own_place = None if stage is None else self._copy(stage, actor, one.data[rank])
         early = self._put_early(ways[0], group, one) if self.setup.streams else None
-        agreed = agree(group, manifest, None, one.notes, one.record.base)
+        record, shard_bytes, _ = agree(
+            group,
+            manifest,
+            None,
+            sequence=one.record.sequence,
+            saved_at=one.record.saved_at,
+            base=one.record.base,
+        )
         if stage is not None and own_place is not None:
             watched = Watched(stage, ledger, self.world, actor)
-            if put(watched, group, own_place, manifest, lambda: ()).place is not None:
-                commit(watched, group, own_place, agreed.record)
+            with contextlib.suppress(CheckpointError):
+                put(watched, group, own_place, manifest, lambda: ())
+                commit(watched, group, own_place, record)
         for tier in ways:
-            if early is None or tier is not ways[0]:
-                stored = store(tier, group, agreed, manifest, lambda: chunks)
-            else:
-                stored = early if early.place is None else commit(tier, group, early.place, agreed.record)
-            if stored.place is not None:
-                (ledger.durable if tier.inner is storage else ledger.committed).add(one.record.digest)
-                if storage is not None and tier.inner is storage and rank == 0:
-                    retire(storage, KEEP)
-                return
+            try:
+                if not self.setup.streams or tier is not ways[0]:
+                    store(tier, group, record, shard_bytes, manifest, lambda: chunks)
+                elif early is not None:
+                    commit(tier, group, early, record)
+                else:
+                    continue
+            except CheckpointError:
+                continue
+            (ledger.durable if tier.inner is storage else ledger.committed).add(one.record.digest)
+            if storage is not None and tier.inner is storage and rank == 0:
+                retire(storage, KEEP)
+            return
         if one.alone is None:
             raise CheckpointError(f"save {one.record.sequence} landed nowhere")
         self.save(one.alone, group, actor)
 
-    def _put_early(self, tier: Tier, group: ProcessGroup, one: Saved) -> Stored:
-        """What is done with a shard that is sent while it is copied."""
+    def _put_early(self, tier: Tier, group: ProcessGroup, one: Saved) -> str | None:
+        """Uploads a shard while it is copied; returns its place, or None if the tier refused."""
         manifest, chunks = one.manifests[group.rank], one.chunks[group.rank]
         shard_bytes = announce(group, manifest, None)
-        early = prepare(tier, group, manifest.step, shard_bytes)
-        return early if early.place is None else put(tier, group, early.place, manifest, lambda: chunks)
+        try:
+            place = prepare(tier, group, manifest.step, shard_bytes)
+            put(tier, group, place, manifest, lambda: chunks)
+        except CheckpointError:
+            return None
+        return place
 
     def _copy(self, stage: SharedMemoryTier, actor: str, data: bytes) -> str:
         half = len(data) // 2

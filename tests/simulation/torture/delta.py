@@ -58,7 +58,7 @@ def _packed(fresh: Saved, data: tuple[bytes, ...], before: Saved | None) -> Save
         base=None if before is None else before.record.digest,
         version=2,
     )
-    return Saved(record, fresh.notes, tuple(manifests), tuple(stored), data)
+    return Saved(record, tuple(manifests), tuple(stored), data)
 
 
 def _chunk(draft: Manifest, whole: bytes, number: int, old: bytes | None) -> tuple[ChunkEntry, bytes]:

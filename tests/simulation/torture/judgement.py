@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._restore.reader import Reader, Rebuilt
+from shade.checkpoint._commit.protocol import SingleProcessGroup
+from shade.checkpoint._restore.reader import Reader, ShardDecoder
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
@@ -78,7 +78,7 @@ def _wholeness(tier: Tier) -> Iterator[str]:
         try:
             for rank in ranks:
                 manifest = reader.manifest(snapshot, rank)
-                Rebuilt(reader, snapshot, manifest).chunks(range(len(manifest.chunks)))
+                ShardDecoder(reader, snapshot, manifest).chunks(range(len(manifest.chunks)))
         except CorruptCheckpointError as error:
             yield f"a record without its snapshot: {error}"
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from shade.checkpoint._commit.protocol import Notes
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
-from shade.checkpoint._pacing.schedule import Pace
 
 CHUNK_BYTES = 700
 _SHARD_BYTES = 1500
@@ -25,7 +23,6 @@ class Saved:
     """One snapshot, with all its bytes."""
 
     record: Commit
-    notes: Notes
     manifests: tuple[Manifest, ...]
     chunks: tuple[tuple[bytes, ...], ...]
     """Stored form, by rank."""
@@ -74,11 +71,10 @@ def saved(
         manifests.append(shard)
         contents.append(chunks)
         whole.append(data)
-    notes = Notes(sequence, float(sequence), {}, Pace(), "")
     digests = tuple(manifest.digest for manifest in manifests)
     num_bytes = sum(manifest.num_bytes for manifest in manifests)
-    record = Commit(run, step, sequence, world_size, digests, num_bytes, notes.saved_at)
-    return Saved(record, notes, tuple(manifests), tuple(contents), tuple(whole))
+    record = Commit(run, step, sequence, world_size, digests, num_bytes, float(sequence))
+    return Saved(record, tuple(manifests), tuple(contents), tuple(whole))
 
 
 @dataclass

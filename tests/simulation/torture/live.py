@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import agree, store
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
@@ -223,8 +222,13 @@ def _save(run: str, memory: MemoryTier | None, storage: StorageTier | None, sequ
 
 
 def _stored(tier: Tier, one: Saved) -> bool:
-    agreed = agree(SingleProcessGroup(), one.manifests[0], None, one.notes)
-    return store(tier, SingleProcessGroup(), agreed, one.manifests[0], lambda: one.chunks[0]).place is not None
+    group, saved_at = SingleProcessGroup(), one.record.saved_at
+    record, shard_bytes, _ = agree(group, one.manifests[0], None, sequence=one.record.sequence, saved_at=saved_at)
+    try:
+        store(tier, group, record, shard_bytes, one.manifests[0], lambda: one.chunks[0])
+    except CheckpointError:
+        return False
+    return True
 
 
 def _flush(memory: MemoryTier, storage: StorageTier) -> None:

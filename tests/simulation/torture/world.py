@@ -300,7 +300,7 @@ class _Round:
 
 
 class SteppedGroup:
-    """One rank's end: a `shade.checkpoint._commit.process_group.ProcessGroup`.
+    """One rank's end: a `shade.checkpoint._commit.protocol.ProcessGroup`.
 
     Args:
         world: Whose turns it keeps.

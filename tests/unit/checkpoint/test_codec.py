@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import zstandard
 
-from shade.checkpoint._codecs.base import CODECS, standing_alone
+from shade.checkpoint._codecs.base import CODECS, standalone_codec
 from shade.errors import ConfigError, CorruptCheckpointError, UnknownNameError
 
 
 def test_no_codec_copies_nothing() -> None:
     data = memoryview(b"abc")
-    codec = standing_alone("none")
+    codec = standalone_codec("none")
     assert codec.encode(data, 4) is data
     assert codec.decode(data, 3, 4) is data
 
@@ -27,7 +27,7 @@ def test_no_codec_copies_nothing() -> None:
 def test_grouping_bytes_makes_weights_smaller() -> None:
     weights = np.random.default_rng(0).normal(0, 0.02, 2**18).astype(np.float32)
     data = memoryview(weights.view(np.uint8))
-    codec = standing_alone("zstd")
+    codec = standalone_codec("zstd")
     grouped, mixed = len(codec.encode(data, 4)), len(codec.encode(data, 1))
     assert grouped < 0.9 * len(data)
     assert grouped < 0.95 * mixed
@@ -36,7 +36,7 @@ def test_grouping_bytes_makes_weights_smaller() -> None:
 @pytest.mark.parametrize("name", ["none", "zstd"])
 def test_damaged_chunks_are_refused_or_have_the_right_length(name: str) -> None:
     rng = random.Random(0)
-    codec = standing_alone(name)
+    codec = standalone_codec(name)
     data = np.arange(2000, dtype=np.float32).tobytes()
     stored = bytes(codec.encode(memoryview(data), 4))
     refused = 0
@@ -58,7 +58,7 @@ def test_damaged_chunks_are_refused_or_have_the_right_length(name: str) -> None:
 @pytest.mark.parametrize("stored", [b"", b"x", bytes(1000), zstandard.ZstdCompressor().compress(b"other length")])
 def test_what_is_no_frame_of_that_length_is_refused(stored: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
-        standing_alone("zstd").decode(stored, 100, 4)
+        standalone_codec("zstd").decode(stored, 100, 4)
 
 
 def test_a_frame_that_promises_the_world_allocates_nothing() -> None:
@@ -67,7 +67,7 @@ def test_a_frame_that_promises_the_world_allocates_nothing() -> None:
         zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(2**26)),
         b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8 + b"\x01\x00\x00",
     ]
-    codec = standing_alone("zstd")
+    codec = standalone_codec("zstd")
     tracemalloc.start()
     try:
         for bomb in bombs:

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._format.manifest import CHUNK_BYTES, Manifest
-from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, contents, is_dcp, parts_of, tensor_key
+from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, is_dcp, parts_of, shard_content, tensor_key
 from shade.errors import CorruptCheckpointError, TornSnapshotError
 
 WHO = Identity("run", 3, 1, 3)
@@ -26,7 +26,7 @@ class Room:
 
 def pack(tensors: dict[str, torch.Tensor], codec: str = "none") -> tuple[PackedState, Room]:
     room = Room()
-    return PackedState(WHO, contents(tensors, {"lr": 0.1, "many": [1.5] * 300}), codec, room), room
+    return PackedState(WHO, shard_content(tensors, {"lr": 0.1, "many": [1.5] * 300}), codec, room), room
 
 
 def data_of(packed: PackedState) -> bytes:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._integrations import dcp_stager
-from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, contents
+from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
 from shade.errors import ConfigError, TornSnapshotError
 
@@ -97,7 +97,7 @@ def test_the_writer_takes_it_from_where_it_lies(stager: ShadeStager) -> None:
         raise AssertionError(f"{num_bytes} bytes were put together")
 
     tensors = {"b.x[0]": staged["b"]["x"], "b.y.z[0]": staged["b"]["y.z"], "b2[0]": staged["b2"]}
-    packed = PackedState(Identity("r", 1, 0, 2), contents(tensors, {}), "none", none_needed)
+    packed = PackedState(Identity("r", 1, 0, 2), shard_content(tensors, {}), "none", none_needed)
     assert len(packed.manifest.chunks) == 3
 
 

@@ -341,7 +341,7 @@ def test_a_failed_tier_is_passed_over_and_told_once(
         raise StoreFullError("no room")
 
     monkeypatch.setattr(MemoryTier, "prepare", full)
-    monkeypatch.setattr("shade.checkpoint._session.open_tiers._see_to_flusher", lambda *_: None)
+    monkeypatch.setattr("shade.checkpoint._session.open_tiers._ensure_flusher", lambda *_: None)
     with ShadeWriter(get_place("unix").url, persist_to=str(tmp_path), run="full") as writer:
         for step in ("1", "2"):
             dcp.save(state_of(1), storage_writer=writer, checkpoint_id=step)

@@ -46,16 +46,16 @@ class TierLike:
 
 
 class Known:
-    """What is known of saves: told by the test."""
+    """A loss tracker whose forecast the test sets."""
 
     def __init__(self, forecast: RecoveryForecast | None = None) -> None:
-        self.told = forecast or RecoveryForecast(0.0, 0.01, 0.02, 0.03)
+        self.forecast_given = forecast or RecoveryForecast(0.0, 0.01, 0.02, 0.03)
         self.durable: bool | None = True
 
     def forecast(self) -> RecoveryForecast:
-        return self.told
+        return self.forecast_given
 
-    def is_durable(self, landing: CommitResult) -> bool | None:
+    def is_durable(self, result: CommitResult) -> bool | None:
         return self.durable
 
 
@@ -76,7 +76,7 @@ class Saver:
         self.latest = SaveHandle(self.step_count)
         self.latest.copied.set_result(None)
         if self.lands:
-            self.latest.landed.set_result(CommitResult(TierLike(CLUSTER), "0"))  # type: ignore[arg-type]
+            self.latest.committed.set_result(CommitResult(TierLike(CLUSTER), "0"))  # type: ignore[arg-type]
         return self.latest
 
     def wait_copy_complete(self) -> None:
@@ -88,8 +88,8 @@ class Rank:
 
     def __init__(self, store: HashStore, rank: int, world_size: int, exit_code: int | None = 143) -> None:
         self.saver, self.known, self.word = Saver(), Known(), Word()
-        self.board = DeadlineStore(store, rank, world_size)
-        self.deadline = Deadline(self.saver, self.known, self.board, [self.word], exit_code=exit_code)  # type: ignore[arg-type]
+        self.store = DeadlineStore(store, rank, world_size)
+        self.deadline = Deadline(self.saver, self.known, self.store, [self.word], exit_code=exit_code)  # type: ignore[arg-type]
         self.code: int | str | None = None
 
     def step(self) -> bool:
@@ -194,7 +194,7 @@ def test_ranks_in_step_save_the_same_step(world_size: int, seed: int) -> None:
 def test_what_can_be_reached_is_foreseen(
     alone: Rank, said: pytest.LogCaptureFixture, forecast: RecoveryForecast, goal: str
 ) -> None:
-    alone.known.told = forecast
+    alone.known.forecast_given = forecast
     alone.word.say(30)
     alone.until_stopped()
     assert alone.saver.saved == [alone.saver.step_count]
@@ -204,7 +204,7 @@ def test_what_can_be_reached_is_foreseen(
 def test_no_copy_is_begun_that_cannot_be_ended(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.saver.step_count = 4
     before = alone.saver.save()
-    alone.known.told = RecoveryForecast(0.0, 100.0, 200.0, 300.0)
+    alone.known.forecast_given = RecoveryForecast(0.0, 100.0, 200.0, 300.0)
     alone.word.say(20)
     alone.until_stopped()
     assert alone.code == 143
@@ -227,7 +227,7 @@ def test_a_save_that_does_not_land_is_not_waited_for_beyond_the_time(
 def test_one_that_is_under_way_is_not_disturbed(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.saver.lands = False
     alone.saver.step_count = 4
-    alone.saver.save().kept = True
+    alone.saver.save().is_in_shared_memory = True
     alone.word.say(0.5)
     alone.until_stopped()
     assert alone.saver.saved == [4]
@@ -247,7 +247,7 @@ def test_what_is_not_durable_in_time_is_left_to_the_flusher(alone: Rank, said: p
     alone.known.durable = False
     alone.word.say(0.4)
     alone.until_stopped()
-    assert "not durable in time: its flusher goes on" in said.text
+    assert "not durable in time: its flusher continues" in said.text
 
 
 def test_a_rank_that_never_answers_costs_the_time_and_no_more(said: pytest.LogCaptureFixture) -> None:
@@ -261,7 +261,7 @@ def test_a_rank_that_never_answers_costs_the_time_and_no_more(said: pytest.LogCa
 
 
 class Gone(DeadlineStore):
-    """A board whose keeper has died."""
+    """A store whose process has died."""
 
     def read(self, name: str) -> object:
         raise RuntimeError(name)
@@ -269,7 +269,7 @@ class Gone(DeadlineStore):
     write = read  # type: ignore[assignment]
 
 
-def test_a_board_that_is_gone_stops_nobody_who_has_heard_nothing() -> None:
+def test_a_store_that_is_gone_stops_no_training_without_a_notice() -> None:
     word = Word()
     saver = Saver()
     deadline = Deadline(saver, Known(), Gone(HashStore(), 0, 2), [word])  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_a_board_that_is_gone_stops_nobody_who_has_heard_nothing() -> None:
     deadline.close()
 
 
-def test_time_that_passes_within_a_step_is_told(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+def test_time_that_passes_within_a_step_is_logged(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.word.say(0.2)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while "no step has ended in time" not in said.text:
@@ -291,16 +291,16 @@ def test_time_that_passes_within_a_step_is_told(alone: Rank, said: pytest.LogCap
     assert alone.saver.saved == []
 
 
-def test_a_landed_save_is_told_with_where_it_is(alone: Rank, said: pytest.LogCaptureFixture) -> None:
+def test_a_committed_save_is_logged_with_its_tier(alone: Rank, said: pytest.LogCaptureFixture) -> None:
     alone.saver.lands = False
-    landed: Future[CommitResult] = Future()
-    landed.set_result(CommitResult(TierLike(STORAGE), "0"))  # type: ignore[arg-type]
+    committed: Future[CommitResult] = Future()
+    committed.set_result(CommitResult(TierLike(STORAGE), "0"))  # type: ignore[arg-type]
     begun = alone.saver.save
 
     def save() -> SaveHandle:
-        ticket = begun()
-        ticket.landed = landed
-        return ticket
+        handle = begun()
+        handle.committed = committed
+        return handle
 
     alone.saver.save = save  # type: ignore[method-assign]
     alone.word.say()

@@ -130,7 +130,7 @@ def test_an_object_of_another_class_is_neither_saved_nor_made(module: ModuleType
         engine.commit(info)
     assert not list(tmp_path.rglob("*.pt"))
     with pytest.raises(CorruptCheckpointError, match="got 'system'"):
-        module.revived({"%deepspeed": "system", "fields": {}})
+        module.from_plain({"%deepspeed": "system", "fields": {}})
     with pytest.raises(ConfigError, match="give it another name"):
         module.plain({"%deepspeed": 1})
     with pytest.raises(CheckpointError, match="give its state as dicts"):  # that the last save failed is said once more

@@ -19,8 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
+from shade.checkpoint._capture.app_state import RandomState
 from shade.checkpoint._capture.flatten import flatten
-from shade.checkpoint._capture.rng import RandomState
 from shade.checkpoint._interchange.export import (
     FORMS,
     export,

@@ -13,15 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from shade.checkpoint._capture.flatten import FACTORIES, VIEWED, flatten
+from shade.checkpoint._capture.flatten import _MAKERS, FACTORIES, VIEWED, flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._capture.unflatten import _GIVERS
-from shade.checkpoint._codecs.base import CODECS, standing_alone
-from shade.checkpoint._commit.process_group import SingleProcessGroup
-from shade.checkpoint._commit.protocol import Notes, agree, store
+from shade.checkpoint._codecs.base import CODECS, standalone_codec
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
-from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._save import packing
 from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.storage import StorageTier
@@ -66,7 +63,7 @@ def state_of(rank: int) -> dict[str, Any]:
 def write(folder: Path, codec_name: str) -> None:
     """Saves the states of three ranks through the storage tier."""
     tier = StorageTier(open_volume(str(folder)), "run-1")
-    codec = standing_alone(codec_name)
+    codec = standalone_codec(codec_name)
     place = tier.prepare(120, [0] * WORLD_SIZE)
     manifests = []
     for rank in range(WORLD_SIZE):
@@ -142,13 +139,14 @@ def test_it_reads_chains_too(codec: str, tmp_path: Path, monkeypatch: pytest.Mon
         layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         buffer = torch.cat([bytes_of(tensors[name].contiguous()) for name in layout.entries])
         packed = packer.pack(step, buffer, layout.num_bytes, layout.entries, tree)
-        notes = Notes(step, 1.5e9, {}, Pace(), "")
-        agreed = agree(SingleProcessGroup(), packed.manifest, None, notes, packed.base)
+        record, shard_bytes, _ = agree(
+            SingleProcessGroup(), packed.manifest, None, sequence=step, saved_at=1.5e9, base=packed.base
+        )
         assert (
-            store(tier, SingleProcessGroup(), agreed, packed.manifest, lambda chunks=packed.chunks: chunks).place
+            store(tier, SingleProcessGroup(), record, shard_bytes, packed.manifest, lambda chunks=packed.chunks: chunks)
             is not None
         )
-        packer.landed(packed, agreed.record.digest, buffer)
+        packer.committed(packed, record.digest, buffer)
         kept = buffer.numpy().tobytes()
         record, _, found = read_snapshot(tmp_path / "run-1" / f"step-{step:010d}")
         assert (record["base"] is None) is (step == 1)
@@ -172,8 +170,8 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
 def test_the_document_lists_every_kind_of_node_and_type() -> None:
     text = (Path(__file__).parents[3] / "docs" / "format.md").read_text(encoding="utf-8")
     assert f"version {VERSION}" in text.splitlines()[0]
-    assert [kind for kind in _GIVERS if f'{{"{kind}": ' not in text] == []
-    assert set(re.findall(r'`\{"(\w+)": ', text.partition("## 6.")[2])) == set(_GIVERS)
+    assert [kind for kind in _MAKERS if f'{{"{kind}": ' not in text] == []
+    assert set(re.findall(r'`\{"(\w+)": ', text.partition("## 6.")[2])) == set(_MAKERS)
     assert [name for name in (*ITEM_BYTES, *FACTORIES, *CODECS) if f"`{name}`" not in text] == []
     assert [dtype for dtype in VIEWED if str(dtype).removeprefix("torch.") not in text] == []
     assert dict(ITEM_BYTES) == format_reader.WIDTHS

@@ -270,7 +270,7 @@ def test_where_storage_is_slow_the_oldest_that_nobody_holds_is_overtaken(
         assert list(damages(tier, first, snapshots[0])) == [], "it is on its way to storage"
         assert [record.step for _, record in flusher.dirty()] == sorted({1, max(2, step - 1), step})
     assert caplog.text.count("storage is slower than the saves") == 1
-    flusher.let_go(first)
+    flusher.release_hold(first)
     save(tier, make("run", 7))
     assert [record.step for _, record in flusher.dirty()] == [5, 6, 7]
     tier.close()

@@ -49,7 +49,7 @@ def pack(packer: Packer, buffer: torch.Tensor, entries: dict[str, TensorEntry] =
 
 def land(packer: Packer, buffer: torch.Tensor) -> PackedShard:
     packed = pack(packer, buffer)
-    packer.landed(packed, digest_of(packed.manifest.to_bytes()), buffer)
+    packer.committed(packed, digest_of(packed.manifest.to_bytes()), buffer)
     return packed
 
 
@@ -162,13 +162,13 @@ def test_a_tensor_beyond_the_limit_is_exact_and_its_neighbours_are_not(codec: st
     assert codecs(packed) == [codec, "none", "none"]
     assert torch.equal(buffer[CHUNK_BYTES:], wanted[CHUNK_BYTES:])
     assert packed.manifest.bounds.keys() == {"weight"}
-    packer.landed(packed, "0" * 32, buffer)
+    packer.committed(packed, "0" * 32, buffer)
     again = pack(packer, moved(buffer))
     assert codecs(again) == [codec, "none", "none"], "it is not tried again before the next keyframe"
 
 
 def test_what_was_packed_with_loss_stands_alone_with_the_same_bounds() -> None:
-    """Where the base is gone by now: what was lost is lost, and is told."""
+    """Where the base is gone by now: what was lost is lost, and is reported."""
     packer, before = Packer("run", 0, 1, "topk-delta"), state()
     land(packer, before)
     buffer = moved(before)

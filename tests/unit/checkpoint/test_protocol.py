@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
-from shade.checkpoint._commit.process_group import ProcessGroup, SingleProcessGroup
-from shade.checkpoint._commit.protocol import Stored, agree, store
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, agree, store
 from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, StorageError
 from tests.simulation.torture.ledger import Saved, saved
@@ -40,19 +39,25 @@ class Place(Shelf):
         super().commit(place, record)
 
 
-def save(tier: Place, one: Saved, group: ProcessGroup) -> Stored:
+def agreed(group: ProcessGroup, one: Saved, error: str | None = None, **said: Any) -> tuple[Commit, list[int], Pace]:
+    manifest = None if error else one.manifests[group.rank]
+    more = {"sequence": one.record.sequence, "saved_at": one.record.saved_at, **said}
+    return agree(group, manifest, error, **more)
+
+
+def save(tier: Place, one: Saved, group: ProcessGroup) -> str:
     manifest = one.manifests[group.rank]
-    agreed = agree(group, manifest, None, one.notes)
-    assert agreed.record == one.record
-    assert agreed.shard_bytes == [each.stored_bytes for each in one.manifests]
-    return store(tier, group, agreed, manifest, lambda: one.chunks[group.rank])
+    record, shard_bytes, _ = agreed(group, one)
+    assert record == one.record
+    assert shard_bytes == [each.stored_bytes for each in one.manifests]
+    return store(tier, group, record, shard_bytes, manifest, lambda: one.chunks[group.rank])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_all_ranks_learn_where_it_is(num_ranks: int) -> None:
     tier, one = Place(), saved(10, 1, num_ranks)
     found = together(num_ranks, lambda group: save(tier, one, group))
-    assert found == [Stored("10")] * num_ranks
+    assert found == ["10"] * num_ranks
     assert [each for each in tier.done if each.startswith(("prepare", "commit"))] == ["prepare 10", "commit 10"]
     assert tier.done[-1] == "commit 10", "last of all"
     assert tier.held() == {"10": one.record}
@@ -66,9 +71,9 @@ def test_one_that_fails_fails_for_all_and_leaves_nothing(failing: str, error: Ex
     if failing == "prepare":
         tier.failing["prepare"] = error
     found = together(3, lambda group: save(tier, one, group))
-    assert [each.place for each in found] == [None] * 3
-    assert len({each.reason for each in found}) == 1
-    assert str(error) in found[0].reason
+    assert [type(each) for each in found] == [CheckpointError] * 3
+    assert len({str(each) for each in found}) == 1
+    assert str(error) in str(found[0])
     if failing != "prepare":
         assert tier.done[-1] == "discard 10"
     assert tier.held() == {}
@@ -79,25 +84,24 @@ def test_one_without_a_snapshot_is_an_error_everywhere_with_its_rank() -> None:
 
     def act(group: ProcessGroup) -> Any:
         if group.rank == 1:
-            return agree(group, None, "'model/x' changed", one.notes)
-        return agree(group, one.manifests[group.rank], None, one.notes)
+            return agreed(group, one, "'model/x' changed")
+        return agreed(group, one)
 
     found = together(3, act)
     assert {str(each) for each in found} == {"rank 1: 'model/x' changed"}
     assert all(isinstance(each, CheckpointError) for each in found)
 
 
-def test_ranks_that_save_different_steps_or_models_are_told_so() -> None:
+def test_ranks_that_save_different_steps_or_models_are_refused() -> None:
     def steps(group: ProcessGroup) -> Any:
         one = saved(10 + group.rank, 1, 2)
-        return agree(group, one.manifests[group.rank], None, one.notes)
+        return agreed(group, one)
 
     assert all("every rank to save the same step" in str(each) for each in together(2, steps))
 
     def models(group: ProcessGroup) -> Any:
         one = saved(10, 1, 3)
-        notes = replace(one.notes, replica="other" if group.rank == 2 else "same")
-        return agree(group, one.manifests[group.rank], None, notes)
+        return agreed(group, one, replica="other" if group.rank == 2 else "same")
 
     assert all("got 'others on ranks [2] than on 0'" in str(each) for each in together(3, models))
 
@@ -106,14 +110,12 @@ def test_the_record_is_rank_0s() -> None:
     one = saved(10, 7, 2)
 
     def act(group: ProcessGroup) -> Any:
-        notes = replace(
-            one.notes, sequence=7 + group.rank, saved_at=7.0 + group.rank, metrics={"loss": float(group.rank)}
-        )
-        return agree(group, one.manifests[group.rank], None, notes)
+        rank = group.rank
+        return agreed(group, one, sequence=7 + rank, saved_at=7.0 + rank, metrics={"loss": float(rank)})
 
     first, second = together(2, act)
     assert first == second
-    assert (first.record.sequence, first.record.saved_at, first.record.metrics) == (7, 7.0, {"loss": 0.0})
+    assert (first[0].sequence, first[0].saved_at, first[0].metrics) == (7, 7.0, {"loss": 0.0})
 
 
 def test_a_dead_rank_is_an_error_and_no_commit() -> None:
@@ -121,10 +123,10 @@ def test_a_dead_rank_is_an_error_and_no_commit() -> None:
 
     def act(group: ProcessGroup) -> Any:
         manifest = one.manifests[group.rank]
-        agreed = agree(group, manifest, None, one.notes)
+        record, shard_bytes, _ = agreed(group, one)
         if group.rank == 1:
             raise SystemError("gone")
-        return store(tier, group, agreed, manifest, lambda: one.chunks[group.rank])
+        return store(tier, group, record, shard_bytes, manifest, lambda: one.chunks[group.rank])
 
     first, second = together(2, act)
     assert isinstance(first, RuntimeError)
@@ -134,4 +136,4 @@ def test_a_dead_rank_is_an_error_and_no_commit() -> None:
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
     tier, one = Place(), saved(10, 1, 1)
-    assert save(tier, one, SingleProcessGroup()) == Stored("10")
+    assert save(tier, one, SingleProcessGroup()) == "10"

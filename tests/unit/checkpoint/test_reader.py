@@ -107,7 +107,7 @@ def test_examining_finds_every_damage_and_mending_ends_it(tiers: tuple[Near, Nea
         "near, 20: manifest of rank 1, 1 chunks of rank 0",
         "far, 20: 1 chunks of rank 0",
     ]
-    assert reader.mend(newest, report) == 2
+    assert reader.repair(newest, report) == 2
     assert not any(reader.examine(newest))
 
 
@@ -119,7 +119,7 @@ def test_mending_gives_back_what_it_can(tiers: tuple[Near, Near]) -> None:
         del tier.chunks["20", 0, 0]
     del near.chunks["20", 1, 1]
     with pytest.raises(CorruptCheckpointError, match="chunk 0 of rank 0"):
-        reader.mend(newest, reader.examine(newest))
+        reader.repair(newest, reader.examine(newest))
     assert near.chunks["20", 1, 1] == far.chunks["20", 1, 1]
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._format.manifest import Commit, Manifest, TensorEntry
-from shade.checkpoint._format.safetensors_header import ALIGNMENT, safetensors_header
+from shade.checkpoint._format.manifest import ALIGNMENT, Commit, Manifest, TensorEntry, safetensors_header
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, StorageError, StorageFullError

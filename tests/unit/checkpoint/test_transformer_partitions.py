@@ -69,7 +69,7 @@ def test_partitions_of_gpt2(strategy: str) -> None:
             steady_bytes = checkpointer.list()[0].record.num_bytes - _unsteady_bytes(checkpointer)
             if sum(forward) < sum(backward):
                 break
-        checkpointer.tiers.stage.remove()
+        checkpointer._tiers.shared_memory.remove()
     assert sum(forward) + sum(backward) == steady_bytes, "no byte twice, and none left out"
     assert len(forward) > SIZES["n_layer"] * 8
     assert len(backward) > SIZES["n_layer"] * 8

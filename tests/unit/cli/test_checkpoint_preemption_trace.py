@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.cli.checkpoint_replay import Failure, PreemptionTrace
+from shade.cli._checkpoint.replay import Failure, PreemptionTrace
 from shade.errors import ConfigError, DataError
 
 TEXT = """\

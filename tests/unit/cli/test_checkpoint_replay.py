@@ -9,7 +9,7 @@ import pytest
 
 from shade.checkpoint._pacing.schedule import best_cycle, goodput
 from shade.checkpoint._strategies.predict import Prediction
-from shade.cli.checkpoint_replay import KINDS, Failure, Habit, Kind, Outcome, PreemptionTrace, replay, replay_all
+from shade.cli._checkpoint.replay import KINDS, Failure, Habit, Kind, Outcome, PreemptionTrace, replay, replay_all
 
 
 def saves(

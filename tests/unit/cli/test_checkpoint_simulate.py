@@ -9,7 +9,7 @@ import pytest
 
 from shade.checkpoint._strategies.measure import Costs
 from shade.cli import main
-from shade.cli.checkpoint_replay import PreemptionTrace
+from shade.cli._checkpoint.replay import PreemptionTrace
 from shade.store._servers.server import LocalServer
 
 Capture = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from shade.train.snapshots import Snapshots
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [(None, STRATEGIES.get("pccheck").terms.every), ("7", "7")], ids=["none", "given"]
+    ("given", "expected"), [(None, STRATEGIES.get("pccheck").config.every), ("7", "7")], ids=["none", "given"]
 )
 def test_where_no_interval_is_given_the_strategys_own_holds(
     tmp_path: Path, run: str, given: str | None, expected: str
@@ -23,6 +23,6 @@ def test_where_no_interval_is_given_the_strategys_own_holds(
     )
     snapshots = Snapshots(config, {"model": torch.nn.Linear(1, 1)}, None)
     try:
-        assert snapshots._checkpointer.terms.every == expected
+        assert snapshots._checkpointer.config.every == expected
     finally:
         snapshots.close(None, None, None)

@@ -14,8 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shade.errors import StorageError, StorageFullError
 from shade.storage import Volume, open_volume
+from shade.storage.base import partial_name
 from shade.storage.fsspec_volume import UPLOAD_BYTES
-from shade.storage.names import partial_name
 from tests.support.storage_servers import BUCKET, Cable, S3Server, point_at
 
 

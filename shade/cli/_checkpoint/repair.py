@@ -1,0 +1,260 @@
+"""Implements ``shade checkpoint verify``, ``repair``, ``scrub`` and ``certify``.
+
+The first three read every byte of every copy. A snapshot may be replaced while it is read: a slot is claimed again, or
+retention removes a folder. So damage counts only if the same record is still in that place afterwards. ``certify``
+replays steps from a snapshot and compares them bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shade.cli._checkpoint.common import Places, Verb, add_places, opened
+from shade.cli.tables import table
+from shade.errors import CorruptCheckpointError, StorageError, StoreError
+
+if TYPE_CHECKING:
+    from shade.checkpoint._restore.reader import Damage, Snapshot
+
+_VERIFY_EXAMPLES: Final = """\
+examples:
+  shade checkpoint verify --persist /mnt/ckpt               the newest
+  shade checkpoint verify all --persist /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint verify 1200 --persist /mnt/ckpt --json
+
+Reads every byte of every copy and compares it with what was committed; changes nothing.
+exit code: 0 all intact; 1 damage, or no snapshot; 2 the command could not be carried out
+"""
+_REPAIR_EXAMPLES: Final = """\
+examples:
+  shade checkpoint repair 1200 --persist /mnt/ckpt --store redis://10.0.0.1:6379
+
+What is damaged or missing in one copy is written again from another copy or another place.
+exit code: 0 all intact now; 1 something is lost in every copy, or there is no snapshot
+"""
+_SCRUB_EXAMPLES: Final = """\
+examples:
+  shade checkpoint scrub --persist /mnt/ckpt --store redis://10.0.0.1:6379
+  0 3 * * * shade checkpoint scrub --persist /mnt/ckpt      every night, from cron
+
+Verifies and repairs every snapshot, newest first.
+exit code: 0 all intact now; 1 something is lost in every copy
+"""
+_CERTIFY_EXAMPLES: Final = """\
+examples:
+  shade checkpoint certify 1200 runs/20260101-120000
+  shade checkpoint certify 1200 runs/20260101-120000 --steps 50
+
+Restores the snapshot in a fresh process, repeats the steps up to the next snapshot with the run's own script, and
+compares the loss of each step with the run's trail and every tensor with the next snapshot. The run is not changed.
+exit code: 0 equal bit for bit; 1 not, with the first step and tensor that differ; 2 it could not be tried
+"""
+_MOST_SHOWN: Final = 8
+"""Longest list of chunk numbers."""
+
+
+@dataclass
+class _Finding:
+    """The result for one snapshot."""
+
+    step: int
+    damages: list[Damage] = field(default_factory=list)
+    """One per place."""
+    lost: str | None = None
+    """What is lost in every copy."""
+    mended: int = 0
+    """Number of chunks written again."""
+
+    @property
+    def is_sound(self) -> bool:
+        return self.lost is None and not any(self.damages)
+
+
+def _examine(places: Places, snapshot: Snapshot) -> _Finding:
+    """Reads everything; ignores damage in places that another snapshot has taken meanwhile."""
+    from shade.checkpoint._flush.progress import ProgressBar
+    from shade.checkpoint._restore.reader import check_decodable
+
+    record, bar = snapshot.record, ProgressBar()
+    finding = _Finding(record.step)
+    copies = sum(source.tier.num_copies for source in snapshot.sources)
+    bar.begin(f"step {record.step}", record.num_bytes * copies)
+    try:
+        finding.damages = places.reader.examine(snapshot, bar.advance)
+        check_decodable(places.reader, snapshot)
+    except CorruptCheckpointError as error:
+        finding.lost = str(error)
+    finally:
+        bar.end()
+    if finding.is_sound:
+        return finding
+    there = {(each.tier.name, each.place) for now in places.snapshots() if now.record == record for each in now.sources}
+    finding.damages = [each for each in finding.damages if (each.source.tier.name, each.source.place) in there]
+    if not there:
+        finding.lost = None
+    return finding
+
+
+def _repair(places: Places, snapshot: Snapshot, finding: _Finding) -> _Finding:
+    """Repairs what an examination found, and examines the snapshot again."""
+    if finding.is_sound or finding.lost is not None:
+        return finding
+    lost = None
+    mended = 0
+    try:
+        mended = places.reader.repair(snapshot, finding.damages)
+    except (CorruptCheckpointError, StoreError, StorageError) as error:
+        lost = str(error)
+    after = _examine(places, snapshot)
+    after.mended = mended
+    after.lost = after.lost or (lost if any(after.damages) else None)
+    return after
+
+
+def _report(findings: list[_Finding], *, as_json: bool) -> int:
+    if as_json:
+        facts = [
+            {
+                "step": each.step,
+                "sound": each.is_sound,
+                "mended_chunks": each.mended,
+                "lost": each.lost,
+                "places": [
+                    {
+                        "place": str(damage.source.place),
+                        "tier": damage.source.tier.name,
+                        "manifests": sorted(damage.manifests),
+                        "chunks": {str(rank): sorted(numbers) for rank, numbers in sorted(damage.chunks.items())},
+                    }
+                    for damage in each.damages
+                ],
+            }
+            for each in findings
+        ]
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    else:
+        rows = [("step", "lies in", "found")]
+        for each in findings:
+            rows += [(f"{each.step}", str(damage.source), _words(damage, each.mended)) for damage in each.damages]
+            if each.lost is not None:
+                rows.append((f"{each.step}", "", " ".join(each.lost.split())))
+        sys.stdout.write(table(rows, "><<"))
+        bad = sum(not each.is_sound for each in findings)
+        sys.stdout.write(f"\n{len(findings)} snapshot{'s' * (len(findings) != 1)}, {bad} damaged\n")
+    return 0 if all(each.is_sound for each in findings) else 1
+
+
+def _words(damage: Damage, mended: int) -> str:
+    if not damage:
+        return f"sound, {mended} chunk{'s' * (mended != 1)} of the snapshot mended" if mended else "sound"
+    parts = [f"manifest of rank {rank}" for rank in sorted(damage.manifests)]
+    for rank, numbers in sorted(damage.chunks.items()):
+        shown = ", ".join(map(str, sorted(numbers)[:_MOST_SHOWN])) + " …" * (len(numbers) > _MOST_SHOWN)
+        parts.append(f"{len(numbers)} chunk{'s' * (len(numbers) != 1)} of rank {rank} ({shown})")
+    return f"damaged: {', '.join(parts)}"
+
+
+def _chosen(places: Places, which: str) -> list[Snapshot]:
+    found = places.snapshots()
+    if which == "all" or not found:
+        return found
+    if which == "newest":
+        return found[:1]
+    snapshot = places.of_step(int(which))
+    return [] if snapshot is None else [snapshot]
+
+
+def _which(text: str) -> str:
+    if text not in ("all", "newest") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a step, all or newest, got {text!r}")
+    return text
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("which", type=_which, nargs="?", default="newest", metavar="STEP|all", help="(the newest)")
+    add_places(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _repair_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("which", type=_which, metavar="STEP", help="a step of shade checkpoint list, newest or all")
+    add_places(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _scrub_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(which="all")
+    add_places(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _answer(given: argparse.Namespace, *, repairing: bool) -> int:
+    with opened(given) as places:
+        findings = []
+        for snapshot in _chosen(places, given.which):
+            finding = _examine(places, snapshot)
+            findings.append(_repair(places, snapshot, finding) if repairing else finding)
+        if not findings:
+            sys.stderr.write(f"no snapshot of run {places.run} to read\n")
+            return 1
+        return max(_report(findings, as_json=given.json), 1 if places.is_partial else 0)
+
+
+VERIFY: Final = Verb(
+    "verify",
+    "check every byte of every copy",
+    "Checks snapshots against what was committed.",
+    _VERIFY_EXAMPLES,
+    _verify_arguments,
+    lambda given: _answer(given, repairing=False),
+)
+REPAIR: Final = Verb(
+    "repair",
+    "repair damaged copies from intact ones",
+    "Repairs a snapshot.",
+    _REPAIR_EXAMPLES,
+    _repair_arguments,
+    lambda given: _answer(given, repairing=True),
+)
+SCRUB: Final = Verb(
+    "scrub",
+    "verify and repair everything",
+    "Verifies and repairs every snapshot.",
+    _SCRUB_EXAMPLES,
+    _scrub_arguments,
+    lambda given: _answer(given, repairing=True),
+)
+
+
+def _certify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", type=int, metavar="STEP", help="step of the snapshot")
+    parser.add_argument("out", type=Path, metavar="RUN", help="the run directory")
+    parser.add_argument("--steps", type=int, metavar="K", help="steps to repeat (to the next snapshot, else 10)")
+
+
+def _certify(given: argparse.Namespace) -> int:
+    from shade.launch.certify_resume import certify
+    from shade.launch.ranks import Ended, signals_as_exceptions
+
+    try:
+        with signals_as_exceptions():
+            certificate = certify(given.out.resolve(), given.step, given.steps)
+    except Ended as ended:
+        return 128 + ended.number
+    sys.stdout.write(str(certificate))
+    return 0 if certificate.is_good else 1
+
+
+CERTIFY: Final = Verb(
+    "certify",
+    "replay steps from a snapshot and compare bit for bit",
+    "Proves that a run resumed from a snapshot equals the run without an interruption, bit for bit.",
+    _CERTIFY_EXAMPLES,
+    _certify_arguments,
+    _certify,
+)

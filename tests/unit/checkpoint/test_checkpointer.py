@@ -1,0 +1,625 @@
+"""The Checkpointer as a training script uses it: what it saves, where it goes, what it says, and what comes back."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._session import open_tiers as tiers_module
+from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._tiers.storage import StorageTier
+from shade.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    RunInUseError,
+    StateMismatchError,
+    StorageError,
+    StorageFullError,
+    TornSnapshotError,
+    UnknownNameError,
+)
+from shade.store import open_store
+from shade.store._servers.server import LocalServer
+
+
+class Training:
+    """A model, an optimizer, and steps; the same each time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(6, 8)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    @property
+    def things(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+@pytest.fixture
+def no_flusher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dirty stays dirty."""
+    monkeypatch.setattr(tiers_module, "_ensure_flusher", lambda *words: None)
+
+
+def crash(checkpointer: Checkpointer) -> None:
+    """Leaves as a training does that raises."""
+    checkpointer.__exit__(RuntimeError, RuntimeError("out of memory"), None)
+
+
+def losses(training: Training, num_steps: int) -> list[float]:
+    return [training.step() for _ in range(num_steps)]
+
+
+# ── round trips ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
+@pytest.mark.parametrize("strategy", ["copy", "overlap"])
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_run_goes_on_as_if_it_had_never_ended(
+    begin: Callable[..., Checkpointer], server: LocalServer, where: str, strategy: str, buffers: int
+) -> None:
+    store = str(server.url.reveal()) if where == "cluster memory" else None
+    more = {"store": store, "strategy": strategy, "buffers": buffers}
+    if where != "storage":
+        more["persist_to"] = None
+    first = Training()
+    with begin(first, **more) as checkpointer:
+        for _ in range(4):
+            first.step()
+            checkpointer.step()
+        checkpointer.save({"loss": 1.0})
+        assert checkpointer.wait_committed() == where
+        undisturbed = losses(first, 5)
+        numbers = (random.random(), np.random.random())
+    second = Training()
+    torch.manual_seed(99)
+    with begin(second, **more) as checkpointer:
+        restored = checkpointer.restore_latest()
+        assert (restored.step, restored.tiers) == (4, (where,))
+        assert restored
+        assert losses(second, 5) == undisturbed
+        assert (random.random(), np.random.random()) == numbers
+
+
+def test_steps_are_counted_and_saved_when_due(begin: Callable[..., Checkpointer]) -> None:
+    training = Training()
+    with begin(training, every=3, keep="all") as checkpointer:
+        saved = []
+        for _ in range(7):
+            training.step()
+            saved.append(checkpointer.step({"loss": 0.5}))
+        assert saved == [False, False, True, False, False, True, False]
+        checkpointer.wait_durable()
+        assert [(each.record.step, each.record.metrics) for each in checkpointer.list()] == [
+            (6, {"loss": 0.5}),
+            (3, {"loss": 0.5}),
+        ]
+    with begin(Training(), every=3) as checkpointer:
+        assert checkpointer.restore(3).step == 3
+        assert checkpointer.step_count == 3
+        with pytest.raises(CheckpointError, match=r"a snapshot of step 5, got 'steps \[3, 6\]'"):
+            checkpointer.restore(5)
+
+
+def test_what_was_never_saved_is_a_new_run(begin: Callable[..., Checkpointer]) -> None:
+    with begin(Training()) as checkpointer:
+        restored = checkpointer.restore_latest()
+        assert not restored
+        assert restored.step == 0
+        with pytest.raises(CheckpointError, match=r"call save\(\) first"):
+            checkpointer.wait_committed()
+
+
+def test_the_plan_follows_the_state(begin: Callable[..., Checkpointer]) -> None:
+    training = Training()
+    with begin(training, keep="all") as checkpointer:
+        checkpointer.save()  # the optimizer has no state yet
+        checkpointer.wait_committed()
+        training.step()
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait_committed()
+        undisturbed = losses(training, 2)
+        sizes = [each.record.num_bytes for each in checkpointer.list()]
+        assert sizes[0] > sizes[1] + 2 * 4 * (8 * 16 + 16)
+    for step, right in ((1, undisturbed), (0, None)):
+        other = Training()
+        other.step()
+        with begin(other) as checkpointer:
+            checkpointer.restore(step)
+            if right is not None:
+                assert losses(other, 2) == right
+            else:
+                assert other.optimizer.state_dict()["state"] == {}
+
+
+def test_a_part_is_restored_from_its_own_chunks(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bulk:
+        def __init__(self) -> None:
+            self.tensor = torch.arange(6_000_000, dtype=torch.float32)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"tensor": self.tensor}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.tensor = state["tensor"].clone()
+
+    training = Training()
+    training.step()
+    with begin(training) as checkpointer:
+        checkpointer.attach(bulk=Bulk())
+        checkpointer.save()
+        checkpointer.wait_committed()
+    read: list[int] = []
+
+    def watched(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(self: StorageTier, place: str, manifest: Manifest, numbers: Sequence[int], *more: Any) -> Any:
+            read.extend(numbers)
+            assert len(manifest.chunks) > 5
+            return whole(self, place, manifest, numbers, *more)
+
+        return reading
+
+    for name in ("read_chunks", "read_chunks_into"):
+        monkeypatch.setattr(StorageTier, name, watched(getattr(StorageTier, name)))
+    other, bulk = Training(), Bulk()
+    bulk.tensor.zero_()
+    with begin(other) as checkpointer:
+        checkpointer.attach(bulk=bulk)
+        checkpointer.restore_latest(only=["model"])
+    assert 0 < len(set(read)) <= 2
+    assert not bulk.tensor.any()
+    for name, tensor in training.model.state_dict().items():
+        assert torch.equal(tensor, other.model.state_dict()[name])
+    assert other.optimizer.state_dict()["state"] == {}
+
+
+def test_a_step_saved_twice_is_there_until_the_second_counts(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    with begin(training, keep="last=1") as checkpointer:
+        checkpointer.step_count = 5
+        checkpointer.save()
+        checkpointer.wait_durable()
+        monkeypatch.setattr(StorageTier, "commit", lambda self, place, record: (_ for _ in ()).throw(StorageError("x")))
+        checkpointer.save()
+        with pytest.raises(CheckpointError):
+            checkpointer.wait_committed()
+        monkeypatch.undo()
+        assert [each.record.sequence for each in checkpointer.list() if "storage" in each.tiers] == [1]
+        training.step()
+        checkpointer.save()
+        checkpointer.wait_durable()
+        right = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    other = Training()
+    with begin(other) as checkpointer:
+        assert len(checkpointer.list()) == 1
+        checkpointer.restore(5)
+        assert all(torch.equal(tensor, right[name]) for name, tensor in other.model.state_dict().items())
+
+
+# ── what does not fit ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_another_model_is_refused_by_name_and_left_alone(begin: Callable[..., Checkpointer]) -> None:
+    with begin(Training()) as checkpointer:
+        checkpointer.save()
+    wide = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 1))
+    before = {name: tensor.clone() for name, tensor in wide.state_dict().items()}
+    with begin() as checkpointer:
+        checkpointer.attach(model=wide)
+        with pytest.raises(StateMismatchError, match=r"'model/0\.weight' of shape \(32, 8\)"):
+            checkpointer.restore_latest()
+        assert checkpointer.step_count == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in wide.state_dict().items())
+
+
+def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
+    begin: Callable[..., Checkpointer], run: str, tmp_path: Path
+) -> None:
+    first = Training()
+    saving = begin(first)
+    losses(first, 2)
+    saving.save()
+    saving.wait_durable()
+    crash(saving)
+    expected = losses(first, 2)
+
+    def restored() -> tuple[Checkpointer, Training, tuple[str, ...]]:
+        second = Training()
+        reading = begin(second)
+        return reading, second, reading.restore_latest().tiers
+
+    (buffer,) = own_folder(run).glob("*.data")
+    reading, second, tiers = restored()
+    assert tiers == ("own memory",)
+    content = buffer.read_bytes()
+    buffer.write_bytes(bytes(len(content)))  # as the next save would overwrite it
+    assert losses(second, 2) == expected
+    crash(reading)
+
+    for place in (100, 900):  # somewhere in the optimizer's, somewhere in the model's
+        buffer.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        reading, second, tiers = restored()
+        assert losses(second, 2) == expected
+        crash(reading)
+
+
+def test_names_that_are_not_there(begin: Callable[..., Checkpointer]) -> None:
+    training = Training()
+    with begin() as checkpointer:
+        checkpointer.attach(model=training.model)
+        checkpointer.save()
+    with begin(training) as checkpointer:
+        with pytest.raises(StateMismatchError, match="expected a state for optimizer, got model, random"):
+            checkpointer.restore_latest()
+        with pytest.raises(ConfigError, match="names of what is attached"):
+            checkpointer.restore_latest(only=["modell"])
+        assert checkpointer.restore_latest(only=["model"])
+
+
+def test_silent_storage_and_rotten_records_are_no_new_run(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with begin(Training()) as checkpointer:
+        checkpointer.save()
+    with begin(Training()) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(StorageTier, "held", lambda self: (_ for _ in ()).throw(StorageError("stale handle")))
+            with pytest.raises(CheckpointError, match=r"storage: stale handle'; bring it back"):
+                checkpointer.restore_latest()
+        (record,) = tmp_path.rglob("commit.json")
+        record.write_bytes(record.read_bytes()[:-1])
+        with pytest.raises(CorruptCheckpointError, match="its record cannot be read"):
+            checkpointer.restore_latest()
+
+
+# ── bad places ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tiers_that_cannot_be_opened_are_refused_at_once_and_leave_nothing_open(
+    begin: Callable[..., Checkpointer], tmp_path: Path, server: LocalServer
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    url = str(server.url.reveal())
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"persist_to": str(tmp_path / "file")}, "storage that can be written"),
+        ({"store": f"unix://{tmp_path}/nobody.sock"}, "a store that answers"),
+        ({"store": "memory://"}, "other processes reach"),
+        ({"run": "../up"}, "a run id of letters"),
+        ({"every": "soon"}, "a number of steps"),
+        ({"keep": "first=2"}, "last=N"),
+        ({"store": url, "slots": 1}, "2 slots or more"),
+        ({"store": url, "replicas": 1}, "fewer replicas than the store has servers"),
+        ({"codec": "brotli"}, "brotli"),
+        ({"strategy": "guess"}, "guess"),
+    ]
+    before = threading.active_count()
+    for more, complaint in wrong:
+        with pytest.raises(ConfigError, match=complaint):
+            begin(**more)
+    assert threading.active_count() == before
+    with begin(Training(), store=url, persist_to=None) as checkpointer:  # the run id is free
+        checkpointer.save()
+
+
+def test_an_unknown_codec_is_an_unknown_name(begin: Callable[..., Checkpointer]) -> None:
+    with pytest.raises(UnknownNameError, match=r"known: .*none.*zstd"):
+        begin(codec="brotli")
+
+
+def test_two_runs_of_one_id_are_refused(
+    begin: Callable[..., Checkpointer], server: LocalServer, tmp_path: Path
+) -> None:
+    for places in ({}, {"store": str(server.url.reveal()), "persist_to": None}):
+        with begin(**places), pytest.raises(RunInUseError, match="saves under; choose another id"):
+            begin(**places)
+
+
+def test_a_store_that_goes_away_costs_no_step(
+    begin: Callable[..., Checkpointer], tmp_path: Path, no_flusher: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    with LocalServer(directory=folder) as server:
+        training = Training()
+        with begin(training, store=str(server.url.reveal())) as checkpointer:
+            landed = []
+            for number in range(6):
+                if number == 2:
+                    server.stop()
+                if number == 4:
+                    server.start()
+                training.step()
+                checkpointer.step()
+                checkpointer.save()
+                landed.append(checkpointer.wait_committed())
+            assert landed == ["cluster memory"] * 2 + ["storage"] * 2 + ["cluster memory"] * 2
+    said = [each.getMessage() for each in caplog.records if "cluster memory" in each.getMessage()]
+    said = [each for each in said if "fails" in each or "works again" in each]
+    assert len(said) == 2
+    assert said[0].startswith("cluster memory fails; saves go to storage: ")
+    assert said[1] == "cluster memory works again"
+
+
+def test_what_memory_has_lost_is_never_called_durable(
+    begin: Callable[..., Checkpointer], server: LocalServer, no_flusher: None
+) -> None:
+    with begin(Training(), store=str(server.url.reveal())) as checkpointer:
+        checkpointer.save()
+        with pytest.raises(CheckpointError, match=r"durable within 0\.1 s, got 'in cluster memory only'"):
+            checkpointer.wait_durable(0.1)
+        with open_store(server.url, timeout_seconds=5) as store:
+            store.delete_many(list(store.scan("shade:checkpoint:")))
+        with pytest.raises(CheckpointError, match="neither there nor in storage"):
+            checkpointer.wait_durable()
+
+
+def test_what_a_crashed_save_left_half_written_is_removed_by_the_next_training(
+    begin: Callable[..., Checkpointer], run: str, tmp_path: Path
+) -> None:
+    first = Training()
+    saving = begin(first)
+    for _ in range(5):
+        first.step()
+        saving.step()
+    saving.save()
+    saving.wait_durable()
+    crash(saving)
+    (whole,) = (tmp_path / "durable" / run).glob("step-*")
+    older, newer = whole.with_name(whole.name.replace("5", "3")), whole.with_name(whole.name.replace("5", "7"))
+    for place in (older, newer):
+        shutil.copytree(whole, place, ignore=lambda folder, names: {name for name in names if "commit" in name})
+    begin(Training())
+    assert whole.exists()
+    assert not older.exists()
+    assert not newer.exists(), "the lock on the run id says that nobody writes it"
+
+
+def test_with_a_store_what_is_newer_than_the_newest_snapshot_is_left_alone(
+    begin: Callable[..., Checkpointer], server: LocalServer, run: str, tmp_path: Path
+) -> None:
+    training = Training()
+    with begin(training) as checkpointer:
+        training.step()
+        checkpointer.save()
+        checkpointer.wait_durable()
+    (whole,) = (tmp_path / "durable" / run).glob("step-*")
+    newer = whole.with_name("step-0000000007")
+    shutil.copytree(whole, newer, ignore=lambda folder, names: {name for name in names if "commit" in name})
+    begin(Training(), store=str(server.url.reveal()))
+    assert whole.exists()
+    assert newer.exists(), "a flusher that serves another store may be writing it"
+
+
+def test_durable_where_there_is_no_storage(begin: Callable[..., Checkpointer]) -> None:
+    with begin(Training(), persist_to=None) as checkpointer:
+        checkpointer.save()
+        with pytest.raises(ConfigError, match="pass persist_to="):
+            checkpointer.wait_durable()
+
+
+def test_a_full_disk_costs_the_save_and_not_the_training(
+    begin: Callable[..., Checkpointer], run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    checkpointer = begin(training)
+    training.step()
+    checkpointer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("shade.storage.directory.DirectoryVolume.free_bytes", lambda self: 10)
+        checkpointer.save()
+        with pytest.raises(CheckpointError, match="expected room for"):
+            checkpointer.wait_committed()
+        training.step()
+        with pytest.raises(CheckpointError, match="expected room for"):
+            checkpointer.close()
+    assert "step 1 is not saved: storage: expected room for" in caplog.text
+    other = Training()
+    with begin(other) as again:
+        restored = again.restore_latest()
+        assert (restored.step, restored.tiers) == (1, ("own memory",)), "the only copy there is was left"
+        again.save()
+        again.wait_durable()
+    assert not own_folder(run).exists(), "and goes when it is not needed any more"
+
+
+def test_an_exception_leaves_own_memory_and_a_good_end_does_not(begin: Callable[..., Checkpointer], run: str) -> None:
+    checkpointer = begin(Training(), buffers=2)
+    checkpointer.save()
+    checkpointer.wait_committed()
+    crash(checkpointer)
+    with begin(Training(), buffers=2) as checkpointer:
+        assert checkpointer.restore_latest().tiers == ("own memory",)
+        checkpointer.save()
+    assert not own_folder(run).exists()
+    with begin(Training()) as checkpointer:
+        assert checkpointer.restore_latest().tiers == ("storage",)
+
+
+# ── what goes wrong while a snapshot is taken ───────────────────────────────────────────────────────────────────────
+
+
+class Held:
+    """Copies that wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        finish = Copying.finish
+
+        def finishing(copying: Copying, *words: Any) -> None:
+            assert self.release.wait(30)
+            finish(copying, *words)
+
+        monkeypatch.setattr(Copying, "finish", finishing)
+
+
+def test_a_change_that_came_too_early_costs_that_save_and_no_step(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    training.step()
+    held = Held(monkeypatch)
+    with begin(training) as checkpointer:
+        checkpointer.save()
+        with torch.no_grad():
+            training.model[0].weight.add_(1)
+        threading.Timer(0.05, held.release.set).start()
+        training.step()  # waits for the copy, and goes on
+        with pytest.raises(CheckpointError, match=r"rank 0: expected 'model/0\.weight' to stand still"):
+            checkpointer.wait_committed()
+        checkpointer.step()
+        checkpointer.save()
+        assert checkpointer.wait_committed() == "storage"
+        assert [each.record.step for each in checkpointer.list()] == [1]
+    assert r"step 0 is not saved: rank 0: expected 'model/0.weight' to stand still" in caplog.text
+
+
+def test_waiting_by_hand_raises_what_an_optimizer_would_not(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    held = Held(monkeypatch)
+    checkpointer = begin(training)
+    checkpointer.save()
+    torch.nn.init.ones_(training.model[2].bias)
+    held.release.set()
+    with pytest.raises(TornSnapshotError, match=r"'model/2\.bias'"):
+        checkpointer.wait_copy_complete()
+    checkpointer.wait_copy_complete()
+
+
+def test_the_optimizer_waits_for_the_copy(begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    training.step()
+    right = {name: tensor.clone() for name, tensor in training.model.named_parameters()}
+    held = Held(monkeypatch)
+    with begin(training) as checkpointer:
+        checkpointer.save()
+        threading.Timer(0.1, held.release.set).start()
+        training.step()
+        assert held.release.is_set()
+        checkpointer.wait_committed()
+    other = Training()
+    with begin(other) as checkpointer:
+        checkpointer.restore_latest()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in other.model.named_parameters())
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_leaving_in_the_middle_of_a_copy_ends(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, change: bool
+) -> None:
+    training = Training()
+    held = Held(monkeypatch)
+    checkpointer = begin(training)
+    checkpointer.save()
+    if change:
+        torch.nn.init.ones_(training.model[0].bias)
+    threading.Timer(0.05, held.release.set).start()
+    crash(checkpointer)
+    with begin(Training()) as again:
+        assert bool(again.restore_latest()) != change
+
+
+@pytest.mark.parametrize("error", [StorageFullError("no shared memory"), ValueError("a bug")])
+def test_a_save_that_cannot_begin_fails_and_the_next_one_does_not(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with begin(Training(), buffers=2) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedMemoryTier, "begin", lambda self, num_bytes: (_ for _ in ()).throw(error))
+            with pytest.raises(type(error)):
+                checkpointer.save()
+            with pytest.raises(CheckpointError, match=f"rank 0: {error}"):
+                checkpointer.wait_committed()
+        checkpointer.save()
+        assert checkpointer.wait_committed() == "storage"
+        assert checkpointer.list()[0].record.sequence == 2, "the other ranks have counted it"
+
+
+def test_metrics_may_be_whatever_is_a_number(begin: Callable[..., Checkpointer]) -> None:
+    with begin(Training()) as checkpointer:
+        checkpointer.save({"a": torch.tensor(0.5, requires_grad=True), "b": np.float32(2), "c": 3, "d": float("inf")})  # type: ignore[dict-item]
+        checkpointer.wait_committed()
+        metrics = checkpointer.list()[0].record.metrics
+        assert (metrics["a"], metrics["b"], metrics["c"]) == (0.5, 2.0, 3.0)
+        with pytest.raises(ConfigError, match="a number for each metric"):
+            checkpointer.save({"accuracy": "good"})  # type: ignore[dict-item]
+        checkpointer.save()
+        checkpointer.wait_committed()
+
+
+def test_closing_right_after_the_first_step_leaves_nothing_behind(begin: Callable[..., Checkpointer], run: str) -> None:
+    before = threading.active_count()
+    training = Training()
+    with begin(training, every=10) as checkpointer:
+        training.step()
+        checkpointer.step()
+    checkpointer.close()
+    assert threading.active_count() == before
+    assert not own_folder(run).exists()
+
+
+def test_its_repr_says_what_it_is_doing(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(persist_to=str(tmp_path), run="shown", strategy="copy", every=50)
+    with checkpointer:
+        checkpointer.attach(model=torch.nn.Linear(2, 2))
+        assert (
+            repr(checkpointer) == f"<Checkpointer of run 'shown', copy, every 50, file://{tmp_path}, step 0, 0 saves>"
+        )
+        checkpointer.step_count = 7
+        checkpointer.save()
+        checkpointer.wait_committed()
+        assert repr(checkpointer).endswith("step 7, 1 save, step 7 in storage>")
+    assert repr(checkpointer).endswith("step 7 in storage, closed>")
+
+
+def test_help_shows_what_users_call_and_no_machinery() -> None:
+    assert {name for name in dir(Checkpointer) if not name.startswith("_")} == {
+        "attach",
+        "close",
+        "config",
+        "gauge",
+        "is_due",
+        "is_durable",
+        "latest",
+        "list",
+        "recovery_estimate",
+        "restore",
+        "restore_latest",
+        "run",
+        "save",
+        "should_stop",
+        "step",
+        "wait_committed",
+        "wait_copy_complete",
+        "wait_durable",
+        "watch",
+    }
+    with Checkpointer(every="never") as checkpointer:
+        assert [name for name in vars(checkpointer) if not name.startswith("_")] == ["step_count"]

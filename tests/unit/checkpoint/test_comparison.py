@@ -1,0 +1,153 @@
+"""Where a copy that is old in one part and new in the next can hide, it is looked at; after a find, everywhere."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+import torch
+
+from shade.checkpoint._buffer import copy as copy_module
+from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.torn_read import Comparison, _ends_of_parts
+from shade.checkpoint._capture.layout import TensorSpec, lay_out
+from shade.errors import TornSnapshotError
+
+NUM_ITEMS = 300_000
+BETWEEN = 20_000
+"""An item that no rule looks at."""
+
+
+def copying_of(live: torch.Tensor, comparison: Comparison | None = None) -> Copying:
+    layout = lay_out({"x": TensorSpec.of(live)}, 0, 1)
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    return Copying({"x": live}, layout.entries, buffer, comparison=comparison)
+
+
+@pytest.mark.parametrize("num_bytes", [64, 64 * 1001, 64 * 9371, 1_199_936])
+def test_a_writer_that_went_by_while_the_copy_paused(num_bytes: int) -> None:
+    live = torch.zeros(NUM_ITEMS)
+    copying = copying_of(live)
+    assert copying.advance(num_bytes) == num_bytes
+    live.data[num_bytes // 4 - 2 :] = 1  # overtaken two items before the pause
+    with pytest.raises(TornSnapshotError, match="'x'"):
+        copying.finish()
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 7])
+@pytest.mark.parametrize("num_items", [NUM_ITEMS, NUM_ITEMS + 1, 70_001])
+def test_one_of_several_threads_that_was_overtaken_at_the_end_of_its_part(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, num_items: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    part = -(-num_items // min(num_threads, -(-num_items // 2**15)))
+    for end in range(part, num_items, part):
+        live = torch.ones(num_items)
+        live[end - 2 : end] = 0
+        copying = copying_of(live)
+        copying.copy("x")
+        live.data[end - 2 : end] = 1
+        with pytest.raises(TornSnapshotError, match="'x'"):
+            copying.finish()
+
+
+def test_aten_divides_a_tensor_as_is_thought() -> None:
+    """Seen from aside: an item that ends a part is still old when the one after it is new."""
+    live = torch.zeros(4_000_001)
+    (end,) = (offset // 4 for offset in _ends_of_parts(live, 2))
+    ended = threading.Event()
+
+    def write() -> None:
+        torch.set_num_threads(2)
+        number = 0
+        while not ended.is_set():
+            number += 1
+            live.data.fill_(number)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        looked, deadline = live.numpy(), time.monotonic() + 60
+        while not looked[end] > looked[end - 1]:  # in this order: who goes from front to back is never seen so
+            assert time.monotonic() < deadline
+    finally:
+        ended.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("num_items", [NUM_ITEMS, NUM_ITEMS + 13])
+def test_nothing_of_a_tensor_is_copied_after_its_body(monkeypatch: pytest.MonkeyPatch, num_items: int) -> None:
+    live = torch.zeros(num_items)
+    overtaken_at = num_items - 1_000
+
+    def stream(target: int, source: int, num_bytes: int) -> None:
+        ctypes.memmove(target, source, num_bytes)
+        live.data[overtaken_at:] = 1  # before this thread gets to its next word
+
+    monkeypatch.setattr(copy_module, "_stream", stream)
+    copying = copying_of(live)
+    with pytest.raises(TornSnapshotError, match="'x'"):
+        copying.finish()
+
+
+def test_what_has_differed_once_is_compared_in_full_from_then_on() -> None:
+    live, comparison = torch.zeros(NUM_ITEMS), Comparison()
+
+    def change(place: int) -> Copying:
+        copying = copying_of(live, comparison)
+        copying.copy("x")
+        live.data[place] += 1
+        return copying
+
+    change(BETWEEN).finish()  # the price of samples
+    with pytest.raises(TornSnapshotError):
+        change(0).finish()
+    with pytest.raises(TornSnapshotError):
+        change(BETWEEN).finish()
+    copying_of(live, comparison).finish()
+
+
+def test_a_copy_of_a_torn_snapshot_is_compared_in_full() -> None:
+    live = torch.zeros(NUM_ITEMS)
+    torn = copying_of(live)
+    torn.copy("x")
+    live.data[0] = 1
+    with pytest.raises(TornSnapshotError):
+        torn.finish()
+    again = torn.again()
+    again.copy("x")
+    live.data[BETWEEN] = 1
+    with pytest.raises(TornSnapshotError):
+        again.finish()
+
+
+def test_a_counted_change_is_no_reason_to_compare_in_full() -> None:
+    live, comparison = torch.zeros(NUM_ITEMS), Comparison()
+    copying = copying_of(live, comparison)
+    copying.copy("x")
+    live[0] = 1
+    with pytest.raises(TornSnapshotError):
+        copying.finish()
+    assert not comparison.in_full
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 63, 64, 65, 2**15, 2**15 + 1, 2**18 + 3])
+@pytest.mark.parametrize("in_full", [False, True])
+def test_what_is_the_same_agrees_and_either_end_counts(num_bytes: int, in_full: bool) -> None:
+    live = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    buffer = torch.zeros(num_bytes + 192, dtype=torch.uint8)
+    buffer[64 : 64 + num_bytes] = live
+    pauses = [end for end in (1, 9, 64) if end < num_bytes]
+
+    def compared() -> bool:
+        comparison = Comparison()
+        comparison.in_full = in_full
+        return comparison.agrees(live, buffer, 64, pauses)
+
+    assert compared()
+    for place in (0, num_bytes - 1) if num_bytes else ():
+        live[place] ^= 1
+        assert not compared()
+        live[place] ^= 1

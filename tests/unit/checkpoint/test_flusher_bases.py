@@ -1,0 +1,134 @@
+"""The flusher brings what a snapshot builds on before it, and storage keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, check_base, store
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format.retention import Keep
+from shade.errors import CheckpointError, CorruptCheckpointError, StorageError
+from tests.simulation.torture.ledger import saved
+from tests.support.tiers import Shelf
+
+
+def chain(*steps: int) -> Shelf:
+    """A memory with a chain in it, all dirty."""
+    memory, base = Shelf(), None
+    for step in steps:
+        memory.take(step)
+        record = replace(memory.records[str(step)], base=base, version=2)
+        memory.records[str(step)] = record
+        base = record.digest
+    return memory
+
+
+def flusher(memory: Shelf, storage: Shelf, keep: str = "last=1") -> Flusher:
+    return Flusher(memory, storage, Keep.parse(keep))  # type: ignore[arg-type]
+
+
+def commits(storage: Shelf) -> list[str]:
+    return [each for each in storage.done if each.startswith("commit")]
+
+
+def test_the_newest_goes_first_but_for_what_it_builds_on() -> None:
+    memory, storage = chain(10, 20, 30), Shelf()
+    flushed = flusher(memory, storage).flush_one()
+    assert flushed is not None
+    assert flushed.record.step == 30
+    assert commits(storage) == ["commit 10", "commit 20", "commit 30"]
+    assert memory.marks == {}
+    assert sorted(storage.records) == ["10", "20", "30"], "nothing is removed that the newest builds on"
+
+
+def test_a_bit_is_cleared_when_that_snapshot_is_there() -> None:
+    memory, storage = chain(10, 20, 30), Shelf()
+    storage.failing["commit"] = StorageError("no")
+    with pytest.raises(StorageError):
+        flusher(memory, storage).flush_one()
+    assert sorted(memory.marks) == ["10", "20", "30"]
+
+    class Stops(Shelf):
+        def commit(self, place: str, record: object) -> None:
+            super().commit(place, record)  # type: ignore[arg-type]
+            self.failing["prepare"] = StorageError("full")
+
+    storage = Stops()
+    with pytest.raises(StorageError):
+        flusher(memory, storage).flush_one()
+    assert sorted(memory.marks) == ["20", "30"]
+    assert sorted(storage.records) == ["10"]
+
+
+def test_what_storage_has_is_not_written_again() -> None:
+    memory, storage = chain(10, 20), Shelf()
+    flusher(memory, storage).flush_one()
+    storage.done.clear()
+    memory.take(30)
+    memory.records["30"] = replace(memory.records["30"], base=memory.records["20"].digest, version=2)
+    flusher(memory, storage).flush_one()
+    assert commits(storage) == ["commit 30"]
+
+
+def test_what_storage_has_let_go_is_brought_again_from_memory() -> None:
+    memory, storage = chain(10, 20), Shelf()
+    memory.mark_clean("10", 10)
+    flushed = flusher(memory, storage).flush_one()
+    assert flushed is not None
+    assert commits(storage) == ["commit 10", "commit 20"]
+
+
+def test_a_base_that_is_nowhere_is_lost() -> None:
+    memory, storage = chain(10, 20, 30), Shelf()
+    del memory.records["20"]
+    del memory.marks["20"]
+    with pytest.raises(CorruptCheckpointError, match="step 30 builds on a snapshot"):
+        flusher(memory, storage).flush_one()
+    assert storage.records == {}
+
+
+def test_storage_keeps_what_a_dirty_one_builds_on() -> None:
+    """Story: a newer keyframe went to storage directly, and the rules would let the old one go."""
+    memory, storage = chain(10, 20), Shelf()
+    writer = flusher(memory, storage, "last=1")
+    writer.flush_one()
+    memory.take(30, sequence=15)
+    memory.records["30"] = replace(memory.records["30"], base=memory.records["20"].digest, version=2)
+    newer = Shelf()
+    newer.take(40)
+    storage.records["40"] = replace(newer.records["40"], version=2)
+    writer._retain()
+    assert sorted(storage.records) == ["10", "20", "40"]
+    del memory.marks["30"]
+    writer._retain()
+    assert sorted(storage.records) == ["40"]
+
+
+def test_a_tier_without_the_base_is_no_place_for_what_builds_on_it() -> None:
+    one, storage = saved(10, 1, 1), Shelf()
+    agreed = agree(SingleProcessGroup(), one.manifests[0], None, one.notes, "f" * 32)
+    assert agreed.record.base == "f" * 32
+    stored = store(storage, SingleProcessGroup(), agreed, one.manifests[0], lambda: one.chunks[0])
+    assert stored.place is None
+    assert "step 10 builds on" in str(stored.reason)
+    assert not any(each.startswith("prepare") for each in storage.done), "nothing was touched"
+
+
+def test_a_base_that_goes_while_its_difference_is_written_is_noticed() -> None:
+    base, storage = saved(10, 1, 1), Shelf()
+    agreed = agree(SingleProcessGroup(), base.manifests[0], None, base.notes)
+    store(storage, SingleProcessGroup(), agreed, base.manifests[0], lambda: base.chunks[0])
+    one = saved(20, 2, 1)
+    building = agree(SingleProcessGroup(), one.manifests[0], None, one.notes, agreed.record.digest)
+
+    def chunks() -> list[bytes]:
+        storage.records.pop("10")
+        return list(one.chunks[0])
+
+    stored = store(storage, SingleProcessGroup(), building, one.manifests[0], chunks)
+    assert stored.place is None
+    assert storage.records == {}
+    with pytest.raises(CheckpointError, match="not there any more"):
+        check_base(storage, building.record)

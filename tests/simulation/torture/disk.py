@@ -183,7 +183,7 @@ def flipped(content: bytes | bytearray | memoryview, dice: random.Random) -> byt
 
 
 class DiskView:
-    """The disk as one process uses it: `shade.storage.directory.FileOperations`.
+    """The disk as one process uses it: `shade.storage.operations.FileOperations`.
 
     Args:
         world: Counts what is done, and makes it fail.
@@ -317,7 +317,7 @@ class DiskView:
 
 
 class OpenFile:
-    """A file that is being written: `shade.storage.directory.NewFile`.
+    """A file that is being written: `shade.storage.operations.NewFile`.
 
     Args:
         view: Whose.

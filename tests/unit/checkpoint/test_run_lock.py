@@ -152,7 +152,7 @@ def test_an_owner_elsewhere_that_beats_is_alive(keep: Callable[[], Keeper]) -> N
     held_elsewhere(keeper)
     timer = threading.Timer(BEAT_SECONDS, held_elsewhere, (keeper, 1))
     timer.start()
-    with pytest.raises(RunInUseError, match="host far, process 7"):
+    with pytest.raises(RunInUseError, match="process 7 on host far"):
         RunLock(keeper, "run", heartbeat_seconds=BEAT_SECONDS).acquire()
     timer.join()
 

@@ -310,7 +310,7 @@ def measure(given: argparse.Namespace) -> None:
     """All rounds, and the report."""
     from checkpoint_methods import USUAL
 
-    from shade.store.server import LocalServer
+    from shade.store._servers.server import LocalServer
 
     names = given.methods or [name for name in USUAL if not given.slow or name in SLOW_METHODS]
     names = ["none", *(name for name in names if name != "none")]

@@ -55,8 +55,8 @@ from shade.checkpoint._tiers.erasure import ErasureCode
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.store import open_store
-from shade.store.local_cluster import LocalCluster, free_ports
-from shade.store.server import LocalServer, find_server_binary
+from shade.store._servers.local_cluster import LocalCluster, free_ports
+from shade.store._servers.server import LocalServer, find_server_binary
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_CHUNKS = 64

@@ -56,9 +56,9 @@ from redis.connection import Connection, UnixDomainSocketConnection
 from redis.crc import key_slot
 
 from shade.store import SampleKeys, open_store
+from shade.store._servers.local_cluster import LocalCluster
 from shade.store.keys import placement_tags
 from shade.store.link import socket_path
-from shade.store.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES, BATCH, VALUE_BYTES, ROUNDS, WARM_UP = 3, 64, 80_000, 150, 10

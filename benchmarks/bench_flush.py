@@ -47,7 +47,7 @@ from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.storage import open_volume
 from shade.store import open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 KINDS = {"4 MiB": (256, CHUNK_BYTES), "40 kB": (4096, 40_000)}
 MEASURED = 0

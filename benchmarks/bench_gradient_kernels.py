@@ -6,7 +6,7 @@ energy of the exact top-k does it catch, step after step, under error feedback?
 Method Time: a bucket of 25 M float32 (100 MB), density 1 %. Gradient and residual are normal noise and stay the same,
 so that every way does the same work in every round. Rounds are interleaved: each way once a round, in an order drawn
 anew. One thread each, ours and PyTorch's, because buckets are what threads are for. Ratios are medians of the ratio to
-``e += g`` of the same round, with quartiles. "choose" is `Compressor.select`: sample, walk and, where there is too
+``e += g`` of the same round, with quartiles. "choose" is `Compressor.select`: sample, pass and, where there is too
 much, putting back. "compress" is `ErrorFeedback.compress`: the same, rounded, and what rounding lost put into the
 residual.
 
@@ -22,9 +22,9 @@ Command
 Figures
     benchmarks/results/gradient-kernels.md and .json
 
-Explanation Adding in place moves three streams: two in, one out. So does a walk: the rest goes to a second buffer, but
+Explanation Adding in place moves three streams: two in, one out. So does a pass: the rest goes to a second buffer, but
 past the caches, so nothing is fetched before it is overwritten. What is left is the sample and what is done with the K
-picked. Exact top-k costs a partition of K elements more, not of D. numpy's walk is bound by its passes within the
+picked. Exact top-k costs a partition of K elements more, not of D. numpy is bound by its passes within the
 cache.
 
     A threshold catches what top-k would at its count, because what is over a threshold is the top-k; the sample only
@@ -46,10 +46,11 @@ import numpy as np
 import torch
 from measures import commit
 
-from shade.gradient._compress.compressor import COMPRESSORS, Key, aligned_zeros
+from shade.gradient._compress.compressor import COMPRESSORS, Key
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._kernels import choice
+from shade.gradient._kernels.arrays import aligned_zeros
 
 SIZE, DENSITY, QUALITY_SIZE, QUALITY_STEPS, SEED = 25_000_000, 0.01, 1_000_000, 60, 0
 FLOOR, TORCH = "e += g", "error feedback + torch.topk"

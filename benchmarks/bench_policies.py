@@ -48,7 +48,7 @@ from measures import commit
 
 from shade.cli.simulation import format_table, plot_curves
 from shade.policy import EpochWindow
-from shade.policy.plan import Plan
+from shade.policy.plan import PlanPolicy
 from shade.policy.simulator import MissRatioCurves, miss_ratio_curves
 from shade.policy.trace import Trace
 from shade.sampling import MODES, SamplingMode, Scores
@@ -101,7 +101,7 @@ def plan_cost(*, steady: bool) -> dict[str, list[float]]:
     order_K, next_order_K, after_K = (rng.permutation(IMAGENET)[: int(0.7 * IMAGENET)] for _ in range(3))
     cost: dict[str, list[float]] = {"seconds": [], "megabytes": []}
     for _ in range(5):
-        policy = Plan(np.full(IMAGENET, SAMPLE_BYTES), IMAGENET * SAMPLE_BYTES // 5)
+        policy = PlanPolicy(np.full(IMAGENET, SAMPLE_BYTES), IMAGENET * SAMPLE_BYTES // 5)
         if steady:
             policy.begin_epoch(EpochWindow(0, order_K, next_order_K))
             policy.access_many(order_K)

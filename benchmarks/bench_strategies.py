@@ -207,7 +207,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
         if given.store:
-            from shade.store.server import LocalServer
+            from shade.store._servers.server import LocalServer
 
             server = LocalServer()
             server.start()

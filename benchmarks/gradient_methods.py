@@ -180,10 +180,10 @@ class Engine(Method):
     def build_steering(self) -> Any:
         """The controller on rank 0, which listens at its own address on the link."""
         from shade.control.controller import Controller
-        from shade.train.steering import Steering
+        from shade.train.replica import ControlClient
 
         given = {"density": self.settings.density, "staleness": self.settings.staleness}
-        return Steering(self.engine, lambda num_ranks: Controller(num_ranks, **given), os.environ["MASTER_ADDR"])
+        return ControlClient(self.engine, lambda num_ranks: Controller(num_ranks, **given), os.environ["MASTER_ADDR"])
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         from shade import LocalAdamW, SparseAdamW, SparseSGD

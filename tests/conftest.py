@@ -19,11 +19,11 @@ import pytest
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.store._servers.local_cluster import LocalCluster, free_ports
+from shade.store._servers.server import LocalServer, find_server_binary
 from shade.store.base import Store
 from shade.store.link import Endpoint
 from shade.store.local import LocalStore
-from shade.store.local_cluster import LocalCluster, free_ports
-from shade.store.server import LocalServer, find_server_binary
 from shade.store.url import PASSWORD_VARIABLE, USERNAME_VARIABLE, StoreURL
 
 PASSWORD = "s3cr€t p@ss:/#?word"

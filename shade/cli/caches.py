@@ -1,6 +1,6 @@
-"""``shade cache up|status|down``: `shade.store.service` for people.
+"""Implements ``shade cache up|status|down`` on top of `shade.store._servers`.
 
-The address that `up` prints is complete but for a password: that one is read from the environment, here and by the run.
+The address that `up` prints lacks only the password, which is read from the environment, here and by the run.
 """
 
 from __future__ import annotations
@@ -12,32 +12,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shade.errors import ConfigError
-from shade.store import hosts, service
+from shade.store._servers import cluster_bootstrap, service
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 
-def up(
-    directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int], founder: str | None
-) -> int:
-    """Starts servers and prints the address to pass to ``--cache``."""
+def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int], seed: str | None) -> int:
+    """Starts servers, or with a seed one node of a cluster on several machines, and prints the address for --cache."""
     memory_bytes = 0 if memory is None else parse_bytes(memory)
     password = os.environ.get(PASSWORD_VARIABLE)
     try:
-        if founder is not None:
-            url = _join(directory, founder, nodes, replicas, memory_bytes, ports, password)
-        else:
+        if seed is None:
             url = service.up(
+                directory, nodes=nodes, replicas=replicas, memory_bytes=memory_bytes, ports=ports, password=password
+            )
+        else:
+            (address,) = StoreURL.parse(f"redis://{seed}").addresses
+            if len(ports) > 1:
+                cure = "leave --ports out, or name one"
+                raise ConfigError.of("one port for the one node of this machine", list(ports), cure)
+            url = cluster_bootstrap.join_cluster(
                 directory,
-                nodes=nodes,
+                address,
+                nodes=None if nodes == 1 else nodes,  # without --nodes the cluster exists already
                 replicas=replicas,
                 memory_bytes=memory_bytes,
-                ports=ports,
                 password=password,
+                port=ports[0] if ports else None,
             )
     except OSError as error:
-        raise ConfigError.of(
-            "a --dir that can be written", f"{directory}: {error.strerror}", "choose another"
-        ) from None
+        raise ConfigError.of(f"to write to --dir {directory}", error.strerror, "choose another") from None
     sys.stdout.write(f"{_without_password(url)}\n")
     if url.password:
         sys.stderr.write(f"pass it to --cache, and the password in {PASSWORD_VARIABLE}\n")
@@ -46,32 +49,8 @@ def up(
     return 0
 
 
-def _join(
-    directory: Path,
-    founder: str,
-    nodes: int,
-    replicas: int,
-    memory_bytes: int,
-    ports: Sequence[int],
-    password: str | None,
-) -> StoreURL:
-    """One node here, of a cluster on several machines; ``--nodes`` left out is a cluster that is there."""
-    (address,) = StoreURL.parse(f"redis://{founder}").addresses
-    if len(ports) > 1:
-        raise ConfigError.of("one port for the one node of this machine", list(ports), "leave --ports out, or name one")
-    return hosts.join(
-        directory,
-        address,
-        nodes=None if nodes == 1 else nodes,
-        replicas=replicas,
-        memory_bytes=memory_bytes,
-        password=password,
-        port=ports[0] if ports else None,
-    )
-
-
 def status(directory: Path) -> int:
-    """Prints the address and a line per server; 1 when one does not answer."""
+    """Prints the address and a line per server; returns 1 if one does not answer."""
     url, servers = service.status(directory)
     sys.stdout.write(f"{_without_password(url)}\n")
     for server in servers:

@@ -1,7 +1,7 @@
-"""What may be typed after ``shade``, and who answers it.
+"""Defines the command ``shade`` and its verbs.
 
 Each verb imports what it needs when it is used, so ``shade --help`` is quick. Every error is one line on standard error
-and exit code 2; ``shade doctor`` exits with 1 when something would stop a run.
+and exit code 2; ``shade doctor`` exits with 1 if something would stop a run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        argv: What was typed after ``shade``; the process's own when None.
+        argv: What was typed after ``shade``; the process's own if None.
 
     Returns:
         The exit code.
@@ -96,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"shade {words[0]}: {' '.join(str(error).split())}\n")
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nobody is there to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has closed the pipe
         return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all verbs but ``run``, which has its own."""
+    """Makes the parser of all verbs but ``run``, which has its own."""
     whole = _Parser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
     whole.add_argument("--version", action="version", version=f"shade {__version__}")
     verbs = whole.add_subparsers(metavar="VERB", required=True)

@@ -1,7 +1,12 @@
-"""``shade doctor``: what a run needs, row by row, each with what was found and, unless it is fine, the cure.
+"""Implements ``shade doctor``: checks what a run needs, row by row, each with a verdict and, unless it is fine, the
+cure.
 
-``fail`` is what stops a run, ``warn`` what costs it speed or may stop it later. A look changes nothing: files written
-to see whether one can are removed at once.
+``fail`` is what stops a run, ``warn`` what costs it speed or may stop it later. The checks change nothing: files
+written to try a folder are removed at once.
+
+A Redis server is a database by default, and each of those defaults costs a cache something: snapshots cost memory,
+eviction breaks the plan, a cluster that wants all its slots falls silent with one node (reasons in ``redis.conf``). A
+user with no more rights than a cache needs may not ask for settings; that is no fault.
 """
 
 from __future__ import annotations
@@ -20,54 +25,93 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from shade.cli.cache_doctor import look_into
-from shade.cli.finding import Finding, broken, fail, ok, warn
-from shade.errors import ConfigError, DataError
+from shade.errors import ConfigError, DataError, ShadeError, StoreError, StoreUnavailableError
 from shade.launch.preflight import check_folder
-from shade.store.server import find_server_binary
+from shade.store import open_store
+from shade.store._servers.server import ask, find_server_binary
+from shade.store.link import Endpoint
+from shade.store.url import StoreURL, format_address
 
 MIB, GIB = 2**20, 2**30
 _OLDEST: Final = {"torch": "2.8", "torchvision": "0", "redis": "5", "hiredis": "2.3", "numpy": "1.26", "pillow": "10"}
 _OLDEST_PYTHON: Final = (3, 10)
 _MASTER_PORT: Final = 8888
+_WANTED: Final = {
+    "maxmemory-policy": ("noeviction", "CONFIG SET maxmemory-policy noeviction: else it throws out planned hits"),
+    "save": ("", "CONFIG SET save '': snapshots cost memory, for data that is never restored"),
+    "appendonly": ("no", "CONFIG SET appendonly no: a cache needs no log"),
+}
+_WANTED_OF_NODES: Final = {
+    "cluster-require-full-coverage": ("no", "CONFIG SET it no: else one lost node silences all"),
+    "cluster-allow-reads-when-down": ("yes", "CONFIG SET it yes: else a minority of nodes falls silent"),
+}
 
 
 @dataclass(frozen=True)
-class Room:
-    """A place of bytes, and what is too little of it."""
+class Finding:
+    """One row: a name, a verdict, what was found, and the cure if it is not fine."""
+
+    name: str
+    verdict: str
+    """``ok``, ``warn`` or ``fail``."""
+    found: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        cure = f"\n{'':27}→ {self.cure}" if self.cure else ""
+        return f"{self.verdict:<5} {self.name:<20} {self.found}{cure}"
+
+
+def ok(name: str, found: str) -> Finding:
+    """Makes a row that is fine."""
+    return Finding(name, "ok", found)
+
+
+def warn(name: str, found: str, cure: str) -> Finding:
+    """Makes a row that costs speed, or may stop a run later."""
+    return Finding(name, "warn", found, cure)
+
+
+def broken(name: str, error: Exception) -> Finding:
+    """Makes a row that stops a run, from one of our own errors, whose last clause is the cure."""
+    found, _, cure = str(error).rpartition("; ")
+    return fail(name, found, cure) if found else fail(name, cure, "see above")
+
+
+def fail(name: str, found: str, cure: str) -> Finding:
+    """Makes a row that stops a run."""
+    return Finding(name, "fail", found, cure)
+
+
+@dataclass(frozen=True)
+class FreeSpace:
+    """A space of bytes, and how little of it is too little."""
 
     name: str
     least_bytes: int
-    """Below: fail."""
+    """Below this: fail."""
     good_bytes: int
-    """Below: warn."""
+    """Below this: warn."""
     cure: str
 
     def judge(self, free_bytes: int) -> Finding:
-        """The verdict on so many free bytes."""
+        """Returns the row for an amount of free bytes."""
         found = f"{free_bytes / GIB:,.1f} GiB free"
         if free_bytes >= self.good_bytes:
             return ok(self.name, found)
         return (fail if free_bytes < self.least_bytes else warn)(self.name, found, self.cure)
 
 
-SHARED_MEMORY: Final = Room(
+SHARED_MEMORY: Final = FreeSpace(
     "shared memory", 32 * MIB, GIB, "workers hand batches over in /dev/shm: docker run --shm-size=8g, or --workers 0"
 )
-MEMORY: Final = Room("memory", 512 * MIB, 2 * GIB, "end other programs, lower --workers, -wss or --batch_size")
-DISK: Final = Room("disk, here", 64 * MIB, GIB, "runs are written here: make room, or pass --out")
+MEMORY: Final = FreeSpace("memory", 512 * MIB, 2 * GIB, "end other programs, lower --workers, -wss or --batch_size")
+DISK: Final = FreeSpace("disk, here", 64 * MIB, GIB, "runs are written here: make room, or pass --out")
 
 
 def answer(cache: str | None, data: Path | None) -> int:
-    """Looks and prints.
-
-    Args:
-        cache: URL of a cache to look into, or None.
-        data: Data set to look into, or None.
-
-    Returns:
-        0, or 1 when a row says fail.
-    """
+    """Checks the machine, and a cache or data set if given, and prints the rows; returns 1 if a row says fail,
+    else 0."""
     worst = 0
     for finding in findings(cache, data):
         sys.stdout.write(f"{finding}\n")
@@ -77,7 +121,7 @@ def answer(cache: str | None, data: Path | None) -> int:
 
 
 def findings(cache: str | None, data: Path | None) -> Iterator[Finding]:
-    """All rows, each when it is known."""
+    """Yields all rows, each as soon as it is known."""
     yield python(sys.version_info[:2])
     for package in _OLDEST:
         try:
@@ -102,7 +146,7 @@ def findings(cache: str | None, data: Path | None) -> Iterator[Finding]:
 
 
 def python(found: tuple[int, ...]) -> Finding:
-    """The interpreter."""
+    """Checks the interpreter."""
     text = f"{platform.python_version()} ({sys.executable})"
     if found < _OLDEST_PYTHON:
         return fail("python", text, "install Python 3.10 or newer")
@@ -110,7 +154,7 @@ def python(found: tuple[int, ...]) -> Finding:
 
 
 def version(package: str, found: str) -> Finding:
-    """An installed package against the oldest that will do."""
+    """Checks an installed package against the oldest that will do."""
     least = _OLDEST[package]
     if _numbers(found) < _numbers(least):
         return fail(package, found, f"pip install '{package}>={least}'")
@@ -118,7 +162,7 @@ def version(package: str, found: str) -> Finding:
 
 
 def devices() -> Finding:
-    """GPUs."""
+    """Reports the GPUs."""
     import torch
 
     count = torch.cuda.device_count()
@@ -128,7 +172,7 @@ def devices() -> Finding:
 
 
 def server() -> Finding:
-    """What ``local://`` would start."""
+    """Finds the server that ``local://`` would start."""
     try:
         return ok("redis server", find_server_binary())
     except ConfigError:
@@ -137,20 +181,20 @@ def server() -> Finding:
 
 
 def available_memory_bytes() -> int | None:
-    """What programs could still get, as the system and this container's limit see it; None where neither tells."""
+    """Returns what programs could still get, as the system and this container's limit see it; None if neither says."""
     try:
-        told = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:
         return None
-    found = [] if told is None else [int(told[1]) * 1024]
+    sizes = [] if found is None else [int(found[1]) * 1024]
     with contextlib.suppress(OSError, ValueError):  # no limit, or another kind of group
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(max(0, limit - used))
-    return min(found, default=None)
+        sizes.append(max(0, limit - used))
+    return min(sizes, default=None)
 
 
 def writing(directory: Path) -> Finding:
-    """Whether runs can be written."""
+    """Checks whether runs can be written."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ok("write access", str(directory))
@@ -159,14 +203,14 @@ def writing(directory: Path) -> Finding:
 
 
 def open_files(limit: int) -> Finding:
-    """The limit of open files: a rank has its workers' pipes, their batches and the cache's connections open."""
+    """Checks the limit of open files: a rank has its workers' pipes, their batches and the cache's connections open."""
     if limit != resource.RLIM_INFINITY and limit < 1024:
         return (fail if limit < 128 else warn)("open files", f"at most {limit}", "ulimit -n 65536")
     return ok("open files", "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit:,}")
 
 
 def port(number: int) -> Finding:
-    """The port where ranks of several machines meet."""
+    """Checks the port where ranks of several machines meet."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -177,7 +221,7 @@ def port(number: int) -> Finding:
 
 
 def data_set(root: Path) -> Finding:
-    """A data set, as the launcher looks at it."""
+    """Checks a data set as the launcher does."""
     try:
         return ok("data set", f"{check_folder(root):,} images in {root}; the first of each class is readable")
     except DataError as error:
@@ -188,3 +232,57 @@ def data_set(root: Path) -> Finding:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
+def look_into(text: str) -> Iterator[Finding]:
+    """Yields rows about the cache at a URL."""
+    try:
+        url = StoreURL.parse(text)
+        with open_store(url, timeout_seconds=2.0) as store:
+            store.ping()
+            stats = store.stats()
+    except StoreUnavailableError as error:
+        yield fail("cache", str(error), "check host and port, and that the server runs: shade cache status")
+        return
+    except ShadeError as error:
+        yield broken("cache", error)
+        return
+    for node in stats.nodes:
+        limit = f"of {node.max_bytes / 2**30:,.2f} GiB" if node.max_bytes else "and no limit"
+        found = f"{node.role}, Redis {node.version}, {node.num_keys:,} keys, {node.used_bytes / 2**30:,.2f} GiB {limit}"
+        if node.max_bytes:
+            yield ok(node.address, found)
+        else:
+            yield warn(node.address, found, "CONFIG SET maxmemory …: without a limit it can exhaust the machine")
+    endpoints = [Endpoint.of(url, host, port) for host, port in url.addresses] or [Endpoint.of(url)]
+    if url.scheme not in ("memory", "local"):
+        for endpoint in endpoints:
+            yield from _settings(endpoint, url)
+
+
+def _settings(endpoint: Endpoint, url: StoreURL) -> Iterator[Finding]:
+    name = format_address(endpoint.host, endpoint.port) if endpoint.host else endpoint.path
+    wanted = _WANTED | (_WANTED_OF_NODES if url.scheme.endswith("+cluster") else {})
+    try:
+        values = {setting: _get(endpoint, setting) for setting in wanted}
+    except StoreUnavailableError as error:
+        yield warn(name, f"is away ({error})", "start it again: until then its share of the cache is missing")
+        return
+    except StoreError as error:
+        yield ok(name, f"does not show its settings to this user ({error})")
+        return
+    good = [setting for setting, (value, _) in wanted.items() if values[setting] == value]
+    for setting, (value, cure) in wanted.items():
+        if values[setting] != value and values[setting] is not None:
+            yield warn(name, f"{setting} {values[setting]!r}", cure)
+    if good:
+        yield ok(name, "as a cache should have it: " + ", ".join(good))
+
+
+def _get(endpoint: Endpoint, setting: str) -> str | None:
+    """Returns a setting's value; None if the server has none of that name."""
+    reply = ask(endpoint, "CONFIG", "GET", setting)
+    if not isinstance(reply, list) or len(reply) != 2:
+        return None
+    value = reply[1]
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""Optimizers that take a few chosen elements at a time, on the CPU, and end where the dense ones would."""
+"""Optimizers that take the few elements that were sent, on the CPU, and reach the result of the dense optimizer."""
 
 from shade.gradient._optim.adam import SparseAdam, SparseAdamW
 from shade.gradient._optim.base import SparseOptimizer

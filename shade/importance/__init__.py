@@ -1,4 +1,4 @@
-"""Per-sample loss → score; the (N,) table; keeping it the same on every rank.
+"""Turns per-sample losses into scores, keeps them in an (N,) table, and keeps that table the same on every rank.
 
 Read `base` (what a score is), `loss`, `rank` and `grad_norm` (the three there are), `table`, then `merge`.
 """

@@ -18,19 +18,19 @@ class ScoreStrategy(ABC):
     """Base of all strategies."""
 
     by_sample: bool = True
-    """False when a new score depends on the other samples of the batch, so that batches must not be joined."""
+    """False if a new score depends on the other samples of the batch, so that batches must not be joined."""
 
     takes_losses: bool = True
-    """False when what is reported is no loss: then it says nothing about a label."""
+    """False if the reported value is no loss: then it says nothing about a label."""
 
     @abstractmethod
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
-        """The new scores of a batch.
+        """Returns the new scores of a batch.
 
         Args:
             score_B: Scores so far; meaningless where not seen.
             seen_B: Whether anything was reported for the sample before.
-            value_B: What was reported now, finite float32: a loss, or whatever the strategy asks for.
+            value_B: The reported values, finite float32: a loss, or whatever the strategy asks for.
 
         Returns:
             float32 (B,), finite and ≥ 0; only ratios matter.

@@ -1,4 +1,4 @@
-"""Scores a sample by how long its gradient is at the last layer: closer to what minimises variance than the loss is.
+"""Scores a sample by the length of its gradient at the last layer: closer to what minimises variance than the loss is.
 
 For cross-entropy the gradient with respect to the logits is ``softmax(logits) − onehot(target)``; its norm, times a
 factor that is about the same for all samples, bounds the norm of the whole gradient. It costs one softmax of what the
@@ -21,14 +21,14 @@ from shade.importance.loss import LossScore
 
 @SCORES.register("grad-norm")
 class GradNormScore(LossScore):
-    """Moving average, as `LossScore`, of what `last_layer_norm` gives."""
+    """Moving average, as `LossScore`, of what `last_layer_norm` returns."""
 
     takes_losses = False
 
 
 @torch.no_grad()
 def last_layer_norm(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
-    """Norm of the cross-entropy's gradient with respect to the logits, per sample.
+    """Returns the norm of the cross-entropy's gradient with respect to the logits, per sample.
 
     Args:
         logits_BC: Float (B, C), any dtype and device; left unmodified.

@@ -7,19 +7,20 @@ the noise's variance to a third and lags a falling loss by about one epoch, on a
 from __future__ import annotations
 
 import numpy as np
+from typing_extensions import override
 
 from shade.importance.base import SCORES, ScoreStrategy
 from shade.types import Bools, Floats
 
 NEW_SHARE = np.float32(0.5)
-"""What the newest report counts."""
+"""Weight of the newest report."""
 
 
 @SCORES.register("loss")
 class LossScore(ScoreStrategy):
     """Exponential moving average; a negative value counts as 0."""
 
+    @override
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
-        """See `ScoreStrategy.rescore`."""
         value_B = np.maximum(value_B, np.float32(0))
         return np.where(seen_B, score_B + NEW_SHARE * (value_B - score_B), value_B)

@@ -1,18 +1,18 @@
 """Takes per-sample losses from the training loop and keeps every rank's table the same, bit for bit.
 
-``report`` makes private copies of the two tensors and sets them aside, nothing more: no conversion, no network, no wait
-for the device. One daemon thread per rank takes the reports in order and exchanges each with the same-numbered report
-of the other ranks, over a gloo group of its own (so it never meets the trainer's collectives), then applies all of them
-to the table as one batch, in rank order. That is the batch a single rank would have reported, so the table is also
-independent of the number of ranks, for every strategy.
+``report`` only makes private copies of the two tensors: no conversion, no network, no wait for the device. One daemon
+thread per rank takes the reports in order and exchanges each with the same-numbered report of the other ranks, over a
+gloo group of its own (so it never meets the trainer's collectives), then applies all of them to the table as one batch,
+in rank order. That is the batch a single rank would have reported, so the table is independent of the number of ranks,
+for every strategy.
 
-A message is a fixed number of int64: how many, the indices, and the bits of the float32 losses. Indices never travel
+A message is a fixed number of int64: the count, the indices, and the bits of the float32 losses. Indices never travel
 as floats: float16 ends at 65504 and float32 skips integers from 2**24 on.
 
 The price: one small all-gather a step, off the training thread. With one rank and CPU tensors there is no thread:
 reports wait until the table is read. (Code that runs once a step runs with cold caches, ten times slower than in a
-loop; an epoch's reports in a row do not.) CPU tensors are copied through numpy, which is half the cold price of torch's
-own clone.
+loop; an epoch's reports in a row do not.) CPU tensors are copied through numpy, at half the cold price of torch's
+clone.
 
 Contract: all ranks report the same number of times (an empty report is a report) and flush before they read the table.
 A forked child has the object but not the thread; a pickled copy has neither thread nor group. Both refuse to report.
@@ -39,9 +39,9 @@ from shade.importance.table import ImportanceTable
 from shade.types import Floats, Indices
 
 CLOSE_SECONDS = 5.0
-"""How long `ScoreMerger.close` waits for reports under way. Longer only if another rank is gone."""
+"""How long `ScoreMerger.close` waits for reports under way. They take longer only if another rank is gone."""
 APPLY_EVERY = 1024
-"""Reports applied at once when there is no thread, if nobody reads the table before: 3 MB of 256 samples each."""
+"""Reports applied at once if there is no thread and the table is not read before: 3 MB of 256 samples each."""
 
 _INT64 = np.dtype(np.int64)
 
@@ -54,12 +54,12 @@ class _HostReport(NamedTuple):
     loss_dtype: np.dtype[Any]
 
     def arrays(self) -> tuple[Indices, Floats]:
-        """What was reported, as int64 and float32."""
+        """Returns the report as int64 and float32."""
         return self.join([self])
 
     @staticmethod
     def join(reports: list[_HostReport]) -> tuple[Indices, Floats]:
-        """What several reported, one after the other."""
+        """Concatenates several reports."""
         index_B = np.frombuffer(b"".join([report.index_B for report in reports]), np.int64)
         if len({report.loss_dtype for report in reports}) == 1:
             joined = b"".join([report.loss_B for report in reports])
@@ -69,14 +69,14 @@ class _HostReport(NamedTuple):
 
 
 class _DeviceReport(NamedTuple):
-    """One report from a device: tensors of our own, on the CPU once ``copied`` (if any) has happened."""
+    """One report from a device: private tensors, on the CPU once ``copied`` (if any) has happened."""
 
     index_B: Tensor
     loss_B: Tensor
     copied: torch.cuda.Event | None
 
     def arrays(self) -> tuple[Indices, Floats]:
-        """What was reported, as int64 and float32; waits for the device, on whichever thread asks."""
+        """Returns the report as int64 and float32; waits for the device, on the calling thread."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.index_B.cpu().to(torch.int64).numpy(), self.loss_B.cpu().to(torch.float32).numpy()
@@ -86,10 +86,10 @@ _Report = _HostReport | _DeviceReport
 
 
 class ScoreMerger:
-    """The one line of feedback: ``merger.report(indices, losses)``.
+    """Merges the reports of all ranks: ``merger.report(indices, losses)``.
 
     Args:
-        table: This rank's table; while the merger is open nobody else writes to it.
+        table: This rank's table; while the merger is open nothing else writes to it.
         batch_size: C, the most samples that one rank reports at once; the same on every rank.
         group: The ranks that train together; None for all. Creating the merger is collective over them.
 
@@ -120,7 +120,7 @@ class ScoreMerger:
 
         Raises:
             ConfigError: Shapes that do not match, or more than ``batch_size`` samples.
-            ShadeError: An earlier report failed, or the merger is closed or not of this process.
+            ShadeError: An earlier report failed, or the merger is closed or of another process.
         """
         on_host = index_B.is_cpu and loss_B.is_cpu
         if on_host and self._worker is None and self._pid == os.getpid():
@@ -139,11 +139,8 @@ class ScoreMerger:
             self._worker.inbox.put(_device_copy(index_B, loss_B))
 
     def flush(self) -> None:
-        """Returns when everything reported so far, here and for the same steps elsewhere, is in the table.
-
-        Raises:
-            ShadeError: A report failed; the table holds what came before it.
-        """
+        """Returns when everything reported so far, here and for the same steps elsewhere, is in the table. Raises
+        ShadeError if a report failed; the table holds what came before it."""
         self._check_usable()
         if self._worker is not None:
             reached = threading.Event()
@@ -154,10 +151,7 @@ class ScoreMerger:
 
     def close(self) -> None:
         """Ends the thread and frees its group; reports under way get 5 seconds. Safe to call twice, and in a child.
-
-        Raises:
-            ShadeError: Without a thread: a report that waited was wrong.
-        """
+        Raises, if there is no thread, the error of a waiting report."""
         if self._pid != os.getpid():
             return
         self._pid = None
@@ -178,7 +172,7 @@ class ScoreMerger:
         self.__dict__.update(state, _worker=None, _waiting=[], _pid=None)
 
     def _apply_waiting(self) -> None:
-        """Applies the reports that wait, in order; one that fails is dropped with those after it."""
+        """Applies the waiting reports, in order; one that fails is dropped with those after it."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             index_B, loss_B = _HostReport.join(waiting)
@@ -187,11 +181,12 @@ class ScoreMerger:
     def _start(self, group: dist.ProcessGroup | None) -> _Worker:
         """Starts the thread, which ends when the merger is closed or collected."""
         worker = _Worker(self.table, self.batch_size, self.world_size, group)
+        # atexit off: at interpreter exit the daemon thread is gone, and a put would be useless.
         weakref.finalize(self, worker.inbox.put, None).atexit = False
         return worker
 
     def _check_usable(self) -> None:
-        """Raises what went wrong before, if anything did."""
+        """Raises an earlier failure, if there was one."""
         if self._pid != os.getpid():
             raise ShadeError(
                 "expected the score merger of this process, got one that is closed or came from another process; "
@@ -199,13 +194,13 @@ class ScoreMerger:
             )
         if self._worker is not None and self._worker.error is not None:
             error = self._worker.error
-            raise ShadeError(
-                f"merging scores failed ({type(error).__name__}: {error}); scores stopped there"
-            ) from error
+            message = f"merging scores failed ({type(error).__name__}: {error}); scores stopped there"
+            raise ShadeError(message) from error
 
 
 class _Worker:
-    """The thread's side: everything but the copying. Does not know the merger, so that one can be collected."""
+    """The thread's side: everything but the copying. It has no reference to the merger, so that one can be
+    collected."""
 
     def __init__(self, table: ImportanceTable, capacity: int, world_size: int, group: dist.ProcessGroup | None) -> None:
         self.inbox: queue.SimpleQueue[_Report | threading.Event | None] = queue.SimpleQueue()
@@ -213,6 +208,7 @@ class _Worker:
         self._table = table
         self._group = group
         self._losses_at = 1 + capacity
+        # Two float32 losses fit into one int64 word.
         num_words = 1 + capacity + (capacity + 1) // 2
         self._mine = np.zeros(num_words, dtype=np.int64)
         self._all_W = np.zeros((world_size, num_words), dtype=np.int64)
@@ -238,7 +234,7 @@ class _Worker:
         self._group = None
 
     def _run(self) -> None:
-        """Works through the inbox until told to stop; after an error it only answers flushes."""
+        """Works through the inbox until None arrives; after an error it only answers flushes."""
         while (item := self.inbox.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
@@ -268,7 +264,7 @@ class _Worker:
 
 
 def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, for this merger alone."""
+    """Makes a gloo group of the same ranks, for this merger alone."""
     if group is None:
         own = dist.new_group(backend="gloo")
     else:
@@ -279,15 +275,12 @@ def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], batch_size: int) -> None:
     if len(index_shape) != 1 or index_shape != loss_shape or index_shape[0] > batch_size:
-        raise ConfigError.of(
-            f"indices and losses of one shape (B,), B ≤ {batch_size}",
-            (index_shape, loss_shape),
-            "use reduction='none' and report one batch at a time",
-        )
+        expected, cure = "indices and losses of one shape (B,)", "use reduction='none' and report one batch at a time"
+        raise ConfigError.of(f"{expected}, B ≤ {batch_size}", (index_shape, loss_shape), cure)
 
 
 def _host_copy(index_B: Tensor, loss_B: Tensor, batch_size: int) -> _HostReport:
-    """Copies tensors of the CPU. Asks the arrays for their shapes: tensors take ten times as long to tell."""
+    """Copies CPU tensors. It asks the arrays for their shapes, which takes a tenth of asking the tensors."""
     index = index_B.numpy()
     if index.dtype is not _INT64:
         index = _require_integers(index_B).to(torch.int64).numpy()
@@ -312,7 +305,7 @@ def _device_copy(index_B: Tensor, loss_B: Tensor) -> _DeviceReport:
 
 
 def _require_integers(index_B: Tensor) -> Tensor:
-    """The indices, if they are integers."""
+    """Returns the indices, or raises ConfigError if they are not integers."""
     if index_B.is_floating_point() or index_B.is_complex():
         raise ConfigError.of("integer indices", index_B.dtype, "keep indices integers: floats cannot hold large ones")
     return index_B

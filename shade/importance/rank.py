@@ -1,9 +1,8 @@
 """Scores a sample by the rank of its loss within the batch: SHADE's importance.
 
 The sample with the j-th smallest loss gets ``log(j + 10)``. Ranks can be compared across batches and epochs where
-losses cannot, which is the paper's reason; the price is that the scores span only log(B + 9) / log(10), a factor of
-1.9 at B = 64, however far the losses are apart. B is the global batch, so the scores do not depend on the number of
-ranks.
+losses cannot, which is the paper's reason; the price is that the scores span only log(B + 9) / log(10), a factor of 1.9
+at B = 64, however far the losses are apart. B is the global batch, so the scores do not depend on the number of ranks.
 
 References:
     Khan et al., "SHADE: Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023.
@@ -14,12 +13,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from typing_extensions import override
 
 from shade.importance.base import SCORES, ScoreStrategy
 from shade.types import Bools, Floats
 
 OFFSET = 10
-"""SHADE's: keeps the first few ranks from being far apart."""
+"""SHADE's constant: keeps the first few ranks from being far apart."""
 
 
 @SCORES.register("rank")
@@ -31,8 +31,9 @@ class RankScore(ScoreStrategy):
     def __init__(self) -> None:
         self._score_of_rank = np.empty(0, dtype=np.float32)
 
+    @override
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
-        """See `ScoreStrategy.rescore`; the past does not count."""
+        """Ignores the past."""
         del score_B, seen_B
         size = len(value_B)
         if size > len(self._score_of_rank):

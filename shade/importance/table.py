@@ -1,11 +1,11 @@
 """Holds one score per sample, keyed by the index that travelled with the sample and by nothing else.
 
-SHADE's release keyed scores by position in a list that was shuffled and sorted in between, so that losses landed on the
+SHADE's release keyed scores by position in a list that was shuffled and sorted in between, so losses landed on the
 wrong samples (rank correlation 0.00). Here a report carries its indices; there is no position to get wrong.
 
-A loss that is NaN or infinite is ignored and counted: it says that training diverged, not that the sample matters,
-and one infinity would own the whole sampling budget. Of several reports for one sample in one batch the last counts.
-Not locked: while a `ScoreMerger` runs, it is the only writer, and readers flush it first.
+A loss that is NaN or infinite is ignored and counted: it says that training diverged, not that the sample matters, and
+one infinity would own the whole sampling budget. Of several reports for one sample in one batch the last counts. Not
+locked: while a `ScoreMerger` runs, it is the only writer, and readers flush it first.
 
 Invariant: ``score_N`` is finite and ≥ 0; it depends only on the sequence of batches.
 
@@ -52,12 +52,12 @@ class ImportanceTable:
         self.score_N: Floats = np.zeros(num_samples, dtype=np.float32)
         self.seen_N: Bools = np.zeros(num_samples, dtype=bool)
         self.loss_N: Floats = np.full(num_samples, np.nan, dtype=np.float32)
-        """What was last reported of each sample, as it was reported, since `take_losses`; NaN: nothing was."""
+        """The last reported value of each sample since `take_losses`, unchanged; NaN if there is none."""
         self.num_ignored = 0
         """Reports dropped because the loss was not finite."""
         self._strategy = SCORES.get(score)()
         self.takes_losses = self._strategy.takes_losses
-        """Whether what is reported are losses, and not something else that makes a sample important."""
+        """Whether the reported values are losses, and not another measure of importance."""
 
     def update(self, index_B: Indices, loss_B: Floats) -> None:
         """Takes in one batch of reports.
@@ -75,34 +75,33 @@ class ImportanceTable:
             raise ConfigError.of(f"{len(index_B)} losses, one per index", len(loss_B), "use reduction='none'")
         if len(index_B) == 0:
             return
-        if (
-            np.ascontiguousarray(index_B).view(np.uint64).max() >= self.num_samples
-        ):  # a negative index is a huge unsigned one
-            wrong = index_B[(index_B < 0) | (index_B >= self.num_samples)][0]
-            raise ConfigError.of(
-                f"sample indices in [0, {self.num_samples})", int(wrong), "report the index the data set returned"
-            )
+        # As an unsigned number a negative index is huge: one comparison finds both kinds of bad index.
+        if np.ascontiguousarray(index_B).view(np.uint64).max() >= self.num_samples:
+            wrong = int(index_B[(index_B < 0) | (index_B >= self.num_samples)][0])
+            cure = "report the index the data set returned"
+            raise ConfigError.of(f"sample indices in [0, {self.num_samples})", wrong, cure)
         finite_B = np.isfinite(loss_B)
         if not finite_B.all():
             index_B, loss_B = index_B[finite_B], loss_B[finite_B]
             self.num_ignored += len(finite_B) - len(index_B)
         self.score_N[index_B] = self._strategy.rescore(self.score_N[index_B], self.seen_N[index_B], loss_B)
+        # After rescore, which must see whether the sample was new.
         self.seen_N[index_B] = True
         self.loss_N[index_B] = loss_B
 
     def take_losses(self) -> Floats:
-        """A copy of `loss_N`, which is empty afterwards: what was reported in an epoch, when its end asks for it."""
+        """Returns a copy of `loss_N` and clears it: called at an epoch's end for the reports of that epoch."""
         taken = self.loss_N.copy()
         self.loss_N.fill(np.nan)
         return taken
 
     def update_in_order(self, index_B: Indices, loss_B: Floats, sizes: Sequence[int]) -> None:
-        """As `update`, batch after batch; in one go where that comes to the same, at a third of the price.
+        """Takes in several batches in order; in one go if that gives the same result, at a third of the price.
 
         Args:
             index_B: The batches' indices, one after the other.
             loss_B: Their losses.
-            sizes: Of the batches.
+            sizes: Sizes of the batches.
 
         Raises:
             ConfigError: As `update`. The batches before the wrong one are in, it and those after it are not.
@@ -116,7 +115,7 @@ class ImportanceTable:
             start += size
 
     def _are_distinct(self, index_B: Indices) -> bool:
-        """Whether these are samples, and no two the same."""
+        """Returns whether the indices are valid and distinct."""
         if not len(index_B) or index_B.view(np.uint64).max() >= self.num_samples:
             return False
         marked_N = np.zeros(self.num_samples, dtype=bool)
@@ -124,14 +123,14 @@ class ImportanceTable:
         return int(np.count_nonzero(marked_N)) == len(index_B)
 
     def scores(self) -> ScoreSnapshot:
-        """A copy of the table as it is now."""
+        """Returns a copy of the table as it is now."""
         return ScoreSnapshot(self.score_N.copy(), self.seen_N.copy())
 
     def state_dict(self) -> dict[str, Any]:
-        """The table: 4 bytes and a bit per sample.
+        """Returns the table: 4 bytes and a bit per sample.
 
-        float32 and not float16, because a resumed average must go on from the very number that it stopped at; 2.6 MB
-        more for ImageNet.
+        float32 and not float16, because a resumed average must continue from the very number at which it stopped; it
+        costs 2.6 MB more for ImageNet.
         """
         return {
             "score": self.score,
@@ -142,18 +141,11 @@ class ImportanceTable:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict` back, in place.
-
-        Args:
-            state: What `state_dict` gave, of a table of the same size and score.
-
-        Raises:
-            ConfigError: The state is of another data set or another strategy. Nothing was changed.
-        """
+        """Restores a `state_dict`, in place; raises ConfigError, and changes nothing, if it is of another data set or
+        strategy."""
         if state["num_samples"] != self.num_samples:
-            raise ConfigError.of(
-                f"scores of {self.num_samples} samples", state["num_samples"], "resume with the data set of that run"
-            )
+            cure = "resume with the data set of that run"
+            raise ConfigError.of(f"scores of {self.num_samples} samples", state["num_samples"], cure)
         if state["score"] != self.score:
             raise ConfigError.of(f"{self.score!r} scores", state["score"], "resume with the score of that run")
         self.score_N[:] = np.asarray(state["score_N"], dtype=np.float32)

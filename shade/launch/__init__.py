@@ -1,5 +1,6 @@
 """The launcher: flags → a resolved plan → checks → ranks → report.
 
-In reading order: `flags` (what may be typed), `resolve` (what it comes to), `preflight` (whether it can be), `run`
-(from start to report), which uses `workspace` (where it writes), `ranks` (the processes) and `progress` (the bar).
+Reading order: `flags` (the command line), `resolve` (the plan), `preflight` (its checks), `run` (from start to report),
+which uses `workspace` (the run directory) and `ranks` (the processes, and the progress bar). `certify_resume` replays a
+run from a snapshot.
 """

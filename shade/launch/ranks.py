@@ -1,35 +1,43 @@
-"""The ranks of one machine as processes: started through torch.distributed.run, ended whatever ends the launcher.
+"""Starts the ranks of one machine through torch.distributed.run, shows their progress, and ends them with the launcher.
 
-Three ropes hold them. A signal to the launcher becomes an exception, which unwinds through `Ranks.stop`. A launcher
-that is killed outright cannot unwind: the kernel then sends torch.distributed.run a SIGTERM, which it passes on. And
-should torch.distributed.run itself be killed, each rank has asked the kernel for the same (`TrainSession`). Workers of
-the DataLoader look after themselves: they end within five seconds of their rank.
+Three mechanisms end them. A signal to the launcher becomes an exception, which unwinds through `Ranks.stop`. A launcher
+that is killed outright cannot unwind: the kernel then sends torch.distributed.run a SIGTERM, which it passes on. And if
+torch.distributed.run itself is killed, each rank has asked the kernel for the same (`TrainSession`). Workers of the
+DataLoader end by themselves, within five seconds of their rank.
+
+`watch` shows a bar on a terminal; a pipe or a file gets only the report and the errors. Rank 0 keeps a small file with
+its present step (`TrainSession`), which is read a few times a second. ``train.log`` has the epochs for everyone else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
 from shade.config import RunConfig
 from shade.process import die_with_parent
-from shade.store.hosts import own_address
+from shade.store._servers.cluster_bootstrap import own_address
+from shade.terminal import progress_bar
 
 GRACE_SECONDS = 40.0
 """torch.distributed.run itself waits 30 s for its ranks before it kills them."""
 MEETING_SECONDS = 600
-"""How long machines wait for each other before they are enough."""
+"""How long machines wait for each other until there are enough."""
 LAST_CALL_SECONDS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_BYTES = 200_000
+_POLL_SECONDS = 0.2
 
 
 class Ended(BaseException):
@@ -42,11 +50,11 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[Callable[[], None]]:
-    """The first SIGINT, SIGTERM or SIGHUP raises `Ended`; later ones wait until the tidying up is over.
+    """Raises `Ended` at the first SIGINT, SIGTERM or SIGHUP; later ones are ignored until cleanup is over.
 
     Yields:
-        To be called now and then: raises `Ended` once more where the exception was lost, because the signal came in the
-        middle of something that ignores exceptions, such as what Python does at a fork.
+        A function to call now and then: it raises `Ended` again if the exception was lost, because the signal came
+        in the middle of something that ignores exceptions, such as Python's work at a fork.
     """
     asked: list[int] = []
 
@@ -61,6 +69,7 @@ def signals_as_exceptions() -> Iterator[Callable[[], None]]:
     def unwind(number: int, frame: FrameType | None) -> None:
         del frame
         for each in _SIGNALS:
+            # A second Ctrl-C must not interrupt the cleanup of the first.
             signal.signal(each, signal.SIG_IGN)
         asked.append(number)
         raise Ended(number)
@@ -74,7 +83,7 @@ def signals_as_exceptions() -> Iterator[Callable[[], None]]:
 
 
 def command(config: RunConfig) -> list[str]:
-    """What starts the ranks of this machine."""
+    """Returns the command that starts the ranks of this machine."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(_fixed(config) if config.min_nodes is None else _elastic(config)),
@@ -84,14 +93,15 @@ def command(config: RunConfig) -> list[str]:
 
 
 def _fixed(config: RunConfig) -> list[str]:
-    """All machines, each with its number."""
+    """Returns the arguments for a fixed set of machines, each with its number."""
     here = ["--nnodes", str(config.nodes), "--node_rank", str(config.node_rank)]
     return [*here, "--master_addr", config.master_address, "--master_port", str(config.master_port)]
 
 
 def _elastic(config: RunConfig) -> list[str]:
-    """As many machines as there are. They meet on machine 0, which has the lowest address and so rank 0, and when one
-    is lost they meet again: those who come within `LAST_CALL_SECONDS` of there being enough go on."""
+    """Returns the arguments for as many machines as there are. They meet on machine 0, which has the lowest address and
+    so rank 0, and meet again when one is lost: those that come within `LAST_CALL_SECONDS` of there being enough
+    continue."""
     is_host = int(config.node_rank == 0)
     settings = f"is_host={is_host},join_timeout={MEETING_SECONDS},last_call_timeout={LAST_CALL_SECONDS}"
     return [
@@ -106,8 +116,8 @@ class Ranks:
 
     Args:
         config: The resolved run.
-        environment: Of the ranks.
-        log: Gets all that they write.
+        environment: Environment of the ranks.
+        log: File for all their output.
     """
 
     def __init__(self, config: RunConfig, environment: Mapping[str, str], log: Path) -> None:
@@ -121,16 +131,17 @@ class Ranks:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                # A killed launcher cannot unwind: the kernel ends its child.
                 preexec_fn=lambda: die_with_parent(launcher),
                 start_new_session=True,
             )
 
     def poll(self) -> int | None:
-        """The exit status, or None while they run."""
+        """Returns the exit status, or None while they run."""
         return self._process.poll()
 
     def stop(self) -> None:
-        """Ends them and waits until they are gone. Safe to repeat."""
+        """Ends them and waits until they are gone. Safe to call twice."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -147,24 +158,23 @@ class Ranks:
 
     @property
     def was_killed(self) -> bool:
-        """Whether the rank that failed first was ended by a signal: what the others say then is no bad input."""
+        """Returns whether a signal ended the rank that failed first: then the others' complaints are no bad input."""
         return self._cause(self._written())[1] < 0
 
     def why(self) -> str:
-        """One sentence on why they failed, read from what they wrote."""
+        """Says in one sentence why they failed, as read from their output."""
         text = self._written()
         who, status = self._cause(text)
         if status < 0:
             guess = " (out of memory?)" if -status == signal.SIGKILL else ""
             return f"{who} was killed by {signal.Signals(-status).name}{guess}"
-        errors = re.findall(
-            r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", text, re.MULTILINE
-        )
-        told = [line.strip() for line in errors if "ChildFailedError" not in line]
-        return f"{who} failed: {told[-1][:300]}" if told else f"{who} failed with exit status {status}"
+        error = r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$"
+        errors = re.findall(error, text, re.MULTILINE)
+        lines = [line.strip() for line in errors if "ChildFailedError" not in line]
+        return f"{who} failed: {lines[-1][:300]}" if lines else f"{who} failed with exit status {status}"
 
     def _written(self) -> str:
-        """The end of what they wrote."""
+        """Returns the end of their output."""
         with self._log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - _TAIL_BYTES))
@@ -172,6 +182,36 @@ class Ranks:
 
     @staticmethod
     def _cause(text: str) -> tuple[str, int]:
-        """Who failed first, and the exit status, negative for a signal."""
+        """Returns which rank failed first, and its exit status, negative for a signal."""
         cause = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
         return (f"rank {cause[1]}", int(cause[2])) if cause else ("a rank", 1)
+
+
+def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
+    """Shows a bar on standard error until ``poll`` returns the ranks' exit status, and returns that."""
+    file = Path(config.out) / "progress.json"
+    form = "{percentage:3.0f}% |{bar:12}| {desc}"
+    with progress_bar(config.epochs, bar_format=form) as bar:
+        bar.set_description_str("starting the ranks")
+        while (status := poll()) is None:
+            time.sleep(_POLL_SECONDS)
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                now = json.loads(file.read_text())
+                bar.set_description_str(
+                    f"epoch {now['epoch'] + 1}/{config.epochs} step {now['step']}/{now['num_steps']} · "
+                    f"{now['samples_per_second']:,.0f} samples/s · hits {now['hit_ratio']:.0%} · "
+                    f"waiting {now['waiting_fraction']:.0%}",
+                    refresh=False,
+                )
+                bar.update(now["epoch"] + now["step"] / max(1, now["num_steps"]) - bar.n)
+        bar.n = config.epochs if status == 0 else bar.n
+        bar.set_description_str("done" if status == 0 else "stopped")
+    file.unlink(missing_ok=True)
+    return status
+
+
+def free_port() -> int:
+    """Returns a port of this machine that is free now; another process may take it a moment later."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,12 +1,13 @@
-"""The run directory and the link to its log: made when the ranks are about to start, taken back if nothing came of it.
+"""Makes the run directory and the link to its log when the ranks are about to start, and removes them if nothing came
+of it.
 
 A bad input that only a rank can see (a network that the script does not know, a password that changed meanwhile) must
-leave as little behind as one that the launcher sees itself. So this remembers what it made, and `undo` removes that
-and nothing else.
+leave as little behind as one that the launcher sees itself. So `Workspace` remembers what it made, and `undo` removes
+that and nothing else.
 
 Invariant: for a run on one machine, the ``hitting`` and ``miss`` lines of train.log are as many as the rows of
-metrics.jsonl say together. A run that was killed has logged accesses that no row tells of; when it is resumed they
-get a row of their own, of the kind ``lost``.
+metrics.jsonl say together. A killed run has logged accesses that no row counts; when it is resumed they get a row of
+their own, of the kind ``lost``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.config import SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
-from shade.launch import snapshots
+from shade.launch.preflight import has_snapshots
 from shade.telemetry import JsonlSink
 from shade.trajectory import LOSSES
 
@@ -32,8 +33,8 @@ class Workspace:
 
     Args:
         config: The resolved run.
-        directory: Where the user stands; gets the link ``train.log``.
-        checkpoint_url: Of the store for snapshots, with its password, or None.
+        directory: The user's working directory; gets the link ``train.log``.
+        checkpoint_url: URL of the store for snapshots, with its password, or None.
 
     Raises:
         ConfigError: The run directory cannot be made.
@@ -45,7 +46,7 @@ class Workspace:
         self.train_log = self.out / "train.log"
         """A line for each sample that was fetched and one for each epoch, for grep."""
         self.output_log = self.out / "output.log"
-        """Whatever the ranks say."""
+        """All output of the ranks."""
         self.metrics = self.out / "metrics.jsonl"
         self._link = directory / "train.log"
         self._linked_before: str | None = None
@@ -54,9 +55,8 @@ class Workspace:
             self.out.mkdir(parents=True, exist_ok=True)
             self.train_log.touch()
         except OSError as error:
-            raise ConfigError.of(
-                "an --out that can be written", f"{self.out}: {error.strerror}", "choose another --out"
-            ) from None
+            cure = f"choose another --out ({error.strerror})"
+            raise ConfigError.of("an --out that can be written", str(self.out), cure) from None
         for leftover in (*self.out.glob("failure-*.txt"), self.out / "progress.json"):
             leftover.unlink(missing_ok=True)
         if config.resume and config.nodes == 1:
@@ -65,15 +65,15 @@ class Workspace:
 
     @property
     def failure(self) -> str | None:
-        """The line of the first rank that met bad input."""
-        told = [path.read_text().strip() for path in sorted(self.out.glob("failure-*.txt"))]
-        return next(filter(None, told), None)
+        """Returns the line of the first rank that met bad input."""
+        lines = [path.read_text().strip() for path in sorted(self.out.glob("failure-*.txt"))]
+        return next(filter(None, lines), None)
 
     @property
     def has_results(self) -> bool:
-        """Whether anything is there that somebody may want to keep: an epoch's metrics or a snapshot."""
+        """Returns whether there is anything worth keeping: an epoch's metrics or a snapshot."""
         measured = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return measured or snapshots.exist(self._config, self._checkpoint_url)
+        return measured or has_snapshots(self._config, self._checkpoint_url)
 
     def undo(self) -> None:
         """Removes what a run writes, unless there are results; the link points where it did before.
@@ -94,11 +94,12 @@ class Workspace:
             shutil.rmtree(self.out / folder, ignore_errors=True)
         shutil.rmtree(own_folder(self._config.run), ignore_errors=True)
         with contextlib.suppress(OSError):
+            # Deepest first; a folder with files of the user is not empty and stays.
             for path in self._made:
                 path.rmdir()
 
     def _make_link(self) -> None:
-        """Links train.log into the working directory, unless a file of that name is somebody else's."""
+        """Links train.log into the working directory, unless the user has a file of that name."""
         with contextlib.suppress(OSError):  # a working directory that is not ours to write only lacks a convenience
             if self._link.is_symlink():
                 self._linked_before = os.readlink(self._link)

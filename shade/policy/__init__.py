@@ -1,4 +1,5 @@
-"""Decisions: who is admitted, who stays, who goes. One file a policy; importing this room registers them all."""
+"""Cache policies: who is admitted, who stays, who leaves. One file a policy; importing this package registers
+them all."""
 
 from shade.policy import belady, fifo, lfu, lru, plan, shade, static
 from shade.policy.base import POLICIES, CachePolicy, EpochWindow, Verdict

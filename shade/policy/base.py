@@ -1,8 +1,8 @@
-"""What a cache policy is: who is admitted, who stays, who goes. Arithmetic on arrays: no store, no I/O, no torch.
+"""What a cache policy is: who is admitted, who stays, who leaves. Arithmetic on arrays: no store, no I/O, no torch.
 
-A policy is the same object in the simulator and in the running cache. It walks the *global* order of an epoch, batch
-after batch, and says of every access whether the sample is resident, whether it stays resident afterwards, and who
-else has to leave. All ranks walk the same order, so all reach the same verdicts without a word between them.
+The simulator and the running cache use the same policy object. It walks the *global* order of an epoch, batch after
+batch, and says of every access whether the sample is resident, whether it stays resident, and who else has to leave.
+All ranks walk the same order, so all reach the same verdicts without communicating.
 
 Sizes are bytes as the store accounts them. Invariant: after every batch the residents' sizes sum to at most
 ``capacity_bytes``; a sample larger than the capacity is never admitted; victims leave before the batch arrives.
@@ -35,16 +35,16 @@ class EpochWindow:
     order_K: Indices
     """The accesses still to come in this epoch, in global order; may hold duplicates."""
     next_order_K: Indices | None
-    """The next epoch's, when the sampling mode draws one epoch ahead. Empty: there is no next epoch. None: unknown."""
+    """The next epoch's, if the sampling mode draws one epoch ahead. Empty: there is no next epoch. None: unknown."""
     score_N: Floats | None = None
     """Importance of each sample at this moment, or None before there is any."""
     later_orders: tuple[Indices, ...] = ()
-    """The epochs after the next one: only the simulator knows them, and only `offline` policies look."""
+    """The epochs after the next one: only the simulator knows them, and only `offline` policies use them."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happens to one batch of accesses."""
+    """The outcome of one batch of accesses."""
 
     hit_B: Bools
     """Resident when accessed, first to last: a second access in the same batch may hit what the first brought in."""
@@ -55,10 +55,10 @@ class Verdict:
 
 
 class CachePolicy(ABC):
-    """Base of all policies; a subclass fills in `_touch` (or `access_many`, when it can do a batch at once).
+    """Base of all policies; a subclass fills in `_touch` (or `access_many`, if it can do a batch at once).
 
     Args:
-        size_bytes_N: int64 (N,), what each sample would occupy in the store; > 0.
+        size_bytes_N: int64 (N,), the space of each sample in the store; > 0.
         capacity_bytes: Upper bound of the residents' sizes, ≥ 0.
 
     Raises:
@@ -66,10 +66,10 @@ class CachePolicy(ABC):
     """
 
     needs_next_order: bool = False
-    """True when `EpochWindow.next_order_K` must be given: the policy plans by the future."""
+    """True if the policy plans by the future, so that `EpochWindow.next_order_K` must be given."""
 
     offline: bool = False
-    """True when it wants `EpochWindow.later_orders` too: a bound to compare with, for the simulator only."""
+    """True if it wants `EpochWindow.later_orders` too: a bound to compare with, for the simulator only."""
 
     def __init__(self, size_bytes_N: npt.NDArray[np.int64], capacity_bytes: int) -> None:
         self.size_bytes_N = np.ascontiguousarray(size_bytes_N, dtype=np.int64)
@@ -77,24 +77,18 @@ class CachePolicy(ABC):
         if self.capacity_bytes < 0:
             raise ConfigError.of("a cache capacity ≥ 0 bytes", capacity_bytes, "0 turns the cache off")
         if self.size_bytes_N.size and self.size_bytes_N.min() <= 0:
-            raise ConfigError.of(
-                "sizes > 0 bytes", int(self.size_bytes_N.min()), "give what the store would account for each sample"
-            )
+            cure = "give what the store would account for each sample"
+            raise ConfigError.of("sizes > 0 bytes", int(self.size_bytes_N.min()), cure)
         self.resident_N: Bools = np.zeros(len(self.size_bytes_N), dtype=bool)
         self.used_bytes = 0
         self._restart(EMPTY)
 
     def adopt(self, resident: Indices) -> Indices:
-        """Starts over from what a cache already holds, forgetting what was resident before.
-
-        Args:
-            resident: Distinct samples, least worth keeping first where the policy knows an order.
-
-        Returns:
-            Those that do not fit and must be removed.
-        """
+        """Replaces the residents by distinct samples that a cache already holds, least worth keeping first if the
+        policy knows an order; returns those that do not fit and must be removed."""
         size_bytes = self.size_bytes_N[resident]
         fits = size_bytes <= self.capacity_bytes
+        # Oversized samples take no space from those behind them.
         fits &= np.cumsum(size_bytes * fits) <= self.capacity_bytes
         kept, refused = resident[fits], resident[~fits]
         self.resident_N[:] = False
@@ -104,14 +98,8 @@ class CachePolicy(ABC):
         return refused
 
     def resize(self, capacity_bytes: int) -> Indices:
-        """Changes the capacity, at any moment: between two batches, or before an epoch begins.
-
-        Args:
-            capacity_bytes: From now on, ≥ 0.
-
-        Returns:
-            Those that leave at once, the least useful first.
-        """
+        """Changes the capacity, between two batches or before an epoch begins; returns those that leave, least useful
+        first."""
         self.capacity_bytes = int(capacity_bytes)
         ranked = self._least_useful_first()
         left_bytes = self.used_bytes - np.cumsum(self.size_bytes_N[ranked])
@@ -120,11 +108,12 @@ class CachePolicy(ABC):
         return ranked[:num_leaving]
 
     def _least_useful_first(self) -> Indices:
-        """Hook: the residents, in the order in which they would be given up; as `adopt` takes them."""
+        """Hook: returns the residents in the order in which they would be evicted, as `adopt` takes them."""
         return np.asarray(self.state_dict()["resident"], dtype=np.int64)
 
     def _restart(self, kept: Indices) -> None:
-        """Hook: makes the subclass's own bookkeeping for these residents and no others; once at birth with none."""
+        """Hook: rebuilds the subclass's own bookkeeping for exactly these residents; called once at construction with
+        none."""
         del kept
 
     def begin_epoch(self, window: EpochWindow) -> Indices:
@@ -133,7 +122,7 @@ class CachePolicy(ABC):
         return EMPTY
 
     def access_many(self, index_B: Indices) -> Verdict:
-        """One batch of accesses, in order. See `Verdict`."""
+        """Processes one batch of accesses, in order."""
         batch = index_B.tolist()
         hit_B = np.empty(len(batch), dtype=bool)
         resident = self.resident_N.data
@@ -148,24 +137,24 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def _touch(self, index: int) -> Sequence[int]:
-        """One access: updates residency through `_enter` and `_leave`; returns whom it evicted."""
+        """Processes one access: updates residency through `_enter` and `_leave`; returns the evicted samples."""
 
     def _enter(self, index: int) -> None:
-        """``index`` becomes resident."""
+        """Makes ``index`` resident."""
         self.resident_N[index] = True
         self.used_bytes += int(self.size_bytes_N[index])
 
     def _leave(self, index: int) -> None:
-        """``index`` stops being resident."""
+        """Evicts ``index``."""
         self.resident_N[index] = False
         self.used_bytes -= int(self.size_bytes_N[index])
 
     def state_dict(self) -> dict[str, Any]:
-        """Residents and bookkeeping."""
+        """Returns residents and bookkeeping."""
         return {"resident": np.flatnonzero(self.resident_N)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict` back. After `begin_epoch` with the rest of the epoch, what follows is identical."""
+        """Restores a `state_dict`. After `begin_epoch` with the rest of the epoch, what follows is identical."""
         self.adopt(np.asarray(state["resident"], dtype=np.int64))
 
 

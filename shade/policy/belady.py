@@ -1,8 +1,9 @@
-"""Belady's MIN with bypass: whoever is needed latest leaves, or is not let in. The bound that others are held against.
+"""Belady's MIN with bypass: the sample needed latest leaves, or is not admitted. The bound that others are compared
+with.
 
 `belady` sees every epoch of a recorded trace; with equal sizes no policy gets more hits. `belady-1` sees the rest of
-this epoch and the next one, as a running job can, and so measures what that one epoch of lookahead is worth; `plan`
-reaches the same hits on traces without duplicates, planning once an epoch instead of deciding access by access.
+this epoch and the next one, as a running job can, and so measures what one epoch of lookahead is worth; `plan` reaches
+the same hits on traces without duplicates, planning once an epoch instead of deciding access by access.
 
 With mixed sizes MIN is a good rule but no bound: the exact optimum is a knapsack.
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.policy.base import EMPTY, POLICIES, EpochWindow
 from shade.policy.priority import Key, PriorityPolicy
@@ -26,7 +28,7 @@ NEVER = 2**62
 
 @POLICIES.register("belady")
 class Belady(PriorityPolicy):
-    """All the future that the window shows."""
+    """Sees all the future in the window."""
 
     needs_next_order = True
     offline = True
@@ -40,11 +42,13 @@ class Belady(PriorityPolicy):
     def _key(self, index: int) -> Key:
         return -self._next_use[index], 0
 
+    @override
     def begin_epoch(self, window: EpochWindow) -> Indices:
-        """Looks up every next use in the orders of the window; nobody leaves."""
+        """Looks up every next use in the orders of the window; no sample leaves."""
         orders = [window.order_K, *(o for o in (window.next_order_K, *window.later_orders) if o is not None)]
         starts = np.cumsum([0, *map(len, orders)])
         first_use_N = np.full(len(self.resident_N), NEVER, dtype=np.int64)
+        # Backwards, so that an earlier use overwrites a later one.
         for order, start in reversed(list(zip(orders[1:], starts[1:-1], strict=True))):
             note_first_uses(first_use_N, order, int(start))
         self._next_use_after = next_uses(window.order_K, first_use_N).tolist()
@@ -65,7 +69,7 @@ class Belady(PriorityPolicy):
 
 @POLICIES.register("belady-1")
 class BeladyOne(Belady):
-    """One epoch of lookahead: what a job that draws one epoch ahead can know."""
+    """Sees one epoch ahead, as a job that draws one epoch ahead does."""
 
     offline = False
 
@@ -76,7 +80,7 @@ def note_first_uses(first_use_N: npt.NDArray[np.int64], order_K: Indices, start:
 
 
 def next_uses(order_K: Indices, later_first_use_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """(K,) for each access, where its sample is accessed next: in this epoch, else as ``later_first_use_N`` says."""
+    """Returns (K,) where each access's sample is accessed next: in this epoch, else as ``later_first_use_N`` says."""
     next_K = later_first_use_N[order_K]
     by_sample = np.argsort(order_K, kind="stable")
     again = order_K[by_sample[1:]] == order_K[by_sample[:-1]]

@@ -1,7 +1,7 @@
 """First in, first out: the sample that was admitted longest ago leaves, however often it was used since.
 
-Here as a control. When every sample is used once an epoch it does no better than `lru`: by the time a sample comes
-round again, about N others were admitted.
+A control. If every sample is used once an epoch it does no better than `lru`: by the time a sample comes round again,
+about N others were admitted.
 
 Price: one ordered dict over the residents, O(1) an access.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from shade.policy.base import POLICIES, CachePolicy
 from shade.types import Indices
@@ -47,6 +48,7 @@ class FIFO(CachePolicy):
         self._enter(index)
         return victims
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Residents in queue order."""
+        """Returns the residents in queue order."""
         return {"resident": np.fromiter(self._queue, dtype=np.int64, count=len(self._queue))}

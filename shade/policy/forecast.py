@@ -1,16 +1,16 @@
-"""What an epoch would take with another cache or other workers: one measured epoch, scaled, and the slowest part wins.
+"""Forecasts an epoch with another cache or other workers by scaling one measured epoch; its slowest part decides.
 
 An epoch is loading and stepping, side by side. Loading is the sum of its stages (origin, cache, decode, transform),
-shared by all workers of all ranks; a stage costs what it did per read, hit or sample, times how many there would be.
-Decoding and transforming are arithmetic, and no more of that fits into a second than there are CPUs::
+shared by all workers of all ranks. A stage costs what it did per read, hit or sample, times how many there would be.
+Decoding and transforming are arithmetic, and the CPUs bound how much of that fits into a second::
 
     load  = (origin·reads' + cache·hits' + (decode + transform)·samples') / workers'      at least  cpu seconds / CPUs
     epoch = max(load, step·samples')   with workers;   load + step·samples'   without
 
-What was measured and the model does not explain (workers that start, validation, the last batch) is added, or, where
-the model is slower than the truth, scaled by, as it was: with nothing changed, the forecast is the measurement.
+What the model does not explain of the measurement (workers that start, validation, the last batch) is added as it was,
+or scales the result if the model is slower than the truth: with nothing changed, the forecast is the measurement.
 
-Assumes that the storage serves more workers as fast as it served these, which `bottleneck` says where it matters, and
+It assumes that the storage serves more workers as fast as it served these (`bottleneck` says where that matters), and
 that a smaller share of misses costs a smaller share of the time, which holds while a batch has more misses than one
 round of parallel reads.
 
@@ -32,35 +32,35 @@ _ON_CPU: Final = ("decode", "transform")
 
 
 @dataclass(frozen=True)
-class Epoch:
+class MeasuredEpoch:
     """What one epoch of a run came to, all ranks together."""
 
     num_samples: float
-    """Used in the epoch."""
+    """Samples used in the epoch."""
     origin_reads: float
     cache_reads: float
     seconds: float
-    """Wall clock, validation and all."""
+    """Wall clock, validation included."""
     step_seconds: float
-    """The script had a batch in hand: mean over ranks."""
+    """Time in which the script had a batch in hand: mean over ranks."""
     busy_seconds: Mapping[str, float]
     """Stage → time spent in it, summed over all workers of all ranks."""
     num_ranks: int
     num_workers: int
-    """Of a rank; 0: it loads between its steps."""
+    """Workers of a rank; 0: it loads between its steps."""
     num_cpus: int
-    """Of all machines together."""
+    """CPUs of all machines together."""
 
 
 @dataclass(frozen=True)
-class Forecast:
+class EpochForecast:
     """An epoch that was not run."""
 
     num_samples: float
     origin_reads: float
     seconds: float
     shares: Mapping[str, float]
-    """Stage → share of the loading time; together 1, or nothing where loading costs nothing."""
+    """Stage → share of the loading time; together 1, or empty if loading costs nothing."""
     load_seconds: float
     step_seconds: float
     num_workers: int
@@ -69,12 +69,12 @@ class Forecast:
 
     @property
     def samples_per_second(self) -> float:
-        """All ranks together."""
+        """Returns the throughput of all ranks together."""
         return self.num_samples / self.seconds
 
     @property
     def bottleneck(self) -> str:
-        """What the epoch waits for, and so what would help, in words."""
+        """Says in words what the epoch waits for, and so what would help."""
         if not self.num_workers and min(self.load_seconds, self.step_seconds) > 0.05 * self.seconds:
             return "loading and stepping take turns: a worker would do one beside the other"
         if self.step_seconds >= self.load_seconds:
@@ -90,14 +90,14 @@ class Forecast:
         return f"{stage}, {share}: more workers"
 
 
-def forecast(measured: Epoch, *, num_samples: float, origin_reads: float, num_workers: int) -> Forecast:
+def forecast(measured: MeasuredEpoch, *, num_samples: float, origin_reads: float, num_workers: int) -> EpochForecast:
     """Scales a measured epoch.
 
     Args:
         measured: The epoch.
-        num_samples: How many the epoch would use.
+        num_samples: How many samples the epoch would use.
         origin_reads: How many of them would be read from the origin; the others come from the cache.
-        num_workers: Of a rank, ≥ 0.
+        num_workers: Workers of a rank, ≥ 0.
 
     Returns:
         The forecast.
@@ -113,29 +113,14 @@ def forecast(measured: Epoch, *, num_samples: float, origin_reads: float, num_wo
     would = _Model(measured, num_samples, origin_reads, num_workers)
     unexplained = measured.seconds - was.seconds
     seconds = would.seconds + unexplained if unexplained >= 0 else would.seconds * measured.seconds / was.seconds
-    return Forecast(
-        num_samples,
-        origin_reads,
-        seconds,
-        would.shares,
-        would.load_seconds,
-        would.step_seconds,
-        num_workers,
-        would.is_cpu_bound,
-    )
+    loading = (would.shares, would.load_seconds, would.step_seconds)
+    return EpochForecast(num_samples, origin_reads, seconds, *loading, num_workers, would.is_cpu_bound)
 
 
 class _Model:
-    """An epoch in which every worker is busy until the loading is done, and steps are taken beside it.
+    """An epoch in which every worker is busy until the loading is done, while steps are taken beside it."""
 
-    Args:
-        measured: What costs what.
-        num_samples: Used.
-        origin_reads: Of them, from the origin.
-        num_workers: Of a rank.
-    """
-
-    def __init__(self, measured: Epoch, num_samples: float, origin_reads: float, num_workers: int) -> None:
+    def __init__(self, measured: MeasuredEpoch, num_samples: float, origin_reads: float, num_workers: int) -> None:
         scale = num_samples / measured.num_samples
         cache_reads = max(0.0, num_samples - origin_reads)
         factors = dict.fromkeys(STAGES, scale)

@@ -1,7 +1,7 @@
 """Least frequently used: the sample with the fewest uses so far leaves, the least recent of those first.
 
-Uses are counted for every sample ever seen, resident or not ("perfect" LFU), and a newcomer is always admitted. When
-the draw is uniform all counts are alike and it falls back to `lru`; skewed draws let it learn which samples come often.
+Uses are counted for every sample ever seen, resident or not ("perfect" LFU), and a newcomer is always admitted. If the
+draw is uniform all counts are alike and it behaves as `lru`; skewed draws teach it which samples come often.
 
 Price: one ordered dict for each distinct count among the residents, one integer a sample.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.policy.base import POLICIES, CachePolicy
 from shade.types import Indices
@@ -55,7 +56,8 @@ class LFU(CachePolicy):
         return victims
 
     def _pop_least_used(self) -> int:
-        """Evicts one."""
+        """Evicts one sample."""
+        # Few distinct counts: a plain minimum beats a heap.
         fewest = min(self._buckets)
         bucket = self._buckets[fewest]
         victim, _ = bucket.popitem(last=False)
@@ -64,12 +66,13 @@ class LFU(CachePolicy):
         self._leave(victim)
         return victim
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Residents, fewest uses first and least recent first, and everyone's count."""
+        """Returns the residents, fewest uses first and least recent first, and every sample's count."""
         in_order = [index for uses in sorted(self._buckets) for index in self._buckets[uses]]
         return {"resident": np.array(in_order, dtype=np.int64), "uses": np.array(self._uses, dtype=np.int64)}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict` back."""
         self._uses = np.asarray(state["uses"]).tolist()
         super().load_state_dict(state)

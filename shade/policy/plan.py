@@ -6,7 +6,7 @@ When epoch e begins, its order and the order of e+1 are both known, so nothing h
 2. A resident used in e but not in e+1 leaves at its last use in e; one used in neither leaves at once.
 3. A non-resident that e reads from the origin and e+1 uses again may *arrive* at its last use in e, into room that
    departures before it have freed. As many bytes arrive as can, each as late as possible.
-4. Room that is still left is not emptied for its own sake: departures that nobody needs do not take place (the latest
+4. Space that is still left is not emptied for its own sake: unneeded departures do not take place (the latest
    first), and what else e reads fills the rest. A later epoch will want some of it; a cache that holds the whole data
    set ends up holding it.
 
@@ -22,13 +22,14 @@ over from after(i)::
 
 5. A sample that e+1 uses only close to its end gets room after the others, resident or not. If e+2 does not use it,
    it leaves when few candidates are left to take its place, and a place is lost. The end is the last 32nd of e+1, at
-   least 64 accesses unless that is more than a quarter. Where e+1 uses everything nobody leaves, and this rule rests.
+   least 64 accesses unless that is more than a quarter. If e+1 uses everything, no sample
+   leaves, and this rule does not apply.
 
-With mixed sizes the tail stops at the first candidate that is too large; the next pass goes on before it, and so on:
+With mixed sizes the tail stops at the first candidate that is too large; the next pass continues before it, and so on:
 together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
 the same walk over other candidates, in the room that is left.
 
-Invariants: the same residents, sizes and orders give the same plan on every rank; a plan made anew in mid-epoch from
+Invariants: the same residents, sizes and orders give the same plan on every rank; a plan recomputed in mid-epoch from
 the residents of that moment is the rest of the old one; with equal sizes and no duplicates no policy that knows just
 these two orders (Belady's MIN over them) gets more hits out of them. Duplicates inside an epoch are safe but not
 sought: a sample that arrives at its last use was read from the origin at the earlier ones.
@@ -44,6 +45,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.policy.base import EMPTY, POLICIES, CachePolicy, EpochWindow, Verdict
@@ -52,16 +54,16 @@ from shade.types import Bools, Indices
 Bytes64 = npt.NDArray[np.int64]
 
 MAX_PASSES = 64
-"""Each pass leaves a fraction of the room of the one before; only sizes made up for it would need more."""
+"""Each pass leaves a fraction of the space of the one before; only contrived sizes would need more."""
 
 
 @POLICIES.register("plan")
-class Plan(CachePolicy):
-    """Exact residency over the rest of this epoch and the next.
+class PlanPolicy(CachePolicy):
+    """Plans residency exactly over the rest of this epoch and the next.
 
-    Without a next epoch (``next_order_K`` empty) nobody leaves and nobody arrives: the cache is left as it is for a
-    later run. With an unknown one (None) every sample counts as wanted, which fills the free room once and keeps it:
-    what `static` does.
+    Without a next epoch (``next_order_K`` empty) no sample leaves or arrives: the cache is left as it is for a
+    later run. With an unknown one (None) every sample counts as wanted, which fills the free space once and keeps it,
+    as `static` does.
     """
 
     needs_next_order = True
@@ -72,15 +74,9 @@ class Plan(CachePolicy):
         self._change_K = np.empty(0, dtype=np.int8)
         self._cursor = 0
 
+    @override
     def begin_epoch(self, window: EpochWindow) -> Indices:
-        """Plans the epoch.
-
-        Args:
-            window: This epoch's order (or its rest) and the next one's.
-
-        Returns:
-            Residents that neither uses and whose room is needed: they leave now.
-        """
+        """Plans the epoch; residents that neither epoch uses and whose space is needed leave now."""
         order_K, resident_N, size_bytes_N = window.order_K, self.resident_N, self.size_bytes_N
         num_accesses = len(order_K)
         self._next_order_K = window.next_order_K
@@ -104,14 +100,14 @@ class Plan(CachePolicy):
         )
         del wanted_N, late_N, last_N
 
-        # Bytes free after each access, if all who may leave do so and nobody arrives …
+        # Bytes free after each access, if every sample that may leave does so and none arrives …
         room_K = np.zeros(num_accesses, dtype=np.int64)
         for leaving in (late_resident, unwanted):
             room_K[leaving] = size_bytes_N[order_K[leaving]]
             self._change_K[leaving] = -1
         np.cumsum(room_K, out=room_K)
         room_K += self.capacity_bytes - self.used_bytes + int(size_bytes_N[useless].sum())
-        # … then given away, to the most useful first.
+        # … then given away, to the most useful candidates first.
         for group, change in ((arriving, 1), (late_resident, 0), (late_arriving, 1), (unwanted, 0)):
             self._change_K[group[reserve(room_K, group, size_bytes_N[order_K[group]])]] = change
         useless = useless[~reserve(room_K, np.zeros(len(useless), dtype=np.int32), size_bytes_N[useless])]
@@ -122,7 +118,7 @@ class Plan(CachePolicy):
         return useless
 
     def _wanted(self, next_order_K: Indices | None) -> tuple[Bools, Bools]:
-        """(N,) whom the next epoch uses, and (N,) those of them whom it first uses close to its end."""
+        """Returns (N,) which samples the next epoch uses, and (N,) which of them it first uses close to its end."""
         num_samples = len(self.resident_N)
         late_N = np.zeros(num_samples, dtype=bool)
         if next_order_K is None:
@@ -132,29 +128,20 @@ class Plan(CachePolicy):
         if len(next_order_K) < num_samples:
             start = len(next_order_K) - max(len(next_order_K) // 32, min(len(next_order_K) // 4, 64))
             late_N[next_order_K[start:]] = True
+            # A sample used both early and late counts as early.
             late_N[next_order_K[:start]] = False
         return wanted_N, late_N
 
+    @override
     def access_many(self, index_B: Indices) -> Verdict:
-        """The next batch of the planned order.
-
-        Args:
-            index_B: The accesses that follow those of the call before.
-
-        Returns:
-            The verdict; there are no victims, because whoever leaves does so at a use or as the epoch begins.
-
-        Raises:
-            ConfigError: It is not the next batch of the order that `begin_epoch` was given.
-        """
+        """Carries out the plan for the next batch of the planned order; raises ConfigError if it is another batch.
+        There are no victims, because samples leave at a use or as the epoch begins."""
         end = self._cursor + len(index_B)
         planned_B = self._order_K[self._cursor : end]
         if not np.array_equal(planned_B, index_B):
-            raise ConfigError.of(
-                f"the accesses {self._cursor} … {end - 1} of the planned epoch, {planned_B[:4].tolist()} …",
-                index_B[:4].tolist(),
-                "call begin_epoch with the order that is walked, and walk it batch after batch",
-            )
+            expected = f"the accesses {self._cursor} … {end - 1} of the planned epoch, {planned_B[:4].tolist()} …"
+            cure = "call begin_epoch with the order that is walked, and walk it batch after batch"
+            raise ConfigError.of(expected, index_B[:4].tolist(), cure)
         change_B = self._change_K[self._cursor : end]
         self._cursor = end
         hit_B = self.resident_N[index_B]
@@ -166,21 +153,19 @@ class Plan(CachePolicy):
         self.used_bytes += int(self.size_bytes_N[index_moved] @ change_moved)
         return Verdict(hit_B, self.resident_N[index_B], EMPTY)
 
+    @override
     def resize(self, capacity_bytes: int) -> Indices:
-        """Changes the capacity; the rest of the epoch is planned anew with it.
+        """Plans the rest of the epoch again, with the new capacity.
 
-        Args:
-            capacity_bytes: From now on, ≥ 0.
-
-        Returns:
-            Those that leave at once: whose next use is farthest, then those whom the new plan does not want.
+        Those with the farthest next use leave first, then those that the new plan does not want.
         """
         rest_K, next_order_K = self._order_K[self._cursor :], self._next_order_K
         farthest = super().resize(capacity_bytes)
         return np.concatenate([farthest, self.begin_epoch(EpochWindow(0, rest_K, next_order_K))])
 
+    @override
     def _least_useful_first(self) -> Indices:
-        """The farthest next use first; of those that are not used again the highest index."""
+        """Puts the farthest next use first; among samples that are not used again the highest index."""
         known = [self._order_K[self._cursor :], *([] if self._next_order_K is None else [self._next_order_K])]
         ahead = np.concatenate(known)
         next_use_N = np.full(len(self.resident_N), len(ahead), dtype=np.int64)
@@ -188,22 +173,23 @@ class Plan(CachePolicy):
         resident = np.flatnonzero(self.resident_N)
         return resident[np.argsort(next_use_N[resident], kind="stable")[::-1]]
 
+    @override
     def _touch(self, index: int) -> Sequence[int]:
-        """One access of the planned order; `access_many` does the work."""
+        """Processes one access of the planned order through `access_many`."""
         self.access_many(np.array([index], dtype=np.int64))
         return ()
 
 
 def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes_C: Bytes64) -> Bools:
-    """Gives room to the latest candidates that fit, from their position to the end of the epoch.
+    """Gives space to the latest candidates that fit, from their position to the end of the epoch.
 
     Args:
-        room_bytes_K: (K,) bytes free after each access; never falls. What is given away is taken off, in place.
+        room_bytes_K: (K,) bytes free after each access; never falls. What is given away is subtracted in place.
         position_C: (C,) where the candidates come in the epoch, ascending.
         size_bytes_C: (C,) their sizes.
 
     Returns:
-        (C,) True for those that got room.
+        (C,) True for those that got space.
     """
     if not len(size_bytes_C) or size_bytes_C.min() > room_bytes_K[-1]:
         return np.zeros(len(size_bytes_C), dtype=bool)
@@ -212,16 +198,17 @@ def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes
     np.add.at(taken_K, position_C[chosen_C], size_bytes_C[chosen_C])
     np.cumsum(taken_K, out=taken_K)
     room_bytes_K -= taken_K
+    # Space promised to a later position is not free at an earlier one.
     room_bytes_K[:] = np.minimum.accumulate(room_bytes_K[::-1])[::-1]
     return chosen_C
 
 
 def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
-    """Chooses arrivals, the latest first, so that those up to each candidate fit the room there is by then.
+    """Chooses arrivals, the latest first, so that those up to each candidate fit the space there is by then.
 
     Args:
         size_bytes_C: (C,) sizes of the candidates, in the order in which they come.
-        room_bytes_C: (C,) bytes free by then if nobody arrived; never falls.
+        room_bytes_C: (C,) bytes free by then if none arrived; never falls.
 
     Returns:
         (C,) True for the chosen: each candidate, from the last to the first, that still fits together with those

@@ -1,14 +1,15 @@
-"""SHADE's own policy, Adaptive Priority-aware Prediction: keep what was important, replace it by what is more so.
+"""SHADE's own policy, Adaptive Priority-aware Prediction: keeps important samples, replaces them by more important
+ones.
 
 A priority queue over the residents, keyed (importance, uses), and a ghost cache: the same pair for every sample ever
-seen, resident or not. A miss is admitted while there is room; when the cache is full it is admitted only if its ghost
+seen, resident or not. A miss is admitted while there is space. When the cache is full it is admitted only if its ghost
 is more important than the least important resident, which leaves; among equally important residents the least used
-one. Importance is that of the latest `begin_epoch`, when the queue is built anew.
+leaves. Importance is that of the latest `begin_epoch`, when the queue is rebuilt.
 
-Where we differ from the released code: importance belongs to the sample that the loss came from; capacity is kept in
-bytes; uses choose a victim but do not let a newcomer in (they did, and where all are equally important, the sample just
-read has always been used once more than those waiting for their turn: that is `lru`, 0.5 % hits at f = 0.1 instead of
-10 %); and all ranks share one queue because they walk the same order.
+Differences from the released code: importance belongs to the sample that the loss came from; capacity is kept in bytes;
+all ranks share one queue because they walk the same order; and uses choose a victim but do not admit a newcomer. In the
+release they did: where all are equally important, the sample just read has always been used once more than those
+waiting for their turn, which is `lru`, with 0.5 % hits at f = 0.1 instead of 10 %.
 
 Price: two numbers a sample, a heap over the residents; about 1 µs an access.
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.policy.base import EMPTY, POLICIES, EpochWindow
 from shade.policy.priority import Key, PriorityPolicy
@@ -31,7 +33,7 @@ from shade.types import Indices
 
 @POLICIES.register("shade")
 class Shade(PriorityPolicy):
-    """Importance decides; before there is any, whoever came first stays."""
+    """Keeps the most important samples; before there is any importance, the first ones."""
 
     def __init__(self, size_bytes_N: npt.NDArray[np.int64], capacity_bytes: int) -> None:
         self._importance = [0.0] * len(size_bytes_N)
@@ -41,6 +43,7 @@ class Shade(PriorityPolicy):
     def _key(self, index: int) -> Key:
         return self._importance[index], self._uses[index]
 
+    @override
     def begin_epoch(self, window: EpochWindow) -> Indices:
         """Takes in the scores; a score that is not a number counts as 0. Nobody leaves."""
         if window.score_N is not None:
@@ -54,16 +57,17 @@ class Shade(PriorityPolicy):
             return ()
         return self._admit(index)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Residents and the ghost cache."""
+        """Returns the residents and the ghost cache."""
         return {
             **super().state_dict(),
             "importance": np.array(self._importance, dtype=np.float64),
             "uses": np.array(self._uses, dtype=np.int64),
         }
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict` back."""
         self._importance = np.asarray(state["importance"]).tolist()
         self._uses = np.asarray(state["uses"]).tolist()
         super().load_state_dict(state)

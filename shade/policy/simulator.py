@@ -1,10 +1,10 @@
-"""Replays a recorded trace through the very policies that run in the cache, and counts what they read.
+"""Replays a recorded trace through the very policies that run in the cache, and counts their origin reads.
 
 No store and no time: the answer is how many samples and bytes would have come from the origin, for any policy and any
 capacity, in seconds instead of a training run. A hit is an access whose sample was resident; every other access is an
 origin read. The first epochs fill the cache: leave them out with ``skip_epochs``.
 
-Invariant: what a policy says here of a trace is what it says in a run of that trace.
+Invariant: a policy's verdicts on a trace are the same here as in a run of that trace.
 
 Price: `plan` some milliseconds an epoch; the policies that go access by access about a second a million accesses.
 """
@@ -36,42 +36,33 @@ class SimulationResult:
     origin_bytes: Counts
     """Bytes of the accesses that were not hits."""
     peak_resident_bytes: Counts
-    """Most bytes resident after any batch."""
+    """Largest number of bytes resident after any batch."""
 
     @property
     def origin_reads(self) -> Counts:
-        """Accesses that were not hits."""
+        """Returns the accesses that were not hits."""
         return self.accesses - self.hits
 
     def hit_ratio(self, skip_epochs: int = 0) -> float:
-        """Hits / accesses over the epochs from ``skip_epochs`` on; nan without any."""
+        """Returns hits / accesses over the epochs from ``skip_epochs`` on; nan without any."""
         accesses = int(self.accesses[skip_epochs:].sum())
         return int(self.hits[skip_epochs:].sum()) / accesses if accesses else float("nan")
 
     def miss_ratio(self, skip_epochs: int = 0) -> float:
-        """1 - `hit_ratio`."""
+        """Returns 1 - `hit_ratio`."""
         return 1.0 - self.hit_ratio(skip_epochs)
 
     def origin_reads_per_sample(self, skip_epochs: int = 0) -> float:
-        """Origin reads an epoch, divided by N: 1 is a run without a cache that uses every sample once."""
+        """Returns origin reads an epoch, divided by N: 1 is a run without a cache that uses every sample once."""
         reads = self.origin_reads[skip_epochs:]
         return float(reads.mean()) / self.num_samples if len(reads) else float("nan")
 
 
 def simulate(trace: Trace, policy_name: str = "plan", capacity_bytes: int = 0) -> SimulationResult:
-    """Replays a trace against an empty cache.
+    """Replays a trace against an empty cache, and returns counts by epoch. The policy learns that no epoch follows the
+    last.
 
-    Args:
-        trace: What a run used.
-        policy_name: A name in `POLICIES`.
-        capacity_bytes: The cache's size, ≥ 0.
-
-    Returns:
-        Counts by epoch. After the last epoch the policy is told that there is none.
-
-    Raises:
-        UnknownNameError: No such policy; the message lists the known ones.
-        ConfigError: A negative capacity.
+    Raises UnknownNameError for an unknown policy, and ConfigError for a negative capacity.
     """
     policy_class = POLICIES.get(policy_name)
     policy = policy_class(trace.size_bytes_N, capacity_bytes)
@@ -113,29 +104,11 @@ class MissRatioCurves:
 def miss_ratio_curves(
     trace: Trace, policies: Sequence[str], fractions: Sequence[float], *, skip_epochs: int = 1
 ) -> MissRatioCurves:
-    """Simulates each policy at each capacity.
-
-    Args:
-        trace: What a run used.
-        policies: Names in `POLICIES`.
-        fractions: Capacities as fractions of the data set's bytes, ≥ 0.
-        skip_epochs: How many epochs at the start are warm-up.
-
-    Returns:
-        The curves.
-
-    Raises:
-        ConfigError: Nothing would be left after the warm-up; or as `simulate`.
-    """
+    """Simulates each policy at each capacity, given as a fraction of the data set's bytes; the first ``skip_epochs``
+    are warm-up. Raises ConfigError if no epoch is left after it, or as `simulate`."""
     if not 0 <= skip_epochs < trace.num_epochs:
-        raise ConfigError.of(
-            f"0 ≤ skip_epochs < {trace.num_epochs}, the epochs in the trace", skip_epochs, "skip fewer or record more"
-        )
-    return MissRatioCurves(
-        tuple(fractions),
-        skip_epochs,
-        {
-            name: tuple(simulate(trace, name, round(fraction * trace.data_set_bytes)) for fraction in fractions)
-            for name in policies
-        },
-    )
+        expected = f"0 ≤ skip_epochs < {trace.num_epochs}, the epochs in the trace"
+        raise ConfigError.of(expected, skip_epochs, "skip fewer or record more")
+    capacities = [round(fraction * trace.data_set_bytes) for fraction in fractions]
+    results = {name: tuple(simulate(trace, name, capacity) for capacity in capacities) for name in policies}
+    return MissRatioCurves(tuple(fractions), skip_epochs, results)

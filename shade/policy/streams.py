@@ -1,17 +1,17 @@
-"""When each sample is used next, by any of the jobs that share a cache; and who leaves when room is wanted.
+"""Predicts when any of the jobs that share a cache uses each sample next, and chooses who leaves when space is wanted.
 
 One job alone plans an epoch ahead, exactly (`plan`). Several jobs walk orders of their own, each at its own pace, so
-what one of them will want is known in its own steps and not in another's. Here all is brought to one clock: a job at
-place c of its epoch, at r samples a second, uses what comes k places later in k / r seconds. The next use of a sample
-is the earliest of all jobs'. Then the rule is Belady's, over the merged future: keep what is used soonest.
+the future of one is not known in the steps of another. Here all share one clock: a job at position c of its epoch, at r
+samples a second, uses what comes k positions later in k / r seconds. The next use of a sample is the earliest of all
+jobs'. Then Belady's rule applies to the merged future: keep what is used soonest.
 
 What this is worth: J jobs with shuffled epochs of N samples use a sample J times an epoch. A use is a hit if the sample
-was kept since the one before, by whichever job, and a cache of f·N samples can afford the shortest such gaps. Most of
+was kept since the use before, by whichever job, and a cache of f·N samples can afford the shortest such gaps. Most of
 these are between different jobs, J - 1 of them a sample and epoch in no order, so a share h of all uses hits with about
-f = J / (J - 1) · (1 - (1 + x)·exp(-x)),  h = 1 - exp(-x). For J = 3, f = 0.2: x = 0.64, h = 0.47; played through, 0.49,
-so each job reads 0.51 N where a job alone reads 0.80 N. No order is changed for it, so no gradient is.
+f = J / (J - 1) · (1 - (1 + x)·exp(-x)),  h = 1 - exp(-x). For J = 3, f = 0.2: x = 0.64, h = 0.47; simulated, 0.49, so
+each job reads 0.51 N where a job alone reads 0.80 N. No order is changed for it, so no gradient is.
 
-Price: four bytes a sample, job and epoch; a look-up an access and job, and one pass over the residents when room is
+Price: four bytes a sample, job and epoch; a look-up an access and job, and one pass over the residents when space is
 wanted. Invariant: the same streams, clock and residents give the same answer; nothing here knows of stores.
 
 Legend: B batch · N data set · K accesses of one epoch · R residents.
@@ -31,12 +31,12 @@ from shade.types import Bools, Indices
 
 Seconds = npt.NDArray[np.float64]
 NEVER: float = float("inf")
-"""Until a use that no known order holds."""
+"""Seconds until a use that no known order holds."""
 _ABSENT = -1
 
 
 class Stream:
-    """What is known of one job's future: the orders of some epochs, where it is in them, and its pace.
+    """What is known of one job's future: the orders of some epochs, its position in them, and its pace.
 
     Args:
         num_samples: N.
@@ -47,41 +47,31 @@ class Stream:
         self._place_N: dict[int, npt.NDArray[np.int32]] = {}
         self._length: dict[int, int] = {}
         self.epoch = 0
-        """The one it is in."""
+        """The present epoch."""
         self.cursor = 0
-        """Samples of it that are behind."""
+        """Samples of the present epoch that are behind."""
         self.rate = 1.0
         """Samples a second; only its ratio to the other jobs' counts."""
 
     @property
     def epochs(self) -> list[int]:
-        """Those whose order is known."""
+        """Returns the epochs whose order is known."""
         return sorted(self._place_N)
 
     def learn(self, epoch: int, order_K: Indices) -> None:
-        """Takes in the order of an epoch.
-
-        Args:
-            epoch: Which.
-            order_K: Its accesses, from the first to the last; of repeats the last counts.
-        """
+        """Takes in the order of an epoch, from its first access to its last; of repeats the last counts."""
         place_N = np.full(self._num_samples, _ABSENT, dtype=np.int32)
         place_N[order_K] = np.arange(len(order_K), dtype=np.int32)
         self._place_N[epoch], self._length[epoch] = place_N, len(order_K)
 
     def move(self, epoch: int, cursor: int) -> None:
-        """Notes where the job is now; forgets epochs that are over.
-
-        Args:
-            epoch: The one it is in.
-            cursor: Samples of it that are behind.
-        """
+        """Sets the job's present epoch and position, and forgets epochs that are over."""
         self.epoch, self.cursor = epoch, cursor
         for over in [known for known in self._place_N if known < epoch]:
             del self._place_N[over], self._length[over]
 
     def seconds_to(self, index_B: Indices) -> Seconds:
-        """(B,) until this job uses each sample next; `NEVER` where no known order says."""
+        """Returns (B,) seconds until this job uses each sample next; `NEVER` if no known order says."""
         wait_B = np.full(len(index_B), NEVER)
         later = self._length.get(self.epoch, 0) - self.cursor
         following_N = self._place_N.get(self.epoch + 1)
@@ -91,20 +81,13 @@ class Stream:
         present_N = self._place_N.get(self.epoch)
         if present_N is not None:
             place_B = present_N[index_B]
+            # The present epoch overwrites the next one: it comes first.
             np.copyto(wait_B, place_B - self.cursor, where=place_B >= self.cursor)
         return wait_B / self.rate
 
 
 def seconds_to_next_use(index_B: Indices, streams: Iterable[Stream]) -> Seconds:
-    """(B,) until any of the jobs uses each sample next.
-
-    Args:
-        index_B: Samples.
-        streams: One a job.
-
-    Returns:
-        The earliest, `NEVER` where none is known.
-    """
+    """Returns (B,) seconds until any of the jobs uses each sample next; `NEVER` if none is known."""
     wait_B = np.full(len(index_B), NEVER)
     for stream in streams:
         np.minimum(wait_B, stream.seconds_to(index_B), out=wait_B)
@@ -112,16 +95,8 @@ def seconds_to_next_use(index_B: Indices, streams: Iterable[Stream]) -> Seconds:
 
 
 def latest_used(wait_R: Seconds, size_bytes_R: npt.NDArray[np.int64], wanted_bytes: int) -> Bools:
-    """Chooses who leaves so that room is made: those that are used last.
-
-    Args:
-        wait_R: Until each resident's next use.
-        size_bytes_R: What each occupies.
-        wanted_bytes: Room to be made.
-
-    Returns:
-        (R,) True for those that leave; all, where they are not enough.
-    """
+    """Chooses the residents that are used last, until ``wanted_bytes`` are free: (R,) True for those that leave; all,
+    if they are not enough."""
     leaves_R = np.zeros(len(wait_R), dtype=bool)
     if wanted_bytes > 0:
         by_use = np.argsort(wait_R, kind="stable")[::-1]

@@ -1,9 +1,9 @@
-"""A trace: which samples a run used, in which order, epoch by epoch. What the simulator replays.
+"""A trace: which samples a run used, in which order, epoch by epoch. The simulator replays it.
 
 One file a run, an ``.npz`` that numpy reads without this package: ``size_bytes`` (N,), ``global_batch``, and for each
 epoch ``order_00000`` and perhaps ``score_00000``, the importance as that epoch began; ``score_after`` is that of the
-run's end. An epoch is appended when it begins, so a run that is killed leaves what it had recorded; only a kill during
-the append itself spoils the file.
+run's end. An epoch is appended when it begins, so a killed run leaves what it had recorded; only a kill during the
+append itself spoils the file.
 
 Price: four bytes a sample an epoch on disk, four more with scores.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -32,24 +31,23 @@ class Trace:
     """What a run used."""
 
     size_bytes_N: npt.NDArray[np.int64]
-    """(N,) what each sample occupies in the store."""
+    """(N,) the space of each sample in the store."""
     orders: tuple[Indices, ...]
     """One global order an epoch."""
     global_batch: int
     """Accesses a step, over all ranks."""
     scores: tuple[Floats | None, ...] = ()
-    """Importance as each epoch began; empty when none was recorded."""
+    """Importance as each epoch began; empty if none was recorded."""
     score_after: Floats | None = None
-    """Importance as the run ended: what an epoch more would be drawn from."""
+    """Importance as the run ended: one more epoch would be drawn from it."""
 
     def __post_init__(self) -> None:
         num_samples = len(self.size_bytes_N)
         if self.global_batch < 1:
             raise ConfigError.of("a global batch ≥ 1", self.global_batch, "give batch size × ranks")
         if self.scores and len(self.scores) != len(self.orders):
-            raise ConfigError.of(
-                f"{len(self.orders)} score arrays", len(self.scores), "give one an epoch, or none at all"
-            )
+            cure = "give one an epoch, or none at all"
+            raise ConfigError.of(f"{len(self.orders)} score arrays", len(self.scores), cure)
         for epoch, order_K in enumerate(self.orders):
             if len(order_K) and not 0 <= int(order_K.min()) <= int(order_K.max()) < num_samples:
                 raise ConfigError.of(
@@ -60,25 +58,25 @@ class Trace:
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """Returns N."""
         return len(self.size_bytes_N)
 
     @property
     def num_epochs(self) -> int:
-        """Epochs recorded."""
+        """Returns the number of recorded epochs."""
         return len(self.orders)
 
     @property
     def data_set_bytes(self) -> int:
-        """All samples together."""
+        """Returns the bytes of all samples together."""
         return int(self.size_bytes_N.sum())
 
     def score_of(self, epoch: int) -> Floats | None:
-        """Importance as that epoch began, if it was recorded."""
+        """Returns the importance as an epoch began, if it was recorded."""
         return self.scores[epoch] if self.scores else None
 
     def save(self, path: str | Path) -> None:
-        """Writes the file, replacing what was there."""
+        """Writes the file, replacing an old one."""
         with TraceRecorder(path, self.size_bytes_N, self.global_batch) as recorder:
             for epoch, order_K in enumerate(self.orders):
                 recorder.begin_epoch(epoch, order_K, self.score_of(epoch))
@@ -87,17 +85,8 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Reads a file.
-
-        Args:
-            path: What `save` or a `TraceRecorder` wrote.
-
-        Returns:
-            The trace, checked.
-
-        Raises:
-            DataError: No such file, not a trace, or damaged; the message says which.
-        """
+        """Reads a file that `save` or a `TraceRecorder` wrote; raises DataError if it is missing, damaged or not a
+        trace."""
         try:
             with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
                 return cls._from_arrays(dict(file.items()))
@@ -108,7 +97,7 @@ class Trace:
 
     @classmethod
     def _from_arrays(cls, arrays: dict[str, Any]) -> Trace:
-        """Builds a trace from the members of a file; epochs are those that are there, in order."""
+        """Builds a trace from the members of a file."""
         epochs = sorted(name.removeprefix("order_") for name in arrays if name.startswith("order_"))
         scores = tuple(arrays.get(f"score_{epoch}") for epoch in epochs)
         return cls(
@@ -121,11 +110,11 @@ class Trace:
 
 
 class TraceRecorder:
-    """Writes a trace while the run goes on.
+    """Writes a trace during the run.
 
     Args:
         path: The file; replaced if it is there.
-        size_bytes_N: int64 (N,), what each sample occupies in the store.
+        size_bytes_N: int64 (N,), the space of each sample in the store.
         global_batch: Batch size × ranks.
 
     Raises:
@@ -148,20 +137,19 @@ class TraceRecorder:
         self._append(arrays, mode="a")
 
     def end_run(self, score_N: Floats) -> None:
-        """Appends the importance as it came to be; once."""
+        """Appends the final importance; called once."""
         self._append({"score_after": np.asarray(score_N, dtype=np.float32)}, mode="a")
 
     def _append(self, arrays: dict[str, Any], mode: Any) -> None:
         """Adds members to the file."""
         with zipfile.ZipFile(self.path, mode) as file:
             for name, array in arrays.items():
+                # np.savez cannot append; an .npz is a zip of .npy members.
                 with file.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
     def __enter__(self) -> TraceRecorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Nothing to close: the file is whole after each epoch."""
+    def __exit__(self, *exc: object) -> None:
+        """Does nothing: the file is complete after each epoch."""

@@ -1,7 +1,7 @@
 """Which samples an epoch uses, in which order, and what each gradient weighs. Arithmetic on arrays: no torch, no I/O.
 
-Read `base` first (what a mode is), then `unbiased` (the default: `inclusion`, `systematic` and `receipt` are its
-three steps), `uniform` (the control), `pads` (SHADE as published, repaired) and `shards` (who takes what).
+Read `base` first (what a mode is), then `unbiased` (the default) and its `receipt`, `uniform` (the control), `pads`
+(SHADE as published, repaired) and `shards` (which rank takes what).
 """
 
 from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator

@@ -4,9 +4,9 @@ A draw is a pure function of (seed, epoch, scores): a counter-based generator ke
 so every rank draws the same global order for itself. Ranks share it by position: step ``t`` of an epoch is
 ``order_K[t*G : (t+1)*G]`` with G the global batch, and rank ``r`` takes the ``r``-th of W contiguous pieces of it.
 
-Invariant: ``order_K`` depends on nothing but (seed, epoch, scores, settings): not on ranks, workers or the cache,
-as long as the global batch stays. (`pads` also looks at the cache and at validation, so there they are part of the
-settings, and every rank must hand in the same ones.)
+Invariant: ``order_K`` depends on nothing but (seed, epoch, scores, settings): not on ranks, workers or the cache, as
+long as the global batch stays. (`pads` also depends on the cache and on validation, so every rank must pass it the same
+ones.)
 
 Legend: N data set · K drawn in one epoch · C classes · G global batch.
 """
@@ -27,7 +27,7 @@ from shade.types import Bools, Floats, Indices
 
 @dataclass(frozen=True)
 class Scores:
-    """Importance as a sampling mode sees it: a snapshot, never the live table."""
+    """A snapshot of the importance scores, never the live table."""
 
     score_N: Floats
     """Float32, ≥ 0; only the ratios matter."""
@@ -68,7 +68,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Validation:
-    """How validation accuracy moved; only `pads` looks at it."""
+    """The history of validation accuracy; only `pads` uses it."""
 
     accuracies: tuple[float, ...] = field(default_factory=tuple)
     """One number per finished epoch, oldest first."""
@@ -80,26 +80,26 @@ class SamplingMode(ABC):
     Args:
         num_samples: N.
         global_batch: G = batch size × ranks; K is a multiple of it, or N.
-        seed: Same on every rank.
+        seed: The same on every rank.
 
     Raises:
         ConfigError: ``num_samples`` or ``global_batch`` below 1.
     """
 
     draws_ahead: bool
-    """True when epoch e+1 may be drawn as epoch e begins, from the scores of that moment."""
+    """True if epoch e+1 may be drawn as epoch e begins, from the scores of that moment."""
 
     uses_weights: bool
-    """True when gradients must be multiplied by ``weight_N`` to stay unbiased."""
+    """True if gradients must be multiplied by ``weight_N`` to stay unbiased."""
 
     uses_scores: bool
-    """True when losses must be reported for the mode to mean anything."""
+    """True if the mode needs reported losses."""
 
     default_policy: str
     """The cache policy that suits it."""
 
     default_score: str
-    """The importance score that suits it; any will do when ``uses_scores`` is False."""
+    """The importance score that suits it; any will do if ``uses_scores`` is False."""
 
     def __init__(self, num_samples: int, global_batch: int, seed: int) -> None:
         if num_samples < 1:
@@ -124,8 +124,8 @@ class SamplingMode(ABC):
         Args:
             epoch: ≥ 0.
             scores: The snapshot to draw from; None before there is any.
-            resident_N: What the cache holds; only `pads` looks at it.
-            validation: How validation moved; only `pads` looks at it.
+            resident_N: The samples in the cache; only `pads` uses it.
+            validation: The history of validation; only `pads` uses it.
 
         Returns:
             The draw. The same arguments give the same draw, bit for bit, on any machine.
@@ -133,7 +133,7 @@ class SamplingMode(ABC):
 
 
 class Purpose(IntEnum):
-    """What random numbers are for. Each purpose has its own stream, so that adding one never shifts another."""
+    """The uses of random numbers. Each has its own stream, so adding one never shifts another."""
 
     SHUFFLE = 0
     """The order in which an epoch is walked."""
@@ -144,13 +144,14 @@ class Purpose(IntEnum):
     DRAW = 3
     """Draws with replacement."""
     TIES = 4
-    """Who comes first among equals."""
+    """Which of several equals comes first."""
     REPLICATE = 5
-    """Who is repeated once more when a replication factor is not whole."""
+    """Which samples are repeated once more if a replication factor is not whole."""
 
 
 def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
-    """A counter-based generator for one (seed, epoch, purpose): no state travels between epochs or ranks."""
+    """Makes a counter-based generator for one (seed, epoch, purpose): no state travels between epochs or ranks."""
+    # Philox takes a key of two words; 8 bits suffice for the purposes.
     key = np.array([seed & (2**64 - 1), (epoch << 8) | purpose], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 

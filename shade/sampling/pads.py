@@ -1,26 +1,25 @@
-"""Repeats what is important and what is cached: SHADE's PADS as published, with the released code's defects repaired.
+"""Repeats important samples and cached samples: SHADE's PADS as published, with the released code's defects repaired.
 
-**Biased by design.** Samples are drawn with replacement in proportion to importance and no weight makes up for it, so
+**Biased by design.** Samples are drawn with replacement in proportion to importance, and no weight compensates, so
 about 37 % of the data set is missing from an epoch and hard (or mislabelled) samples dominate. In a toy study with 10 %
-wrong labels it lost 2.7 points of accuracy against a plain shuffle, and 9 points with replication 3. It is here to
-reproduce the paper and to compare; `unbiased` reads less and keeps the expected gradient.
+wrong labels it lost 2.7 points of accuracy against a plain shuffle, and 9 points with replication 3. It reproduces the
+paper and serves for comparison; `unbiased` reads less and keeps the expected gradient.
 
 1. Weights are the scores as they come (the ``rank`` importance gives the paper's ``log(j + 10)``). A sample never
    seen gets the highest weight of all. The release started it at 1, below everything seen: seldom drawn, so seldom
    seen.
 2. N draws with replacement: cumulative sums and binary search, so N may exceed the 2**24 of torch.multinomial.
-3. *Aggressive* when the mean change of validation accuracy over the last 3 epochs is positive: draws are listed by
-   how often their sample was drawn, ties at random, and the last quarter of the list gives way to a second helping of
-   its first. *Relaxed* otherwise, and until two accuracies are known: the draws as they are. The release gave every
-   rank the same head of its list, the first N/R, ties by index (which is class order): that many repeats of it in an
-   epoch. This is between its one rank (no repeat) and its two (half the list, twice), and the same for any number of
-   ranks.
+3. *Aggressive* if the mean change of validation accuracy over the last 3 epochs is positive: draws are listed by how
+   often their sample was drawn, ties at random, and the first quarter of the list replaces its last quarter. *Relaxed*
+   otherwise, and until two accuracies are known: the draws as they are. The release gave every rank the same head of
+   its list, the first N/R, ties by index (which is class order): an epoch had as many repeats of it as ranks. This is
+   between its one rank (no repeat) and its two (half the list, twice), and the same for any number of ranks.
 4. Every draw of a cached sample appears ``replication_factor`` times (at 1.5 a random half of them twice).
 5. All are shuffled together and the first N taken. The release put hits first and cut the misses off, so an epoch
    could end up all cached; here hits and misses are thinned alike.
 
-The release's loss smoothing is left out: it added about 0.02 to weights of 2.3 and more, and divided by the last
-loss, which may be 0. Ranks share the one list by position (`shards`), so no two take the same draw.
+The release's loss smoothing is left out: it added about 0.02 to weights of 2.3 and more, and divided by the last loss,
+which may be 0. Ranks share the one list by position (`shards`), so no two take the same draw.
 
 Legend: N data set and length of an epoch.
 """
@@ -30,15 +29,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator
 from shade.types import Bools, Indices
 
 VALIDATION_EPOCHS = 3
-"""Changes of validation accuracy that are averaged."""
+"""Number of changes of validation accuracy that are averaged."""
 AGGRESSIVE_FRACTION = 0.25
-"""Share of an aggressive epoch that is a second helping."""
+"""Share of an aggressive epoch that is repeated."""
 
 
 @MODES.register("pads")
@@ -72,19 +72,16 @@ class PadsMode(SamplingMode):
         targets_N: Targets | None = None,
     ) -> None:
         super().__init__(num_samples, global_batch, seed)
-        if not (
-            replication_factor >= 1.0
-            and math.isfinite(replication_factor)
-            and float(2 * replication_factor).is_integer()
-        ):
-            raise ConfigError.of(
-                "a replication factor of 1, 1.5, 2, …", replication_factor, "use -rep 1 for no replication"
-            )
+        twice = float(2 * replication_factor)
+        if not (twice >= 2.0 and math.isfinite(twice) and twice.is_integer()):
+            cure = "use -rep 1 for no replication"
+            raise ConfigError.of("a replication factor of 1, 1.5, 2, …", replication_factor, cure)
         if targets_N is not None and np.shape(targets_N) != (num_samples,):
             raise ConfigError.of(f"targets of shape ({num_samples},)", np.shape(targets_N), "give one class per sample")
         self.replication_factor = replication_factor
         self._targets_N = targets_N
 
+    @override
     def draw(
         self,
         epoch: int,
@@ -93,7 +90,7 @@ class PadsMode(SamplingMode):
         resident_N: Bools | None = None,
         validation: Validation | None = None,
     ) -> Draw:
-        """See `SamplingMode.draw`. All ranks must hand in the same ``resident_N`` and ``validation``."""
+        """All ranks must pass the same ``resident_N`` and ``validation``."""
         drawn = self._draw_weighted(epoch, scores)
         if is_aggressive(validation):
             drawn = self._second_helping(epoch, drawn)
@@ -104,11 +101,12 @@ class PadsMode(SamplingMode):
         return Draw(epoch, order_K, None, self._receipt(order_K))
 
     def _draw_weighted(self, epoch: int, scores: Scores | None) -> Indices:
-        """N draws with replacement, ascending."""
+        """Draws N samples with replacement; returns them ascending."""
         edge_N = np.ones(self.num_samples)
         if scores is not None and scores.seen_N.any():
             highest = scores.score_N[scores.seen_N].max()
             if highest > 0:
+                # Never seen: the highest weight, so that it is drawn soon.
                 np.copyto(edge_N, np.where(scores.seen_N, scores.score_N, highest))
         np.cumsum(edge_N, out=edge_N)
         point_N = generator(self.seed, epoch, Purpose.DRAW).random(self.num_samples)
@@ -118,7 +116,7 @@ class PadsMode(SamplingMode):
         return np.minimum(found, self.num_samples - 1, out=found)
 
     def _second_helping(self, epoch: int, drawn: Indices) -> Indices:
-        """Replaces the least drawn quarter by the most drawn quarter once more."""
+        """Replaces the least drawn quarter by the most drawn quarter."""
         times_N = np.bincount(drawn, minlength=self.num_samples).astype(np.int32)
         ranked_N = generator(self.seed, epoch, Purpose.TIES).permutation(self.num_samples)
         ranked_N = ranked_N[np.argsort(-times_N[ranked_N], kind="stable")]
@@ -127,7 +125,7 @@ class PadsMode(SamplingMode):
         return np.concatenate([listed[: len(listed) - helping], listed[:helping]])
 
     def _replicate(self, epoch: int, drawn: Indices, resident_N: Bools) -> Indices:
-        """Adds the extra appearances of the draws that are cached."""
+        """Appends the extra appearances of the draws that are cached."""
         cached = drawn[resident_N[drawn]]
         whole = int(self.replication_factor) - 1
         extra = [np.repeat(cached, whole)]
@@ -137,7 +135,7 @@ class PadsMode(SamplingMode):
         return np.concatenate([drawn, *extra])
 
     def _receipt(self, order_K: Indices) -> Receipt:
-        """Says what was drawn; ``weight_sum_z`` is nan, for nothing is claimed."""
+        """Measures the draw; ``weight_sum_z`` is nan, because the mode claims nothing."""
         times_N = np.bincount(order_K, minlength=self.num_samples)
         drift = float("nan")
         if self._targets_N is not None:
@@ -155,7 +153,8 @@ class PadsMode(SamplingMode):
 
 
 def is_aggressive(validation: Validation | None) -> bool:
-    """Whether validation accuracy rose, on average over the last 3 epochs; False while fewer than two are known."""
+    """Returns whether validation accuracy rose, on average over the last 3 epochs; False while fewer than two are
+    known."""
     if validation is None:
         return False
     changes = np.diff(np.asarray(validation.accuracies[-VALIDATION_EPOCHS - 1 :], dtype=np.float64))

@@ -1,11 +1,11 @@
-"""Checks a draw from the outside: from the samples drawn and the weights handed out, nothing else.
+"""Checks a draw from the outside: from the samples drawn and their weights, nothing else.
 
-The weights 1/pi are right exactly when ``Σ 1/pi over the drawn`` has mean N, so its distance from N, in standard
+The weights 1/pi are right exactly if ``Σ 1/pi over the drawn`` has mean N, so its distance from N, in standard
 deviations, convicts a sampler that draws with other probabilities than it says. The deviation is Hájek's for a
 fixed-size draw, within each class: ``V = Σ (1 − pi)/pi − (Σ (1 − pi))² / Σ pi (1 − pi)``, plus the rounding of each
 class's count to a whole number. It holds within a few per cent for a systematic draw on a random order.
 
-What it cannot see: weights and probabilities wrong in a way that cancels in the sum. The tests compare gradients.
+It cannot see weights and probabilities that are wrong in a way that cancels in the sum. The tests compare gradients.
 
 References:
     J. Hájek, "Asymptotic theory of rejective sampling", Ann. Math. Statist. 35 (1964).
@@ -25,16 +25,16 @@ from shade.sampling.base import Receipt
 from shade.types import Floats, Indices
 
 ROUNDING = 1e-6
-"""Deviation allowed for float32 weights, as a share of N: matters only when all probabilities are the same."""
+"""Deviation allowed for float32 weights, as a share of N: matters only if all probabilities are the same."""
 
 
 def measure(order_K: Indices, weight_N: Floats, class_N: npt.NDArray[Any] | None = None) -> Receipt:
-    """Writes the receipt of a weighted draw.
+    """Makes the receipt of a weighted draw.
 
     Args:
         order_K: The samples drawn.
         weight_N: float32 (N,), ≥ 1: the gradient weight each sample gets when drawn.
-        class_N: Classes as 0 … C−1, when the draw was stratified; or None.
+        class_N: Classes as 0 … C−1, if the draw was stratified; or None.
 
     Returns:
         The receipt; ``class_drift`` is nan without classes.
@@ -61,7 +61,7 @@ def measure(order_K: Indices, weight_N: Floats, class_N: npt.NDArray[Any] | None
 
 
 def _variance(pi_N: Floats, weight_N: Floats, class_N: npt.NDArray[Any] | None) -> float:
-    """Variance of Σ 1/pi over the drawn; see the top of the file."""
+    """Returns the variance of Σ 1/pi over the drawn; see the top of the file."""
 
     def sums(x_N: Floats) -> npt.NDArray[np.float64]:
         if class_N is None:

@@ -1,17 +1,28 @@
 """Uses a share of the data set each epoch, the rest rarely, and weighs every gradient so that nothing is biased.
 
 A sample with score s is drawn with probability ``pi = clip(c·sqrt(s), pi_min, 1)``, without replacement, and its
-gradient counts ``1 / pi`` times, so the expected gradient sum of an epoch is that of the full data set, whatever the
+gradient counts ``1 / pi`` times. So the expected gradient sum of an epoch is that of the full data set, whatever the
 scores are: stale, noisy or wrong scores cost variance, never bias. Skipped samples are neither read nor computed;
 because the set is known one epoch ahead, the cache can plan for it exactly.
 
 Why this way: sqrt flattens the loss (variance is least for pi in proportion to the gradient's norm, of which the loss
 is a rough and heavy-tailed stand-in); ``pi_min`` bounds the weight at ``1 / pi_min``; scores above their 95th
 percentile count as that percentile, so that a few mislabelled samples do not take the budget of the rest; the first
-``warmup_epochs`` and, when ``epochs`` is known, the last eighth are full, which ends training on the exact objective.
+``warmup_epochs`` and, if ``epochs`` is known, the last eighth are full, which ends training on the exact objective.
 
 The price: an epoch has ``keep`` as many steps, each with ``1 / keep`` times the expected gradient; a schedule that
-counts steps must be told. Variance rises by ``Σ (1/pi − 1)|g|² / N²``.
+counts steps must take that into account. Variance rises by ``Σ (1/pi − 1)|g|² / N²``.
+
+*Inclusion.* `solve_units` turns scores into probabilities that are whole numbers of ``2**-30``. A float sum of a
+million terms is never exactly K, and a draw from such a sum is sometimes one sample short; a sum of integers is exact,
+so the draw always has K samples, and the gradient weight ``1 / pi`` belongs to the very probability that was used. The
+price is a relative error of 1e-9 in the wanted proportion, which biases nothing.
+
+*Systematic sampling.* `draw_systematic` lays the samples end to end in a random order, each as long as its probability,
+and marks the line at ``start, start + 1, start + 2, …``. No sample is longer than 1, so none is marked twice; the line
+is K long, so K are marked; and a sample is marked with exactly its probability. If the order keeps classes together,
+each class is marked ⌊its length⌋ or ⌈its length⌉ times: a stratified draw for free. The price: neighbours are never
+drawn independently. The order is new each epoch, so no pair is favoured.
 
 Invariants: Σ pi = K; pi ≥ pi_min; a sample never seen has pi = 1; no duplicates; with ``keep=1.0`` every epoch is that
 of `uniform`, bit for bit.
@@ -29,14 +40,13 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.sampling.base import MODES, Draw, Purpose, SamplingMode, Scores, Targets, Validation, generator
-from shade.sampling.inclusion import ONE, Units, budget, solve_units
 from shade.sampling.receipt import measure
-from shade.sampling.systematic import draw_systematic
 from shade.sampling.uniform import full_epoch
-from shade.types import Bools, Floats
+from shade.types import Bools, Floats, Indices
 
 FULL_TAIL_FRACTION = 0.125
 """Share of the run, at its end, that uses every sample: InfoBatch's figure."""
@@ -46,6 +56,18 @@ SMALLEST_ROOT = 1e-3
 """Smallest sqrt(score) as a share of the largest: keeps a loss of 0 from needing an infinite c."""
 
 
+Units = npt.NDArray[np.uint32]
+"""Probabilities in units of 2**-30."""
+
+ONE = 1 << 30
+"""Probability 1."""
+
+MAX_PROBES = 200
+"""Bracketed Newton: 4 to 8 probes in practice; each halves the bracket at worst."""
+
+_BITS = ONE.bit_length() - 1
+
+
 @MODES.register("unbiased")
 class UnbiasedMode(SamplingMode):
     """Horvitz–Thompson sampling of an epoch; see the top of the file.
@@ -53,11 +75,11 @@ class UnbiasedMode(SamplingMode):
     Args:
         num_samples: N.
         global_batch: G.
-        seed: Same on every rank.
+        seed: The same on every rank.
         keep: Share of the data set an epoch uses, in (0, 1]. 1.0 is a plain shuffle without weights.
         pi_min: Smallest inclusion probability, in (0, keep]; the largest weight is its inverse.
         warmup_epochs: Full epochs at the start, ≥ 0. Two: epoch 1 is drawn as epoch 0 begins, before any loss is known.
-        epochs: Length of the run, when known; its last eighth is full then.
+        epochs: Length of the run, if known; its last eighth is full then.
         targets_N: Class of each sample: the draw is stratified, and each class with a member keeps at least
             ``max(1, ⌊pi_min·n⌋)`` of its n.
         draws_ahead: Whether the next epoch is drawn as this one begins: scores one epoch older, cache planned exactly.
@@ -101,6 +123,7 @@ class UnbiasedMode(SamplingMode):
         self._num_wanted = budget(num_samples, global_batch, keep)
         self._floor_N = self._class_floor()
 
+    @override
     def draw(
         self,
         epoch: int,
@@ -109,7 +132,7 @@ class UnbiasedMode(SamplingMode):
         resident_N: Bools | None = None,
         validation: Validation | None = None,
     ) -> Draw:
-        """See `SamplingMode.draw`. More than K are drawn when samples never seen fill the budget."""
+        """Draws more than K if samples never seen fill the budget."""
         del resident_N, validation
         units_N = None if scores is None or self._is_full(epoch) else self._inclusion(scores)
         if units_N is None:
@@ -121,11 +144,11 @@ class UnbiasedMode(SamplingMode):
         return Draw(epoch, order_K, weight_N, measure(order_K, weight_N, self._class_N))
 
     def _is_full(self, epoch: int) -> bool:
-        """Whether this epoch uses every sample, whatever the scores."""
+        """Returns whether this epoch uses every sample, whatever the scores."""
         return self._num_wanted >= self.num_samples or epoch < self._warmup_epochs or epoch >= self._tail_from
 
     def _class_floor(self) -> Units:
-        """Smallest units of each sample: ``pi_min``, and a whole draw for each class together."""
+        """Returns the smallest units of each sample: ``pi_min``, and a whole draw for each class together."""
         floor_N = np.full(self.num_samples, int(self.pi_min * ONE), dtype=np.uint32)
         if self._class_N is not None:
             size_C = np.bincount(self._class_N)
@@ -133,7 +156,7 @@ class UnbiasedMode(SamplingMode):
         return floor_N
 
     def _inclusion(self, scores: Scores) -> Units | None:
-        """Inclusion units summing to a multiple of the global batch, or None where that takes every sample."""
+        """Returns inclusion units summing to a multiple of the global batch, or None if that takes every sample."""
         floor_N = np.where(scores.seen_N, self._floor_N, np.uint32(ONE))
         needed = -(-int(floor_N.sum(dtype=np.int64)) // (ONE * self.global_batch)) * self.global_batch
         num_drawn = max(self._num_wanted, needed)
@@ -143,7 +166,7 @@ class UnbiasedMode(SamplingMode):
 
 
 def _roots(scores: Scores) -> Floats:
-    """sqrt of the capped scores, in (0, 1]; samples never seen get 1."""
+    """Returns sqrt of the capped scores, in (0, 1]; samples never seen get 1."""
     root_N = np.where(scores.seen_N, scores.score_N, np.float32(0))
     seen = scores.score_N[scores.seen_N]
     if len(seen):
@@ -158,8 +181,107 @@ def _roots(scores: Scores) -> Floats:
 
 
 def _as_classes(targets_N: Targets, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Classes renumbered 0 … C−1."""
+    """Renumbers classes 0 … C−1."""
     targets_N = np.asarray(targets_N)
     if targets_N.shape != (num_samples,):
         raise ConfigError.of(f"targets of shape ({num_samples},)", targets_N.shape, "give one class per sample")
     return np.unique(targets_N, return_inverse=True)[1].astype(np.uint32)
+
+
+def budget(num_samples: int, global_batch: int, keep: float) -> int:
+    """Returns how many samples an epoch draws: the multiple of the global batch nearest to ``keep * N``, at least one
+    batch; N if there is no such multiple below N."""
+    if keep >= 1.0 or num_samples <= global_batch:
+        return num_samples
+    steps = max(1, round(keep * num_samples / global_batch))
+    return min(steps, num_samples // global_batch) * global_batch
+
+
+def solve_units(root_N: Floats, floor_N: Units, num_drawn: int) -> Units:
+    """Solves ``pi_i = clip(c * root_i, floor_i, 1)`` for the c that makes the sum ``num_drawn``.
+
+    The sum is piecewise linear and growing in c, so Newton's step is exact within a piece; a bracket keeps it from
+    cycling between pieces. What rounding leaves over is handed out a unit at a time. Invariant: ``floor_N <= units_N <=
+    ONE`` and ``units_N.sum() == num_drawn * ONE``.
+
+    Args:
+        root_N: float32 (N,), > 0: the wanted proportions.
+        floor_N: Smallest units of each; ONE forces a sample in.
+        num_drawn: K; ``floor_N.sum() <= K * ONE <= N * ONE``.
+
+    Returns:
+        uint32 (N,), summing to exactly ``K * ONE``.
+    """
+    goal = float(num_drawn) * ONE
+    low, high = 0.0, ONE / float(root_N.min())
+    scale = min(goal / float(root_N.sum(dtype=np.float64)), high)
+    wanted_N = np.empty(len(root_N), dtype=np.float64)
+    for _ in range(MAX_PROBES):
+        np.multiply(root_N, scale, out=wanted_N, dtype=np.float64)
+        free_N = (wanted_N > floor_N) & (wanted_N < ONE)
+        slope = float(root_N.sum(dtype=np.float64, where=free_N))
+        np.clip(wanted_N, floor_N, ONE, out=wanted_N)
+        excess = float(wanted_N.sum()) - goal
+        if abs(excess) <= 1e-12 * goal:
+            break
+        low, high = (low, scale) if excess > 0 else (scale, high)
+        # Newton within the bracket, bisection where it would leave it.
+        step = scale - excess / slope if slope > 0 else low
+        scale = step if low < step < high else (low + high) / 2
+    np.rint(wanted_N, out=wanted_N)
+    units_N = wanted_N.astype(np.uint32)
+    del wanted_N, free_N
+    _hand_out(units_N, floor_N, num_drawn * ONE - int(units_N.sum(dtype=np.int64)))
+    return units_N
+
+
+def _hand_out(units_N: Units, floor_N: Units, rest: int) -> None:
+    """Adds ``rest`` units (or takes them away) where there is room, as evenly as possible, in place."""
+    while rest:
+        room_N = ONE - units_N if rest > 0 else units_N - floor_N
+        movable = np.flatnonzero(room_N)
+        share, extra = divmod(abs(rest), len(movable))
+        if share == 0:
+            movable = movable[:extra]
+        give = np.minimum(room_N[movable], max(share, 1)).astype(np.uint32)
+        if rest > 0:
+            units_N[movable] += give
+            rest -= int(give.sum(dtype=np.int64))
+        else:
+            units_N[movable] -= give
+            rest += int(give.sum(dtype=np.int64))
+
+
+def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: npt.NDArray[np.uint32] | None = None) -> Indices:
+    """Draws a fixed number of samples without replacement, each with its own probability, from one random number.
+
+    Args:
+        units_N: Inclusion probabilities as `solve_units` gives them.
+        seed: Seed of the run.
+        epoch: ≥ 0.
+        class_N: Classes as 0 … C−1, to draw stratified; or None.
+
+    Returns:
+        int64 (K,), distinct, in the order of the line: shuffle before use.
+    """
+    line_N = generator(seed, epoch, Purpose.ARRANGE).permutation(len(units_N)).astype(np.int64, copy=False)
+    if class_N is not None:
+        line_N = _classes_together(line_N, class_N, seed, epoch)
+    start = int(generator(seed, epoch, Purpose.START).integers(ONE))
+    marks_N = np.cumsum(units_N[line_N], dtype=np.int64)
+    # Counts the marks before the end of each sample without a float.
+    marks_N += ONE - 1 - start
+    marks_N >>= _BITS  # marks strictly before the end of each sample
+    marked_N = np.empty(len(marks_N), dtype=bool)
+    marked_N[0] = marks_N[0] > 0
+    np.greater(marks_N[1:], marks_N[:-1], out=marked_N[1:])
+    return line_N[marked_N]
+
+
+def _classes_together(line_N: Indices, class_N: npt.NDArray[np.uint32], seed: int, epoch: int) -> Indices:
+    """Sorts by class, stably, the classes in a random order of their own."""
+    num_classes = int(class_N.max()) + 1
+    place_C = generator(seed, epoch, Purpose.TIES).permutation(num_classes)
+    narrow = np.uint16 if num_classes <= 2**16 else np.uint32  # numpy sorts 16 bits by radix: five times faster
+    place_N = place_C.astype(narrow)[class_N[line_N]]
+    return line_N[np.argsort(place_N, kind="stable")]

@@ -1,29 +1,20 @@
-"""Walks every sample exactly once an epoch, in a new random order: what `DistributedSampler` does, and the control.
+"""Uses every sample exactly once an epoch, in a new random order: what `DistributedSampler` does, and the control.
 
-`full_epoch` is also what every other mode falls back on, so ``unbiased`` with ``keep=1.0`` and this mode give the same
-order bit for bit, and a comparison of the two differs in nothing else.
+Every other mode falls back on `full_epoch` too, so ``unbiased`` with ``keep=1.0`` and this mode give the same order bit
+for bit, and a comparison of the two differs in nothing else.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from typing_extensions import override
 
 from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Validation, generator
 from shade.types import Bools
 
 
 def full_epoch(num_samples: int, seed: int, epoch: int, *, has_classes: bool) -> Draw:
-    """Draws all N samples once.
-
-    Args:
-        num_samples: N.
-        seed: Of the run.
-        epoch: ≥ 0.
-        has_classes: Whether the receipt can speak of classes: its drift is 0 then, otherwise nan.
-
-    Returns:
-        A permutation of ``range(N)``, without weights.
-    """
+    """Draws all N samples once, without weights. The receipt's class drift is 0 if there are classes, otherwise nan."""
     order_K = generator(seed, epoch, Purpose.SHUFFLE).permutation(num_samples).astype(np.int64, copy=False)
     receipt = Receipt(
         drawn=num_samples,
@@ -46,6 +37,7 @@ class UniformMode(SamplingMode):
     default_policy = "plan"
     default_score = "loss"
 
+    @override
     def draw(
         self,
         epoch: int,
@@ -54,6 +46,5 @@ class UniformMode(SamplingMode):
         resident_N: Bools | None = None,
         validation: Validation | None = None,
     ) -> Draw:
-        """See `SamplingMode.draw`."""
         del scores, resident_N, validation
         return full_epoch(self.num_samples, self.seed, epoch, has_classes=False)

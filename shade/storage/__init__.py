@@ -1,6 +1,6 @@
-"""Durable bytes by name: a local folder, or whatever fsspec reaches. See `shade.storage.base` for what is promised."""
+"""Stores durable bytes by name: in a local folder, or in whatever fsspec reaches. `base` says what is guaranteed."""
 
-from shade.storage import directory, remote
+from shade.storage import directory, fsspec_volume
 from shade.storage.base import VOLUMES, Volume, open_volume
 
-__all__ = ["VOLUMES", "Volume", "directory", "open_volume", "remote"]
+__all__ = ["VOLUMES", "Volume", "directory", "fsspec_volume", "open_volume"]

@@ -1,8 +1,9 @@
-"""Bytes by key, in batches: the store, and the one way in.
+"""Stores bytes by key, in batches, in this process, a Redis server or a Redis Cluster.
 
-Every file that registers a scheme is imported here, and nowhere else is a scheme compared with a name. Reading order:
-`base` (what a store is) → `url` → `keys`, `sizing` → `wire`, `link`, `node` (one server) → `remote`, `redis`,
-`patience`, `cluster` → `memory`, `server`, `local`.
+Each module that registers a scheme is imported here. Reading order: `base` (what a store is) → `url` → `keys` → `wire`,
+`link`, `node` (one server) → `redis_commands`, `redis`, `cluster` → `memory`, `server`, `local`. Beside them:
+`local_cluster`, `service`, `cluster_bootstrap` and `resharding` run servers, and `origin` and `origin_url` read the
+data set itself.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ __all__ = [
 
 
 def open_store(url: str | StoreURL, *, timeout_seconds: float = 0.25) -> Store:
-    """Opens the store at a URL; servers are first spoken to when first needed (`Store.ping` does it now).
+    """Opens the store at a URL. The first use contacts the servers; `Store.ping` does it now.
 
     Args:
         url: ``memory://``, ``local://``, ``unix:///path.sock``, ``redis://[user:password@]host:port/db``, ``rediss://``
             (TLS; ``?ca=…&cert=…&key=…``), ``redis+cluster://[user:password@]host:port,host:port`` or
-            ``rediss+cluster://``; of a cluster ``?sockets=DIR`` tells where a node on this machine has its unix socket.
-        timeout_seconds: Bound of each wait for a server, > 0: so long may a dead one hold up a batch.
+            ``rediss+cluster://``; a cluster's ``?sockets=DIR`` holds the unix sockets of nodes on this machine.
+        timeout_seconds: Bound of each wait for a server, > 0: a dead server delays a batch by at most this.
 
     Returns:
         The store; ``local://`` has started its server by now.
 
     Raises:
         UnknownNameError: No such scheme.
-        ConfigError: A URL or a timeout that cannot be, or no server binary for ``local://``.
+        ConfigError: An invalid URL or timeout, or no server binary for ``local://``.
     """
     parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)
     if not timeout_seconds > 0:

@@ -1,22 +1,22 @@
 """Keeps bytes in a Redis Cluster: each key on the node that owns its slot, all nodes asked at the same time.
 
-A slot map says who owns what. It is learnt from any node, and learnt again when a node says MOVED, or fails, at most
-once a second: while a cluster is being repaired its map changes often and asking costs a round trip.
+Any node sends the slot map, which says who owns what. It is read again when a node says MOVED, or fails, at most once a
+second: while a cluster is being repaired its map changes often, and asking costs a round trip.
 
-A node that fails, or is much slower than the others, is left alone for a while (`patience`). Its keys are misses
-meanwhile. When *every* node is being left alone all are tried again, so that an outage of the whole is reported by
-those who see it and its end is noticed at once.
+A node that fails, or is much slower than the others, is left out for a while (`NodeHealth`); its keys are misses
+meanwhile. When *every* node would be left out all are tried, so that the outage of the whole cluster is reported, and
+its end noticed at once.
 
-With ``?sockets=/run/shade`` a node on this machine is spoken to over its unix socket, if one of its address's name
-(``10.0.0.1:7000.sock``) is in that directory: the same URL serves all machines, and each has a node of its own nearby.
+With ``?sockets=/run/shade`` a node on this machine is reached over its unix socket, if that directory holds one named
+after its address (``10.0.0.1:7000.sock``): the same URL serves all machines, and each has its own node nearby.
 
 Stories a reader may ask about:
 
-1. *Slot moves while we write.* The old owner says MOVED (or ASK, half-way); the command is repeated where it points, up
-   to three times, then counts as unanswered.
-2. *Primary dies, replica takes over.* Until the others agree (cluster-node-timeout) its keys are misses; the next map
-   names the new primary.
-3. *Primary dies, nobody takes over.* The others answer on: servers for a cache run with
+1. *A slot moves while we write.* The old owner says MOVED (or ASK, half-way); the command is repeated where it points,
+   up to three times, then counts as unanswered.
+2. *A primary dies, a replica takes over.* Until the others agree (cluster-node-timeout) its keys are misses; the next
+   map names the new primary.
+3. *A primary dies, no replica takes over.* The others still answer: servers for a cache run with
    ``cluster-require-full-coverage no`` (see redis.conf).
 
 Invariant: a key is only ever asked of the node that the cluster says owns it, so no stale copy is read after a move.
@@ -31,15 +31,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from redis.crc import key_slot
+from typing_extensions import override
 
 from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
 from shade.store.base import STORES
 from shade.store.keys import NUM_SLOTS, placement_tags
 from shade.store.link import Endpoint, socket_path
-from shade.store.node import Node, exchange
-from shade.store.patience import Address, Patience
-from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
-from shade.store.url import StoreURL, format_address
+from shade.store.node import Node, NodeHealth, exchange
+from shade.store.redis_commands import PROBE_KEY, Outcome, RemoteStore
+from shade.store.url import Address, StoreURL, format_address
 from shade.store.wire import Command, Reply, ServerError
 
 logger = logging.getLogger("shade.store")
@@ -53,7 +53,7 @@ _RELEARN_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Who owns which slot, as one node saw it."""
+    """The owner of each slot, as one node saw it."""
 
     owners: tuple[Address | None, ...]
     """By slot."""
@@ -62,18 +62,8 @@ class SlotMap:
 
     @classmethod
     def read(cls, reply: Reply, asked: Address) -> SlotMap:
-        """Reads the reply to ``CLUSTER SLOTS``.
-
-        Args:
-            reply: ``[[first, last, primary, replica …] …]`` with a node as ``[host, port, id …]``.
-            asked: Who said it: an empty host means "where you found me".
-
-        Returns:
-            The map.
-
-        Raises:
-            ValueError: It is something else.
-        """
+        """Parses the reply to ``CLUSTER SLOTS``: ``[[first, last, primary, replica …] …]`` with a node as ``[host,
+        port, id …]``. An empty host means the node that was asked. Raises ValueError for another form."""
         owners: list[Address | None] = [None] * NUM_SLOTS
         primaries: dict[Address, None] = {}
         replicas: dict[Address, None] = {}
@@ -103,14 +93,14 @@ def _address(node: Reply, asked: Address) -> Address:
 @STORES.register("redis+cluster")
 @STORES.register("rediss+cluster")
 class ClusterStore(RemoteStore):
-    """A cluster."""
+    """A Redis Cluster."""
 
     clustered = True
 
     def __init__(self, url: StoreURL, timeout_seconds: float) -> None:
         super().__init__(url, timeout_seconds)
         self._nodes: dict[Address, Node] = {}
-        self._patience = Patience()
+        self._health = NodeHealth()
         self._map: SlotMap | None = None
         self._learnt_at = 0.0
         self._doubted = False
@@ -128,6 +118,7 @@ class ClusterStore(RemoteStore):
     def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
         slot_map = self._slot_map()
         owners, resting = slot_map.owners, self._resting(slot_map)
+        # One exception object for all keys without a server: raising it is the rare case.
         silent: Outcome = StoreUnavailableError(f"no node of {self.url} serves this slot")
         outcomes: list[Outcome] = [silent] * len(commands)
         work: dict[Address, list[int]] = {}
@@ -138,6 +129,7 @@ class ClusterStore(RemoteStore):
             elif owner is not None and owner not in resting:
                 work[owner] = [position]
         served, work, asking = self._ask(work, frozenset(), commands, outcomes)
+        # Redirected commands go out again, all nodes together, so a moving slot costs round trips and no errors.
         for _ in range(_MAX_REDIRECTIONS):
             if not work:
                 break
@@ -147,26 +139,22 @@ class ClusterStore(RemoteStore):
             for position in places:
                 outcomes[position] = silent
         if commands and not served:
-            self._check_anybody_serves()
+            self._check_another_serves()
         return outcomes
 
     def _ask(
-        self,
-        work: Mapping[Address, list[int]],
-        asking: Set[int],
-        commands: Sequence[Command],
-        outcomes: list[Outcome],
+        self, work: Mapping[Address, list[int]], asking: Set[int], commands: Sequence[Command], outcomes: list[Outcome]
     ) -> tuple[bool, dict[Address, list[int]], set[int]]:
-        """One round trip to each address.
+        """Makes one round trip to each address.
 
         Args:
             work: Positions in ``commands`` by address.
-            asking: Those whose slot is on its way to the address: announced with ASKING.
-            commands: Each in words.
+            asking: Positions whose slot is moving to the address: announced with ASKING.
+            commands: Each as words.
             outcomes: By position; filled in.
 
         Returns:
-            Whether anybody served a command; and what was sent elsewhere: work and asking of the next round trip.
+            Whether any node served a command; and the redirected commands: work and asking of the next round trip.
         """
         parts = []
         for address, places in work.items():
@@ -184,12 +172,13 @@ class ClusterStore(RemoteStore):
         seconds: dict[Address, float] = {}
         for (address, places), (node, batch), answer in zip(work.items(), parts, exchange(parts), strict=True):
             if isinstance(answer, StoreUnavailableError):
-                self._patience.failed(address)
+                self._health.failed(address)
                 for position in places:
                     outcomes[position] = answer
                 continue
             seconds[address] = node.took_seconds
             if len(batch) > len(places):
+                # The replies to ASKING are dropped, so that positions match commands again.
                 answer = [reply for reply, words in zip(answer, batch, strict=True) if words is not _ASKING[0]]
             for position, outcome in zip(places, answer, strict=True):
                 outcomes[position] = outcome
@@ -199,34 +188,31 @@ class ClusterStore(RemoteStore):
                         if outcome.code == "ASK":
                             moving.add(position)
                         continue
+                    # The node is alive but serves nothing: it does not count as service.
                     if outcome.code in _NOT_SERVING:
                         continue
                 served = True
-        self._patience.answered(seconds)
+        self._health.answered(seconds)
         return served, elsewhere, moving
 
     def _target(self, redirection: ServerError, asked: Address) -> Address:
-        """Where to ask instead."""
+        """Returns the address that a redirection names."""
         self._doubted |= redirection.code == "MOVED"
         host, _, port = redirection.text.rpartition(" ")[2].rpartition(":")
         return host.strip("[]") or asked[0], int(port)
 
     def _resting(self, slot_map: SlotMap) -> frozenset[Address]:
-        """The primaries to leave alone now; none when that would be all."""
-        resting = self._patience.resting()
+        """Returns the primaries to leave out now; none if that would be all."""
+        resting = self._health.resting()
         return frozenset() if resting.issuperset(slot_map.primaries) else resting
 
-    def _check_anybody_serves(self) -> None:
-        """A batch went wholly unanswered: its nodes may be the dead ones of several, or all may be dead.
-
-        Raises:
-            StoreUnavailableError: Nobody is left.
-        """
-        others = [address for address in self._slot_map().primaries if address not in self._patience.resting()]
+    def _check_another_serves(self) -> None:
+        """Raises StoreUnavailableError if no other node answers either, after a batch that went wholly unanswered."""
+        others = [address for address in self._slot_map().primaries if address not in self._health.resting()]
         probe = ("GET", PROBE_KEY)  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
         for address, answer in zip(others, exchange([(self._node(each), [probe]) for each in others]), strict=True):
             if isinstance(answer, StoreUnavailableError):
-                self._patience.failed(address)
+                self._health.failed(address)
             elif not isinstance(answer[0], ServerError) or answer[0].code == "MOVED":
                 return
         raise StoreUnavailableError(
@@ -234,19 +220,14 @@ class ClusterStore(RemoteStore):
         )
 
     def _slot_map(self) -> SlotMap:
-        """The map, learnt first or again where that is due.
-
-        Returns:
-            The newest there is.
-
-        Raises:
-            StoreUnavailableError: None yet, and no node can tell.
-        """
+        """Returns the newest slot map, read again if that is due; raises StoreUnavailableError if no node can send the
+        first."""
         slot_map, now = self._map, time.monotonic()
-        due = (self._doubted or self._patience.resting()) and now - self._learnt_at >= _RELEARN_SECONDS
+        # No timer: without a MOVED or a failed node the map cannot be wrong.
+        due = (self._doubted or self._health.resting()) and now - self._learnt_at >= _RELEARN_SECONDS
         if slot_map is not None and not due:
             return slot_map
-        self._learnt_at, self._doubted = now, False  # other threads go on with the map at hand
+        self._learnt_at, self._doubted = now, False  # other threads use the old map meanwhile
         try:
             slot_map = self._map = self._learn()
             self._doubted |= None in slot_map.owners  # a cluster in the making, or under repair
@@ -258,7 +239,7 @@ class ClusterStore(RemoteStore):
     def _learn(self) -> SlotMap:
         known = self._map.primaries + self._map.replicas if self._map else ()
         candidates = dict.fromkeys((*known, *self._url.addresses))
-        resting = self._patience.resting()
+        resting = self._health.resting()
         ready = [address for address in candidates if address not in resting]
         if not ready:  # with a map at hand one try is enough: each is waited for, one after the other
             ready = list(candidates)[: 1 if self._map else None]
@@ -272,7 +253,7 @@ class ClusterStore(RemoteStore):
             except StoreAuthError:
                 raise
             except StoreUnavailableError as error:
-                self._patience.failed(address)
+                self._health.failed(address)
                 failure = error
                 continue
             except ValueError as error:
@@ -282,9 +263,10 @@ class ClusterStore(RemoteStore):
                 return learnt
         raise StoreUnavailableError(f"no node of {self.url} knows who serves which slot: {failure}")
 
+    @override
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:
-        """See `RemoteStore`: a move that was given up leaves keys behind with a node that does not own their slot. One
-        that is under way does too, for a moment, and then the owner knows where they are."""
+        """An abandoned move leaves keys with a node that does not own their slot; so does a move in progress, for a
+        moment, and then the owner knows where they are."""
         owner = self._slot_map().owners[key_slot(key.encode())]
         if owner is not None and self._node(owner) is holder:
             return True
@@ -298,8 +280,9 @@ class ClusterStore(RemoteStore):
         slot_map = self._slot_map()
         return [self._node(address) for address in (*slot_map.primaries, *slot_map.replicas)]
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`; a primary whose slots hold none of the tags is left out."""
+        """Leaves out a primary whose slots hold none of the tags."""
         self._check_open()
         owners = self._slot_map().owners
         chosen: dict[Address, str] = {}
@@ -309,22 +292,19 @@ class ClusterStore(RemoteStore):
                 chosen.setdefault(owner, tag)
         return list(chosen.values())
 
+    @override
     def homes(self, keys: Sequence[str]) -> list[str]:
-        """See `Store`; empty for a slot without an owner."""
+        """Returns an empty address for a slot without an owner."""
         self._check_open()
         owners = self._slot_map().owners
         found = (owners[key_slot(key.encode())] for key in keys)
         return ["" if owner is None else format_address(*owner) for owner in found]
 
+    @override
     def ping(self) -> None:
-        """See `Store`: that every node that the URL names is there, that most primaries answer, and that every slot has
-        an owner. A member that is away is a cache with a hole, and no reason not to start; an address where there is no
-        member is a mistake in the URL.
-
-        Raises:
-            StoreUnavailableError: It is not so.
-            StoreAuthError: One refused us.
-        """
+        """Checks that every address in the URL is a member, that most primaries answer, and that every slot has an
+        owner. A member that is down is a cache with a hole, and no reason not to start; an address without a member is
+        a mistake."""
         self._check_open()
         slot_map = self._map = self._learn()
         addresses = list(dict.fromkeys((*self._url.addresses, *slot_map.primaries)))
@@ -344,8 +324,8 @@ class ClusterStore(RemoteStore):
         if orphans:
             raise StoreUnavailableError(f"{orphans} slots of {self.url} have no owner; repair it (CLUSTER INFO) first")
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
         super().close()
         for node in list(self._nodes.values()):
             node.retire()

@@ -6,13 +6,13 @@
                       ─┬───                   the hash tag alone decides the slot, hence the node
 
 The namespace (the data set's fingerprint) keeps two data sets apart on one server. The tag is one of ``num_buckets``;
-each is *chosen* so that its slot (CRC16 of the tag, modulo 16384) falls into its own equal part of the slot space.
-A cluster that splits the slots evenly, as they all do, then holds the same number of buckets on each node, ± 1: with
-1024 tags taken as they come, the fullest of 8 nodes is 5 % above its share, and the fullest node decides what fits.
-Neighbouring indices are dealt to far-apart buckets (a golden-ratio stride), so a small data set spreads as well.
+each is *chosen* so that its slot (CRC16 of the tag, modulo 16384) falls into its own equal part of the slot space. A
+cluster that splits the slots evenly, as they all do, then holds the same number of buckets on each node, ± 1. With 1024
+arbitrary tags the fullest of 8 nodes is 5 % above its share, and the fullest node decides what fits. Neighbouring
+indices go to far-apart buckets (a golden-ratio stride), so a small data set spreads as well.
 
-4096 buckets: shares are even within 1 % up to 40 nodes, and the table of prefixes costs 0.4 MB a process.
-Invariant: ``index_of(key(i)) == i``, and every key starts with ``prefix``.
+4096 buckets keep shares even within 1 % up to 40 nodes; the table of prefixes costs 0.4 MB a process. Invariant:
+``index_of(key(i)) == i``, and every key starts with ``prefix``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @lru_cache(maxsize=4)
 def balanced_tags(num_buckets: int) -> tuple[str, ...]:
-    """For each bucket the first short word whose slot falls into that bucket's part of the slot space.
+    """Finds for each bucket the first short word whose slot falls into that bucket's part of the slot space.
 
     Takes 25 ms for 4096, once a process.
     """
@@ -57,8 +57,8 @@ def balanced_tags(num_buckets: int) -> tuple[str, ...]:
 
 
 def placement_tags() -> tuple[str, ...]:
-    """The hash tags that `Store.placement` chooses from: few enough to look under all of them, and enough for each of
-    some hundred servers with equal shares of the slots to own one."""
+    """Returns the hash tags that `Store.placement` chooses from: few enough to look under all of them, and enough for
+    each of some hundred servers with equal shares of the slots to own one."""
     return balanced_tags(NUM_PLACEMENT_TAGS)
 
 
@@ -67,7 +67,7 @@ class SampleKeys:
 
     Args:
         namespace: Letters, digits, ``.``, ``_`` and ``-``: anything else would mean something to Redis.
-        num_buckets: A power of two, at most 16384; part of the address: all who share a cache use the same.
+        num_buckets: A power of two, at most 16384; part of the address: all users of a cache use the same.
     """
 
     def __init__(self, namespace: str, num_buckets: int = NUM_BUCKETS) -> None:
@@ -78,7 +78,8 @@ class SampleKeys:
         self.namespace = namespace
         self.num_buckets = num_buckets
         self.prefix = f"shade:{namespace}:"
-        """Of every key of the data set, counters included: what `Store.scan` takes."""
+        """Prefix of every key of the data set, counters included: the argument of `Store.scan`."""
+        # Odd, so coprime to the power of two: the stride visits every bucket.
         self._stride = int(num_buckets * _GOLDEN) | 1
         self._mask = num_buckets - 1
         self._heads = [f"{self.prefix}{{{tag}}}" for tag in balanced_tags(num_buckets)]
@@ -87,21 +88,21 @@ class SampleKeys:
         return type(self), (self.namespace, self.num_buckets)
 
     def many(self, index_B: Indices | Sequence[int]) -> list[str]:
-        """The keys of a batch of sample indices, in its order: 10 µs for 64."""
+        """Returns the keys of a batch of sample indices, in its order: 10 µs for 64."""
         heads, stride, mask = self._heads, self._stride, self._mask
         numbers = index_B.tolist() if isinstance(index_B, np.ndarray) else index_B
         return [heads[i * stride & mask] + str(i) for i in numbers]
 
     def key(self, index: int) -> str:
-        """The key of one sample."""
+        """Returns the key of one sample."""
         return self._heads[index * self._stride & self._mask] + str(index)
 
     def counter_key(self, name: str) -> str:
-        """The key of a shared integer that belongs to the data set; never a sample's."""
+        """Returns the key of a shared integer of the data set; never a sample's."""
         return f"{self.prefix}counter:{name}"
 
     def index_of(self, key: str) -> int | None:
-        """The sample index in a key, or None where it is not the key of a sample of this data set."""
+        """Returns the sample index in a key, or None if it is not a sample key of this data set."""
         digits = key.rpartition("}")[2]
         if not digits.isdecimal() or not digits.isascii():
             return None
@@ -110,5 +111,5 @@ class SampleKeys:
 
     @property
     def key_length(self) -> int:
-        """Bytes of the longest key up to index 9 999 999: what `Store.stored_bytes` wants when none is at hand."""
+        """Returns the bytes of the longest key up to index 9 999 999, for `Store.stored_bytes`."""
         return max(map(len, self._heads)) + 7

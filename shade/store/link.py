@@ -1,16 +1,16 @@
 """Holds one connection to one Redis server: sends a batch, reads its replies.
 
-The connection is redis-py's: its socket, TLS, login. What is ours is the batch: hiredis packs and parses it, without a
-layer between. An error reply is a value in its place, so the batch is read to its end. Replies are taken as they come
-(`Link.advance`), so that one thread can listen to many servers. The socket's timeout is a *progress* timeout: it bounds
-each wait for the next bytes and not a whole transfer, so that a large batch over a slow network is no failure while a
-stalled server is found out after ``timeout_seconds``. There are no retries: a connection that broke once is closed, and
-the next batch opens another. The price of the libraries is in decisions 0002 and 0025.
+redis-py makes the connection: socket, TLS, login. The batch is our own: hiredis packs and parses it without a layer
+between. An error reply is a value in its place, so the batch is read to its end. `Link.advance` takes replies as they
+arrive, so one thread can listen to many servers. The socket's timeout is a *progress* timeout: it bounds each wait for
+the next bytes and not a whole transfer, so a large batch over a slow network does not fail, while a stalled server is
+detected after ``timeout_seconds``. There are no retries: a connection that broke is closed, and the next batch opens
+another. Decisions 0002 and 0025 have the price of the libraries.
 
-What goes wrong inside is an exception with the address in it, and the connection is closed first: half a reply left
-in it would answer somebody else's question. Invariant: an open link has no reply outstanding between two batches.
+A failure closes the connection first and raises an exception with the address: half a reply left in it would answer the
+next caller's question. Invariant: an open link has no reply outstanding between two batches.
 
-Name look-ups are the system's and have its timeout; name servers by address where that matters.
+The system resolves names, with its own timeout; use addresses where that matters.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _READ_BYTES: Final = 1 << 18
 _SEND_ALONE_BYTES: Final = 6000
 """Pieces below this are joined before they are sent; above, they are sent as they are. redis-py's own figure."""
 _SEND_SLICE_BYTES: Final = 1 << 18
-"""`socket.sendall` counts its timeout over the whole buffer; slices make it a progress timeout again."""
+"""`socket.sendall` applies its timeout to the whole buffer; slices make it a progress timeout again."""
 _MOST_SHORT_WORDS: Final = 2
 """A verb and a key: hiredis packs these in a quarter of redis-py's time, but would copy a large value."""
 
 _SHORTEST_LINE_BYTES: Final = 4
-"""``$5`` and the line end: so much can be read before knowing what comes."""
+"""``$5`` and the line end: this much can be read before the length is known."""
 _LOGIN_BYTES: Final = 4096
 """redis-py reads a few replies at login and none after it."""
 _UNFINISHED: Final = object()
 _hiredis: Any = hiredis
-"""Its own stubs know fewer kinds of bytes, and of errors, than it takes."""
+"""Its own stubs know fewer kinds of bytes, and of errors, than it accepts."""
 
 
-class _Parser(DefaultParser):  # type: ignore[misc]
-    """Leaves an error reply as the server wrote it: redis-py would take the code off, and take LOADING or a refused
-    login for a broken connection."""
+class _RawErrorParser(DefaultParser):  # type: ignore[misc]
+    """Leaves an error reply as the server wrote it: redis-py would remove the code, and take LOADING or a refused login
+    for a broken connection."""
 
     EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
 
 
 def _encode(word: str | int | Bytes) -> bytes | memoryview:
-    """What holds bytes stays where it is, unless it is small or its memory has gaps."""
+    """Encodes a word without a copy, unless it is small or its memory has gaps."""
     if isinstance(word, bytes):
         return word
     if isinstance(word, str | int):
@@ -81,7 +81,7 @@ def _slices(pieces: Sequence[Bytes]) -> Iterator[Bytes]:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One server, and the way in."""
+    """One server: its address and credentials."""
 
     path: str = ""
     host: str = ""
@@ -96,7 +96,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: StoreURL, host: str = "", port: int = 0) -> Endpoint:
-        """The server at that address, entered as the URL says."""
+        """Returns the server at an address, with the credentials of the URL."""
         return cls(
             url.path,
             host,
@@ -114,14 +114,7 @@ class Endpoint:
         return self.path or format_address(self.host, self.port)
 
     def connection(self, timeout_seconds: float) -> Any:
-        """redis-py's connection to it, not yet connected.
-
-        Args:
-            timeout_seconds: Bound of each wait, then and later.
-
-        Returns:
-            The connection, the caller's to disconnect.
-        """
+        """Makes redis-py's connection, not yet connected, with a bound of each wait; the caller disconnects it."""
         kind: Callable[..., Any] = Connection
         place: dict[str, Any] = {"host": self.host, "port": self.port, "socket_keepalive": True}
         if self.path:
@@ -140,15 +133,15 @@ class Endpoint:
             socket_read_size=_LOGIN_BYTES,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            parser_class=_Parser,
+            parser_class=_RawErrorParser,
             command_packer=PythonRespSerializer(_SEND_ALONE_BYTES, _encode),
         )
 
     def check_tls(self, timeout_seconds: float) -> None:
-        """Finds out whether TLS is why we could not connect: shakes hands again, and listens.
+        """Finds out whether TLS is why a connection failed: shakes hands again, and listens.
 
         In TLS 1.3 the server judges our certificate after our side of the handshake is done. redis-py writes its login
-        at that moment, and what it then sees is a broken pipe as often as the verdict.
+        at that moment, and then sees a broken pipe as often as the verdict.
 
         Args:
             timeout_seconds: Bound of each wait.
@@ -180,8 +173,8 @@ class Endpoint:
 
 
 def socket_path(folder: str, host: str, port: int) -> str:
-    """Where a server that listens at a port has its unix socket too: clients on its machine find it by the address that
-    everybody uses."""
+    """Returns where a server that listens at a port also has its unix socket; clients on its machine find it by
+    address."""
     return f"{folder}/{format_address(host, port)}.sock"
 
 
@@ -189,12 +182,12 @@ class Link:
     """An open connection, logged in.
 
     Args:
-        endpoint: Where and as whom.
-        timeout_seconds: Bound of each wait: to connect, to be let in, for the next bytes.
+        endpoint: Address and credentials.
+        timeout_seconds: Bound of each wait: to connect, to log in, for the next bytes.
 
     Raises:
-        StoreUnavailableError: Nobody there, or silent.
-        StoreAuthError: There, and refused us.
+        StoreUnavailableError: The server is unreachable or silent.
+        StoreAuthError: The server refused the credentials.
         ConfigError: A certificate file that cannot be read.
     """
 
@@ -217,8 +210,8 @@ class Link:
         self._poller.register(self._socket, select.POLLIN)
         self._commands: Sequence[Command] = ()
         self.replies: list[Reply] = []
-        """To the commands sent last, as far as they have come; an error reply is a `ServerError` in its place."""
-        # The name is for whoever reads CLIENT LIST; an ACL may forbid it.
+        """Replies so far to the commands sent last; an error reply is a `ServerError` in its place."""
+        # The name appears in CLIENT LIST; an ACL may forbid it.
         self.send([("CLIENT", "SETNAME", "shade")])
         (named,) = self.receive()
         if isinstance(named, ServerError) and named.code != "NOPERM":
@@ -226,23 +219,17 @@ class Link:
             raise named.as_exception(str(endpoint))
 
     def fileno(self) -> int:
-        """The socket's, for whoever listens to several links."""
+        """Returns the socket's descriptor, for polling several links."""
         return self._socket.fileno()
 
     def is_readable(self) -> bool:
-        """True when there is something to read, or to find out by reading: the server hung up. An idle link should not
-        be; asking costs a system call, and saves the retry that a dead idle connection would otherwise need."""
+        """Returns whether bytes, or the news that the server hung up, are waiting. An idle link should not be readable;
+        asking costs a system call, and saves the retry that a dead idle connection would otherwise need."""
         return self._reader.has_data() or bool(self._poller.poll(0))
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Writes a batch of commands; their replies must then be received.
-
-        Args:
-            commands: Each in words.
-
-        Raises:
-            StoreUnavailableError: Not written; the link is closed.
-        """
+        """Writes a batch of commands, whose replies must then be received; raises StoreUnavailableError, and closes the
+        link, if it cannot."""
         connection = self._connection
         self._commands, self.replies = commands, []
         if all(len(command) <= _MOST_SHORT_WORDS for command in commands):
@@ -255,31 +242,22 @@ class Link:
             raise self._failure(error, "send to") from error
 
     def receive(self) -> list[Reply]:
-        """Reads the replies to the commands sent, to the last.
-
-        Returns:
-            `replies`.
-
-        Raises:
-            StoreUnavailableError: As `advance`.
-        """
+        """Reads all replies to the commands sent, or raises as `advance` does."""
         while not self.advance():
             pass
         return self.replies
 
     def advance(self) -> bool:
-        """Waits for bytes, and takes the replies that are whole.
-
-        Returns:
-            True when all replies are there.
+        """Waits for bytes, and takes the replies that are complete; returns True when all have arrived.
 
         Raises:
-            StoreUnavailableError: Hung up, silent for too long, or not speaking Redis; the link is closed.
+            StoreUnavailableError: The server hung up, was silent, or does not speak Redis; the link is closed.
         """
         commands, replies = self._commands, self.replies
         if not commands:
             return True
         try:
+            # Such a batch bypasses the parser; only an ASKING may precede the read.
             if isinstance(commands[-1], GetInto):
                 self.replies = [self._reply_into(command) for command in commands]
                 return True
@@ -299,7 +277,9 @@ class Link:
         return True
 
     def _reply_into(self, command: Command) -> Reply:
-        """One reply past the parser, from the socket into the caller's buffer: saves an object and a copy a value."""
+        """Reads one reply past the parser, from the socket into the caller's buffer: saves an object and a copy a
+        value."""
+        # The length is unknown until the line ends, and a byte read beyond it would be lost to the buffer.
         line = self._read(_SHORTEST_LINE_BYTES)
         while not line.endswith(b"\r\n"):  # to its end and not a byte beyond
             line += self._read(1)
@@ -327,7 +307,8 @@ class Link:
         return bytes(part)
 
     def _pass_over(self, num_bytes: int) -> None:
-        """Reads what has no room; however long it says that it is, it takes none."""
+        """Reads and drops what has no buffer, without allocating its length."""
+        # A wrong or hostile length must not allocate memory.
         scratch = memoryview(self._buffer)
         while num_bytes:
             part = scratch[:num_bytes]
@@ -343,13 +324,10 @@ class Link:
             filled += received
 
     def close(self) -> None:
-        """Closes the socket, and after a fork no more than that: it is the parent's conversation. Safe to repeat."""
+        """Closes the socket; after a fork only this process's copy of it. Safe to call twice."""
         self._connection.disconnect()
 
     def _failure(self, error: Exception, verb: str) -> StoreUnavailableError:
-        told = (
-            f"no progress within {self._timeout_seconds} s"
-            if isinstance(error, (RedisTimeoutError, TimeoutError))
-            else str(error)
-        )
-        return StoreUnavailableError(f"could not {verb} {self._endpoint}: {told}")
+        is_timeout = isinstance(error, (RedisTimeoutError, TimeoutError))
+        reason = f"no progress within {self._timeout_seconds} s" if is_timeout else str(error)
+        return StoreUnavailableError(f"could not {verb} {self._endpoint}: {reason}")

@@ -1,9 +1,9 @@
 """Keeps bytes in a private Redis server that starts with this run and ends with it.
 
-The embedded default: no server to install a service for, no port, no password; a unix socket that only this user can
-open. Whoever opens ``local://`` owns the server; `server` tells how its end is guaranteed. Everybody else reaches it by
-``.url``, which is the socket's ``unix://`` address: that is also what a pickled `LocalStore` becomes, so workers and
-other ranks talk to the same server and do not end it.
+The embedded default needs no service to install, no port and no password: it is a unix socket that only this user can
+open. The process that opens ``local://`` owns the server; `server` guarantees its end. All other processes reach it by
+``.url``, the socket's ``unix://`` address. A pickled `LocalStore` becomes that too, so workers and other ranks share
+the server and do not end it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from typing_extensions import override
+
+from shade.store._servers.server import LocalServer
 from shade.store.base import STORES
 from shade.store.redis import RedisStore
-from shade.store.server import LocalServer
 from shade.store.url import StoreURL
 
 _HEADROOM_BYTES: Final = 64 << 20
 _HEADROOM_DIVISOR: Final = 8
 """``maxmemory`` counts clients' buffers as well as data. Batches in flight must not turn into refused writes, so the
-limit is the capacity, an eighth more, and 64 MiB; whoever plans what to store keeps to the capacity itself."""
+limit is the capacity, an eighth more, and 64 MiB; a cache that plans what to store keeps to the capacity itself."""
 
 
 @STORES.register("local")
 class LocalStore(RedisStore):
-    """A server of one's own.
+    """A private server.
 
     Args:
         url: ``local://`` with an optional ``?capacity=``; without one the server has no limit.
         timeout_seconds: As in `RemoteStore`.
 
     Raises:
-        ConfigError: No server binary.
-        StoreUnavailableError: It does not start; the message has its log.
+        ConfigError: There is no server binary.
+        StoreUnavailableError: The server does not start; the message has its log.
     """
 
     def __init__(self, url: StoreURL, timeout_seconds: float) -> None:
@@ -48,7 +50,8 @@ class LocalStore(RedisStore):
     def __reduce__(self) -> tuple[type[RedisStore], tuple[StoreURL, float]]:
         return RedisStore, (self._url, self._timeout_seconds)
 
+    @override
     def close(self) -> None:
-        """See `Store`; ends the server when called by the process that opened the store."""
+        """Also ends the server, if this process opened the store."""
         super().close()
         self.server.stop()

@@ -1,8 +1,7 @@
-"""Keeps bytes in this process: for tests, and for one process that wants no server.
+"""Keeps bytes in this process: for tests, and for a single process that wants no server.
 
-Another process that opens ``memory://`` gets a store of its own (``shared`` is False), and so does a copy that
-travels by pickle; after fork the child has a copy of its own. With ``?capacity=`` it refuses what would not fit, as a
-full server does.
+Another process that opens ``memory://`` gets its own store (``shared`` is False), and so does an unpickled copy; after
+fork the child has its own copy. With ``?capacity=`` it refuses what would not fit, as a full server does.
 """
 
 from __future__ import annotations
@@ -11,23 +10,25 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from shade.errors import StoreClosedError, StoreError, StoreFullError
+from typing_extensions import override
+
+from shade.errors import StoreError, StoreFullError
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
 from shade.types import Bytes
 
 _ENTRY_BYTES: Final = 200
-"""Two Python objects' headers and a place in a dict at its emptiest, rounded up."""
+"""Headers of two Python objects and a place in a dict at its emptiest, rounded up."""
 
 
 @STORES.register("memory")
 class MemoryStore(Store):
-    """A dict with the manners of a server.
+    """A dict behind the interface of a server.
 
     Args:
         url: Its ``capacity`` bounds the sum of `stored_bytes`.
-        timeout_seconds: Unused; memory answers.
+        timeout_seconds: Unused; memory always answers.
     """
 
     shared = False
@@ -40,18 +41,17 @@ class MemoryStore(Store):
         self._used_bytes = 0
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._closed = False
 
     def __reduce__(self) -> tuple[type[MemoryStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
 
+    @override
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store`."""
         self._check_open()
         return [self._values.get(key) for key in keys]
 
+    @override
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        """See `Store`."""
         found = []
         for value, buffer in zip(self.get_many(list(items)), items.values(), strict=True):
             found.append(value is not None and len(value) == len(buffer))
@@ -59,14 +59,14 @@ class MemoryStore(Store):
                 buffer[:] = value
         return found
 
+    @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         with self._lock:
             self._check_open()
             return [self._put(key, value) for key, value in items.items()]
 
+    @override
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         with self._lock:
             self._check_open()
             return [key not in self._values and self._put(key, value) for key, value in items.items()]
@@ -83,8 +83,8 @@ class MemoryStore(Store):
         self._used_bytes += grown_bytes
         return True
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
-        """See `Store`."""
         removed = []
         with self._lock:
             self._check_open()
@@ -95,8 +95,8 @@ class MemoryStore(Store):
                     self._used_bytes -= self.stored_bytes(len(key), len(value))
         return removed
 
+    @override
     def increment(self, key: str, by: int) -> int:
-        """See `Store`."""
         with self._lock:
             self._check_open()
             try:
@@ -107,37 +107,34 @@ class MemoryStore(Store):
                 raise StoreFullError(f"expected room for the counter {key!r}, got a full store; raise its capacity")
             return number
 
+    @override
     def scan(self, prefix: str) -> Iterator[str]:
-        """See `Store`."""
         self._check_open()
+        # A copy of the keys: callers delete while they scan.
         yield from [key for key in list(self._values) if key.startswith(prefix)]
 
+    @override
     def stored_bytes(self, key_length: int, value_length: int) -> int:
-        """See `Store`."""
         return key_length + value_length + _ENTRY_BYTES
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`."""
         self._check_open()
         return [placement_tags()[0]]
 
+    @override
     def stats(self) -> StoreStats:
-        """See `Store`."""
         self._check_open()
         node = NodeStats("memory", "primary", self._used_bytes, self._max_bytes or 0, len(self._values), "")
         return StoreStats((node,))
 
+    @override
     def ping(self) -> None:
-        """See `Store`."""
         self._check_open()
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
         with self._lock:
             self._closed = True
             self._values = {}
             self._used_bytes = 0
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"expected an open store, got {self.url} after close(); open it again")

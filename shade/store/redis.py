@@ -1,19 +1,21 @@
 """Keeps bytes in one Redis server: over a unix socket, TCP, or TLS.
 
-Same machine: the unix socket, a tenth faster than loopback TCP. The connection logic is in `link` and `node`, the
-commands in `remote`; with one server there is nothing to route, so this is what remains.
+On the same machine the unix socket is a tenth faster than loopback TCP. `link` and `node` hold the connections and
+`redis_commands` the commands; a single server needs no routing, so little is left here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from shade.errors import StoreUnavailableError
 from shade.store.base import STORES
 from shade.store.keys import placement_tags
 from shade.store.link import Endpoint
 from shade.store.node import Node, exchange
-from shade.store.remote import PROBE_KEY, Outcome, RemoteStore
+from shade.store.redis_commands import PROBE_KEY, Outcome, RemoteStore
 from shade.store.url import StoreURL
 from shade.store.wire import Command, ServerError
 
@@ -43,19 +45,20 @@ class RedisStore(RemoteStore):
     def _all_nodes(self) -> Sequence[Node]:
         return (self._node,)
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`."""
         self._check_open()
         return [placement_tags()[0]]
 
+    @override
     def ping(self) -> None:
-        """See `Store`. Reads a key too: a node of a cluster answers a ping and then refuses most keys."""
+        """Reads a key too: a node of a cluster answers a PING and then refuses most keys."""
         self._check_open()
         for reply in self._node.ask(("PING",), ("GET", PROBE_KEY)):
             if isinstance(reply, ServerError):
                 raise reply.as_exception(str(self._node))
 
+    @override
     def close(self) -> None:
-        """See `Store`."""
         super().close()
         self._node.retire()

@@ -1,9 +1,8 @@
-"""Reads a store URL, keeps its secret out of sight, and says which options it knows.
+"""Reads a store URL, hides its password, and checks its options.
 
-A URL is the whole configuration of a store: it is what a run's log shows, what a worker process receives, and what a
-person types. So it is parsed once, strictly (a misspelt option is an error, not a default), and everything that turns
-it into text for people goes through `StoreURL.__str__`, where the password is ``***``. `StoreURL.reveal` is the one
-way to the full text, for handing to a child process.
+A URL is the whole configuration of a store: a run's log shows it, a worker process receives it, and a person types it.
+So it is parsed once, strictly (a misspelt option is an error, not a default), and all output for people goes through
+`StoreURL.__str__`, where the password is ``***``. Only `StoreURL.reveal` gives the full text, for a child process.
 
 Invariant: ``StoreURL.parse(url.reveal()) == url``, and the password is in no string but ``reveal()``'s.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from shade.errors import ConfigError
@@ -22,6 +21,8 @@ from shade.store.base import STORES
 PASSWORD_VARIABLE: Final = "SHADE_REDIS_PASSWORD"
 USERNAME_VARIABLE: Final = "SHADE_REDIS_USERNAME"
 DEFAULT_PORT: Final = 6379
+Address: TypeAlias = "tuple[str, int]"
+"""Host and port."""
 
 _OPTIONS: Final = {
     "rediss": ("capacity", "ca", "cert", "key"),
@@ -48,7 +49,7 @@ def parse_bytes(text: str) -> int:
         Bytes, > 0.
 
     Raises:
-        ConfigError: Not a positive number with a unit we know.
+        ConfigError: Not a positive number with a known unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {name.lower(): factor for name, factor in _UNITS.items()}
@@ -59,13 +60,13 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class StoreURL:
-    """Where a store is and how to get in; immutable, hashable, safe to print."""
+    """The address of a store, and the credentials; immutable, hashable, safe to print."""
 
     scheme: str
-    addresses: tuple[tuple[str, int], ...] = ()
+    addresses: tuple[Address, ...] = ()
     """``(host, port)``; several only for a cluster, none for ``unix``, ``memory`` and ``local``."""
     path: str = ""
-    """Of the unix socket."""
+    """Path of the unix socket."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     database: int = 0
@@ -74,20 +75,20 @@ class StoreURL:
 
     @classmethod
     def parse(cls, text: str) -> StoreURL:
-        """Reads ``scheme://[user:password@]where[/database][?option=value]``.
+        """Parses ``scheme://[user:password@]where[/database][?option=value]``.
 
-        A password (user) that the URL lacks is taken from ``SHADE_REDIS_PASSWORD`` (``SHADE_REDIS_USERNAME``), but not
-        for a unix socket: the URL of a private server must work whatever is set for others, and the file guards it.
+        ``SHADE_REDIS_PASSWORD`` (``SHADE_REDIS_USERNAME``) completes a URL without a password (user), but not for a
+        unix socket: the URL of a private server must work whatever is set for others, and the file's mode guards it.
 
         Args:
             text: As a person types it.
 
         Returns:
-            The URL; its options are known to be known.
+            The URL, with checked options.
 
         Raises:
-            UnknownNameError: No store has that scheme; the message lists those there are.
-            ConfigError: Anything else that cannot be; the message names the cure and never the password.
+            UnknownNameError: No store has that scheme; the message lists the known ones.
+            ConfigError: Any other mistake; the message names the cure and never the password.
         """
         shown = _redact(text)
         scheme, separator, rest = text.partition("://")
@@ -98,6 +99,7 @@ class StoreURL:
         place, _, query = rest.partition("?")
         netloc, slash, path = place.partition("/")
         path = slash + path
+        # The last "@": a password may hold one.
         login, _, hosts = netloc.rpartition("@")
         options = _options(scheme, query, shown)
         if scheme in _SERVERLESS:
@@ -120,17 +122,17 @@ class StoreURL:
         return cls(scheme, addresses, "", user, secret, int(database or 0), options)
 
     def option(self, name: str) -> str | None:
-        """A query parameter, or None where it was not given."""
+        """Returns a query parameter, or None if it was not given."""
         return dict(self.options).get(name)
 
     @property
     def capacity_bytes(self) -> int | None:
-        """``?capacity=`` in bytes, or None where it was not given."""
+        """Returns ``?capacity=`` in bytes, or None if it was not given."""
         text = self.option("capacity")
         return None if text is None else parse_bytes(text)
 
     def reveal(self) -> str:
-        """The full text, password included: for a child process, never for a log."""
+        """Returns the full text, password included: for a child process, never for a log."""
         return self._text(self.password)
 
     def __str__(self) -> str:
@@ -146,18 +148,18 @@ class StoreURL:
 
 
 def format_address(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
+    """Returns ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _redact(text: str) -> str:
-    """A text that may not even be a URL, with all that could be a login taken out."""
+    """Removes everything that could be a login from a text that may not even be a URL."""
     scheme, separator, rest = text.partition("://")
     _, at, tail = rest.rpartition("@")
     return f"{scheme}://***@{tail}" if separator and at else text
 
 
-def _address(text: str, shown: str) -> tuple[str, int]:
+def _address(text: str, shown: str) -> Address:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port

@@ -1,7 +1,7 @@
 """Names what goes over the wire: a command, a reply, and the errors that a server sends in place of one.
 
 Invariant: an error reply is a *value* (`ServerError`) in the server's own words, whatever version of redis-py brought
-it, so that a batch is always read to its end; it becomes an exception for a caller who cannot go on without an answer.
+it, so a batch is always read to its end. A caller that needs the answer turns it into an exception.
 """
 
 from __future__ import annotations
@@ -13,16 +13,7 @@ from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavai
 from shade.types import Bytes
 
 _REFUSED: Final = ("WRONGPASS", "NOAUTH", "NOPERM", "DENIED")
-_NOT_NOW: Final = (
-    "BUSY",
-    "CLUSTERDOWN",
-    "LOADING",
-    "MASTERDOWN",
-    "MISCONF",
-    "NOREPLICAS",
-    "READONLY",
-    "TRYAGAIN",
-)
+_NOT_NOW: Final = ("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "READONLY", "TRYAGAIN")
 
 
 @dataclass(frozen=True)
@@ -34,11 +25,11 @@ class ServerError:
 
     @property
     def code(self) -> str:
-        """The first word."""
+        """Returns the first word."""
         return self.text.partition(" ")[0]
 
     def as_exception(self, address: str) -> StoreError:
-        """The exception for a caller who cannot go on without the answer."""
+        """Returns the exception for a caller that needs the answer."""
         message = f"expected an answer from {address}, got {self.text!r}"
         if self.code in _REFUSED or "AUTH" in self.text or "invalid password" in self.text:
             return StoreAuthError(f"{message}; correct the user, the password or the server's ACL")
@@ -61,8 +52,8 @@ Command: TypeAlias = "tuple[str | int | Bytes, ...]"
 
 
 class GetInto(tuple[str | int | Bytes, ...]):
-    """A command to read a value straight into memory of the caller's; its reply is the value's length, and the buffer
-    is filled only where that is its own."""
+    """Reads a value straight into the caller's memory. The reply is the value's length; the buffer is filled only if
+    its own length is the same."""
 
     buffer: memoryview
 

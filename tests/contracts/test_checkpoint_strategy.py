@@ -36,7 +36,7 @@ from shade.checkpoint._strategies import STRATEGIES, Strategy, Terms
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
-from shade.store.local_cluster import free_ports
+from shade.store._servers.local_cluster import free_ports
 from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
 from tests.simulation.torture.world import NOTHING, Act, CrashedError, Fault, World
 from tests.support.strategy_ranks import train_on_two_ranks

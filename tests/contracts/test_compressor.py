@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from shade.errors import ConfigError, NonFiniteGradientError
-from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse, aligned_zeros, wanted_count
+from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse, wanted_count
 from shade.gradient._compress.correction import AdamCorrection, Correction, MomentumCorrection
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
+from shade.gradient._kernels.arrays import aligned_zeros
 from shade.types import Floats
 
 every_compressor = pytest.mark.parametrize("name", list(COMPRESSORS))

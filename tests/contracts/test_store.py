@@ -20,9 +20,9 @@ import pytest
 
 from shade.errors import StoreAuthError, StoreClosedError, StoreUnavailableError, UnknownNameError
 from shade.store import STORES, Store, StoreURL, open_store
+from shade.store._servers.local_cluster import LocalCluster
+from shade.store._servers.server import LocalServer
 from shade.store.keys import SampleKeys, placement_tags
-from shade.store.local_cluster import LocalCluster
-from shade.store.server import LocalServer
 from tests.conftest import PASSWORD, WRONG, Place
 
 TIMEOUT_SECONDS = 0.25

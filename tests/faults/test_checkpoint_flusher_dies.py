@@ -33,7 +33,7 @@ from shade.errors import CheckpointError, ConfigError
 from shade.process import is_running
 from shade.storage import open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.conftest import PASSWORD, REPOSITORY
 from tests.support.snapshots import Snapshot, damages, make, save
 

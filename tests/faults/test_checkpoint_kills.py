@@ -22,8 +22,8 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._session.checkpointer import Checkpointer
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
 from tests.support.killed_training import Job, train
 
 PATIENCE_SECONDS = 120.0

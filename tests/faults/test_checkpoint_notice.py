@@ -19,8 +19,8 @@ from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._flush.service import is_served
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.store import open_store
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
 from tests.support.noticed_training import build, digest, run_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,7 +25,7 @@ from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError
 from shade.storage import open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.simulation.torture.ledger import RUN, Saved, saved
 
 NUM_RANKS = 2

@@ -14,9 +14,9 @@ from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
 from shade.store import Store, open_store
+from shade.store._servers.local_cluster import LocalCluster
+from shade.store._servers.server import LocalServer
 from shade.store.keys import NUM_SLOTS
-from shade.store.local_cluster import LocalCluster
-from shade.store.server import LocalServer
 from shade.types import Bytes
 from tests.conftest import PASSWORD, WRONG
 from tests.support.snapshots import Snapshot, damages, make, readable, save

@@ -27,7 +27,7 @@ from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ShadeError
 from shade.storage.directory import DirectoryVolume
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.types import Bytes
 from tests.simulation.torture import bench, campaign, live
 from tests.simulation.torture.campaign import faults, quiet, scenarios

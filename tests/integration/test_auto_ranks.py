@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shade.store.local_cluster import free_ports
+from shade.store._servers.local_cluster import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "programs" / "auto_rank.py"

@@ -17,7 +17,7 @@ from shade.cli import main
 from shade.cli.checkpoint import VERBS
 from shade.storage import open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 Capture = pytest.CaptureFixture[str]
 STATE = {

@@ -18,7 +18,7 @@ from shade.checkpoint._integrations.dcp_writer import ShadeWriter
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.cli import main
 from shade.errors import ConfigError
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 DELTAS = [name for name in CODECS if issubclass(CODECS.get(name), Delta)]
 ROUGH = [name for name in CODECS if not CODECS.get(name).is_exact]

@@ -13,7 +13,7 @@ from shade.cli import main
 from shade.cli.command import parser
 from shade.policy.trace import Trace
 from shade.store import open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.support.launching import ROOT, environment, make_images, truncate
 
 Capture = pytest.CaptureFixture[str]

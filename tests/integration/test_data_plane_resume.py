@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shade.store import open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
 
 N, G, EPOCHS = 150, 16, 5

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "programs" / "deepspeed_rank.py"

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shade import ShadeDataset, ShadeSampler
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {

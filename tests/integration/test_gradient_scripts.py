@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shade.store.local_cluster import free_ports
+from shade.store._servers.local_cluster import free_ports
 from tests.support.launching import make_images
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 from shade import ShadeDataset, ShadeSampler
 from shade.config import RunConfig
 from shade.launch.run import main
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, make_images, rows, run, truncate
 
 
@@ -103,17 +103,22 @@ def a_file(here: Path) -> None:
         (nothing, "data --policy plan --sampling pads", "a --policy that can do without", "plan"),
         (nothing, "data --sampling paads", "did you mean 'pads'", "paads"),
         (nothing, "data --cache redsi://h", "did you mean 'redis'", "redsi"),
-        (nothing, "data --cache redis://127.0.0.1:1", "a cache that answers", "redis://127.0.0.1:1"),
+        (nothing, "data --cache redis://127.0.0.1:1", "expected the cache", "redis://127.0.0.1:1 to answer"),
         (nothing, "data --cache memory:// --workers 2", "a cache that ranks and workers share", "memory://"),
         (nothing, "data --checkpoint local://", "there when the run is gone", "local://"),
-        (nothing, "data --checkpoint redis://127.0.0.1:1", "a store for snapshots that answers", "127.0.0.1:1"),
+        (nothing, "data --checkpoint redis://127.0.0.1:1", "expected the snapshot store", "127.0.0.1:1 to answer"),
         (nothing, "data --checkpoint redsi://h", "did you mean 'redis'", "redsi"),
-        (nothing, "data --persist /proc/nothing/here", "a --persist that can be written", "/proc/nothing/here"),
-        (a_file, "data --persist out/deeper --out fine", "a --persist that can be written", "out"),
+        (nothing, "data --persist /proc/nothing/here", "could not write to --persist", "/proc/nothing/here"),
+        (a_file, "data --persist out/deeper --out fine", "could not write to --persist", "out"),
         (nothing, "data --persist deep/deeper --checkpoint-every 0", "a number of steps, a time", "0"),
         (nothing, "data --persist deep/deeper --checkpoint-keep best", "last=N", "best"),
         (nothing, "data --checkpoint_strategy overlp", "did you mean 'overlap'", "overlp"),
-        (nothing, "data --persist deep/deeper --cache redis://127.0.0.1:1", "a cache that answers", "127.0.0.1:1"),
+        (
+            nothing,
+            "data --persist deep/deeper --cache redis://127.0.0.1:1",
+            "expected the cache",
+            "127.0.0.1:1 to answer",
+        ),
         (nothing, "data --resume", "a run to resume", "runs"),
         (nothing, "data --resume gone", "a run to resume", "gone"),
         (a_run, "data --out out", "an --out without a run in it", "out"),

@@ -16,8 +16,8 @@ from shade.config import RunConfig
 from shade.launch.run import main
 from shade.storage import open_volume
 from shade.store import open_store
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer
 from tests.support.launching import (
     STREAM,
     forget,

@@ -19,7 +19,7 @@ from shade import TrainSession
 from shade.config import ACCESS_LOG, CACHE_URL, RUN_FILE, RunConfig
 from shade.policy import POLICIES
 from shade.sampling import MODES
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.support.launching import ROOT, make_images, rows, saved_step
 
 ONLINE = [name for name in POLICIES if not POLICIES.get(name).offline]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.store.local_cluster import LocalCluster, free_ports
+from shade.store._servers.local_cluster import LocalCluster, free_ports
 from tests.support.launching import make_images, rows, run, start
 
 BATCH, EPOCHS = 4, 2

@@ -142,9 +142,9 @@ def test_the_launcher_takes_what_the_manifest_gives_it() -> None:
 
 def test_the_nodes_of_the_manifest_are_caches(tmp_path: Path) -> None:
     """Every line of its redis.conf is one that the server takes, and those that make a cache are all there."""
-    from shade.cli.cache_doctor import _WANTED, _WANTED_OF_NODES
-    from shade.store.local_cluster import free_ports
-    from shade.store.server import LocalServer
+    from shade.cli.doctor import _WANTED, _WANTED_OF_NODES
+    from shade.store._servers.local_cluster import free_ports
+    from shade.store._servers.server import LocalServer
 
     (text,) = [each["data"]["redis.conf"] for each in documents() if each["kind"] == "ConfigMap"]
     settings = dict(line.split(" ", 1) for line in text.splitlines()) | {"port": str(free_ports(1)[0])}

@@ -50,7 +50,7 @@ def test_a_run_outlives_a_rank_and_ends_as_if_nothing_had_been(data: Path, tmp_p
     status, said = kill_a_rank(data, broken, "--restarts", "1")
     assert status == 0, said
     assert "rank 1 was killed by SIGKILL" in said
-    assert "the ranks are started anew (0 more times after that)" in said
+    assert "the ranks are restarted (0 more times after that)" in said
     assert losses(broken / "out") == losses(whole / "out")
     assert [row["epoch"] for row in rows(broken / "out") if row["rank"] == 0] == list(range(EPOCHS))
     forget(broken / "out")
@@ -70,12 +70,12 @@ def test_ranks_are_started_anew_as_often_as_was_asked(
         return 1, f"rank 1 was killed by SIGKILL for the {len(begun)}. time"
 
     monkeypatch.setattr("shade.launch.run._launch", launch)
-    monkeypatch.setattr("shade.launch.snapshots.exist", lambda config, url: len(begun) > 1)
+    monkeypatch.setattr("shade.launch.preflight.has_snapshots", lambda config, url: len(begun) > 1)
     assert main(["bench_cifar10.py", str(data), *WORDS, "--restarts", "2"]) == 1
     assert begun == [(False, False), (False, False), (True, True)]  # nothing to go on from yet: as if it had not been
     said = capsys.readouterr().err
-    assert "for the 1. time; the ranks are started anew (1 more times after that)" in said
-    assert "for the 3. time; go on with --resume" in said
+    assert "for the 1. time; the ranks are restarted (1 more times after that)" in said
+    assert "for the 3. time; continue with --resume" in said
 
 
 def test_fewer_than_no_restarts_are_refused(

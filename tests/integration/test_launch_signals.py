@@ -76,7 +76,7 @@ def test_the_run_of_these_tests_has_all_that_could_be_left_behind(running: Runni
     running.launcher.send_signal(signal.SIGINT)
     status, out, err = running.end()
     assert (status, out) == (128 + signal.SIGINT, "")
-    assert re.fullmatch(r"runshade\.py: stopped by SIGINT(; go on with --resume .*/out)?\n", err)
+    assert re.fullmatch(r"runshade\.py: stopped by SIGINT(; continue with --resume .*/out)?\n", err)
     running.assert_all_gone()
 
 
@@ -85,7 +85,7 @@ def test_sigterm(running: Running) -> None:
     running.launcher.send_signal(signal.SIGTERM)
     status, _, err = running.end()
     assert status == 128 + signal.SIGTERM
-    assert err == f"runshade.py: stopped by SIGTERM; go on with --resume {running.here / 'out'}\n"
+    assert err == f"runshade.py: stopped by SIGTERM; continue with --resume {running.here / 'out'}\n"
     running.assert_all_gone()
 
 

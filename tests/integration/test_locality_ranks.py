@@ -13,8 +13,8 @@ from redis.crc import key_slot
 
 from shade.data._sampler import cache_planner
 from shade.store import open_store
+from shade.store._servers.local_cluster import LocalCluster
 from shade.store.cluster import ClusterStore
-from shade.store.local_cluster import LocalCluster
 from shade.store.redis import RedisStore
 from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train_ranks
 

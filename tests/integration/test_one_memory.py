@@ -19,7 +19,7 @@ from torchvision.datasets import ImageFolder
 from shade import ShadeDataset, ShadeSampler
 from shade.cache import breaker
 from shade.config import RunConfig
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.train.snapshots import Snapshots
 from tests.support.data_plane import make_pictures
 from tests.support.launching import STREAM, rows, run, stream_of, wait_for

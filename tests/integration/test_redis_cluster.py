@@ -11,8 +11,8 @@ from redis.crc import key_slot
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.store import ClusterStore, SampleKeys, open_store
-from shade.store.local_cluster import LocalCluster, free_ports
-from shade.store.server import LocalServer
+from shade.store._servers.local_cluster import LocalCluster, free_ports
+from shade.store._servers.server import LocalServer
 
 TIMEOUT_SECONDS = 0.25
 KEYS = SampleKeys("cluster")

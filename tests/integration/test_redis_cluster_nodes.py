@@ -11,10 +11,10 @@ from redis.crc import key_slot
 
 from shade.errors import StoreAuthError, StoreFullError, StoreUnavailableError
 from shade.store import ClusterStore, SampleKeys, open_store
+from shade.store._servers.local_cluster import LocalCluster, agrees, free_ports, node_settings
+from shade.store._servers.resharding import Move, take_share
+from shade.store._servers.server import LocalServer
 from shade.store.link import socket_path
-from shade.store.local_cluster import LocalCluster, agrees, free_ports, node_settings
-from shade.store.resharding import Move, take_share
-from shade.store.server import LocalServer
 from tests.simulation.cluster_chaos import RelayedCluster
 
 TIMEOUT_SECONDS = 0.25

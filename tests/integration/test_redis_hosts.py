@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shade.errors import ConfigError, StoreUnavailableError
-from shade.store import hosts, service
-from shade.store.local_cluster import free_ports
+from shade.store._servers import cluster_bootstrap, service
+from shade.store._servers.local_cluster import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTBED = ROOT / "scripts" / "testbed"
@@ -112,30 +112,30 @@ def test_three_hosts_make_a_cluster_a_fourth_joins_and_one_comes_back(bed: Hosts
 
 def test_a_server_that_others_can_reach_wants_a_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SHADE_REDIS_PASSWORD"):
-        hosts.join(tmp_path, ("127.0.0.1", 7000), nodes=3)
+        cluster_bootstrap.join_cluster(tmp_path, ("127.0.0.1", 7000), nodes=3)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_founder_without_a_number_has_nothing_to_join(tmp_path: Path) -> None:
+def test_a_seed_without_a_number_has_nothing_to_join(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with pytest.raises(ConfigError, match="pass --nodes"):
-        hosts.join(tmp_path, ("127.0.0.1", port), password="secret")
+        cluster_bootstrap.join_cluster(tmp_path, ("127.0.0.1", port), password="secret")
     assert not (tmp_path / "servers.json").exists()
 
 
 def test_those_who_wait_in_vain_leave_nothing_running(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with pytest.raises(StoreUnavailableError, match="3 nodes have met"):
-        hosts.join(tmp_path, ("127.0.0.1", port), nodes=3, password="secret", patience_seconds=0.5)
+        cluster_bootstrap.join_cluster(tmp_path, ("127.0.0.1", port), nodes=3, password="secret", wait_seconds=0.5)
     assert not (tmp_path / "servers.json").exists()
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 2])
 def test_shapes_that_are_no_cluster(tmp_path: Path, nodes: int) -> None:
     with pytest.raises(ConfigError):
-        hosts.join(tmp_path, ("127.0.0.1", 7000), nodes=nodes, password="secret")
+        cluster_bootstrap.join_cluster(tmp_path, ("127.0.0.1", 7000), nodes=nodes, password="secret")
 
 
 def test_a_host_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--join"):
-        hosts.join(tmp_path, ("no-such-host.invalid", 7000), nodes=3, password="secret")
+        cluster_bootstrap.join_cluster(tmp_path, ("no-such-host.invalid", 7000), nodes=3, password="secret")

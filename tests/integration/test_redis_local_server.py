@@ -19,8 +19,8 @@ import pytest
 from shade.errors import ConfigError, StoreUnavailableError
 from shade.process import is_running
 from shade.store import open_store
+from shade.store._servers.server import LocalServer, find_server_binary
 from shade.store.local import LocalStore
-from shade.store.server import LocalServer, find_server_binary
 
 OWNER = """
 import multiprocessing, os, sys, time

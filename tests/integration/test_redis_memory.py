@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from shade.store import SampleKeys, open_store
-from shade.store.local_cluster import LocalCluster
-from shade.store.server import LocalServer
-from shade.store.sizing import allocated_bytes, stored_bytes
+from shade.store._servers.local_cluster import LocalCluster
+from shade.store._servers.server import LocalServer
+from shade.store.redis_commands import allocated_bytes, stored_bytes
 from tests.conftest import server_binaries
 
 SIZES = sorted(

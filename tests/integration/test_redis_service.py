@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from shade.cli import main
 from shade.errors import ConfigError, StoreError
 from shade.process import is_running
 from shade.store import open_store
+from shade.store._servers.local_cluster import free_ports
+from shade.store._servers.server import LocalServer, find_server_binary, wait_until_serving
+from shade.store._servers.service import down, status, up
 from shade.store.link import Endpoint
-from shade.store.local_cluster import free_ports
-from shade.store.server import LocalServer, find_server_binary, wait_until_serving
-from shade.store.service import down, main, status, up
 from tests.conftest import REPOSITORY
 
 
@@ -63,20 +64,20 @@ def test_what_is_recorded_is_for_our_eyes_only(directory: Path) -> None:
 
 
 def test_a_cluster_up_and_down_from_the_command_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    at = ["--directory", str(directory)]
-    assert main(["up", *at, "--nodes", "3", "--replicas", "1", "--memory", "64MiB"]) == 0
+    at = ["--dir", str(directory)]
+    assert main(["cache", "up", *at, "--nodes", "3", "--replicas", "1", "--memory", "64MiB"]) == 0
     url = capsys.readouterr().out.strip()
     with open_store(url) as store:
         store.ping()
         assert [node.role for node in store.stats().nodes] == ["primary"] * 3 + ["replica"] * 3
-    assert main(["status", *at]) == 0
+    assert main(["cache", "status", *at]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == url
     assert sum("primary" in line for line in lines) == sum("replica" in line for line in lines) == 3
-    assert main(["up", *at]) == 2
+    assert main(["cache", "up", *at]) == 2
     assert "take those down first" in capsys.readouterr().err
-    assert main(["down", *at]) == 0
-    assert main(["down", *at]) == 2
+    assert main(["cache", "down", *at]) == 0
+    assert main(["cache", "down", *at]) == 2
     assert list(directory.iterdir()) == []
 
 

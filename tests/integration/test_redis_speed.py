@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from shade.store import SampleKeys, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 
 @pytest.mark.slow

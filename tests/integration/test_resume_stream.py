@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, make_images, rows, run, same_state, saved_step, stream_of, wait_for
 
 EPOCHS, GLOBAL_BATCH, SAVE_EVERY = 4, 8, 3

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from shade.cache import breaker
 from shade.data._dataset.dataset import ShadeDataset
 from shade.data._sampler.sampler import ShadeSampler
-from shade.store import open_store, patience
+from shade.store import node, open_store
 from tests.simulation.cluster_chaos import Act, Chaos, RelayedCluster, schedule
 
 NUM_SAMPLES: Final = 320
@@ -55,8 +55,8 @@ _IN_PROPORTION: Final = (
     (breaker, "FIRST_PAUSE_SECONDS", 0.05),
     (breaker, "LONGEST_PAUSE_SECONDS", 0.2),
     (breaker, "SLOW_SECONDS", 0.5),
-    (patience, "FIRST_PAUSE_SECONDS", 0.05),
-    (patience, "LONGEST_PAUSE_SECONDS", 0.2),
+    (node, "FIRST_PAUSE_SECONDS", 0.05),
+    (node, "LONGEST_PAUSE_SECONDS", 0.2),
 )
 
 Hook = Callable[[int], None]

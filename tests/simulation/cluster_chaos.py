@@ -31,11 +31,11 @@ from typing_extensions import override
 
 from shade.errors import StoreError, StoreUnavailableError
 from shade.process import die_with_parent
+from shade.store._servers.local_cluster import LocalCluster, agrees
+from shade.store._servers.resharding import Move
+from shade.store._servers.server import LocalServer
 from shade.store.keys import NUM_SLOTS
-from shade.store.local_cluster import LocalCluster, agrees
 from shade.store.node import Node
-from shade.store.resharding import Move
-from shade.store.server import LocalServer
 from shade.store.url import StoreURL
 from shade.store.wire import Reply, ServerError
 

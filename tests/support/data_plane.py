@@ -27,9 +27,9 @@ from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
 from shade.cache import admission, breaker
+from shade.data._dataset.origin import FileOrigin
 from shade.policy.simulator import SimulationResult, simulate
 from shade.policy.trace import Trace
-from shade.store.origin import FileOrigin
 
 Hook = Callable[[int], None]
 """Called with the number of steps done, after each."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import redis
 
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 
 class SlowProxy:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
-import importlib.resources
 import logging
 import os
 import signal
@@ -27,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
@@ -106,7 +106,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
         raise ConfigError.of("a store that other processes reach by its URL", store_url, cure)
     given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
-    home = os.path.dirname(str(importlib.resources.files("shade")))
+    home = str(Path(str(files("shade"))).parent)  # where the package lies, for a clone that is not installed
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}"]
     path = flusher_log(run) if log is None else log

@@ -97,7 +97,7 @@ PUBLISHED: Final = (
         "Written past the page cache by all data-parallel ranks. A save is decoupled by one step: it begins after step "
         "i, and step i + 1 may not change the state before it is durable, so nothing but that one step is ever at "
         "risk. What makes this bearable is speed: while one part of the buffer is written with O_DIRECT the next is "
-        "filled, and every rank writes its share of the bytes. Here the writer is `shade.storage.direct`. Where we "
+        "filled, and every rank writes its share of the bytes. Here the writer is `DirectFile`. Where we "
         "differ: shares are whole tensors, the largest first, and not byte ranges of one serialised stream, so that a "
         "file can be read by itself; no rank has more than 4/3 of the best possible (decision 0008 has the price). "
         "With a store the way goes through its memory, and durable is what the flusher has written.",

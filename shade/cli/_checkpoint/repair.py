@@ -238,7 +238,7 @@ def _certify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _certify(given: argparse.Namespace) -> int:
-    from shade.launch.certify import certify
+    from shade.launch.certify_resume import certify
     from shade.launch.ranks import Ended, signals_as_exceptions
 
     try:

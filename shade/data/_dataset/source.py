@@ -30,10 +30,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from shade.cache.entry import FORM_ENCODED, FORM_ITEM
 from shade.data._dataset import item_codec
+from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
 from shade.errors import BadSampleError, ConfigError, DataError
-from shade.store.origin import FileOrigin
-from shade.store.origin_url import Entry, UrlOrigin, describe_many, is_url, list_files, root_of
 
 CountOrigin = Callable[[int, int], None]
 """Told (reads, bytes) whenever the origin was read."""

@@ -10,7 +10,7 @@ Locality: which host keeps which sample, and which rank runs where; agreed upon 
 
 A cluster says which of its servers has which key. A rank knows which of these servers are on its own machine: those to
 whose address it could bind a socket. Ranks that are near the same servers are one host. From then on
-`shade.sampling.redeal` deals every global batch by arithmetic alone.
+`shade.sampling.shards.redeal` deals every global batch by arithmetic alone.
 
 Nothing is dealt by home where there is nothing to win: one rank, one server, no server near any rank, or all near all;
 and nothing in an epoch at whose beginning the ranks do not see the same cluster (a slot on the move, a server that does
@@ -39,7 +39,7 @@ from shade.cache.sharing import Sharing
 from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
 from shade.policy.base import EpochWindow
-from shade.sampling.redeal import NOWHERE, redeal
+from shade.sampling.shards import NOWHERE, redeal
 from shade.types import Bools, Floats, Indices
 
 logger = logging.getLogger("shade.data")

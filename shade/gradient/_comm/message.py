@@ -44,7 +44,7 @@ import xxhash
 from shade.errors import ConfigError, PayloadError, UnknownNameError
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
-from shade.gradient._kernels.compiling import choose
+from shade.gradient._kernels.choice import choose
 from shade.types import Bytes
 
 MAGIC: Final = b"SHDG"
@@ -206,7 +206,7 @@ MIDDLE, WIDE = 254, 255
 
 
 class IndexArrays:
-    """The two loops in numpy; see `_kernels.delta`."""
+    """The two loops in numpy; see `_kernels.index_loops`."""
 
     @staticmethod
     def split(indices_K: Places, codes_K: Octets, middle_K: npt.NDArray[np.uint16], wide_K: Places) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class IndexArrays:
 @functools.cache
 def loops() -> Any:
     """Those in use."""
-    return choose("shade.gradient._kernels.delta", IndexArrays)
+    return choose("shade.gradient._kernels.index_loops", IndexArrays)
 
 
 def encode(indices_K: Places) -> Octets:

@@ -25,7 +25,7 @@ order and holds the same bits afterwards, on whatever processor (no product is f
 starts at zero and takes rank 0's share first. Weighted, because the mean over samples is what training on one machine
 would use, and ranks need not have equal batches.
 
-The work is that of the elements, not of the bucket (`_kernels.merging`).
+The work is that of the elements, not of the bucket (`_kernels.index_loops`).
 
 Legend: D bucket · K kept · W world.
 """
@@ -48,7 +48,7 @@ from shade.gradient._comm.topology import Topology
 from shade.gradient._comm.transport import Arrival, Octets
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
-from shade.gradient._kernels.compiling import choose
+from shade.gradient._kernels.choice import choose
 from shade.types import Decision, Floats, Indices
 
 PROTOCOL = 0x5348_4144_4500_0002
@@ -248,7 +248,7 @@ class SparseAllReduce:
 
 
 class MergeArrays:
-    """The loop in numpy; see `_kernels.merging`."""
+    """The loop in numpy; see `_kernels.index_loops`."""
 
     @staticmethod
     def merge_parts(
@@ -273,7 +273,7 @@ class MergeArrays:
 @functools.cache
 def loops() -> Any:
     """Those in use."""
-    return choose("shade.gradient._kernels.merging", MergeArrays)
+    return choose("shade.gradient._kernels.index_loops", MergeArrays)
 
 
 def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:

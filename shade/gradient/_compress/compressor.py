@@ -34,11 +34,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError, NonFiniteGradientError
+from shade.gradient._kernels.arrays import ALIGNMENT_BYTES
 from shade.registry import Registry
 from shade.types import Floats
 
-ALIGNMENT_BYTES = 64
-"""Where the memory for a rest begins: streaming stores write whole lines of the cache."""
 _MASK = 2**64 - 1
 
 
@@ -82,13 +81,6 @@ class Compressor(ABC):
             NonFiniteGradientError: The sum holds NaN or infinity; ``rest_D`` is worth nothing.
             ConfigError: A bad density, or arrays that do not fit each other.
         """
-
-
-def aligned_zeros(size: int) -> Floats:
-    """float32 (size,) that begins at a multiple of `ALIGNMENT_BYTES`."""
-    room = np.zeros(size + ALIGNMENT_BYTES // 4, dtype=np.float32)
-    start = -room.ctypes.data % ALIGNMENT_BYTES // 4
-    return room[start : start + size]
 
 
 def wanted_count(size: int, density: float) -> int:

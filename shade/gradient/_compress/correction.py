@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient._compress.compressor import aligned_zeros
-from shade.gradient._kernels.arrays import Places
+from shade.gradient._kernels.arrays import Places, aligned_zeros
 from shade.gradient._kernels.choice import prepare
 from shade.types import Floats
 

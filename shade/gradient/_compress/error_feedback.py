@@ -30,9 +30,10 @@ import numpy as np
 import torch
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient._compress.compressor import Compressor, Key, Sparse, aligned_zeros, check, refuse_non_finite
+from shade.gradient._compress.compressor import Compressor, Key, Sparse, check, refuse_non_finite
 from shade.gradient._compress.correction import Correction, Tensors, make_correction_memory, read_array
 from shade.gradient._compress.quantiser import Quantiser
+from shade.gradient._kernels.arrays import aligned_zeros
 from shade.gradient._kernels.choice import prepare
 from shade.types import Floats
 

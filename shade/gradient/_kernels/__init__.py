@@ -1,1 +1,1 @@
-"""The walks over a bucket that cost something, each in several ways with the same result to the last bit."""
+"""The passes over a bucket that take time, each in numba and in numpy with the same results to the last bit."""

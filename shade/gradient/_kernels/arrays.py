@@ -1,7 +1,7 @@
-"""The walks in numpy, a tile at a time: for machines without numba, or where its loops turn out to be slower.
+"""The passes over a bucket in numpy, a tile at a time, for machines without a working numba; they define the results.
 
-A tile and its scratch stay in the second-level cache, so memory is read and written once here too. What remains is some
-overhead a tile and a few passes within the cache.
+A tile and its scratch arrays stay in the second-level cache, so memory is read and written once here too. What remains
+is some overhead a tile and a few passes within the cache.
 
 Legend: D bucket · L lines of 16.
 """
@@ -16,28 +16,38 @@ from shade.types import Bools, Floats
 LINE = 16
 """Elements of a cache line."""
 TILE = 2**14
-"""Elements between two looks at how much room is left: what is picked into has that much to spare."""
+"""Elements between two checks of the room that is left: outputs need room for a tile more than is picked."""
 OVERFLOW = -1
+"""Returned instead of a count when the room did not suffice."""
 
+ALIGNMENT_BYTES = 64
+"""Where the memory for a rest begins: streaming stores write whole lines of the cache."""
 Places = npt.NDArray[np.uint32]
+
+
+def aligned_zeros(size: int) -> Floats:
+    """Returns zeros, float32 (size,), that begin at a multiple of `ALIGNMENT_BYTES`."""
+    room = np.zeros(size + ALIGNMENT_BYTES // 4, dtype=np.float32)
+    start = -room.ctypes.data % ALIGNMENT_BYTES // 4
+    return room[start : start + size]
 
 
 def pick_elements(
     gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, indices: Places, values: Floats
 ) -> int:
-    """Adds, picks single elements, keeps the rest.
+    """Adds two arrays, moves the large elements of the sum to a list, and writes the rest.
 
     Args:
         gradient_D: Unchanged.
         residual_D: Unchanged.
-        rest_D: Becomes the sum, 0 where picked.
-        threshold: Picked is what is not smaller in magnitude; so NaN is.
+        rest_D: From `aligned_zeros`; becomes the sum, 0 where picked.
+        threshold: An element is picked unless its magnitude is below; so NaN is picked.
         indices: Becomes the picked places, ascending.
         values: As long; becomes their sums.
 
     Returns:
-        How many; or `OVERFLOW`: at some tile fewer than `TILE` places were left in ``indices``, and ``rest_D`` is worth
-        nothing.
+        The number of picked elements. Or `OVERFLOW` if ``indices`` had less room than the next tile is long; then
+        ``rest_D`` is undefined.
     """
     magnitude, is_below = np.empty(TILE, dtype=np.float32), np.empty(TILE, dtype=np.bool_)
     count, limit = 0, np.float32(threshold)
@@ -66,19 +76,19 @@ def pick_lines(
     lines: Places,
     values: Floats,
 ) -> int:
-    """Adds, picks lines of 16 by their energy, keeps the rest. A last line may be shorter.
+    """Adds two arrays, moves lines of 16 with much energy to a list, and writes the rest. A last line may be shorter.
 
     Args:
         gradient_D: Unchanged.
         residual_D: Unchanged.
-        rest_D: Becomes the sum, 0 where picked.
+        rest_D: From `aligned_zeros`; becomes the sum, 0 where picked.
         scale: A power of two, see `line_energy`.
-        threshold: Picked is what has not less energy; so is a line with a NaN.
+        threshold: A line is picked unless its energy is below; so a line with a NaN is picked.
         lines: Becomes the numbers of the picked lines, ascending.
         values: 16 times as long; becomes their sums, 0 beyond the end.
 
     Returns:
-        How many lines; or `OVERFLOW`, as `pick_elements` where fewer than `TILE` / 16 places were left.
+        The number of picked lines, or `OVERFLOW` as in `pick_elements`.
     """
     count, limit = 0, np.float32(threshold)
     for start in range(0, gradient_D.size, TILE):
@@ -98,14 +108,14 @@ def pick_lines(
 
 
 def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, sample_L: Floats) -> None:
-    """Adds every so many lines.
+    """Adds two arrays on a sample of lines.
 
     Args:
         gradient_D: Unchanged.
         residual_D: Unchanged.
         start: The first line.
-        stride: From one to the next.
-        sample_L: float32 (L, 16); becomes the sums of so many lines; all of them are whole.
+        stride: Lines from one to the next.
+        sample_L: float32 (L, 16); becomes the sums; all sampled lines are whole.
     """
     whole = gradient_D.size // LINE * LINE
     gradient_L, residual_L = gradient_D[:whole].reshape(-1, LINE), residual_D[:whole].reshape(-1, LINE)
@@ -113,39 +123,39 @@ def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, 
 
 
 def name_elements(lines: Places, indices_L: Places) -> None:
-    """The elements of lines, in order.
+    """Writes the indices of all elements of some lines, in order.
 
     Args:
-        lines: Their numbers.
-        indices_L: uint32 (L, 16), as many; overwritten.
+        lines: The numbers of the lines.
+        indices_L: uint32 (L, 16); overwritten.
     """
     np.multiply(lines[:, None], np.uint32(LINE), out=indices_L)
     np.add(indices_L, np.arange(LINE, dtype=np.uint32), out=indices_L)
 
 
 def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Floats) -> None:
-    """Puts what rounding lost where it was picked.
+    """Writes the rounding errors of the picked elements to the residual.
 
     Args:
         rest_D: Overwritten at the places.
         indices_K: The places, < D.
         values_K: What was picked.
-        seen_K: What the receiver will see of it.
+        seen_K: What the receiver will decode.
     """
     rest_D[indices_K] = values_K - seen_K
 
 
 def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> int:
-    """Takes some of what was picked back out; the others close ranks.
+    """Puts some of the picked units back into the bucket; the others move to the front.
 
     Args:
-        rest_D: Gets back what lies within it.
+        rest_D: Receives what lies within it.
         places: Numbers of the picked units; overwritten.
-        values: float32 (U, unit), theirs; overwritten.
+        values: float32 (U, unit), the values of those units; overwritten.
         is_kept: bool (U,).
 
     Returns:
-        How many are left, at the front of both.
+        The number of units that are left, at the front of both arrays.
     """
     unit, left = values.shape[1], int(np.count_nonzero(is_kept))
     back = (places[~is_kept][:, None].astype(np.int64) * unit + np.arange(unit)).reshape(-1)
@@ -156,13 +166,13 @@ def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> 
 
 
 def gain_momentum(velocity_D: Floats, gradient_D: Floats, momentum: float, gained_D: Floats) -> None:
-    """A step of momentum: ``gained ← momentum · velocity + gradient``, rounded twice.
+    """Computes a step of momentum, ``momentum · velocity + gradient``; rounds twice.
 
     Args:
         velocity_D: Unchanged.
         gradient_D: Unchanged.
         momentum: The factor.
-        gained_D: From `aligned_zeros`, apart from the other two; overwritten.
+        gained_D: From `aligned_zeros`, not one of the other two; overwritten.
     """
     np.multiply(velocity_D, np.float32(momentum), out=gained_D)
     np.add(gained_D, gradient_D, out=gained_D)
@@ -177,7 +187,7 @@ def gain_adam(
     new_second_D: Floats,
     direction_D: Floats,
 ) -> None:
-    """A step of Adam's moments, and where it leads; every operation is rounded.
+    """Computes a step of Adam's moments and its direction; rounds after every operation.
 
     Args:
         first_D: Unchanged.
@@ -207,12 +217,12 @@ def gain_adam(
 def gain_second(
     second_D: Floats, gradient_D: Floats, coefficients: Floats, new_second_D: Floats, direction_D: Floats
 ) -> None:
-    """`gain_adam` where β₁ is 0 and no first moment is kept; the same bits.
+    """Computes the bits of `gain_adam` for β₁ = 0, where no first moment is kept.
 
     Args:
         second_D: Unchanged.
         gradient_D: Unchanged.
-        coefficients: See `gain_adam`; those of the first moment are not looked at.
+        coefficients: As for `gain_adam`; those of the first moment are ignored.
         new_second_D: Overwritten.
         direction_D: Overwritten.
     """
@@ -229,7 +239,7 @@ def gain_second(
 
 
 def clear(array_D: Floats, indices_K: Places) -> None:
-    """Puts 0 at some places.
+    """Writes 0 to some places.
 
     Args:
         array_D: Overwritten there.
@@ -239,7 +249,7 @@ def clear(array_D: Floats, indices_K: Places) -> None:
 
 
 def as_lines(array_D: Floats) -> Floats:
-    """As lines of 16, the last one filled up with zeros; a view where nothing needs filling."""
+    """Returns the array as lines of 16, the last one padded with zeros; a view if nothing needs padding."""
     whole = array_D.size // LINE * LINE
     if whole == array_D.size:
         return array_D.reshape(-1, LINE)
@@ -249,7 +259,7 @@ def as_lines(array_D: Floats) -> Floats:
 
 
 def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
-    """The sum of squares of each line, after scaling; added in halves, as the vector loops add.
+    """Returns the sum of squares of each line after scaling. Adds halves, in the order of `lanes.add_line`.
 
     Args:
         lines_L: float32 (L, 16).

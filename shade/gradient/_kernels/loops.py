@@ -1,33 +1,50 @@
-"""The loops in numba: a sample's lines, a line's elements, what rounding lost, what is to be 0, what goes back, Adam.
+"""The passes over a bucket in numba, several times as fast as numpy.
 
-Most of them read or write a place here and a place there, so what counts is many accesses under way at once. numpy does
-the same in `_kernels.arrays`, several times as slowly: it begins a loop of its own for each line, and
-widens indices before it uses them.
+The functions have the names, arguments and results of those in `_kernels.arrays`, which documents them.
+
+A pass over a bucket reads two arrays and writes one, as ``e += g`` does, so it should cost what memory costs:
+
+* The result is written past the caches (`stream_line`). A plain store first reads the line that it overwrites, a third
+  more traffic.
+* A plain loop of numba cannot store past the caches. So a part of the bucket is computed into a scratch array, which
+  stays in the first-level cache, and is copied out from there.
+* Which elements are picked is decided 64 at a time: one vector comparison, one flag. Most blocks of 64 have none, or
+  one. Only a block with a hit is looked at closely, as a mask with a bit an element. The blocks with a hit are listed
+  first and worked off afterwards: at 1 % every second block has one, so the processor would mispredict a branch in the
+  first loop half of the time.
+
+The loops over single places read or write here and there, so what counts is how many accesses are under way at once.
+numpy starts a loop of its own for each line, and widens indices before it uses them.
+
+Comparisons are written ``not (a < b)``, which is true for NaN: so NaN is picked, and found among the picked. Offsets
+are uint64, because numba looks for negative indices in signed ones, and that prevents vector code.
 
 Legend: D bucket · K kept · L lines of 16.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from shade.gradient._kernels.arrays import LINE, Places
-from shade.gradient._kernels.compiling import compiled
+from shade.gradient._kernels import lanes
+from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, aligned_zeros
+from shade.gradient._kernels.choice import compiled
 from shade.types import Bools, Floats
 
-
-@compiled
-def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, sample_L: Floats) -> None:
-    """See `arrays.add_sample`."""
-    for row in range(len(sample_L)):
-        first = (start + row * stride) * LINE
-        for lane in range(LINE):
-            sample_L[row, lane] = gradient_D[first + lane] + residual_D[first + lane]
+_U64 = np.uint64
+_BLOCK, _PART, _SHORT_PART = _U64(64), _U64(512), _U64(128)  # by measurement; larger parts cost up to a fourth more
+_LINE, _TILE = _U64(LINE), _U64(TILE)
+# Intrinsics are called without their first argument, which no type checker knows.
+add_line: Any = lanes.add_line
+stream_line: Any = lanes.stream_line
+trailing_zeros: Any = lanes.trailing_zeros
+wait_for_streams: Any = lanes.wait_for_streams
 
 
 @compiled
 def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
-    """See `arrays.line_energy`."""
     energy_L = np.empty(len(lines_L), dtype=np.float32)
     sums = np.empty(LINE, dtype=np.float32)
     for row in range(len(lines_L)):
@@ -45,8 +62,112 @@ def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
 
 
 @compiled
+def pick_elements(gradient_D: Any, residual_D: Any, rest_D: Any, threshold: Any, indices: Any, values: Any) -> Any:
+    limit, size, room = np.float32(threshold), _U64(gradient_D.size), _U64(min(indices.size, values.size))
+    whole = size - size % _BLOCK
+    scratch, hits = np.empty(_PART, np.float32), np.empty(_PART // _BLOCK, np.uint64)
+    count = _U64(0)
+    for tile in range(_U64(0), size, _TILE):
+        stop = min(tile + _TILE, size)
+        if count + stop - tile > room:
+            return OVERFLOW
+        for part in range(tile, min(stop, whole), _PART):
+            length = min(_PART, whole - part)
+            num_hits = _U64(0)
+            for block in range(_U64(0), length, _BLOCK):
+                is_hit = np.uint32(0)
+                for lane in range(_BLOCK):
+                    total = gradient_D[part + block + lane] + residual_D[part + block + lane]
+                    scratch[block + lane] = total
+                    is_hit |= np.uint32(not (abs(total) < limit))
+                hits[num_hits] = block  # overwritten by the next block unless this one counts
+                num_hits += _U64(is_hit)
+            for hit in range(num_hits):
+                block = hits[hit]
+                mask = _U64(0)
+                for lane in range(_BLOCK):
+                    mask |= _U64(not (abs(scratch[block + lane]) < limit)) << lane
+                while mask:
+                    place = block + trailing_zeros(mask)
+                    mask &= mask - _U64(1)  # clears the lowest bit
+                    indices[count] = part + place
+                    values[count] = scratch[place]
+                    scratch[place] = np.float32(0)
+                    count += _U64(1)
+            for line in range(_U64(0), length, _LINE):
+                stream_line(scratch, line, rest_D, part + line)
+    wait_for_streams()
+    for place in range(whole, size):
+        total = gradient_D[place] + residual_D[place]
+        rest_D[place] = total
+        if not (abs(total) < limit):
+            indices[count] = place
+            values[count] = total
+            rest_D[place] = np.float32(0)
+            count += _U64(1)
+    return np.int64(count)
+
+
+@compiled
+def pick_lines(
+    gradient_D: Any, residual_D: Any, rest_D: Any, scale: Any, threshold: Any, lines: Any, values: Any
+) -> Any:
+    factor, limit, size = np.float32(scale), np.float32(threshold), _U64(gradient_D.size)
+    room = _U64(min(lines.size, values.size // LINE))
+    whole = size - size % _LINE
+    zeros, end = np.zeros(_LINE, np.float32), np.zeros((1, LINE), np.float32)
+    count = _U64(0)
+    for tile in range(_U64(0), size, _TILE):
+        stop = min(tile + _TILE, size)
+        if count + (stop - tile + _LINE - _U64(1)) // _LINE > room:
+            return OVERFLOW
+        for first in range(tile, min(stop, whole), _LINE):
+            if not (add_line(gradient_D, residual_D, rest_D, first, factor) < limit):
+                lines[count] = first // _LINE
+                for lane in range(_LINE):
+                    values[count * _LINE + lane] = gradient_D[first + lane] + residual_D[first + lane]
+                # Past the caches, too: a plain store would wait until the line has reached memory and is back.
+                stream_line(zeros, _U64(0), rest_D, first)
+                count += _U64(1)
+    wait_for_streams()
+    if whole < size:
+        for place in range(whole, size):
+            end[0, place - whole] = rest_D[place] = gradient_D[place] + residual_D[place]
+        if not (line_energy(end, factor)[0] < limit):
+            lines[count] = whole // _LINE
+            for lane in range(_LINE):
+                values[count * _LINE + lane] = end[0, lane]
+            rest_D[whole:size] = np.float32(0)
+            count += _U64(1)
+    return np.int64(count)
+
+
+@compiled
+def gain_momentum(velocity_D: Any, gradient_D: Any, momentum: Any, gained_D: Any) -> None:
+    factor, size = np.float32(momentum), _U64(gradient_D.size)
+    whole = size - size % _LINE
+    scratch = np.empty(_SHORT_PART, np.float32)
+    for part in range(_U64(0), whole, _SHORT_PART):
+        length = min(_SHORT_PART, whole - part)
+        for place in range(length):
+            scratch[place] = velocity_D[part + place] * factor + gradient_D[part + place]
+        for line in range(_U64(0), length, _LINE):
+            stream_line(scratch, line, gained_D, part + line)
+    wait_for_streams()
+    for place in range(whole, size):
+        gained_D[place] = velocity_D[place] * factor + gradient_D[place]
+
+
+@compiled
+def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, sample_L: Floats) -> None:
+    for row in range(len(sample_L)):
+        first = (start + row * stride) * LINE
+        for lane in range(LINE):
+            sample_L[row, lane] = gradient_D[first + lane] + residual_D[first + lane]
+
+
+@compiled
 def name_elements(lines: Places, indices_L: Places) -> None:
-    """See `arrays.name_elements`."""
     for row in range(len(lines)):
         first = lines[row] * np.uint32(LINE)
         for lane in range(LINE):
@@ -55,7 +176,6 @@ def name_elements(lines: Places, indices_L: Places) -> None:
 
 @compiled
 def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Floats) -> None:
-    """See `arrays.keep_lost`."""
     for place in range(len(indices_K)):
         rest_D[indices_K[place]] = values_K[place] - seen_K[place]
 
@@ -70,7 +190,6 @@ def gain_adam(
     new_second_D: Floats,
     direction_D: Floats,
 ) -> None:
-    """See `arrays.gain_adam`."""
     beta1, rest1, beta2, rest2 = coefficients[0], coefficients[1], coefficients[2], coefficients[3]
     unbias1, unbias2, eps = coefficients[4], coefficients[5], coefficients[6]
     for place in range(len(gradient_D)):
@@ -86,7 +205,6 @@ def gain_adam(
 def gain_second(
     second_D: Floats, gradient_D: Floats, coefficients: Floats, new_second_D: Floats, direction_D: Floats
 ) -> None:
-    """See `arrays.gain_second`."""
     beta2, rest2, unbias2, eps = coefficients[2], coefficients[3], coefficients[5], coefficients[6]
     for place in range(len(gradient_D)):
         gradient = gradient_D[place]
@@ -97,14 +215,12 @@ def gain_second(
 
 @compiled
 def clear(array_D: Floats, indices_K: Places) -> None:
-    """See `arrays.clear`."""
     for place in range(len(indices_K)):
         array_D[indices_K[place]] = 0
 
 
 @compiled
 def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> int:
-    """See `arrays.put_back`."""
     unit, left = values.shape[1], 0
     for row in range(len(places)):
         if is_kept[row]:
@@ -117,3 +233,24 @@ def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> 
             for lane in range(min(unit, rest_D.size - first)):
                 rest_D[first + lane] = values[row, lane]
     return left
+
+
+def probe() -> None:
+    """Compiles every loop for the types that it is called with."""
+    gradient_D, residual_D, second_D, direction_D = np.ones((4, LINE), dtype=np.float32)
+    rest_D, velocity_D = aligned_zeros(LINE), aligned_zeros(LINE)
+    places, values = np.zeros(LINE, dtype=np.uint32), np.zeros(LINE, dtype=np.float32)
+    pick_elements(gradient_D, residual_D, rest_D, 1.0, places, values)
+    pick_lines(gradient_D, residual_D, rest_D, 1.0, 1.0, places, values)
+    gain_momentum(velocity_D, gradient_D, 0.5, rest_D)
+    add_sample(gradient_D, residual_D, 0, 1, values.reshape(1, LINE))
+    line_energy(values.reshape(1, LINE), np.float32(1))
+    places[:] = 0
+    name_elements(places[:1], places.reshape(1, LINE))
+    places[:] = 0
+    keep_lost(rest_D, places[:1], values[:1], values[:1])
+    clear(rest_D, places[:1])
+    put_back(rest_D, places[:1], values.reshape(1, LINE), np.ones(1, np.bool_))
+    coefficients = np.ones(7, dtype=np.float32)
+    gain_adam(values, second_D, gradient_D, coefficients, rest_D, velocity_D, direction_D)
+    gain_second(second_D, gradient_D, coefficients, velocity_D, direction_D)

@@ -1,6 +1,6 @@
-"""SparseAdam and SparseAdamW: as torch.optim's, on chosen elements only; skipped steps are made up for in closed form.
+"""SparseAdam and SparseAdamW: torch.optim's on the elements that were sent; skipped steps follow in closed form.
 
-An element without a gradient still moves, as long as its first moment lives. k steps after its moments were (m, v),
+An element without a gradient still moves while its first moment is not 0. k steps after its moments were (m, v),
 step j moves it by::
 
     lr_j · β₁ᵏ m / c₁ⱼ / (√(β₂ᵏ v / c₂ⱼ) + ε)  =  m · a · y / (√v + ε·y)        c₁ⱼ = 1 - β₁ʲ,  c₂ⱼ = 1 - β₂ʲ
@@ -33,7 +33,7 @@ from shade.errors import ConfigError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._optim.base import FLUSH_EVERY, SparseOptimizer, loops
-from shade.gradient._optim.memory import Memory
+from shade.gradient._optim.memory import OptimizerMemory
 from shade.types import Floats
 
 _TOLERANCE = 1e-7
@@ -43,16 +43,16 @@ _LR, _EPS, _COUPLED = 5, 7, 8
 
 
 class SparseAdam(SparseOptimizer):
-    """Adam; see `SparseOptimizer` for what is different from torch.optim.Adam.
+    """Adam on the elements that were sent; `SparseOptimizer` lists the differences to torch.optim.Adam.
 
     Args:
         params: As for any optimizer.
         lr: Learning rate, ≥ 0.
         betas: Decay of both moments, each in [0, 1).
         eps: > 0; at 0 an element without any gradient would be 0/0.
-        weight_decay: ≥ 0, added to the gradient of every element; has its price, see the top of this file.
-        amsgrad: Only False.
-        maximize: Climbs instead.
+        weight_decay: ≥ 0, added to the gradient of every element; costs the arithmetic of a dense step.
+        amsgrad: Must be False.
+        maximize: Maximizes instead.
         flush_every: Steps that an element may lag, ≥ 1.
 
     Raises:
@@ -93,16 +93,16 @@ class SparseAdam(SparseOptimizer):
         }
         super().__init__(params, defaults, flush_every)
 
-    def _new_memory(self, bucket: Bucket, step: int) -> Memory:
+    def _new_memory(self, bucket: Bucket, step: int) -> OptimizerMemory:
         history = np.zeros((6, self.flush_every + 1))
         history[[_KEEP_M, _KEEP_V]] = 1.0
-        return Memory(bucket, step, history, np.zeros((self.flush_every + 1, 9), dtype=np.float32))
+        return OptimizerMemory(bucket, step, history, np.zeros((self.flush_every + 1, 9), dtype=np.float32))
 
-    def _step(self, memory: Memory, group: Mapping[str, Any], sparse: Sparse) -> bool:
+    def _step(self, memory: OptimizerMemory, group: Mapping[str, Any], sparse: Sparse) -> bool:
         if not memory.moments:
             for name in self.moments:
                 memory.add_moment(name)
-            self._tell(memory)
+            self._publish_state(memory)
         table_6F = _table(memory, group["eps"])  # of the steps before this one
         self._remember(memory, group)
         replay = bool(memory.rows[:, _COUPLED].any())
@@ -114,7 +114,7 @@ class SparseAdam(SparseOptimizer):
         )
         return False
 
-    def _sweep(self, memory: Memory, start: int, stop: int) -> None:
+    def _sweep(self, memory: OptimizerMemory, start: int, stop: int) -> None:
         table_6F = _table(memory, self.param_groups[memory.bucket.group]["eps"])
         replay = bool(memory.rows[:, _COUPLED].any())
         memory.sweep(
@@ -125,8 +125,8 @@ class SparseAdam(SparseOptimizer):
             ),
         )
 
-    def _remember(self, memory: Memory, group: Mapping[str, Any]) -> None:
-        """Notes this step's coefficients, and adds it to every lag's sums."""
+    def _remember(self, memory: OptimizerMemory, group: Mapping[str, Any]) -> None:
+        """Stores this step's coefficients, and adds it to the sums of every lag."""
         step, (beta1, beta2) = memory.step, (float(beta) for beta in group["betas"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         correction1, correction2 = 1 - _power(beta1, step), 1 - _power(beta2, step)
@@ -159,7 +159,7 @@ class SparseAdam(SparseOptimizer):
 
 
 class SparseAdamW(SparseAdam):
-    """Adam with decoupled weight decay; see `SparseOptimizer` for what is different from torch.optim.AdamW.
+    """Adam with decoupled weight decay; `SparseOptimizer` lists the differences to torch.optim.AdamW.
 
     Args:
         params: As for any optimizer.
@@ -167,8 +167,8 @@ class SparseAdamW(SparseAdam):
         betas: Decay of both moments, each in [0, 1).
         eps: > 0; at 0 an element without any gradient would be 0/0.
         weight_decay: ≥ 0; each step takes the fraction ``lr · weight_decay`` of every weight.
-        amsgrad: Only False.
-        maximize: Climbs instead.
+        amsgrad: Must be False.
+        maximize: Maximizes instead.
         flush_every: Steps that an element may lag, ≥ 1.
 
     Raises:
@@ -192,8 +192,8 @@ class SparseAdamW(SparseAdam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, flush_every=flush_every)
 
 
-def _table(memory: Memory, eps: float) -> Floats:
-    """What the loops need of each lag: both factors, decay, Y, ε·ȳ, and the v below which a line is replayed."""
+def _table(memory: OptimizerMemory, eps: float) -> Floats:
+    """Returns the loops' table, for each lag: both factors, decay, Y, ε·ȳ, and the v below which a line is replayed."""
     first, second, third = memory.history[_FIRST:]
     table_6F = np.empty((6, len(first)), dtype=np.float32)
     with np.errstate(all="ignore"):  # no movement, or one without bound
@@ -208,7 +208,7 @@ def _table(memory: Memory, eps: float) -> Floats:
 
 
 def _power(base: float, exponent: int) -> float:
-    """By squaring: multiplications round the same everywhere, a library's power need not."""
+    """Returns the power by squaring: multiplications round the same everywhere, a library's power may not."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -1,19 +1,19 @@
-"""SparseOptimizer: a torch.optim.Optimizer that is given a few chosen elements of a bucket, and works on those.
+"""SparseOptimizer: a torch.optim.Optimizer that takes the gradient of a few elements of a bucket, and works on those.
 
-What it computes is the dense optimizer's result on that gradient with zeros everywhere else. There, momentum and weight
-decay move elements whose gradient is zero, too; here they move later, all skipped steps at once, in closed form: when
-something in their line of 16 is touched, or when a sweep comes by. Each step sweeps one part of every bucket in
-``flush_every``, in turn, so that no element ever lags further than that; `flush` brings all of them up to date. The
-forward pass reads lagging elements where they stand, which is what ``flush_every`` bounds; decision 0016 has what that
-costs and what it changes.
+It computes the dense optimizer's result on that gradient with zeros everywhere else. In a dense optimizer, momentum and
+weight decay also move elements whose gradient is zero. Here those elements move later, all skipped steps at once, in
+closed form: when something in their line of 16 is touched, or when a sweep reaches them. Each step sweeps one part of
+every bucket in ``flush_every``, in turn, so that no element lags further than that; `flush` brings all of them up to
+date. The forward pass reads lagging elements as they are, and ``flush_every`` bounds the lag; decision 0016 says what
+that costs and what it changes.
 
 Coefficients (learning rate, momentum, betas, decay) are read from ``param_groups`` at every step and enter the closed
-forms as they were at each skipped step, so any scheduler will do.
+forms as they were at each skipped step, so any scheduler works.
 
-**Replicas.** What `apply` and `flush` do is the same bits wherever it is done in the same order. A flush rounds
-differently from no flush: call it on all ranks at the same step, or on none. `state_dict` changes nothing: what lags is
-saved lagging, and goes on bit for bit. After a `flush` it is in the format of PyTorch's own optimizer of that name, and
-either loads the other's.
+**Replicas.** `apply` and `flush` produce the same bits on every machine that calls them in the same order. A flush
+rounds differently from no flush: call it on all ranks at the same step, or on none. `state_dict` changes nothing: what
+lags is saved lagging, and continues bit for bit. After a `flush` the state has the format of PyTorch's optimizer of
+that name, and either loads the state of the other.
 
 Invariant: after `flush`, weights and moments are the dense optimizer's, to within float32's rounding.
 
@@ -39,9 +39,9 @@ from shade.errors import ConfigError, GradientError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import AdamCorrection, Correction
-from shade.gradient._kernels.compiling import choose
-from shade.gradient._optim import arrays
-from shade.gradient._optim.memory import Memory
+from shade.gradient._kernels import step_arrays
+from shade.gradient._kernels.choice import choose
+from shade.gradient._optim.memory import OptimizerMemory
 
 FLUSH_EVERY = 16
 _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_every"
@@ -49,8 +49,8 @@ _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_ev
 
 @functools.cache
 def loops() -> Any:
-    """Those in use: compiled, or in numpy."""
-    return choose("shade.gradient._kernels.step", arrays)
+    """Returns the loops in use: compiled, or in numpy."""
+    return choose("shade.gradient._kernels.step_loops", step_arrays)
 
 
 class SparseOptimizer(Optimizer, ABC):
@@ -58,24 +58,24 @@ class SparseOptimizer(Optimizer, ABC):
 
     Args:
         params: As for any optimizer.
-        defaults: What a parameter group has if it does not say otherwise.
-        flush_every: Steps that an element may lag, ≥ 1; 1: none ever does after a step.
+        defaults: The settings of a parameter group that does not have its own.
+        flush_every: Steps that an element may lag, ≥ 1; with 1, none lags after a step.
 
     Raises:
         ConfigError: A setting out of range, or a parameter that is not dense real floating point.
     """
 
     moments: ClassVar[tuple[str, ...]]
-    """What PyTorch's optimizer calls them."""
+    """Names of the moments, as PyTorch's optimizer has them."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], flush_every: int) -> None:
         if flush_every < 1:
             raise ConfigError.of("flush_every ≥ 1 step", flush_every, f"{FLUSH_EVERY} is the default")
         self.flush_every = flush_every
-        self._memories: dict[Parameter, Memory] = {}
-        """By the first parameter of the bucket."""
+        self._memories: dict[Parameter, OptimizerMemory] = {}
+        """Keyed by the first parameter of the bucket."""
         self._lags: list[dict[str, Any]] = []
-        """What was loaded, and waits for its bucket."""
+        """Loaded state of buckets that have not been seen yet."""
         self._lock = threading.Lock()
         super().__init__(params, defaults)
 
@@ -89,12 +89,12 @@ class SparseOptimizer(Optimizer, ABC):
             sparse: The gradient; may be empty.
 
         Raises:
-            GradientError: The gradient is of another bucket.
+            GradientError: The gradient has another bucket's size.
             ConfigError: The bucket cannot take over the state of an earlier one.
         """
         if sparse.size != bucket.size:
             raise GradientError.of(f"a gradient of {bucket.size} elements", sparse.size, "apply it to its own bucket")
-        self._opt_called = True  # learning rate schedulers ask whether a step has been taken
+        self._opt_called = True  # learning rate schedulers read it and warn without a step
         memory = self._memory(bucket)
         group = self.param_groups[bucket.group]
         if group["maximize"]:
@@ -111,14 +111,14 @@ class SparseOptimizer(Optimizer, ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step with the gradients in ``p.grad``, dense or ``torch.sparse``.
 
-        A parameter that is in no bucket yet gets one of its own. One without a gradient is left alone, as PyTorch does;
-        within a bucket it counts as zero if another one has a gradient.
+        A parameter that is in no bucket yet gets one of its own. A parameter without a gradient is skipped, as in
+        PyTorch; within a bucket its gradient counts as zero if another parameter has one.
 
         Args:
-            closure: Computes the loss and the gradients anew.
+            closure: Computes the loss and the gradients again.
 
         Returns:
-            What the closure returned.
+            The closure's result.
         """
         loss = None
         if closure is not None:
@@ -135,10 +135,10 @@ class SparseOptimizer(Optimizer, ABC):
         return loss
 
     def flush(self) -> None:
-        """Brings every element up to date: before weights are evaluated or handed on. On all ranks, or on none.
+        """Brings every element up to date. Call it before weights are evaluated or exported, on all ranks or on none.
 
-        Weights change as in a step, so whoever has asked to be called before a step is called: a snapshot may still be
-        being copied.
+        Weights change as in a step, so the hooks that run before a step run here too: a snapshot may still be copying
+        the weights.
         """
         if not self.is_behind:
             return
@@ -151,14 +151,14 @@ class SparseOptimizer(Optimizer, ABC):
 
     @property
     def is_behind(self) -> bool:
-        """Whether `flush` would change anything."""
+        """True if `flush` would change anything."""
         return any(memory.is_behind for memory in self._memories.values())
 
     def replica(self, bucket: Bucket) -> list[npt.NDArray[np.uint8]]:
-        """All bytes that have to be the same on every rank: weights, moments, what lags, tables. Writable.
+        """Returns all bytes that have to be the same on every rank: weights, moments, lags, tables. Writable.
 
         Args:
-            bucket: One that `apply` has seen, or will see.
+            bucket: A bucket that `apply` has seen, or will see.
 
         Returns:
             Views of the bucket's own memory, empty ones left out; step counts last.
@@ -169,59 +169,59 @@ class SparseOptimizer(Optimizer, ABC):
         return [array.reshape(-1).view(np.uint8) for array in (*arrays, memory.counted) if array.size]
 
     def moments_of(self, bucket: Bucket) -> list[str]:
-        """Which moments a bucket has by now; what ranks must have alike to share a `replica`."""
+        """Returns the names of the moments that a bucket has by now; ranks need the same to share a `replica`."""
         return list(self._memory(bucket).moments)
 
     def add_moments(self, bucket: Bucket, names: Sequence[str]) -> None:
-        """Gives a bucket the moments that another rank's has; they are 0 until its replica is taken over.
+        """Adds the moments that another rank has to a bucket; they are 0 until its replica is taken over.
 
         Args:
-            bucket: Whose.
-            names: As `moments_of` says there.
+            bucket: The bucket.
+            names: The result of `moments_of` on that rank.
         """
         memory = self._memory(bucket)
         for name in names:
             if name not in memory.moments:
                 memory.add_moment(name)
-        self._tell(memory)
+        self._publish_state(memory)
 
     def take_replica(self, bucket: Bucket) -> None:
-        """Goes on from what was written to `replica`'s views."""
+        """Continues from what was written to the views of `replica`."""
         memory = self._memory(bucket)
         memory.go_to(int(memory.counted[0]))
         bucket.publish()
 
     def correction(self, group: Mapping[str, Any]) -> Correction | None:
-        """What every rank has to make of its own gradient before this optimizer sees any of it.
+        """Returns the correction that every rank applies to its own gradient before this optimizer sees it.
 
         Args:
             group: One of ``param_groups``.
 
         Returns:
-            None: nothing.
+            The correction, or None if there is none.
         """
         del group
         return None
 
     @abstractmethod
-    def _new_memory(self, bucket: Bucket, step: int) -> Memory:
-        """Hook: a memory without moments."""
+    def _new_memory(self, bucket: Bucket, step: int) -> OptimizerMemory:
+        """Hook: returns a memory without moments."""
 
     @abstractmethod
-    def _step(self, memory: Memory, group: Mapping[str, Any], sparse: Sparse) -> bool:
-        """Hook: step number ``memory.step``; returns whether nothing but the touched elements moves, ever."""
+    def _step(self, memory: OptimizerMemory, group: Mapping[str, Any], sparse: Sparse) -> bool:
+        """Hook: takes step ``memory.step``; returns whether only touched elements ever move."""
 
     @abstractmethod
-    def _sweep(self, memory: Memory, start: int, stop: int) -> None:
+    def _sweep(self, memory: OptimizerMemory, start: int, stop: int) -> None:
         """Hook: brings a range of lines up to date."""
 
     # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's.
+        """Adds a parameter group, as any optimizer does.
 
         Args:
-            param_group: Parameters, and what is different for them.
+            param_group: Parameters, and the settings that differ for them.
 
         Raises:
             ConfigError: A parameter that is not dense real floating point.
@@ -243,19 +243,21 @@ class SparseOptimizer(Optimizer, ABC):
                     buckets.append(Bucket([parameter], group=number))
         return buckets
 
-    def _memory(self, bucket: Bucket) -> Memory:
+    def _memory(self, bucket: Bucket) -> OptimizerMemory:
         memory = self._memories.get(bucket.parameters[0])
         if memory is not None and memory.bucket is bucket:
             return memory
         with self._lock:
             return self._adopt(bucket)
 
-    def _adopt(self, bucket: Bucket) -> Memory:
-        """A memory for a new bucket, with what is known of its parameters from before."""
+    def _adopt(self, bucket: Bucket) -> OptimizerMemory:
+        """Returns a memory for a new bucket, with the known state of its parameters."""
         for first, earlier in list(self._memories.items()):
             if not set(bucket.parameters).isdisjoint(earlier.bucket.parameters):
                 if earlier.is_behind:
-                    raise ConfigError.of("buckets that stay as they are, or are up to date", "new ones", _FLUSH)
+                    raise ConfigError.of(
+                        "the buckets of before, or buckets that are up to date", "new buckets that lag", _FLUSH
+                    )
                 del self._memories[first]
         states = [self.state.get(parameter, {}) for parameter in bucket.parameters]
         steps = {int(state["step"]) if "step" in state else 0 for state in states}
@@ -273,13 +275,13 @@ class SparseOptimizer(Optimizer, ABC):
                             view.copy_(tensor)
         self._take_lag(memory)
         self._memories[bucket.parameters[0]] = memory
-        self._tell(memory)
+        self._publish_state(memory)
         return memory
 
-    def _tell(self, memory: Memory) -> None:
-        """Shows the memory in ``state``, as PyTorch's optimizers do."""
-        for parameter, told_step in zip(memory.bucket.parameters, memory.told_steps, strict=True):
-            self.state[parameter] = {"step": told_step}
+    def _publish_state(self, memory: OptimizerMemory) -> None:
+        """Puts the memory into ``state``, as PyTorch's optimizers do."""
+        for parameter, parameter_step in zip(memory.bucket.parameters, memory.parameter_steps, strict=True):
+            self.state[parameter] = {"step": parameter_step}
         for name in memory.moments:
             for parameter, view in zip(memory.bucket.parameters, memory.views(name), strict=True):
                 self.state[parameter][name] = view
@@ -287,13 +289,13 @@ class SparseOptimizer(Optimizer, ABC):
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's, and ``lags`` of the buckets that are not up to date. Changes nothing."""
+        """Returns the state as any optimizer does, and ``lags`` of buckets that are not up to date. Changes nothing."""
         state = super().state_dict()
         lags = self._all_lags()
         return {**state, "lags": lags} if lags else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of this class, or of PyTorch's optimizer of that name. Moments stay float32 on the CPU.
+        """Loads the state of this class, or of PyTorch's optimizer of that name. Moments stay float32 on the CPU.
 
         Args:
             state_dict: Its tensors are copied.
@@ -327,7 +329,7 @@ class SparseOptimizer(Optimizer, ABC):
         self._memories, self._lock = {}, threading.Lock()
 
     def _numbered(self) -> list[Parameter]:
-        """All parameters, as ``state_dict`` numbers them."""
+        """Returns all parameters in the order in which ``state_dict`` numbers them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _all_lags(self) -> list[dict[str, Any]]:
@@ -338,33 +340,33 @@ class SparseOptimizer(Optimizer, ABC):
         ]
         return lags + self._lags
 
-    def _take_lag(self, memory: Memory) -> None:
-        """Gives a new memory what was loaded for its bucket."""
+    def _take_lag(self, memory: OptimizerMemory) -> None:
+        """Moves the loaded state of a new bucket into its memory."""
         parameters = self._numbered()
         for lag in list(self._lags):
             mine = [parameters[number] for number in lag["parameters"]]
             if set(mine).isdisjoint(memory.bucket.parameters):
                 continue
             if mine != list(memory.bucket.parameters) or not memory.resume(lag):
-                raise ConfigError.of("the buckets with which the state was saved", "others", _FLUSH)
+                raise ConfigError.of("the buckets with which the state was saved", "other buckets", _FLUSH)
             self._lags.remove(lag)
 
 
 def corrections_of(
     optimizer: SparseOptimizer, wanted: Correction | None, clip_norm: float | None
 ) -> list[Correction | None]:
-    """What is made of gradients before they are merged and clipped, by the optimizer's groups.
+    """Returns the correction of each of the optimizer's groups, applied before gradients are merged and clipped.
 
     Args:
-        optimizer: May bring its own.
-        wanted: By the script; None: the optimizer's.
-        clip_norm: Of what is merged; None: any.
+        optimizer: May have corrections of its own.
+        wanted: The script's choice; None takes the optimizer's.
+        clip_norm: Largest norm of a merged gradient; None does not clip.
 
     Returns:
-        One for each group.
+        One correction, or None, for each group.
 
     Raises:
-        ConfigError: Both remember, or what is merged cannot be clipped so.
+        ConfigError: Both optimizer and correction keep momentum, or the merged gradient cannot be clipped.
     """
     own = [optimizer.correction(group) for group in optimizer.param_groups]
     if clip_norm is not None and not clip_norm > 0:
@@ -381,7 +383,7 @@ def corrections_of(
 
 
 def _copied(value: Any) -> Any:
-    """float32 on the CPU, apart from where it came from."""
+    """Returns a copy as float32 on the CPU; a value that is no tensor as it is."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", torch.float32, copy=True)

@@ -1,17 +1,17 @@
-"""LocalAdamW and LocalAdam: Adam across a slow link. Its moments are each rank's own, of its own whole gradient.
+"""LocalAdamW and LocalAdam: Adam across a slow link, with moments of each rank's own whole gradient.
 
-An Adam that is given one element in thirty divides the sum of what it missed by the size of such sums, and learns a
-fifth as fast (decision 0016 has the figures). So the engine makes Adam's direction of every gradient on the rank that
-has it (`_compress.correction.AdamCorrection`), chooses, sends and averages directions, and what is left for the
-optimizer is ``w ← w − lr · (direction + weight_decay · w)``, the same on every rank.
+An Adam that receives one element in thirty divides the sum of the skipped gradients by the size of such sums, and
+learns a fifth as fast (decision 0016 has the figures). So the engine computes Adam's direction from every gradient on
+the rank that has it (`_compress.correction.AdamCorrection`), and chooses, sends and averages directions. What is
+left for the optimizer is ``w ← w − lr · (direction + weight_decay · w)``, the same on every rank.
 
-There is no first moment, unless it is asked for. An element waits in the residual until it is among the largest, three
-in a hundred of them about 30 steps, and what comes is the mean of that time: a first moment before it adds 9 steps of
-lateness and smooths nothing (decision 0016 has the figures, too). Where nearly everything is sent, take (0.9, 0.999):
-then it is what `torch.optim.AdamW` does on one rank. On several, the mean of the ranks' directions takes the place of
-the direction of the mean; the paper below shows that it converges alike.
+By default there is no first moment. At 3 % an element waits about 30 steps in the residual until it is among the
+largest, and then carries the mean of that time. A first moment in front of it adds 9 steps of delay and smooths nothing
+(decision 0016 has these figures, too). Where nearly everything is sent, use (0.9, 0.999): on one rank that is
+`torch.optim.AdamW`. On several ranks, the mean of the ranks' directions replaces the direction of the mean; the paper
+below shows that it converges alike.
 
-Moments are part of the engine's state, not of the optimizer's. A rank that joins begins with none.
+Moments are part of the engine's state, not of the optimizer's. A rank that joins starts without them.
 
 References:
     Chen et al., "Efficient-Adam: Communication-Efficient Distributed Adam", 2022 (arXiv 2205.14473), algorithm 1.
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.gradient._compress.correction import AdamCorrection
@@ -36,9 +37,10 @@ class LocalAdamW(SparseSGD):
     Args:
         params: As for any optimizer.
         lr: Learning rate, ≥ 0.
-        betas: Of the moments, each 0 ≤ beta < 1; read when the engine is made. Not torch's (0.9, 0.999), see above.
+        betas: Decay of the moments, each 0 ≤ beta < 1; read when the engine is made. Not torch's default (0.9, 0.999),
+            for the reason given above.
         eps: Added to the denominator, > 0; read when the engine is made.
-        weight_decay: ≥ 0, apart from the gradient.
+        weight_decay: ≥ 0, decoupled from the gradient.
         flush_every: Steps that an element may lag, ≥ 1.
 
     Raises:
@@ -62,12 +64,12 @@ class LocalAdamW(SparseSGD):
             group.setdefault("betas", betas)
             group.setdefault("eps", eps)
 
+    @override
     def correction(self, group: Mapping[str, Any]) -> AdamCorrection:
-        """See `SparseOptimizer.correction`."""
         return AdamCorrection(tuple(group["betas"]), group["eps"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Calls who asked to be told of steps; the engine applies.
+        """Runs the step hooks; the engine applies gradients.
 
         Args:
             closure: None.
@@ -76,7 +78,7 @@ class LocalAdamW(SparseSGD):
             None.
 
         Raises:
-            ConfigError: There are gradients to step with: nobody has made a direction of them.
+            ConfigError: There are gradients, and no engine has turned them into directions.
         """
         if closure is not None or any(each.grad is not None for each in self._numbered()):
             cure = "call engine.step(), or use torch.optim.AdamW where no engine is"
@@ -90,9 +92,9 @@ class LocalAdam(LocalAdamW):
     Args:
         params: As for any optimizer.
         lr: Learning rate, ≥ 0.
-        betas: See `LocalAdamW`.
-        eps: See `LocalAdamW`.
-        weight_decay: 0: Adam's own is part of the gradient, which no rank has as a whole.
+        betas: As for `LocalAdamW`.
+        eps: As for `LocalAdamW`.
+        weight_decay: Must be 0: Adam's own is part of the gradient, which no rank has as a whole.
         flush_every: Steps that an element may lag, ≥ 1.
 
     Raises:

@@ -1,11 +1,10 @@
-"""What a sparse optimizer remembers of one bucket: its moments, and up to which step each line of 16 has moved.
+"""The state of a sparse optimizer for one bucket: its moments, and up to which step each line of 16 has moved.
 
-A line is a cache line of float32: whoever touches one of its elements has all of them at hand, so all are brought up to
-date. That makes the bookkeeping a sixteenth of what single elements would need, and neighbours of what is touched never
-lag.
+A line is a cache line of float32: an access to one of its elements loads all of them, so all are brought up to date.
+That makes the bookkeeping a sixteenth of what single elements would need, and neighbours of what is touched never lag.
 
-Every array is filled up to whole lines. The weights are not ours and may end within one; that last line goes through a
-small array of its own.
+Every array is padded to whole lines. The weights belong to the bucket and may end within a line; that last line goes
+through a small array of its own.
 
 Legend: D bucket · L lines of 16.
 """
@@ -20,25 +19,24 @@ import numpy.typing as npt
 import torch
 
 from shade.gradient._compress.bucket import Bucket
-from shade.gradient._compress.compressor import Sparse, aligned_zeros
-from shade.gradient._optim.arrays import LINE
+from shade.gradient._compress.compressor import Sparse
+from shade.gradient._kernels.arrays import LINE, Places, aligned_zeros
 from shade.types import Floats
 
-Places = npt.NDArray[np.uint32]
 OnTouched = Callable[[Floats, Sequence[Floats], Places, Places, Floats], None]
 """x, moments, last step of each line, indices, values."""
 OnLines = Callable[[Floats, Sequence[Floats], Places, int, int], None]
 """x, moments, last step of each line, from line, to line."""
 
 
-class Memory:
-    """One bucket's. What the arrays mean, the optimizer knows.
+class OptimizerMemory:
+    """Holds the arrays of one bucket; the optimizer defines what they mean.
 
     Args:
-        bucket: Whose.
-        step: Steps it has taken already.
-        history: float64, one column for each lag; the optimizer's.
-        rows: float32, the last steps' coefficients; the optimizer's.
+        bucket: The bucket.
+        step: Steps that it has taken already.
+        history: float64, one column for each lag.
+        rows: float32, the coefficients of the last steps.
     """
 
     def __init__(self, bucket: Bucket, step: int, history: npt.NDArray[np.float64], rows: Floats) -> None:
@@ -47,37 +45,37 @@ class Memory:
         self.num_lines = -(-bucket.size // LINE)
         self.last_L: Places = np.full(self.num_lines, step, dtype=np.uint32)
         self.moments: dict[str, Floats] = {}
-        self.told_steps = torch.full((len(bucket.parameters),), float(step))
-        """The same number, one for each parameter, as PyTorch's optimizers keep it."""
+        self.parameter_steps = torch.full((len(bucket.parameters),), float(step))
+        """The step, one for each parameter, as PyTorch's optimizers keep it."""
         self.counted = np.zeros(1, dtype=np.int64)
-        """The same again, where another rank's can be written to."""
+        """The step once more, where the step of another rank can be written to."""
         self.step = step
 
     def advance(self) -> None:
-        """One step more."""
+        """Counts one step."""
         self.go_to(self.step + 1)
 
     def go_to(self, step: int) -> None:
-        """So many steps have been taken."""
+        """Sets the number of steps that have been taken."""
         self.step = step
-        self.told_steps.fill_(float(step))
+        self.parameter_steps.fill_(float(step))
 
     def add_moment(self, name: str) -> Floats:
-        """A new array of zeros, one for each element."""
+        """Adds a moment and returns it: zeros, one for each element."""
         self.moments[name] = aligned_zeros(self.num_lines * LINE)
         return self.moments[name]
 
     def views(self, name: str) -> list[torch.Tensor]:
-        """A moment as each parameter of the bucket would hold it, in the same memory."""
+        """Returns a moment as one tensor for each parameter of the bucket, in the same memory."""
         return self.bucket.views(torch.from_numpy(self.moments[name][: self.bucket.size]))
 
     @property
     def is_behind(self) -> bool:
-        """Whether some element has not moved up to the last step."""
+        """True if some element has not moved up to the last step."""
         return bool(self.moments) and bool((self.last_L != self.step).any())
 
     def touch(self, sparse: Sparse, apply: OnTouched) -> None:
-        """Calls with the whole lines' share of what was touched, then with that of a last line that is not whole."""
+        """Calls ``apply`` for the touched elements in whole lines, then for those in a last line that is not whole."""
         x, moments = self.bucket.array(), list(self.moments.values())
         whole = len(x) // LINE
         body = whole * LINE
@@ -89,13 +87,13 @@ class Memory:
             heads = [each[:body] for each in moments]
             apply(x[:body], heads, self.last_L[:whole], sparse.indices_K[:cut], sparse.values_K[:cut])
         if cut < sparse.count:
-            end = _filled(x[body:])
+            end = _padded(x[body:])
             ends = [each[body:] for each in moments]
             apply(end, ends, self.last_L[whole:], sparse.indices_K[cut:] - np.uint32(body), sparse.values_K[cut:])
             x[body:] = end[: len(x) - body]
 
     def sweep(self, start: int, stop: int, apply: OnLines) -> None:
-        """Calls with the whole lines of a range, then with a last line that is not whole.
+        """Calls ``apply`` for the whole lines of a range, then for a last line that is not whole.
 
         Args:
             start: First line.
@@ -108,12 +106,12 @@ class Memory:
         if start < min(stop, whole):
             apply(x[:body], [each[:body] for each in moments], self.last_L[:whole], start, min(stop, whole))
         if stop > whole:
-            end = _filled(x[body:])
+            end = _padded(x[body:])
             apply(end, [each[body:] for each in moments], self.last_L[whole:], 0, 1)
             x[body:] = end[: len(x) - body]
 
     def lag(self) -> dict[str, Any]:
-        """What `resume` needs beyond the moments, while something lags."""
+        """Returns what `resume` needs beyond the moments while something lags."""
         behind = torch.from_numpy((self.step - self.last_L.astype(np.int64)).astype(np.int32))
         return {
             "behind": behind,
@@ -122,7 +120,7 @@ class Memory:
         }
 
     def resume(self, lag: dict[str, Any]) -> bool:
-        """Takes `lag` back; returns whether it fits."""
+        """Restores what `lag` returned; returns False, and changes nothing, if the shapes differ."""
         behind, history, rows = (np.asarray(lag[name]) for name in ("behind", "history", "rows"))
         if behind.shape != self.last_L.shape or history.shape != self.history.shape or rows.shape != self.rows.shape:
             return False
@@ -131,8 +129,8 @@ class Memory:
         return True
 
 
-def _filled(part: Floats) -> Floats:
-    """A copy, filled up to a whole line with zeros."""
+def _padded(part: Floats) -> Floats:
+    """Returns a copy, padded to a whole line with zeros."""
     line = np.zeros(LINE, dtype=np.float32)
     line[: len(part)] = part
     return line

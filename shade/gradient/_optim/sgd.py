@@ -1,13 +1,13 @@
-"""SparseSGD: momentum, Nesterov, dampening and weight decay as torch.optim.SGD, on chosen elements only.
+"""SparseSGD: momentum, Nesterov, dampening and weight decay as torch.optim.SGD, on the elements that were sent.
 
 Without a gradient, a step of SGD is a linear map of an element's weight and momentum, (x, b), the same for all
-elements. So any number of skipped steps is one such map, the product of theirs, whatever the schedulers did meanwhile.
+elements. So any number of skipped steps is one such map, the product of theirs, whatever the schedulers did in between.
 Kept are the products of the last 1 … ``flush_every`` steps, in float64, as ``x += xx·x + xb·b`` and
-``b = bx·x + bb·b``: xx is the difference from one, which float32 could not hold. A step multiplies each of them once
-more. The gradient comes in linearly, so it is added after the map.
+``b = bx·x + bb·b``: xx is the difference to 1, which float32 could not hold next to 1. A step multiplies each of them
+once more. The gradient enters linearly, so it is added after the map.
 
 Price at 25 million parameters and 1 % touched: benchmarks/results/gradient-apply.md. With neither momentum nor weight
-decay nothing ever lags, nothing is kept, and nothing but the touched elements moves.
+decay nothing lags, nothing is kept, and only the touched elements move.
 
 Legend: F longest lag + 1.
 """
@@ -25,22 +25,22 @@ from shade.errors import ConfigError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._optim.base import FLUSH_EVERY, SparseOptimizer, loops
-from shade.gradient._optim.memory import Memory
+from shade.gradient._optim.memory import OptimizerMemory
 
 _BUFFER = "momentum_buffer"
 
 
 class SparseSGD(SparseOptimizer):
-    """Stochastic gradient descent; see `SparseOptimizer` for what is different from torch.optim.SGD.
+    """Stochastic gradient descent on the elements that were sent; `SparseOptimizer` lists the differences to torch's.
 
     Args:
         params: As for any optimizer.
         lr: Learning rate, ≥ 0.
         momentum: ≥ 0.
-        dampening: Of momentum.
+        dampening: Dampening of momentum.
         weight_decay: ≥ 0, added to the gradient of every element.
-        nesterov: Needs momentum, and no dampening.
-        maximize: Climbs instead.
+        nesterov: Nesterov's momentum; needs momentum and no dampening.
+        maximize: Maximizes instead.
         flush_every: Steps that an element may lag, ≥ 1.
 
     Raises:
@@ -66,7 +66,7 @@ class SparseSGD(SparseOptimizer):
                 raise ConfigError.of(f"{name} ≥ 0", value, "see torch.optim.SGD")
         if nesterov and (momentum <= 0 or dampening != 0):
             got = f"momentum {momentum}, dampening {dampening}"
-            raise ConfigError.of("momentum > 0 and dampening 0 with nesterov", got, "give it momentum, or leave it out")
+            raise ConfigError.of("momentum > 0 and dampening 0 with nesterov", got, "set a momentum, or nesterov=False")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -77,12 +77,12 @@ class SparseSGD(SparseOptimizer):
         }
         super().__init__(params, defaults, flush_every)
 
-    def _new_memory(self, bucket: Bucket, step: int) -> Memory:
+    def _new_memory(self, bucket: Bucket, step: int) -> OptimizerMemory:
         history = np.zeros((4, self.flush_every + 1))
         history[3] = 1.0
-        return Memory(bucket, step, history, np.zeros((0, 0), dtype=np.float32))
+        return OptimizerMemory(bucket, step, history, np.zeros((0, 0), dtype=np.float32))
 
-    def _step(self, memory: Memory, group: Mapping[str, Any], sparse: Sparse) -> bool:
+    def _step(self, memory: OptimizerMemory, group: Mapping[str, Any], sparse: Sparse) -> bool:
         is_plain = not group["momentum"] and not group["weight_decay"]
         if is_plain and not memory.moments:
             rate = np.float32(group["lr"])
@@ -92,7 +92,7 @@ class SparseSGD(SparseOptimizer):
         if is_first:
             memory.add_moment(_BUFFER)
             memory.last_L[:] = memory.step - 1
-            self._tell(memory)
+            self._publish_state(memory)
         step_map = _map_of(group, is_first)
         _multiply(memory.history, step_map)
         table_4F = memory.history.astype(np.float32)
@@ -105,7 +105,7 @@ class SparseSGD(SparseOptimizer):
         )
         return False
 
-    def _sweep(self, memory: Memory, start: int, stop: int) -> None:
+    def _sweep(self, memory: OptimizerMemory, start: int, stop: int) -> None:
         table_4F = memory.history.astype(np.float32)
         memory.sweep(
             start,
@@ -117,20 +117,20 @@ class SparseSGD(SparseOptimizer):
 
 
 class _Map(NamedTuple):
-    """One step: what becomes of (x, b), and of a gradient."""
+    """The linear map of (x, b) in one step, and the gradient's factors."""
 
     xx: float
-    """Less one."""
+    """The factor of x, less 1."""
     xb: float
     bx: float
     bb: float
     gain_x: float
-    """x loses so much of the gradient."""
+    """The gradient's factor that is subtracted from x."""
     gain_b: float
 
 
 def _map_of(group: Mapping[str, Any], is_first: bool) -> _Map:
-    """This step's, by the group as it is now. PyTorch's first step does not dampen."""
+    """Returns this step's map from the group's current settings. PyTorch's first step does not dampen."""
     lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
     if not momentum:
         return _Map(-lr * decay, 0.0, 0.0, 1.0, lr, 0.0)

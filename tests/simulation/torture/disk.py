@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 
 from typing_extensions import override
 
-from shade.storage.names import PARTIAL
+from shade.storage.base import PARTIAL
 from tests.simulation.torture.world import Act, World
 
 SECTOR_BYTES: Final = 512
@@ -183,7 +183,7 @@ def flipped(content: bytes | bytearray | memoryview, dice: random.Random) -> byt
 
 
 class DiskView:
-    """The disk as one process uses it: `shade.storage.operations.FileOperations`.
+    """The disk as one process uses it: `shade.storage.directory.FileOperations`.
 
     Args:
         world: Counts what is done, and makes it fail.
@@ -317,7 +317,7 @@ class DiskView:
 
 
 class OpenFile:
-    """A file that is being written: `shade.storage.operations.NewFile`.
+    """A file that is being written: `shade.storage.directory.NewFile`.
 
     Args:
         view: Whose.

@@ -32,7 +32,7 @@ from shade.errors import (
     UnknownNameError,
 )
 from shade.store import open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 
 class Training:

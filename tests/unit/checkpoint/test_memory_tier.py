@@ -13,7 +13,7 @@ from shade.checkpoint._tiers.slot_table import Slot, SlotLayout, SlotTable
 from shade.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
 from shade.store import MemoryStore, Store, StoreStats, StoreURL, open_store
 from shade.store.keys import placement_tags
-from shade.store.sizing import allocated_bytes, stored_bytes
+from shade.store.redis_commands import allocated_bytes, stored_bytes
 from shade.testing import FaultyStore
 from shade.types import Bytes
 from tests.support.snapshots import damages, make, readable, save

@@ -22,7 +22,7 @@ from shade.checkpoint._tiers.run_lock import LockRecord, RunLock
 from shade.errors import RunInUseError, StoreUnavailableError
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.testing import FaultyStore
 
 BEAT_SECONDS = 0.1

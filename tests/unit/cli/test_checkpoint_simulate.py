@@ -10,7 +10,7 @@ import pytest
 from shade.checkpoint._strategies.measure import Costs
 from shade.cli import main
 from shade.cli._checkpoint.replay import PreemptionTrace
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 
 Capture = pytest.CaptureFixture[str]
 COSTS = Costs(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shade.cli import doctor
-from shade.cli.finding import Finding, broken
+from shade.cli.doctor import Finding, broken
 from shade.errors import ConfigError, StoreError
 
 

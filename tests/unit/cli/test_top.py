@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from shade.checkpoint._preemption.recovery_estimate import Loss, RecoveryEstimate
-from shade.cli import main, top_view
+from shade.cli import main, top
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer
-from shade.store.server import LocalServer
+from shade.store._servers.server import LocalServer
 from shade.types import Decision, StepReport
 
 Capture = pytest.CaptureFixture[str]
@@ -127,7 +127,7 @@ def test_the_gauge_of_this_moment_comes_first(run: Path, capsys: Capture) -> Non
 
 @pytest.mark.parametrize("gauge", GAUGES)
 def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: RecoveryEstimate) -> None:
-    assert top_view.gauge(gauge.row()) == str(gauge)
+    assert top.gauge(gauge.row()) == str(gauge)
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_the_gauge_is_told_as_the_gauge_tells_it(gauge: RecoveryEstimate) -> Non
               {"ranks": [{"step": 1e400}], "decision": {"reason": 7, "effective_step": []}}]
 )  # fmt: skip
 def test_whatever_a_server_says_is_shown(state: dict[str, Any]) -> None:
-    assert all(isinstance(line, str) for line in top_view.of_server(state))
+    assert all(isinstance(line, str) for line in top.of_server(state))
 
 
 def test_an_empty_folder_has_no_figures(tmp_path: Path) -> None:
-    assert top_view.of_run(tmp_path) == ["no figures yet"]
+    assert top.of_run(tmp_path) == ["no figures yet"]
     (tmp_path / "progress.json").write_text("[1")
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n3\n[]\n")
-    assert top_view.of_run(tmp_path) == ["no figures yet"]
+    assert top.of_run(tmp_path) == ["no figures yet"]
 
 
 @pytest.mark.parametrize("words", [["nowhere"], ["http://127.0.0.1:1"], ["ftp://x"], [".", "--interval", "0"]])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.store.origin import PARALLEL_SECONDS, FileOrigin
+from shade.data._dataset.origin import PARALLEL_SECONDS, FileOrigin
 
 
 class Slow(FileOrigin):

@@ -11,7 +11,7 @@ import pytest
 
 from shade.errors import PayloadError
 from shade.gradient._comm import message
-from shade.gradient._kernels.compiling import choose
+from shade.gradient._kernels.choice import choose
 
 
 @pytest.fixture(params=["numba", "numpy"])
@@ -101,8 +101,8 @@ def test_loops_that_do_not_compile_leave_the_arrays(caplog: pytest.LogCaptureFix
     caplog.set_level("INFO", "shade.gradient")
     twin: Any = functools
     assert choose("shade.gradient._kernels.no_such_loops", twin) is twin
-    assert choose("shade.gradient._kernels.compiling", twin) is twin  # a module without a probe
+    assert choose("shade.gradient._kernels.choice", twin) is twin  # a module without a probe
     assert [record.message.partition(" runs")[0] for record in caplog.records] == [
         "shade.gradient._kernels.no_such_loops",
-        "shade.gradient._kernels.compiling",
+        "shade.gradient._kernels.choice",
     ]

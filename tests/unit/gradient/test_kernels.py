@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shade.gradient._compress.compressor import aligned_zeros
 from shade.gradient._compress.correction import AdamCorrection
 from shade.gradient._kernels import choice
-from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, as_lines
+from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, aligned_zeros, as_lines
 from shade.gradient._kernels.choice import ARRAYS, Kernels, candidates, prepare
 
 SIZES = (0, 1, 15, 16, 17, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 33)
@@ -192,7 +191,7 @@ def test_what_is_too_much_goes_back(way: Kernels, unit: int) -> None:
 
 
 def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "shade.gradient._kernels.vector", None)
+    monkeypatch.setitem(sys.modules, "shade.gradient._kernels.loops", None)
     monkeypatch.setattr(choice, "_chosen", None)
     with caplog.at_level(logging.INFO, logger="shade.gradient"):
         assert prepare() is ARRAYS
@@ -213,7 +212,7 @@ import numpy as np
 from tests.unit.gradient.test_kernels import SIZES, adam, elements, lines, momentum
 from shade.gradient._kernels.choice import ARRAYS, candidates
 ways = candidates()
-assert len(ways) == 3, ways
+assert len(ways) == 2, ways
 for size in SIZES:
     for way in ways:
         assert elements(way, size, 2.5) == elements(ARRAYS, size, 2.5), (way.name, size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shade.gradient._compress.compressor import COMPRESSORS, Key, aligned_zeros
+from shade.gradient._compress.compressor import COMPRESSORS, Key
+from shade.gradient._kernels.arrays import aligned_zeros
 
 
 @pytest.mark.parametrize(("size", "density"), [(100, 0.1), (103, 0.1), (103, 0.4)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shade.config import RunConfig
-from shade.launch import progress
+from shade.launch import ranks
 
 
 class Terminal(io.StringIO):
@@ -38,7 +38,7 @@ def script(out: Path, states: list[tuple[int, int] | None], status: int) -> Call
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run of three epochs."""
-    monkeypatch.setattr(progress, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(ranks, "_POLL_SECONDS", 0.0)
     return RunConfig(out=str(tmp_path), script="s.py", train_paths=("d",), epochs=3)
 
 
@@ -46,7 +46,7 @@ STATES = [(0, 1), (0, 5), None, (0, 9), (1, 2), (1, 8), (2, 3)]
 
 
 def test_a_pipe_gets_nothing(config: RunConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert progress.watch(script(tmp_path, list(STATES), 0), config) == 0
+    assert ranks.watch(script(tmp_path, list(STATES), 0), config) == 0
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "progress.json").exists()
 
@@ -57,7 +57,7 @@ def test_a_terminal_gets_a_bar(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    assert progress.watch(script(tmp_path, list(STATES), status), config) == status
+    assert ranks.watch(script(tmp_path, list(STATES), status), config) == status
     drawn = terminal.getvalue().split("\r")
     assert "starting the ranks" in terminal.getvalue()
     assert len(drawn) < 12

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from shade.errors import ConfigError
-from shade.policy.forecast import Epoch, forecast
+from shade.policy.forecast import MeasuredEpoch, forecast
 
-SLOW_STORAGE = Epoch(
+SLOW_STORAGE = MeasuredEpoch(
     num_samples=1000,
     origin_reads=800,
     cache_reads=200,

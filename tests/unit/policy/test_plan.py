@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shade.errors import ConfigError
 from shade.policy import EpochWindow
 from shade.policy.base import EMPTY
-from shade.policy.plan import Plan, latest_that_fit
+from shade.policy.plan import PlanPolicy, latest_that_fit
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
 
@@ -66,7 +66,7 @@ def test_no_choice_gets_more_hits_out_of_two_known_epochs(data: st.DataObject) -
     hits_now, at_boundary = naive_belady_hits(set(before), order, following, capacity)
     best = hits_now + len(at_boundary & set(following))
 
-    policy = Plan(np.ones(num_samples, dtype=np.int64), capacity)
+    policy = PlanPolicy(np.ones(num_samples, dtype=np.int64), capacity)
     policy.adopt(np.array(before, dtype=np.int64))
     policy.begin_epoch(EpochWindow(0, np.array(order), np.array(following)))
     hits = np.count_nonzero(policy.access_many(np.array(order)).hit_B)
@@ -89,7 +89,7 @@ def test_seven_tenths_of_the_samples_and_a_fifth_of_the_bytes_cost_half_the_read
     assert ours.origin_reads[2:].tolist() == bound.origin_reads[2:].tolist()
 
 
-def most_bytes_at_the_boundary(policy: Plan, order_K: np.ndarray, next_order_K: np.ndarray) -> int:
+def most_bytes_at_the_boundary(policy: PlanPolicy, order_K: np.ndarray, next_order_K: np.ndarray) -> int:
     """The offline optimum if samples could be cut: each candidate brings what there is room for, as early as it can."""
     sizes, wanted = policy.size_bytes_N.tolist(), set(next_order_K.tolist())
     resident = set(np.flatnonzero(policy.resident_N).tolist())
@@ -109,7 +109,7 @@ def most_bytes_at_the_boundary(policy: Plan, order_K: np.ndarray, next_order_K: 
 def test_mixed_sizes_leave_less_than_two_percent_of_the_bytes(sigma: float, fraction: float) -> None:
     sizes = np.random.default_rng(2).lognormal(9, sigma, 4000).astype(np.int64) + 1
     trace = inclusion_trace(4000, 0.7, 7, 3, sizes)
-    policy = Plan(sizes, int(fraction * sizes.sum()))
+    policy = PlanPolicy(sizes, int(fraction * sizes.sum()))
     for epoch in range(6):
         order_K, next_order_K = trace.orders[epoch : epoch + 2]
         best = most_bytes_at_the_boundary(policy, order_K, next_order_K)
@@ -135,14 +135,14 @@ def test_the_passes_are_the_greedy_walk_from_the_last_candidate_to_the_first(dat
 
 
 def test_arrivals_are_as_late_as_the_room_allows() -> None:
-    policy = Plan(np.ones(8, dtype=np.int64), 3)
+    policy = PlanPolicy(np.ones(8, dtype=np.int64), 3)
     policy.begin_epoch(EpochWindow(0, np.arange(8), np.arange(8)))
     verdicts = [policy.access_many(np.array([index])) for index in range(8)]
     assert [bool(verdict.stay_B[0]) for verdict in verdicts] == [False] * 5 + [True] * 3
 
 
 def test_a_sample_leaves_at_its_last_use_and_makes_room_for_the_next() -> None:
-    policy = Plan(np.ones(5, dtype=np.int64), 2)
+    policy = PlanPolicy(np.ones(5, dtype=np.int64), 2)
     policy.adopt(np.array([0, 1]))
     gone = policy.begin_epoch(EpochWindow(3, np.array([0, 2, 0, 3, 4]), np.array([3, 2, 4])))
     assert gone.tolist() == [1], "neither epoch uses it, and others need the room"
@@ -155,7 +155,7 @@ def test_a_sample_leaves_at_its_last_use_and_makes_room_for_the_next() -> None:
     ]
 
 
-def in_order(policy: Plan, order: list[int]) -> list[tuple[bool, bool]]:
+def in_order(policy: PlanPolicy, order: list[int]) -> list[tuple[bool, bool]]:
     """(hit, stay) of each access, one at a time."""
     verdicts = [policy.access_many(np.array([index])) for index in order]
     return [(bool(verdict.hit_B[0]), bool(verdict.stay_B[0])) for verdict in verdicts]
@@ -172,7 +172,7 @@ def test_room_that_nobody_needs_is_kept_full() -> None:
 
 def test_with_the_next_epoch_unknown_it_fills_up_once_and_keeps() -> None:
     rng = np.random.default_rng(7)
-    policy = Plan(np.ones(50, dtype=np.int64), 10)
+    policy = PlanPolicy(np.ones(50, dtype=np.int64), 10)
     kept = []
     for epoch in range(3):
         order_K = rng.permutation(50)[:40]
@@ -184,7 +184,7 @@ def test_with_the_next_epoch_unknown_it_fills_up_once_and_keeps() -> None:
 
 
 def test_the_last_epoch_leaves_the_cache_as_it_is() -> None:
-    policy = Plan(np.ones(6, dtype=np.int64), 4)
+    policy = PlanPolicy(np.ones(6, dtype=np.int64), 4)
     policy.adopt(np.array([0, 1]))
     assert not policy.begin_epoch(EpochWindow(9, np.array([1, 2, 3]), EMPTY)).size
     assert in_order(policy, [1, 2, 3]) == [(True, True), (False, False), (False, False)]
@@ -192,7 +192,7 @@ def test_the_last_epoch_leaves_the_cache_as_it_is() -> None:
 
 
 def test_walking_another_order_than_the_planned_one_is_refused() -> None:
-    policy = Plan(np.ones(6, dtype=np.int64), 4)
+    policy = PlanPolicy(np.ones(6, dtype=np.int64), 4)
     with pytest.raises(ConfigError, match="call begin_epoch with the order"):
         policy.access_many(np.array([0]))
     policy.begin_epoch(EpochWindow(0, np.array([3, 1, 2]), np.array([1])))
@@ -203,7 +203,7 @@ def test_walking_another_order_than_the_planned_one_is_refused() -> None:
 
 def test_who_is_used_last_yields_first() -> None:
     order_K, next_order_K = np.array([3, 1, 4, 0, 5, 2]), np.array([1, 2, 3])
-    policy = Plan(np.full(7, 10), 70)
+    policy = PlanPolicy(np.full(7, 10), 70)
     policy.adopt(np.arange(7))
     policy.begin_epoch(EpochWindow(0, order_K, next_order_K))
     policy.access_many(order_K[:3])
@@ -216,7 +216,7 @@ def test_who_is_used_last_yields_first() -> None:
 def test_an_epoch_goes_on_with_the_plan_of_the_smaller_cache() -> None:
     rng = np.random.default_rng(0)
     orders = tuple(rng.permutation(300)[:210] for _ in range(3))
-    plan, fresh = Plan(np.full(300, 10), 900), Plan(np.full(300, 10), 400)
+    plan, fresh = PlanPolicy(np.full(300, 10), 900), PlanPolicy(np.full(300, 10), 400)
     plan.begin_epoch(EpochWindow(0, orders[0], orders[1]))
     for start in range(0, 120, 10):
         plan.access_many(orders[0][start : start + 10])

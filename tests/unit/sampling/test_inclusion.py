@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shade.sampling.inclusion import ONE, budget, solve_units
-from shade.sampling.systematic import draw_systematic
+from shade.sampling.unbiased import ONE, budget, draw_systematic, solve_units
 
 roots = hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(np.float32(1e-3), 1.0, width=32))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shade.storage import direct
-from shade.storage.direct import ALIGNMENT, GATHER_BYTES, DirectFile
+from shade.storage import directory
+from shade.storage.directory import ALIGNMENT, GATHER_BYTES, DirectFile
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: str = "") -> None:
         self.direct_bytes = self.cached_bytes = self.addresses_off = 0
         self._refuse = refuse
-        real_write, real_fcntl = os.pwrite, direct.fcntl.fcntl
+        real_write, real_fcntl = os.pwrite, directory.fcntl.fcntl
 
         def pwrite(file: int, content: memoryview, offset: int) -> int:
-            if real_fcntl(file, direct.fcntl.F_GETFL) & os.O_DIRECT:
+            if real_fcntl(file, directory.fcntl.F_GETFL) & os.O_DIRECT:
                 if self._refuse == "write":
                     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
                 self.direct_bytes += len(content)
@@ -52,12 +52,12 @@ class Calls:
             return real_write(file, content, offset)
 
         def fcntl(file: int, command: int, argument: int = 0) -> int:
-            if self._refuse == "flag" and command == direct.fcntl.F_SETFL and argument & os.O_DIRECT:
+            if self._refuse == "flag" and command == directory.fcntl.F_SETFL and argument & os.O_DIRECT:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             return real_fcntl(file, command, argument)
 
-        monkeypatch.setattr(direct.os, "pwrite", pwrite)
-        monkeypatch.setattr(direct.fcntl, "fcntl", fcntl)
+        monkeypatch.setattr(directory.os, "pwrite", pwrite)
+        monkeypatch.setattr(directory.fcntl, "fcntl", fcntl)
 
 
 @pytest.mark.parametrize("refuse", ["", "flag", "write"])
@@ -118,7 +118,7 @@ def test_what_the_disk_says_is_passed_on(memory: memoryview, monkeypatch: pytest
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(direct.os, "pwrite", full)
+    monkeypatch.setattr(directory.os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         write_all(tmp_path / "file", [memory])
 
@@ -129,6 +129,6 @@ def test_short_writes_are_continued(memory: memoryview, monkeypatch: pytest.Monk
     def half(file: int, content: memoryview, offset: int) -> int:
         return real(file, content[: len(content) // 2 // ALIGNMENT * ALIGNMENT or len(content)], offset)
 
-    monkeypatch.setattr(direct.os, "pwrite", half)
+    monkeypatch.setattr(directory.os, "pwrite", half)
     write_all(tmp_path / "file", [memory, memory[1:5000]])
     assert (tmp_path / "file").read_bytes() == bytes(memory) + bytes(memory[1:5000])

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from shade.errors import StorageError, StorageFullError
-from shade.storage.directory import DirectoryVolume
-from shade.storage.operations import OSFileOperations
+from shade.storage.directory import DirectoryVolume, OSFileOperations
 
 OLD, NEW = [b"old" * 1000], [b"new" * 1000, bytes(3 << 20)]
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")

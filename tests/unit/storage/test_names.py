@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from shade.errors import StorageError, StorageFullError
-from shade.storage.names import check_name, failure, is_partial, partial_name
+from shade.storage.base import check_name, failure, is_partial, partial_name
 
 
 @pytest.mark.parametrize("folder", ["", "run", "run/step-1"])

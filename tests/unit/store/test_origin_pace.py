@@ -1,4 +1,4 @@
-"""Pace: finds what a link can carry, does not stay above it, and follows it when it changes."""
+"""ConcurrencyLimit: finds what a link can carry, does not stay above it, and follows it when it changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.store.origin_pace import LEAST, Pace
+from shade.data._dataset.origin import LEAST, ConcurrencyLimit
 
 
 class Link:
@@ -19,7 +19,7 @@ class Link:
         self.under_way: list[tuple[float, float]] = []
         self.random = random.Random(1)
 
-    def run(self, pace: Pace, num_reads: int) -> float:
+    def run(self, pace: ConcurrencyLimit, num_reads: int) -> float:
         """Reads so many; returns reads a second."""
         began = self.now
         for _ in range(num_reads):
@@ -32,7 +32,7 @@ class Link:
         return num_reads / (self.now - began)
 
 
-class Greedy(Pace):
+class Greedy(ConcurrencyLimit):
     """Everything at once, whatever comes of it."""
 
     def __init__(self) -> None:
@@ -43,7 +43,9 @@ class Greedy(Pace):
         pass
 
 
-def in_bursts(paces: list[Pace], latency: float, reads_per_second: float, pause: float, seconds: float = 30.0) -> float:
+def in_bursts(
+    paces: list[ConcurrencyLimit], latency: float, reads_per_second: float, pause: float, seconds: float = 30.0
+) -> float:
     """Processes that share a link, each reading a batch and then busy for a while; reads a second of all together."""
     burst, rng = 51, random.Random(1)
     free, number, num_read = 0.0, 0, 0
@@ -76,7 +78,7 @@ def in_bursts(paces: list[Pace], latency: float, reads_per_second: float, pause:
     return num_read / seconds
 
 
-def median_limit(link: Link, pace: Pace) -> int:
+def median_limit(link: Link, pace: ConcurrencyLimit) -> int:
     """The limit that it mostly has; it tries others now and then."""
     limits = []
     for _ in range(100):
@@ -88,20 +90,20 @@ def median_limit(link: Link, pace: Pace) -> int:
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize(("latency", "rate"), [(0.02, 700.0), (0.002, 2500.0), (0.05, 300.0), (0.1, 10_000.0)], ids=str)
 def test_it_finds_what_the_link_carries(latency: float, rate: float, noise: float) -> None:
-    link, pace = Link(latency, rate, noise), Pace(64)
+    link, pace = Link(latency, rate, noise), ConcurrencyLimit(64)
     link.run(pace, 2000)
     reached = link.run(pace, 2000)
     assert reached > 0.8 * min(rate, 64 / latency)
 
 
 def test_it_does_not_stay_where_more_is_only_a_queue() -> None:
-    link, pace = Link(0.01, 800.0), Pace(64)
+    link, pace = Link(0.01, 800.0), ConcurrencyLimit(64)
     link.run(pace, 2000)
     assert median_limit(link, pace) <= 16, "8 under way fill this link"
 
 
 def test_it_goes_down_when_the_link_gets_narrower_and_up_again() -> None:
-    link, pace = Link(0.02, 3000.0), Pace(64)
+    link, pace = Link(0.02, 3000.0), ConcurrencyLimit(64)
     link.run(pace, 3000)
     wide = pace.limit
     link.reads_per_second = 300.0
@@ -113,7 +115,7 @@ def test_it_goes_down_when_the_link_gets_narrower_and_up_again() -> None:
 
 
 def test_what_was_seen_while_nothing_waited_says_nothing() -> None:
-    pace = Pace(64)
+    pace = ConcurrencyLimit(64)
     for _ in range(1000):
         pace.finished(0.01)
         pace.idle()
@@ -124,7 +126,7 @@ def test_what_was_seen_while_nothing_waited_says_nothing() -> None:
 @pytest.mark.parametrize(("latency", "rate"), [(0.02, 640.0), (0.005, 300.0)], ids=str)
 def test_nobody_is_starved_by_the_queue_of_another(latency: float, rate: float, num_processes: int) -> None:
     """Who went back because others queue would wait as long as before, and be served less."""
-    paces = [Pace(64) for _ in range(num_processes)]
+    paces = [ConcurrencyLimit(64) for _ in range(num_processes)]
     most = in_bursts([Greedy() for _ in range(num_processes)], latency, rate, 0.15)
     assert in_bursts(paces, latency, rate, 0.15) > 0.9 * most
     assert min(pace.limit for pace in paces) >= LEAST
@@ -132,7 +134,7 @@ def test_nobody_is_starved_by_the_queue_of_another(latency: float, rate: float, 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 64])
 def test_it_keeps_within_bounds(most: int) -> None:
-    link, pace = Link(0.05, 100_000.0), Pace(most)
+    link, pace = Link(0.05, 100_000.0), ConcurrencyLimit(most)
     for _ in range(100):
         link.run(pace, 50)
         assert 1 <= pace.limit <= most

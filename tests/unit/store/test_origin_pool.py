@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from shade.data._dataset.origin import ReadPool, Result
 from shade.errors import StoreClosedError
-from shade.store.origin_pool import ReadPool, Result
 
 
 class Watched:

@@ -1,0 +1,408 @@
+"""Reads whole files of the data set's origin, the only slow place, many at once where that pays.
+
+On a local disk a read takes tens of microseconds and threads only cost; on NFS or object storage it takes milliseconds
+of waiting, and a batch must pay that latency once and not once a sample. `FileOrigin` measures which of the two it is.
+
+`ConcurrencyLimit` decides how many reads run at once. A link or disk serves so many bytes a second and answers after
+some time. Up to the product of the two, one more read under way is one more served, and none takes longer (Little's
+law). Beyond it reads queue, which helps no one and holds memory. Neither number is known beforehand, and both change
+with the other users. So the limit doubles while reads take their best latency, and halves when they take much longer,
+but only if halving shortens the queue: a queue that other processes made would cost a process that backs off as much
+waiting, for less.
+
+`ReadPool` serves all batches of a process in the order in which they ask, which is the order in which training wants
+them, so the read with the nearest deadline is first in the queue.
+
+Invariants: results come in the order of the paths, and one unreadable file never hides the others; a read runs exactly
+once, or its caller gets `StoreClosedError`; no lock is held while it runs.
+
+An origin behind a URL (``s3://``, ``http://``, ``gs://`` and whatever else fsspec reaches) is read one file a call;
+login, region and endpoint come from where fsspec and the service's library look for them. A file's entry carries the
+version that the server reports (ETag, else time and size), so a data set that changed is another data set.
+
+Errors that may pass are retried twice; a missing or forbidden file is not. fsspec costs some tenths of a millisecond of
+processor time a file, which is nothing beside the transfer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import fsspec
+
+from shade.errors import ConfigError, DataError, StoreClosedError
+
+PARALLEL_SECONDS = 0.0005
+"""A mean read slower than this waits rather than copies: from here on reads run in parallel."""
+_MEAN_DECAY = 0.9
+_UNKNOWN_BYTES = 128 << 10
+"""Assumed size of a file whose size the caller did not give."""
+MOST_BYTES = 64 << 20
+"""Upper bound of the bytes being read; a file larger than that is read alone."""
+LEAST, MOST = 8, 64
+"""Limits of concurrency: a disk's own queue is longer than the one; beyond the other, memory matters."""
+WINDOW_READS = 16
+"""Reads whose mean latency is judged together."""
+FREE, QUEUE = 1.25, 2.5
+"""Multiples of the best latency: below the one no read waits, above the other there is a queue. A doubled limit at most
+doubles the latency, so a step up never asks for a step down."""
+EASED = 0.65
+"""A halved limit brings the latency below this part of what it was, if this process made the queue."""
+PATIENCE_WINDOWS = 8
+"""Windows until a step down that did not help is tried again."""
+Result = bytes | OSError
+
+
+class ConcurrencyLimit:
+    """Limits the reads under way; arithmetic alone.
+
+    A read counts only if another was waiting when it ended: the speed of an idle origin says nothing about its limit.
+
+    Args:
+        most: Upper bound of the limit, ≥ 1.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self.limit = min(LEAST, most)
+        """Reads that may be under way now."""
+        self._best = float("inf")
+        """Mean seconds of a read in the best window."""
+        self._trial: tuple[int, float] | None = None
+        """Limit and seconds a read before the step down that is being tried."""
+        self._rest = self._stale = 0
+        self.idle()
+
+    def idle(self) -> None:
+        """Forgets the current window, because no read is waiting."""
+        self._num_reads, self._seconds, self._stale = 0, 0.0, 0
+
+    def finished(self, seconds: float) -> None:
+        """Counts a read that took so many seconds and ended while others waited."""
+        if self._stale:  # it was begun under another limit
+            self._stale -= 1
+            return
+        self._num_reads += 1
+        self._seconds += seconds
+        if self._num_reads == WINDOW_READS:
+            latency = self._seconds / WINDOW_READS
+            self.idle()
+            self._judge(latency)
+
+    def _judge(self, latency: float) -> None:
+        self._best = min(self._best, latency)
+        if self._trial is not None:
+            limit, before = self._trial
+            self._trial = None
+            if latency > EASED * before:  # another process made the queue, or the link got slower
+                self._rest = PATIENCE_WINDOWS
+                self._set(min(2 * limit, self._most))
+                return
+        self._rest = max(0, self._rest - 1)
+        if latency < FREE * self._best:
+            self._set(min(2 * self.limit, self._most))
+        elif latency > QUEUE * self._best and not self._rest and self.limit > LEAST:
+            self._trial = (self.limit, latency)
+            self._set(max(self.limit // 2, LEAST))
+
+    def _set(self, limit: int) -> None:
+        # Reads begun under the old limit say nothing about the new one.
+        self._stale = self.limit if limit != self.limit else 0
+        self.limit = limit
+
+
+class _ReadBatch:
+    """The reads of one caller."""
+
+    def __init__(self, count: int) -> None:
+        self.results: list[Result | None] = [None] * count
+        self.left = count
+        self.done = threading.Event()
+
+
+class ReadPool:
+    """Runs reads in up to ``most`` threads, with up to ``most_bytes`` under way."""
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        self.pace = ConcurrencyLimit(most)
+        self._most_bytes = most_bytes
+        self._wake = threading.Condition()
+        self._waiting: deque[tuple[_ReadBatch, int, Callable[[], Result], int]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._running = self._bytes = 0
+        self._closed = False
+
+    def run(self, reads: Sequence[Callable[[], Result]], sizes: Sequence[int]) -> list[Result]:
+        """Runs reads of some expected sizes, each of which returns what it read or the error that it met, and returns
+        their results in order. Raises StoreClosedError if the pool is closed meanwhile."""
+        mine = _ReadBatch(len(reads))
+        with self._wake:
+            if self._closed:
+                raise StoreClosedError("expected an open origin, got one that is closed; open the data set again")
+            for number, (read, size) in enumerate(zip(reads, sizes, strict=True)):
+                self._waiting.append((mine, number, read, size))
+            while len(self._threads) < min(self.pace.limit, self._running + len(self._waiting)):
+                thread = threading.Thread(target=self._work, name=f"shade-origin-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._wake.notify(len(reads))
+        mine.done.wait()
+        results = [result for result in mine.results if result is not None]
+        if len(results) < len(reads):
+            raise StoreClosedError("expected an open origin, got one that was closed; open the data set again")
+        return results
+
+    def _may_start(self) -> bool:
+        if not self._waiting or self._running >= self.pace.limit:
+            return False
+        # A file larger than the bound must still be read, alone.
+        return self._running == 0 or self._bytes + self._waiting[0][3] <= self._most_bytes
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closed and not self._may_start():
+                    self._wake.wait()
+                if self._closed:
+                    return
+                mine, number, read, size = self._waiting.popleft()
+                self._running += 1
+                self._bytes += size
+            begun = time.monotonic()
+            try:
+                result = read()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller must not wait forever
+                result = OSError(f"{type(error).__name__}: {error}")
+            now = time.monotonic()
+            with self._wake:
+                self._running -= 1
+                self._bytes -= size
+                if self._waiting:
+                    self.pace.finished(now - begun)
+                    self._grow()
+                    self._wake.notify(2)
+                else:
+                    self.pace.idle()
+                mine.results[number] = result
+                mine.left -= 1
+                if mine.left == 0:
+                    mine.done.set()
+            del mine, read, result  # a waiting thread must not keep its last batch alive
+
+    def _grow(self) -> None:
+        """Starts one more thread if the limit has risen."""
+        if len(self._threads) < self.pace.limit and self._running + 1 >= len(self._threads):
+            thread = threading.Thread(target=self._work, name=f"shade-origin-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the threads; waiting callers get `StoreClosedError`. Safe to call twice."""
+        with self._wake:
+            self._closed = True
+            for mine, *_ in self._waiting:
+                mine.done.set()
+            self._waiting.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+class FileOrigin:
+    """Reads files of a mounted file system.
+
+    Belongs to one process, any number of its threads; pickles as its settings.
+
+    Args:
+        num_threads: Upper limit of concurrent reads, ≥ 1.
+    """
+
+    def __init__(self, num_threads: int = MOST) -> None:
+        self.num_threads = num_threads
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._pool: ReadPool | None = None
+        self._making = threading.Lock()
+        self._mean_seconds = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"num_threads": self.num_threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def read_many(self, paths: Sequence[str], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
+        """Reads whole files; returns the bytes of each in order, or the error that reading it raised. Expected sizes,
+        if known, bound the memory under way."""
+        if self._pid != os.getpid():
+            self._forget()
+        if len(paths) > 1 and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
+            expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
+            return self._threads().run([partial(self._read, path) for path in paths], expected)
+        return [self._read(path) for path in paths]
+
+    def _threads(self) -> ReadPool:
+        with self._making:
+            if self._pool is None:
+                self._pool = ReadPool(self.num_threads)
+                weakref.finalize(self, self._pool.close).atexit = False
+            return self._pool
+
+    def _read(self, path: str) -> bytes | OSError:
+        begun = time.perf_counter()
+        try:
+            content = self._content(path)
+        except OSError as error:
+            return error
+        self._mean_seconds = _MEAN_DECAY * self._mean_seconds + (1 - _MEAN_DECAY) * (time.perf_counter() - begun)
+        return content
+
+    def _content(self, path: str) -> bytes:
+        """Returns a whole file, or raises OSError."""
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+
+    def close(self) -> None:
+        """Ends the threads. Safe to call twice; the next read starts them again."""
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.close()
+        self._pool = None
+
+
+PAUSES_SECONDS = (0.1, 0.5)
+_ASKERS = 32
+_CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
+_VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, TypeError)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file behind a URL, as its server describes it."""
+
+    url: str
+    num_bytes: int
+    version: str
+    """Changes when the content does."""
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path is a URL and not a file system's path."""
+    return "://" in path
+
+
+def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
+    """Opens fsspec's file system for a URL with fsspec's options, such as ``endpoint_url``; raises ConfigError if
+    fsspec knows no such scheme, or its library is not installed."""
+    scheme = url.partition("://")[0]
+    try:
+        return fsspec.filesystem(scheme, **options)
+    except (ImportError, ValueError) as error:
+        cure = f"install the library of {scheme}:// (for s3: pip install 'shade[s3]'): {error}"
+        raise ConfigError.of("a URL that fsspec understands", url, cure) from error
+
+
+class UrlOrigin(FileOrigin):
+    """Reads files behind URLs of one scheme.
+
+    Args:
+        options: For fsspec.
+        num_threads: Upper limit of concurrent reads, ≥ 1.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None, num_threads: int = MOST) -> None:
+        self.options = dict(options or {})
+        super().__init__(num_threads)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._file_system: Any = None
+        self._opening = threading.Lock()
+        self._mean_seconds = 1.0  # a network is waited for; nothing to find out
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"options": self.options, "num_threads": self.num_threads}
+
+    def _content(self, url: str) -> bytes:
+        file_system = self._opened(url)
+        # None marks the last attempt, which raises.
+        for pause in (*PAUSES_SECONDS, None):
+            try:
+                return bytes(file_system.cat_file(url))
+            except _FINAL as error:
+                raise _as_os_error(error) from error
+            except Exception as error:
+                if pause is None:
+                    raise _as_os_error(error) from error
+                time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _opened(self, url: str) -> Any:
+        with self._opening:
+            if self._file_system is None:
+                self._file_system = open_file_system(url, self.options)
+            return self._file_system
+
+
+def _as_os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+
+
+def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
+    """Asks the server about files of one scheme, many at a time; returns an entry each, in order. Raises DataError if a
+    file is missing, or the server does not report its length, and ConfigError as `open_file_system`."""
+    file_system = open_file_system(urls[0], options)
+
+    def describe(url: str) -> Entry:
+        try:
+            return entry_of(url, file_system.info(url))
+        except Exception as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError.of(f"to read {url}", str(error), "restore it or list the folder again") from error
+
+    with ThreadPoolExecutor(min(_ASKERS, len(urls))) as pool:
+        return list(pool.map(describe, urls))
+
+
+def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
+    """Makes an entry from fsspec's ``info`` or a detailed listing; raises DataError if it lacks the length."""
+    if info.get("size") is None:
+        raise DataError.of("a server that says how long a file is", url, "serve Content-Length, or copy the data set")
+    version = next((f"{name}={info[name]}" for name in _VERSIONS if info.get(name)), "")
+    return Entry(url, int(info["size"]), version)
+
+
+def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
+    """Lists all files below a URL, in the order of their names, without the folders' own entries. Raises DataError if
+    there are none or they cannot be listed, and ConfigError as `open_file_system`."""
+    file_system = open_file_system(url, options)
+    try:
+        found = file_system.find(url, detail=True)
+    except Exception as error:
+        raise DataError.of(f"to list {url}", str(error), "check the URL and the login") from error
+    infos = {file_system.unstrip_protocol(name): info for name, info in sorted(found.items())}
+    if not infos:
+        raise DataError.of("files below a URL", url, "check it; a web server has to list its folders")
+    if any(info.get("size") is None for info in infos.values()):  # a web page's list has names alone
+        return describe_many(list(infos), options)
+    return [entry_of(name, info) for name, info in infos.items()]
+
+
+def root_of(urls: Sequence[str]) -> str:
+    """Returns the deepest folder that holds all of at least one URL, with its last slash."""
+    first, last = min(urls), max(urls)  # all others lie between them
+    same = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+    return first[:same].rpartition("/")[0] + "/"

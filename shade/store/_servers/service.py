@@ -1,0 +1,251 @@
+"""Runs Redis for the cache in the background: `up`, `status`, `down` (``shade cache``).
+
+Unlike those of `server`, these servers outlive the command that started them, so a file records them: one JSON object
+in a directory of mode 0700, rewritten after each server that starts, so that `down` finds whatever a failed or
+killed `up` left running. One node is a plain server, three or more are a cluster; all on loopback. For nodes on several
+machines see `cluster_bootstrap`, or configure your own after ``redis.conf``.
+
+A process id alone is no proof, because ids are used again: `down` ends a process only if it began when the file says it
+began. Invariant: after `down` none of the recorded servers runs, and no other process was sent a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shade.errors import ConfigError, StoreError, StoreUnavailableError
+from shade.process import is_running, start_detached, start_of
+from shade.store._servers.local_cluster import check_shape, form_cluster, free_ports, node_settings
+from shade.store._servers.server import (
+    LOOPBACK,
+    MAX_SOCKET_PATH,
+    ask,
+    cache_settings,
+    find_server_binary,
+    quoted,
+    wait_until_serving,
+    write_settings,
+)
+from shade.store.base import STORES, NodeStats
+from shade.store.link import Endpoint, socket_path
+from shade.store.url import StoreURL
+
+_STATE: Final = "servers.json"
+_POLL_SECONDS: Final = 0.02
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """One server that `up` started."""
+
+    process_id: int
+    port: int
+    started: str
+    """Start time of its process, as the system reports it."""
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """The present state of one recorded server."""
+
+    port: int
+    process_id: int
+    running: bool
+    stats: NodeStats | None
+    """None if it does not answer."""
+
+
+def up(
+    directory: Path,
+    *,
+    nodes: int = 1,
+    replicas: int = 0,
+    memory_bytes: int = 0,
+    ports: Sequence[int] = (),
+    password: str | None = None,
+) -> StoreURL:
+    """Starts a server, or a cluster, on loopback and leaves it running.
+
+    Args:
+        directory: Holds the record, logs and settings; made if missing.
+        nodes: 1, or the primaries of a cluster, ≥ 3.
+        replicas: Replicas of each primary of a cluster.
+        memory_bytes: ``maxmemory`` of each server; 0 for no limit.
+        ports: One for each server, primaries first; by default free ones.
+        password: Required of clients; None for none.
+
+    Returns:
+        Its address; ``reveal()`` has the password.
+
+    Raises:
+        ConfigError: Servers are recorded there already, an impossible shape, or no server binary.
+        StoreUnavailableError: A server did not start; all were ended again.
+    """
+    if nodes != 1 or replicas:
+        check_shape(nodes, replicas)
+    num_servers = nodes * (1 + replicas)
+    if ports and len(ports) != num_servers:
+        raise ConfigError.of(f"{num_servers} ports", list(ports), "name one for each server, or none at all")
+    _prepare(directory)
+    binary = find_server_binary()
+    ports = tuple(ports) or tuple(free_ports(num_servers))
+    endpoints = [Endpoint(host=LOOPBACK, port=port, password=password) for port in ports]
+    url = StoreURL("redis+cluster" if nodes > 1 else "redis", tuple((LOOPBACK, port) for port in ports))
+    sockets = (("sockets", str(directory.resolve())),) if nodes > 1 else ()
+    url = StoreURL(url.scheme, url.addresses, password=password, options=sockets)
+    records: list[ServerRecord] = []
+    try:
+        for endpoint in endpoints:
+            records.append(_launch(binary, directory.resolve(), endpoint, memory_bytes, clustered=nodes > 1))
+            _write(directory, url, records)
+            # Another server may listen at that port: the process id must be the one just started.
+            _check_serving(records[-1], endpoint, directory)
+        if nodes > 1:
+            form_cluster(endpoints, nodes)
+    except BaseException:
+        _write(directory, url, records)
+        down(directory)
+        raise
+    return url
+
+
+def start_node(directory: Path, endpoint: Endpoint, memory_bytes: int) -> bool:
+    """Starts one node of a cluster at an address that other machines can reach; see `cluster_bootstrap`. A node that
+    died with its machine starts with its old identity. Arguments and errors as for `up`; returns whether the node knows
+    its cluster already."""
+    returns = (directory / f"nodes-{endpoint.port}.conf").exists()
+    if not (returns and (directory / _STATE).exists() and not any(map(_is_ours, _read(directory)[1]))):
+        _prepare(directory)
+    url = StoreURL("redis+cluster", ((endpoint.host, endpoint.port),), password=endpoint.password)
+    records: list[ServerRecord] = []
+    try:
+        records.append(_launch(find_server_binary(), directory.resolve(), endpoint, memory_bytes, clustered=True))
+        _write(directory, url, records)
+        _check_serving(records[-1], endpoint, directory)
+    except BaseException:
+        _write(directory, url, records)
+        down(directory)
+        raise
+    return returns
+
+
+def remember(directory: Path, url: StoreURL) -> None:
+    """Records the address of the cluster that the recorded servers have joined."""
+    _write(directory, url, _read(directory)[1])
+
+
+def _prepare(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / _STATE).exists():
+        raise ConfigError.of("a directory without running servers", str(directory), "take those down first")
+    directory.chmod(0o700)
+
+
+def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
+    """Returns the recorded address, and the present state of each server that `up` started in a directory; raises
+    ConfigError if none are recorded there."""
+    url, records = _read(directory)
+    found = []
+    for record in records:
+        single = StoreURL("redis", ((LOOPBACK, record.port),), password=url.password)
+        stats = None
+        with contextlib.suppress(StoreError), STORES.get("redis")(single, 1.0) as store:  # type: ignore[call-arg]
+            stats = store.stats().nodes[0]
+        found.append(ServerStatus(record.port, record.process_id, _is_ours(record), stats))
+    return url, found
+
+
+def down(directory: Path) -> int:
+    """Ends the servers that `up` started in a directory, and forgets them; returns how many were still running. Raises
+    ConfigError if none are recorded there.
+
+    They are killed: asked to shut down, Redis 7 waits up to 10 s for replicas that are ending too, and a cache has
+    nothing to save.
+    """
+    _, records = _read(directory)
+    ours = [record for record in records if _is_ours(record)]
+    for record in ours:
+        os.kill(record.process_id, signal.SIGKILL)
+    while any(map(_is_ours, ours)):
+        time.sleep(_POLL_SECONDS)
+    for record in records:
+        for leftover in (
+            *directory.glob(f"{record.port}.*"),
+            *directory.glob(f"*:{record.port}.sock"),
+            directory / f"nodes-{record.port}.conf",
+        ):
+            leftover.unlink(missing_ok=True)
+    (directory / _STATE).unlink()
+    return len(ours)
+
+
+def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int, *, clustered: bool) -> ServerRecord:
+    name = str(endpoint.port)
+    settings, log = directory / f"{name}.conf", directory / f"{name}.log"
+    lines = cache_settings(memory_bytes) | {
+        "port": name,
+        "dir": quoted(str(directory)),
+        "logfile": quoted(str(log)),
+        "requirepass": quoted(endpoint.password),
+    }
+    if clustered:
+        lines |= node_settings(directory, endpoint.port, endpoint.password)
+        near = socket_path(str(directory), endpoint.host, endpoint.port)
+        if len(os.fsencode(near)) <= MAX_SOCKET_PATH:
+            lines |= {"unixsocket": quoted(near), "unixsocketperm": "700"}
+    if endpoint.host != LOOPBACK:
+        lines |= {"bind": f"{LOOPBACK} {endpoint.host}", "cluster-announce-ip": endpoint.host}
+    write_settings(settings, lines)
+    with log.open("ab") as errors:
+        process_id = start_detached([binary, str(settings)], errors)
+    return ServerRecord(process_id, endpoint.port, _started(process_id))
+
+
+def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) -> None:
+    """Waits until the server at a port answers, and raises StoreUnavailableError, with the end of its log, if that is
+    another server than the one that was started."""
+    try:
+        wait_until_serving(endpoint, lambda: not _is_ours(record))
+        info = ask(endpoint, "INFO", "server")
+    except StoreError as error:
+        info = f"{error}".encode()
+    if not isinstance(info, bytes) or f"process_id:{record.process_id}\r".encode() not in info:
+        log = (directory / f"{record.port}.log").read_text(errors="replace")[-1000:]
+        raise StoreUnavailableError(f"the server for port {record.port} did not start; its log ends: {log}")
+
+
+def _started(process_id: int) -> str:
+    """Returns the start time of a process; empty if there is none."""
+    if Path("/proc/self/stat").exists():
+        return start_of(process_id) or ""
+    listed = subprocess.run(["ps", "-o", "lstart=", "-p", str(process_id)], capture_output=True, text=True, check=False)
+    return listed.stdout.strip()
+
+
+def _is_ours(record: ServerRecord) -> bool:
+    return is_running(record.process_id) and _started(record.process_id) == record.started
+
+
+def _write(directory: Path, url: StoreURL, records: Sequence[ServerRecord]) -> None:
+    # Written beside and renamed: a killed `up` leaves a whole record.
+    new = directory / f"{_STATE}.new"
+    new.touch(mode=0o600)
+    new.write_text(json.dumps({"url": url.reveal(), "servers": [asdict(record) for record in records]}, indent=2))
+    new.replace(directory / _STATE)
+
+
+def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:
+    try:
+        state: dict[str, Any] = json.loads((directory / _STATE).read_text())
+    except FileNotFoundError:
+        raise ConfigError.of("a directory given to `up`", str(directory), "check the name, or start servers") from None
+    return StoreURL.parse(state["url"]), [ServerRecord(**record) for record in state["servers"]]

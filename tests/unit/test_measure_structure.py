@@ -1,0 +1,130 @@
+"""`scripts/measure_structure` counts what its help says, on a tiny package in which every figure is known."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_structure"
+FILES = {
+    "__init__.py": '"""A package."""\n',
+    "alone.py": '"""Nobody imports it, as we are told."""\n\nimport shade.parts.left\n',
+    "parts/__init__.py": "from shade.parts.right import Plan\n",
+    "parts/left.py": '''"""The left part."""
+
+from shade.parts import right
+
+# A comment of its own.
+LIMIT = 3  # not one of its own line: it goes on
+
+
+class Plan:
+    """See `right.Plan`."""
+
+    class _Inner:
+        """See to it that nothing goes
+        on here."""
+''',
+    "parts/right.py": '''"""The right part."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shade.parts.left import Plan as Other
+
+
+class Plan:
+    """A plan."""
+
+
+def late() -> None:
+    """See `late`; it says more."""
+    import shade.parts.left
+
+    raise ValueError(f"whom {shade} meant")
+''',
+    "_hidden/__init__.py": "",
+    "_hidden/deep.py": '"""Deep."""\n\nclass _Inner:\n    """Another."""\n',
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """The script as a module."""
+    loader = SourceFileLoader("measure_structure", str(SCRIPT))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules[loader.name] = module  # dataclasses look their module up
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes
+    return module
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A clone with a tiny package."""
+    for name, text in FILES.items():
+        path = tmp_path / "shade" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_every_figure(script: Any, root: Path) -> None:
+    figures = script.measure(root, traced=False)
+    lengths = sorted(len(text.splitlines()) for text in FILES.values())
+    assert figures == {
+        "largest folder, modules": "2 (shade/parts)",
+        "folders above 12 modules": "0",
+        "modules": "7",
+        "lines": f"{sum(lengths)}",
+        "median module, lines": f"{lengths[3]}",
+        "modules above 600 lines": "0",
+        "modules with at most one importer": "2",
+        "class names in two or more modules": "2",
+        "class names in two or more folders": "1",
+        "docstrings 'See `X`'": "2",
+        "lines a comment of its own line": f"{sum(lengths)}",
+        "dialect words": "5",
+        "public modules": "5",
+        "import cycles": "0",
+    }
+
+
+def test_names_behind_the_figures(script: Any, root: Path) -> None:
+    modules = script.read(root)
+    assert script.rarely_imported(modules) == ["shade._hidden.deep", "shade.alone"]
+    assert script.repeated_classes(modules, root) == ["Plan", "_Inner"]
+    assert script.repeated_classes(modules, root, by_folder=True) == ["_Inner"]
+    assert +script.dialect_words(modules) == {"nobody": 1, "told": 1, "goes on": 2, "whom": 1}
+
+
+def test_cycle_and_wide_folder_are_found(script: Any, root: Path) -> None:
+    right = root / "shade" / "parts" / "right.py"
+    right.write_text(FILES["parts/right.py"].replace("if TYPE_CHECKING:", "if LIMIT:"))
+    for number in range(11):
+        (root / "shade" / "parts" / f"part{number}.py").write_text("x = 1\n" * 601)
+    figures = script.measure(root, traced=False)
+    assert script.import_cycles(script.read(root)) == [{"shade.parts.left", "shade.parts.right"}]
+    assert figures["import cycles"] == "1"
+    assert figures["folders above 12 modules"] == "1 (shade/parts 13)"
+    assert figures["modules above 600 lines"] == "11"
+
+
+def test_a_folder_without_the_package_is_refused(script: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected a clone with a folder shade/"):
+        script.measure(tmp_path)
+
+
+def test_markdown_has_both_columns(script: Any, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--no-trace", "--markdown", str(root), str(root)]) == 0
+    assert "| dialect words | 5 | 5 |" in capsys.readouterr().out.splitlines()

@@ -1,7 +1,7 @@
-"""Guards the arrangement of the house: what import-linter and ruff cannot see, and that they see what they should.
+"""Guards the structure of the package: what import-linter and ruff cannot see, and that they see what they should.
 
-Each guard is a function from a package folder to complaints. It is run on the package, where it must find nothing, and
-on a small house with one thing wrong in it, where it must find exactly that: a guard that cannot fail guards nothing.
+Each guard is a function from a package folder to complaints. It runs on the package, where it must find nothing, and on
+a small package with one planted fault, where it must find exactly that: a guard that cannot fail guards nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "shade"
 LEAST_DOCSTRING = 30
-MOST_LINES = 400
+MOST_LINES = 600
+MOST_MODULES = 12
+REGISTRIES = ("policy", "_strategies", "_codecs")
 
 
 def modules(package: Path) -> Iterator[tuple[str, Path, ast.Module]]:
@@ -42,8 +45,8 @@ def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
 
 
-def front_doors(package: Path) -> list[str]:
-    """Imports through a front door from inside: of `shade` itself, of one's own room, or relative ones."""
+def package_imports(package: Path) -> list[str]:
+    """Imports from `shade` itself or from one's own package instead of a module, and relative imports."""
     known = {name for name, _, _ in modules(package)}
     complaints = []
     for name, path, tree in modules(package):
@@ -60,7 +63,7 @@ def front_doors(package: Path) -> list[str]:
             elif isinstance(node, ast.Import):
                 through = {alias.name for alias in node.names}
             complaints += [
-                f"{name}:{node.lineno} enters by the front door of {door}; import from the file it lives in"
+                f"{name}:{node.lineno} imports from the package {door}; import from the module that defines it"
                 for door in sorted(through & doors)
             ]
     return complaints
@@ -76,7 +79,7 @@ def docstrings(package: Path) -> list[str]:
 
 
 def registries(package: Path) -> list[str]:
-    """Files that register a class and that their room's ``__init__`` does not import."""
+    """Files that register a class and that their folder's ``__init__`` does not import."""
     trees = {name: (path, tree) for name, path, tree in modules(package)}
     complaints = []
     for name, (path, tree) in trees.items():
@@ -88,16 +91,16 @@ def registries(package: Path) -> list[str]:
             and call.func.value.id.isupper()  # a registry; not atexit
             for call in ast.walk(tree)
         )
-        room, _, file = name.rpartition(".")
-        if registering and path.name != "__init__.py" and room in trees:
-            door = trees[room][1]
+        folder, _, file = name.rpartition(".")
+        if registering and path.name != "__init__.py" and folder in trees:
+            door = trees[folder][1]
             if name not in {imported for _, imported in imports(door, set(trees))}:
-                complaints.append(f"add to {room.replace('.', '/')}/__init__.py: from {room} import {file}")
+                complaints.append(f"add to {folder.replace('.', '/')}/__init__.py: from {folder} import {file}")
     return complaints
 
 
 def long_modules(package: Path) -> list[str]:
-    """Modules that nobody reads to the end."""
+    """Modules that are too long to read to the end."""
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path, _ in modules(package)}
     return [f"{name} has {n} lines, more than {MOST_LINES}; split it" for name, n in lengths.items() if n > MOST_LINES]
 
@@ -117,6 +120,46 @@ def forbidden_words(package: Path) -> list[str]:
     return complaints
 
 
+def repeated_classes(package: Path) -> list[str]:
+    """Class names that stand in two modules."""
+    homes = defaultdict(list)
+    for name, _, tree in modules(package):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(name)
+    return [f"class {name} stands in {' and '.join(found)}" for name, found in homes.items() if len(found) > 1]
+
+
+def repeated_stems(package: Path) -> list[str]:
+    """Files of one name within two levels: in a package, or in two sub-packages of one package."""
+    homes = defaultdict(list)
+    for name, path, _ in modules(package):
+        parts = name.split(".")
+        if path.name not in ("__init__.py", "base.py") and len(parts) > 2:
+            homes[parts[1], parts[-1]].append(name)
+    return [f"{' and '.join(found)} have one name" for found in homes.values() if len(found) > 1]
+
+
+def counted_folders(package: Path) -> list[str]:
+    """Modules that count their parent folders, and so break when they move."""
+    return [
+        f"{name}:{node.lineno} counts its parent folders; use importlib.resources"
+        for name, _, tree in modules(package)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("parent", "parents") and "__file__" in ast.unparse(node)
+    ]
+
+
+def full_folders(package: Path) -> list[str]:
+    """Folders of more modules than a reader takes in at a glance; a registry's folder has a file for each name."""
+    counts = Counter(path.parent for _, path, _ in modules(package) if path.name != "__init__.py")
+    return [
+        f"{folder.relative_to(package.parent)} holds {n} modules, more than {MOST_MODULES}; make packages of them"
+        for folder, n in counts.items()
+        if n > MOST_MODULES and folder.name not in REGISTRIES
+    ]
+
+
 def cycles(package: Path) -> list[str]:
     """Modules that import each other, at whatever level of indentation."""
     found = list(modules(package))
@@ -129,9 +172,12 @@ def cycles(package: Path) -> list[str]:
     return []
 
 
-GUARDS = [front_doors, docstrings, registries, long_modules, forbidden_words, cycles]
+GUARDS = [
+    *(package_imports, docstrings, registries, long_modules, full_folders, forbidden_words),
+    *(cycles, repeated_classes, repeated_stems, counted_folders),
+]
 DOC = '"""A module that says at some length what it is."""\n'
-HOUSE = {
+SMALL_PACKAGE = {
     "shade/__init__.py": DOC,
     "shade/registry.py": DOC,
     "shade/store/__init__.py": DOC + "from shade.store import a\n",
@@ -140,10 +186,10 @@ HOUSE = {
     "shade/cache.py": DOC + "from shade.store import A\nfrom shade import registry\n",
 }
 PLANTED: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
-    (front_doors, "shade/cache.py", DOC + "from shade import SampleCache\n", "front door of shade"),
-    (front_doors, "shade/cache.py", DOC + "import shade\n", "front door of shade"),
-    (front_doors, "shade/store/b.py", DOC + "from shade.store import A\n", "front door of shade.store"),
-    (front_doors, "shade/store/b.py", DOC + "from . import a\n", "relatively"),
+    (package_imports, "shade/cache.py", DOC + "from shade import SampleCache\n", "the package shade"),
+    (package_imports, "shade/cache.py", DOC + "import shade\n", "the package shade"),
+    (package_imports, "shade/store/b.py", DOC + "from shade.store import A\n", "the package shade.store"),
+    (package_imports, "shade/store/b.py", DOC + "from . import a\n", "relatively"),
     (docstrings, "shade/store/b.py", "class B: ...\n", "shade.store.b has no docstring"),
     (registries, "shade/store/__init__.py", DOC, "add to shade/store/__init__.py: from shade.store import a"),
     (
@@ -152,37 +198,51 @@ PLANTED: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
         DOC + "class B: ...\n\nfor _name in ('b', 'c'):\n    STORES.register(_name)(B)\n",
         "add to shade/store/__init__.py: from shade.store import b",
     ),
-    (long_modules, "shade/store/b.py", DOC + "\n" * MOST_LINES, "401 lines"),
+    (long_modules, "shade/store/b.py", DOC + "\n" * MOST_LINES, "601 lines"),
     (forbidden_words, "shade/store/b.py", DOC + "print('hello')\n", "prints"),
     (forbidden_words, "shade/store/b.py", DOC + "try:\n    x = 1\nexcept:\n    x = 2\n", "bare except"),
     (forbidden_words, "shade/store/b.py", DOC + "def f(): raise NotImplementedError\n", "NotImplemented"),
+    (repeated_classes, "shade/cache.py", DOC + "class B: ...\n", "class B stands in shade.cache and shade.store.b"),
+    (repeated_stems, "shade/store/_x/b.py", DOC, "shade.store._x.b and shade.store.b have one name"),
+    (
+        counted_folders,
+        "shade/store/b.py",
+        DOC + "x = Path(__file__).resolve().parents[2]\n",
+        "counts its parent folders",
+    ),
     (cycles, "shade/store/b.py", DOC + "def f():\n    from shade.store import a\n", "shade.store.a"),
 ]
 
 
-def build_house(folder: Path, **changed: str) -> Path:
-    """Writes the small house, with some files changed."""
-    for name, content in {**HOUSE, **changed}.items():
+def build_package(folder: Path, **changed: str) -> Path:
+    """Writes the small package, with some files changed."""
+    for name, content in {**SMALL_PACKAGE, **changed}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     return folder / "shade"
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_the_package_keeps_the_house_rules(guard: Callable[[Path], list[str]]) -> None:
+def test_the_package_keeps_the_rules(guard: Callable[[Path], list[str]]) -> None:
     assert guard(PACKAGE) == []
 
 
+def test_a_full_folder_is_found(tmp_path: Path) -> None:
+    files = {f"shade/store/m{number}.py": DOC for number in range(MOST_MODULES - 1)}
+    (complaint,) = full_folders(build_package(tmp_path, **files))
+    assert complaint.startswith("shade/store holds 13 modules")
+
+
 @pytest.mark.parametrize("guard", GUARDS)
-def test_a_guard_leaves_a_sound_house_alone(guard: Callable[[Path], list[str]], tmp_path: Path) -> None:
-    assert guard(build_house(tmp_path)) == []
+def test_a_guard_leaves_a_sound_package_alone(guard: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    assert guard(build_package(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("guard", "file", "content", "complaint"), PLANTED)
 def test_a_guard_finds_what_is_planted(
     guard: Callable[[Path], list[str]], file: str, content: str, complaint: str, tmp_path: Path
 ) -> None:
-    complaints = guard(build_house(tmp_path, **{file: content}))
+    complaints = guard(build_package(tmp_path, **{file: content}))
     assert len(complaints) == 1
     assert complaint in complaints[0]
 
@@ -224,7 +284,7 @@ def test_the_contracts_catch_planted_violations(copy: Path) -> None:
     assert re.search(r"Only the store speaks Redis.* BROKEN", result.stdout)
 
 
-def test_a_new_room_must_be_given_a_floor(copy: Path) -> None:
+def test_a_new_module_must_be_given_a_layer(copy: Path) -> None:
     (copy / "shade" / "attic.py").write_text(DOC)
     result = lint_imports(copy)
     assert result.returncode == 1
@@ -256,7 +316,7 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in result.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
 
 
-def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
+def test_no_tracked_file_names_a_path_of_one_machine() -> None:
     # Written in pieces, so that this file does not find itself.
     homes = "|".join(
         ["/" + "work/", "/" + "root/", "/" + r"home/(?!cc/|user/|you/)\w", "/" + "Users/", "/" + "tmp/venv"]

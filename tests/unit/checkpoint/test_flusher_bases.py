@@ -8,9 +8,10 @@ import pytest
 
 from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, check_base, store
 from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError
-from tests.simulation.torture.ledger import saved
+from tests.simulation.torture.ledger import Saved, saved
 from tests.support.tiers import Shelf
 
 
@@ -106,29 +107,36 @@ def test_storage_keeps_what_a_dirty_one_builds_on() -> None:
     assert sorted(storage.records) == ["40"]
 
 
+def agreed(one: Saved, base: str | None = None) -> tuple[Commit, list[int]]:
+    facts = one.record
+    record, shard_bytes, _ = agree(
+        SingleProcessGroup(), one.manifests[0], None, sequence=facts.sequence, saved_at=facts.saved_at, base=base
+    )
+    return record, shard_bytes
+
+
 def test_a_tier_without_the_base_is_no_place_for_what_builds_on_it() -> None:
     one, storage = saved(10, 1, 1), Shelf()
-    agreed = agree(SingleProcessGroup(), one.manifests[0], None, one.notes, "f" * 32)
-    assert agreed.record.base == "f" * 32
-    stored = store(storage, SingleProcessGroup(), agreed, one.manifests[0], lambda: one.chunks[0])
-    assert stored.place is None
-    assert "step 10 builds on" in str(stored.reason)
+    record, shard_bytes = agreed(one, "f" * 32)
+    assert record.base == "f" * 32
+    with pytest.raises(CheckpointError, match="step 10 builds on"):
+        store(storage, SingleProcessGroup(), record, shard_bytes, one.manifests[0], lambda: one.chunks[0])
     assert not any(each.startswith("prepare") for each in storage.done), "nothing was touched"
 
 
 def test_a_base_that_goes_while_its_difference_is_written_is_noticed() -> None:
     base, storage = saved(10, 1, 1), Shelf()
-    agreed = agree(SingleProcessGroup(), base.manifests[0], None, base.notes)
-    store(storage, SingleProcessGroup(), agreed, base.manifests[0], lambda: base.chunks[0])
+    keyframe, shard_bytes = agreed(base)
+    store(storage, SingleProcessGroup(), keyframe, shard_bytes, base.manifests[0], lambda: base.chunks[0])
     one = saved(20, 2, 1)
-    building = agree(SingleProcessGroup(), one.manifests[0], None, one.notes, agreed.record.digest)
+    building, shard_bytes = agreed(one, keyframe.digest)
 
     def chunks() -> list[bytes]:
         storage.records.pop("10")
         return list(one.chunks[0])
 
-    stored = store(storage, SingleProcessGroup(), building, one.manifests[0], chunks)
-    assert stored.place is None
+    with pytest.raises(CheckpointError):
+        store(storage, SingleProcessGroup(), building, shard_bytes, one.manifests[0], chunks)
     assert storage.records == {}
     with pytest.raises(CheckpointError, match="not there any more"):
-        check_base(storage, building.record)
+        check_base(storage, building)

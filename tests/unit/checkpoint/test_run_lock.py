@@ -56,7 +56,7 @@ def keep(url: str) -> Iterator[Callable[[], Keeper]]:
 def held_elsewhere(keeper: Keeper, beat: int = 0) -> None:
     """The note of an owner on another machine."""
     lease = RunLock(keeper, "run", heartbeat_seconds=BEAT_SECONDS)
-    lease._keeper.write(
+    lease._backend.write(
         json.dumps(asdict(LockRecord("other", "a machine", "far", 7, "1", BEAT_SECONDS, beat))).encode()
     )
 
@@ -134,7 +134,7 @@ def test_a_stopped_owner_that_was_replaced_finds_out(
         other_process.send_signal(signal.SIGCONT)
         _, errors = other_process.communicate(timeout=30)
         assert "RunInUseError: expected a run id that no live process uses, got 'run', which process" in errors
-        assert f"process {os.getpid()} saves under" in errors
+        assert f"process {os.getpid()} on host" in errors
         lease.check()
 
 
@@ -152,7 +152,7 @@ def test_an_owner_elsewhere_that_beats_is_alive(keep: Callable[[], Keeper]) -> N
     held_elsewhere(keeper)
     timer = threading.Timer(BEAT_SECONDS, held_elsewhere, (keeper, 1))
     timer.start()
-    with pytest.raises(RunInUseError, match="host far, process 7"):
+    with pytest.raises(RunInUseError, match="process 7 on host far"):
         RunLock(keeper, "run", heartbeat_seconds=BEAT_SECONDS).acquire()
     timer.join()
 
@@ -166,13 +166,13 @@ def test_a_replaced_owner_raises_at_its_next_save_and_leaves_the_note(keep: Call
         with pytest.raises(RunInUseError, match="host far"):
             lease.check()
     lease.release()
-    found = lease._found()
+    found = lease_module._read_record(lease._backend)
     assert found is not None
     assert found.host == "far"
 
 
 def test_of_two_at_the_same_moment_one_goes_on(keep: Callable[[], Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "_living_owner", lambda keeper: None)  # nobody has seen anybody
+    monkeypatch.setattr(lease_module, "_live_owner", lambda backend: None)  # neither has seen the other
     for _ in range(5):
         leases = [RunLock(keep(), "run", heartbeat_seconds=60) for _ in range(4)]
         barrier = threading.Barrier(len(leases))
@@ -217,7 +217,7 @@ def test_a_store_that_is_away_or_emptied_stops_nobody(server: LocalServer) -> No
             server.ask("FLUSHALL")
             store.heal()
             deadline = time.monotonic() + 20
-            while lease._found() is None:
+            while lease_module._read_record(lease._backend) is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             lease.check()
@@ -244,13 +244,13 @@ def test_a_zombie_holds_nothing(keep: Callable[[], Keeper]) -> None:
     keeper = keep()
     lease = RunLock(keeper, "run", heartbeat_seconds=60)
     lease.acquire()
-    mine = lease._found()
+    mine = lease_module._read_record(lease._backend)
     lease.release()
     assert mine is not None
     from shade.process import start_of
 
     note = LockRecord("child", mine.machine, mine.host, child.pid, start_of(child.pid) or "", 60, 0)
-    lease._keeper.write(json.dumps(asdict(note)).encode())
+    lease._backend.write(json.dumps(asdict(note)).encode())
     child.kill()  # and not waited for
     deadline = time.monotonic() + 20
     while start_of(child.pid) is not None:

@@ -1,7 +1,7 @@
 """How many chunks should a flusher fetch at once? Every number, and the one that the formula gives.
 
 Question
-    `shade.checkpoint._flush.fetch` fetches n* = √(N·T_d / T_c) chunks at once, N chunks in the snapshot, T_d and T_c
+    `shade.checkpoint._flush.flusher` fetches n* = √(N·T_d / T_c) chunks at once, N chunks in the snapshot, T_d and T_c
     measured as it goes: AsymCheck's B* = √(C·T_d·C_i / T_c) in chunks. Is the flush then as fast as with the best fixed
     number?
 
@@ -36,9 +36,8 @@ from unittest import mock
 
 from measures import publish
 
-from shade.checkpoint._flush import fetch
-from shade.checkpoint._flush.fetch import FetchPace
-from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._flush import flusher as flushing
+from shade.checkpoint._flush.flusher import FetchPace, Flusher
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._format.retention import Keep
@@ -84,8 +83,8 @@ def fill(tier: MemoryTier, num_chunks: int, chunk_bytes: int) -> None:
 def flush(tier: MemoryTier, folder: Path, pace: FetchPace) -> float:
     """Seconds of one flush; the slot is dirty again, and the folder empty."""
     storage = StorageTier(open_volume(str(folder)), "run")
-    most = ROOM_BYTES if isinstance(pace, Fixed) else fetch.MOST_BYTES
-    with mock.patch.object(fetch, "MOST_BYTES", most):
+    most = ROOM_BYTES if isinstance(pace, Fixed) else flushing.MOST_BYTES
+    with mock.patch.object(flushing, "MOST_BYTES", most):
         flusher = Flusher(tier, storage, Keep.parse("last=1"))
         flusher._pace = pace
         begun = time.perf_counter()

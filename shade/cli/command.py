@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade import __version__
-from shade.cli import checkpoint, simulation, top, tune
+from shade.cli import _checkpoint, simulation, top, tune
 from shade.errors import ShadeError
 
 _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = whole.add_subparsers(metavar="VERB", required=True)
     verbs.add_parser("run", help="train through a cache (the launcher)", add_help=False)
     _add_cache(verbs)
-    checkpoint.add(verbs)
+    _checkpoint.add(verbs)
     tune.add(verbs)
     top.add(verbs)
     report = verbs.add_parser("report", help="write and show a run's report", description="Writes a run's report.")

@@ -14,7 +14,7 @@ import pytest
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.base import Piece
-from shade.checkpoint._codecs.xor_zstd import XorZstandard
+from shade.checkpoint._codecs.exact import XorZstandard
 from shade.checkpoint._commit import protocol
 from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._flush import flusher

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint._interchange.import_state import import_state
+from shade.checkpoint._interchange.export import import_state
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.cli import main
-from shade.cli.checkpoint import VERBS
+from shade.cli._checkpoint import VERBS
 from shade.storage import open_volume
 from shade.store import Store, open_store
 from shade.store._servers.server import LocalServer

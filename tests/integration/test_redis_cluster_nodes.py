@@ -11,8 +11,8 @@ from redis.crc import key_slot
 
 from shade.errors import StoreAuthError, StoreFullError, StoreUnavailableError
 from shade.store import ClusterStore, SampleKeys, open_store
+from shade.store._servers.cluster_bootstrap import Move, take_share
 from shade.store._servers.local_cluster import LocalCluster, agrees, free_ports, node_settings
-from shade.store._servers.resharding import Move, take_share
 from shade.store._servers.server import LocalServer
 from shade.store.link import socket_path
 from tests.simulation.cluster_chaos import RelayedCluster

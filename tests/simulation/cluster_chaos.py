@@ -31,8 +31,8 @@ from typing_extensions import override
 
 from shade.errors import StoreError, StoreUnavailableError
 from shade.process import die_with_parent
+from shade.store._servers.cluster_bootstrap import Move
 from shade.store._servers.local_cluster import LocalCluster, agrees
-from shade.store._servers.resharding import Move
 from shade.store._servers.server import LocalServer
 from shade.store.keys import NUM_SLOTS
 from shade.store.node import Node

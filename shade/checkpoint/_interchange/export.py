@@ -14,6 +14,8 @@ DCP: written and read by DCP itself in one process. DCP flattens nested dicts to
 tuples, and returns the integer keys of an optimizer's state as a list. So we add entries below ``shade``: the skeleton,
 and tensors that DCP does not see as such. DCP's metadata file is a pickle; an unpickler that knows DCP's own classes
 and refuses all others reads it, and `torch.load` with ``weights_only=True`` reads the objects.
+
+`import_state` goes the other way: it makes a snapshot of a foreign state dict, one shard, written directly into a tier.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import os
 import pickle
 import shutil
 import struct
+import time
 import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,7 +50,51 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shade.checkpoint._capture.flatten import ARRAYS, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
+from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
+from shade.types import Bytes
+
+
+def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Commit:
+    """Stores a state as the run's newest snapshot.
+
+    Args:
+        state: State dict by the names of attached objects.
+        tier: Tier to write to.
+        run: The run id.
+        step: Optimizer steps that the state has done.
+
+    Returns:
+        The record.
+
+    Raises:
+        ConfigError: Something in the state cannot be saved.
+        StoreError: The tier refused.
+        StorageError: The tier refused.
+    """
+    tree, tensors = flatten(state)
+    layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
+    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    for name, entry in layout.entries.items():
+        content = bytes_of(tensors[name].cpu().contiguous())
+        buffer[entry.start : entry.stop] = content
+    data = buffer.numpy().data
+    chunks: list[Bytes] = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+    entries = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in chunks)
+    manifest = Manifest(run, step, 0, 1, "none", len(data), layout.entries, entries, tree)
+    sequence = 1 + max((record.sequence for record in tier.held().values()), default=0)
+    record = Commit(run, step, sequence, 1, (manifest.digest,), len(data), time.time())
+    place = tier.prepare(step, [manifest.stored_bytes])
+    try:
+        tier.put(place, Shard(manifest, chunks))
+        tier.commit(place, record)
+    except BaseException:
+        tier.discard(place)
+        raise
+    return record
+
 
 TREE: Final = "shade.tree"
 """Metadata key of the skeleton."""

@@ -167,8 +167,7 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(given: argparse.Namespace) -> int:
-    from shade.checkpoint._interchange.export import load_state
-    from shade.checkpoint._interchange.import_state import import_state
+    from shade.checkpoint._interchange.export import import_state, load_state
     from shade.checkpoint._tiers.run_lock import RunLock
     from shade.checkpoint._tiers.storage import StorageTier
     from shade.storage import open_volume

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.checkpoint._flush.fetch import MOST_BYTES, BufferRing, FetchPace, batches
+from shade.checkpoint._flush.flusher import MOST_BYTES, BufferRing, FetchPace, batches
 
 PAGE = 4096
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint._flush.fetch import Prefetch
-from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
+from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher, Prefetch
 from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.tier import Shard
@@ -282,7 +281,7 @@ def test_no_buffer_is_filled_again_while_it_is_still_needed(
     slow: str, memory: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written is looked at as late as may be: just before the next is asked for."""
-    monkeypatch.setattr("shade.checkpoint._flush.fetch.MOST_BYTES", 3 * 4096)
+    monkeypatch.setattr("shade.checkpoint._flush.flusher.MOST_BYTES", 3 * 4096)
     waits = random.Random(1)
 
     class Late(Shelf):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._codecs.xor_zstd import XorZstandard
+from shade.checkpoint._codecs.exact import XorZstandard
 from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._interchange.certify import copy_snapshot

@@ -14,7 +14,7 @@ from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
-from shade.checkpoint._save.stream_upload import StreamUpload
+from shade.checkpoint._save.async_writer import StreamUpload
 from shade.errors import CheckpointError, TornSnapshotError
 
 CHUNK, LENGTH = 1000, 3700

@@ -176,10 +176,10 @@ def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
     generation, step, bucket, size, count, weight, density, name, effective_step, num_indices, num_values = numbers
     if len(octets) != HEADER_BYTES + num_indices + num_values:
         raise PayloadError.of(f"{HEADER_BYTES + num_indices + num_values} bytes, as it says", len(octets), cure)
-    (told,) = _CHECKSUM.unpack_from(octets.data, _FIELDS.size)
+    (sent,) = _CHECKSUM.unpack_from(octets.data, _FIELDS.size)
     found = _digest(octets)
-    if told != found:
-        raise PayloadError(f"expected checksum {told:016x}, got {found:016x}; {cure}")
+    if sent != found:
+        raise PayloadError(f"expected checksum {sent:016x}, got {found:016x}; {cure}")
     if size >= 2**32 or count > size or flags > _IS_FINITE:
         raise PayloadError.of("count ≤ size < 2**32", (count, size, flags), "run one version everywhere")
     if not (math.isfinite(weight) and weight >= 0 and math.isfinite(density)):

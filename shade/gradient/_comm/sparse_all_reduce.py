@@ -45,7 +45,7 @@ from shade.errors import ConfigError, GradientError, NonFiniteGradientError, Pay
 from shade.gradient._comm.message import MessageHeader, pack, unpack
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import Topology
-from shade.gradient._comm.transport import Arrival, Octets
+from shade.gradient._comm.transport import Octets, PendingGather
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
 from shade.gradient._kernels.choice import choose
@@ -66,9 +66,9 @@ class SparseAllReduce:
         quantisers: Names of how the values of each are coded; the same on every rank.
     """
 
-    def __init__(self, route: Topology, sizes: Sequence[int], quantisers: Sequence[str]) -> None:
-        self._route, self._sizes, self._quantisers = route, tuple(sizes), tuple(quantisers)
-        self._coders: dict[str, Quantiser] = {name: QUANTISERS.get(name)() for name in set(quantisers)}
+    def __init__(self, topology: Topology, sizes: Sequence[int], quantisers: Sequence[str]) -> None:
+        self._topology, self._sizes, self._quantiser_names = topology, tuple(sizes), tuple(quantisers)
+        self._quantisers: dict[str, Quantiser] = {name: QUANTISERS.get(name)() for name in set(quantisers)}
 
     def pack(self, work: GradientStep, number: int, sparse: Sparse) -> Octets:
         """Codes what was chosen of a bucket.
@@ -83,18 +83,18 @@ class SparseAllReduce:
         """
         proposal = work.proposal
         header = MessageHeader(
-            generation=self._route.world.generation,
+            generation=self._topology.world.generation,
             step=work.step,
             bucket=number,
             size=sparse.size,
             count=sparse.count,
             weight=float(work.num_samples),
-            quantiser=self._quantisers[number],
+            quantiser=self._quantiser_names[number],
             is_finite=True,
             density_proposal=proposal.density if proposal else 0.0,
             effective_step=proposal.effective_step if proposal else 0,
         )
-        return pack(header, sparse, self._coders[self._quantisers[number]])
+        return pack(header, sparse, self._quantisers[self._quantiser_names[number]])
 
     def count(self, work: GradientStep, numbers: Sequence[int]) -> tuple[list[float], list[list[int]]]:
         """Phase 1, for some buckets of the step.
@@ -111,8 +111,8 @@ class SparseAllReduce:
             PayloadError: A rank is in another step, generation or version.
             GradientError: A rank failed before it could send.
         """
-        all_WN = self._route.agree(self._words(work, numbers))
-        self._check_place(all_WN, work, numbers)
+        all_WN = self._topology.gather_fields(self._fields(work, numbers))
+        self._check_same_step(all_WN, work, numbers)
         status_W = all_WN[:, 4]
         if (status_W == FAILED).any():
             ranks = np.flatnonzero(status_W == FAILED).tolist()
@@ -129,12 +129,12 @@ class SparseAllReduce:
             work.decision = self._decision(all_WN[0], len(numbers))
         work.notices = tuple(all_WN[:, _FIXED - 1].tolist())
         samples_W = all_WN[:, 5]
-        peers, place = self._route.peers, self._route.peers[self._route.place].index(self._route.world.rank)
+        peers, place = self._topology.peers, self._topology.peers[self._topology.place].index(self._topology.world.rank)
         weights_P = [float(samples_W[list(ranks)].sum()) for ranks in peers]
         lengths = [[int(all_WN[ranks[place], _FIXED + each]) for ranks in peers] for each in range(len(numbers))]
         return weights_P, lengths
 
-    def bring(
+    def exchange(
         self, work: GradientStep, numbers: Sequence[int], weights_P: Sequence[float], lengths: Sequence[Sequence[int]]
     ) -> list[Sparse]:
         """Phase 2, for the same buckets: all payloads set out, and each bucket is merged as it comes.
@@ -151,8 +151,8 @@ class SparseAllReduce:
             The merged buckets; an empty one where there was trouble.
         """
         places = zip(numbers, lengths, strict=True)
-        arrivals = [self._route.trade(work.payloads[number], lengths_P) for number, lengths_P in places]
-        return [self._merge(work, *arrival, weights_P) for arrival in zip(numbers, arrivals, strict=True)]
+        pending = [self._topology.exchange(work.payloads[number], lengths_P) for number, lengths_P in places]
+        return [self._merge(work, *each, weights_P) for each in zip(numbers, pending, strict=True)]
 
     def vote(self, work: GradientStep, norm: float) -> float:
         """Phase 3.
@@ -168,57 +168,59 @@ class SparseAllReduce:
             PayloadError: Some rank got a payload that was not whole; nobody applies the step.
         """
         norm_bits = int(np.float64(norm).view(np.int64))
-        words_WN = self._route.agree(np.array([PROTOCOL, work.step, len(work.damage), norm_bits], dtype=np.int64))
-        bad = np.flatnonzero((words_WN[:, :2] != words_WN[0, :2]).any(axis=1) | (words_WN[:, 2] > 0))
+        fields_WN = self._topology.gather_fields(
+            np.array([PROTOCOL, work.step, len(work.damage), norm_bits], dtype=np.int64)
+        )
+        bad = np.flatnonzero((fields_WN[:, :2] != fields_WN[0, :2]).any(axis=1) | (fields_WN[:, 2] > 0))
         if len(bad):
             told = f" ({work.damage[0]})" if work.damage else ""
             raise PayloadError(
                 f"expected whole payloads in step {work.step}, got a damaged one on rank "
                 f"{', '.join(map(str, bad.tolist()))}{told}; no rank applied it, and what was sent is kept for later"
             )
-        return float(words_WN[0, 3:].view(np.float64)[0])
+        return float(fields_WN[0, 3:].view(np.float64)[0])
 
-    def _words(self, work: GradientStep, numbers: Sequence[int]) -> Indices:
-        route, proposal = self._route, work.proposal
+    def _fields(self, work: GradientStep, numbers: Sequence[int]) -> Indices:
+        topology, proposal = self._topology, work.proposal
         is_bad = [isinstance(error, NonFiniteGradientError) for error in work.trouble]
         status = FINE if not is_bad else NON_FINITE if all(is_bad) else FAILED
-        words = [PROTOCOL, route.world.generation, work.step, numbers[0], status, work.num_samples]
+        fields = [PROTOCOL, topology.world.generation, work.step, numbers[0], status, work.num_samples]
         if proposal is not None:
             density_bits = int(np.float64(proposal.density).view(np.int64))
-            words += [1, density_bits, proposal.effective_step]
+            fields += [1, density_bits, proposal.effective_step]
         else:
-            words += [0, 0, 0]
-        words.append(work.notice)
-        words += [len(work.payloads[number]) if status == FINE else 0 for number in numbers]
+            fields += [0, 0, 0]
+        fields.append(work.notice)
+        fields += [len(work.payloads[number]) if status == FINE else 0 for number in numbers]
         sizes = list(proposal.batch_sizes) if proposal is not None else []
-        words += (sizes or [-1] * route.world.world_size)[: route.world.world_size]
-        return np.array(words, dtype=np.int64)
+        fields += (sizes or [-1] * topology.world.world_size)[: topology.world.world_size]
+        return np.array(fields, dtype=np.int64)
 
-    def _check_place(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
+    def _check_same_step(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
         """All ranks in one place? All of them find the same answer, for they look at the same words."""
         names = ("protocol", "generation", "step", "bucket")
-        ours = (PROTOCOL, self._route.world.generation, work.step, numbers[0])
+        ours = (PROTOCOL, self._topology.world.generation, work.step, numbers[0])
         for column, name in enumerate(names):
-            said_W = all_WN[:, column]
-            if (said_W != said_W[0]).any():
+            values_W = all_WN[:, column]
+            if (values_W != values_W[0]).any():
                 raise PayloadError(
-                    f"expected all ranks in the same {name}, got {said_W.tolist()} by rank; "
+                    f"expected all ranks in the same {name}, got {values_W.tolist()} by rank; "
                     "run the same version and the same number of steps on every rank"
                 )
         if tuple(all_WN[0, :4].tolist()) != ours:
             raise PayloadError(f"expected {dict(zip(names, ours, strict=True))}, got {all_WN[0, :4].tolist()}")
 
-    def _decision(self, words_N: Indices, num_buckets: int) -> Decision:
-        sizes = tuple(words_N[_FIXED + num_buckets :].tolist())
-        density = float(words_N[7:8].view(np.float64)[0])
+    def _decision(self, fields_N: Indices, num_buckets: int) -> Decision:
+        sizes = tuple(fields_N[_FIXED + num_buckets :].tolist())
+        density = float(fields_N[7:8].view(np.float64)[0])
         return Decision(
             density=min(1.0, density) if math.isfinite(density) and density > 0 else 1.0,
             batch_sizes=sizes if min(sizes) >= 0 else (),
-            effective_step=int(words_N[8]),
+            effective_step=int(fields_N[8]),
             reason="rank 0 proposed it",
         )
 
-    def _merge(self, work: GradientStep, number: int, arrive: Arrival, weights_P: Sequence[float]) -> Sparse:
+    def _merge(self, work: GradientStep, number: int, arrive: PendingGather, weights_P: Sequence[float]) -> Sparse:
         """One bucket, when its payloads have come."""
         payloads = arrive()
         started = time.perf_counter()
@@ -229,13 +231,13 @@ class SparseAllReduce:
             work.damage.append(error)
             merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
         work.costs.compress_seconds += time.perf_counter() - started
-        return self._route.spread(merged, self._sizes[number])
+        return self._topology.assemble(merged, self._sizes[number])
 
     def _unpack(self, payload: Octets, work: GradientStep, number: int, size: int) -> Sparse:
         """One peer's choice, if it is of this very step and bucket."""
         header, sparse = unpack(payload)
         got = (header.generation, header.step, header.bucket, header.size)
-        expected = (self._route.world.generation, work.step, number, size)
+        expected = (self._topology.world.generation, work.step, number, size)
         if got != expected:
             raise PayloadError.of(
                 f"a payload of generation, step, bucket and size {expected}", got, "run the same version everywhere"
@@ -243,7 +245,7 @@ class SparseAllReduce:
         return sparse
 
     def _part_size(self, number: int) -> int:
-        part = self._route.part(self._sizes[number])
+        part = self._topology.part(self._sizes[number])
         return int(part.stop - part.start)
 
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from shade.errors import ConfigError
-from shade.gradient._comm.transport import Arrival, Octets, Transport
+from shade.gradient._comm.transport import Octets, PendingGather, Transport
 from shade.gradient._compress.compressor import Sparse
 from shade.types import Indices
 
@@ -54,7 +54,7 @@ class Topology(ABC):
 
     @property
     @abstractmethod
-    def exchanges(self) -> tuple[Transport, ...]:
+    def transports(self) -> tuple[Transport, ...]:
         """All that it uses, for what passed and how long it took."""
 
     @property
@@ -100,7 +100,7 @@ class Topology(ABC):
         """
 
     @abstractmethod
-    def agree(self, words_N: Indices) -> Indices:
+    def gather_fields(self, fields_N: Indices) -> Indices:
         """Tells every rank's words to every rank.
 
         Args:
@@ -111,7 +111,7 @@ class Topology(ABC):
         """
 
     @abstractmethod
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
+    def exchange(self, payload: Octets, lengths_P: Sequence[int]) -> PendingGather:
         """Sets out to exchange this part's payloads with the peers; see `Transport.begin_gather`.
 
         Args:
@@ -123,7 +123,7 @@ class Topology(ABC):
         """
 
     @abstractmethod
-    def spread(self, merged: Sparse, size: int) -> Sparse:
+    def assemble(self, merged: Sparse, size: int) -> Sparse:
         """Puts the node's merged parts together.
 
         Args:
@@ -150,7 +150,7 @@ class FlatTopology(Topology):
         self.world = world
 
     @property
-    def exchanges(self) -> tuple[Transport, ...]:
+    def transports(self) -> tuple[Transport, ...]:
         """See `Topology`."""
         return (self.world,)
 
@@ -181,15 +181,15 @@ class FlatTopology(Topology):
         """See `Topology`."""
         return gradient_D
 
-    def agree(self, words_N: Indices) -> Indices:
+    def gather_fields(self, fields_N: Indices) -> Indices:
         """See `Topology`."""
-        return self.world.gather_words(words_N)
+        return self.world.gather_fields(fields_N)
 
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
+    def exchange(self, payload: Octets, lengths_P: Sequence[int]) -> PendingGather:
         """See `Topology`."""
         return self.world.begin_gather(payload, lengths_P)
 
-    def spread(self, merged: Sparse, size: int) -> Sparse:
+    def assemble(self, merged: Sparse, size: int) -> Sparse:
         """See `Topology`."""
         return merged
 
@@ -225,13 +225,13 @@ class NodeTopology(Topology):
         across = ranks[self._local_rank :: local_size]
         timeout_seconds, generation = world.timeout_seconds, world.generation
 
-        def exchange(members: Sequence[int]) -> Transport:
+        def transport(members: Sequence[int]) -> Transport:
             return Transport(ranks=members, timeout_seconds=timeout_seconds, generation=generation)
 
-        self._reducing, self._local, self._across = exchange(beside), exchange(beside), exchange(across)
+        self._reducing, self._local, self._across = transport(beside), transport(beside), transport(across)
 
     @property
-    def exchanges(self) -> tuple[Transport, ...]:
+    def transports(self) -> tuple[Transport, ...]:
         """See `Topology`."""
         return self.world, self._reducing, self._local, self._across
 
@@ -258,8 +258,8 @@ class NodeTopology(Topology):
 
     def begin(self, num_samples: float) -> tuple[float, float]:
         """See `Topology`."""
-        words = np.array([num_samples], dtype=np.float64).view(np.int64)
-        total = float(self._reducing.gather_words(words).view(np.float64).sum())
+        fields = np.array([num_samples], dtype=np.float64).view(np.int64)
+        total = float(self._reducing.gather_fields(fields).view(np.float64).sum())
         return (num_samples / total if total > 0 else 0.0), total
 
     def reduce(self, gradient_D: Tensor) -> Tensor:
@@ -270,19 +270,19 @@ class NodeTopology(Topology):
         part = self.part(size)
         return self._reducing.add_parts(padded)[: part.stop - part.start]
 
-    def agree(self, words_N: Indices) -> Indices:
+    def gather_fields(self, fields_N: Indices) -> Indices:
         """See `Topology`."""
-        across_PN = self._across.gather_words(words_N)
-        all_LPN = self._local.gather_words(across_PN.reshape(-1)).reshape(self.local_size, -1, len(words_N))
-        return np.ascontiguousarray(all_LPN.transpose(1, 0, 2)).reshape(self.world.world_size, len(words_N))
+        across_PN = self._across.gather_fields(fields_N)
+        all_LPN = self._local.gather_fields(across_PN.reshape(-1)).reshape(self.local_size, -1, len(fields_N))
+        return np.ascontiguousarray(all_LPN.transpose(1, 0, 2)).reshape(self.world.world_size, len(fields_N))
 
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
+    def exchange(self, payload: Octets, lengths_P: Sequence[int]) -> PendingGather:
         """See `Topology`."""
         return self._across.begin_gather(payload, lengths_P)
 
-    def spread(self, merged: Sparse, size: int) -> Sparse:
+    def assemble(self, merged: Sparse, size: int) -> Sparse:
         """See `Topology`."""
-        counts_L = self._local.gather_words(np.array([merged.count], dtype=np.int64))[:, 0]
+        counts_L = self._local.gather_fields(np.array([merged.count], dtype=np.int64))[:, 0]
         mine = np.concatenate([merged.indices_K.astype(np.uint32).view(np.uint8), merged.values_K.view(np.uint8)])
         everything = self._local.gather_bytes(mine, (8 * counts_L).tolist())
         indices, values = [], []
@@ -293,8 +293,8 @@ class NodeTopology(Topology):
 
     def close(self) -> None:
         """See `Topology`."""
-        for exchange in reversed(self.exchanges):
-            exchange.close()
+        for transport in reversed(self.transports):
+            transport.close()
 
     def _part_length(self, size: int) -> int:
         lines = -(-size // _LINE)

@@ -41,7 +41,7 @@ TIMEOUT_SECONDS = 60.0
 """How long a rank waits for the others in one collective. Longer than a line is usually down, or a rank pauses."""
 
 Octets = npt.NDArray[np.uint8]
-Arrival = Callable[[], list[Octets]]
+PendingGather = Callable[[], list[Octets]]
 """Waits for what a gather that has begun will bring: the payloads, by rank. To be called once."""
 _T = TypeVar("_T")
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +49,7 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 """PyTorch 2.14 gave both new names, and warns whoever calls them by the old ones, which are all that 2.8 has."""
 
 
-class Formed(NamedTuple):
+class FormedGroup(NamedTuple):
     """A gloo group for one exchange alone, formed outside of torch.distributed's world."""
 
     group: dist.ProcessGroup | None
@@ -73,7 +73,7 @@ class Transport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | Formed | None = None,
+        group: dist.ProcessGroup | FormedGroup | None = None,
         *,
         ranks: Sequence[int] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -96,7 +96,7 @@ class Transport:
         self.rank, self.world_size = 0, 1
         self.ranks: tuple[int, ...] = (0,)
         """The members, as torch.distributed numbers them."""
-        if isinstance(group, Formed):
+        if isinstance(group, FormedGroup):
             self._group, self.rank, self.world_size = group
             self.ranks = tuple(range(self.world_size))
         elif dist.is_available() and dist.is_initialized():
@@ -110,7 +110,7 @@ class Transport:
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gather_words(self, words_N: Indices) -> Indices:
+    def gather_fields(self, fields_N: Indices) -> Indices:
         """Every rank's words on every rank.
 
         Args:
@@ -123,9 +123,9 @@ class Transport:
             PeerLostError: A rank is gone or silent.
         """
         if self.world_size == 1:
-            return words_N[None].copy()
-        all_WN = np.empty((self.world_size, len(words_N)), dtype=np.int64)
-        self._gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(words_N))
+            return fields_N[None].copy()
+        all_WN = np.empty((self.world_size, len(fields_N)), dtype=np.int64)
+        self._gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(fields_N))
         return all_WN
 
     def gather_bytes(self, payload: Octets, lengths_W: Sequence[int]) -> list[Octets]:
@@ -143,7 +143,7 @@ class Transport:
         """
         return self.begin_gather(payload, lengths_W)()
 
-    def begin_gather(self, payload: Octets, lengths_W: Sequence[int]) -> Arrival:
+    def begin_gather(self, payload: Octets, lengths_W: Sequence[int]) -> PendingGather:
         """Sets out to bring every rank's payload to every rank; all are padded to the longest on the way.
 
         Several may be begun before the first is waited for: the link never rests between them. They are waited for in
@@ -188,7 +188,7 @@ class Transport:
             PeerLostError: A rank is gone or silent.
         """
         mine = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
-        lengths_W = self.gather_words(np.array([len(mine)], dtype=np.int64))[:, 0].tolist()
+        lengths_W = self.gather_fields(np.array([len(mine)], dtype=np.int64))[:, 0].tolist()
         return [json.loads(each.tobytes()) for each in self.gather_bytes(mine, lengths_W)]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

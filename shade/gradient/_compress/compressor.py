@@ -51,8 +51,8 @@ class Key(NamedTuple):
     def draw(self, below: int, stream: int = 0) -> int:
         """A number of 0 … below - 1; another for each stream (splitmix64 over the four words)."""
         state = 0
-        for word in (self.seed, self.step, self.bucket, stream):
-            state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        for field in (self.seed, self.step, self.bucket, stream):
+            state = (state ^ (field & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
             state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
             state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
             state ^= state >> 31
@@ -129,7 +129,7 @@ def check(gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float
         raise ConfigError.of("a bucket below 2**32 elements", gradient_D.size, "split it")
 
 
-def refuse_non_finite(sum_D: Floats) -> None:
+def check_finite(sum_D: Floats) -> None:
     """Looks for NaN and infinity.
 
     Args:

@@ -58,7 +58,7 @@ class Correction(ABC):
         """For a bucket of ``size`` elements on the host."""
 
     @abstractmethod
-    def gain(self, known: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
+    def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
         """What a memory on the host does, in torch's operations.
 
         Args:
@@ -70,7 +70,7 @@ class Correction(ABC):
         """
 
     @abstractmethod
-    def forget(self, known: Tensors, places_K: Tensor) -> None:
+    def forget(self, moments: Tensors, places_K: Tensor) -> None:
         """What was picked, in what was just gained."""
 
     def read(self, state: Mapping[str, Any], size: int) -> Tensors:
@@ -88,7 +88,7 @@ class Correction(ABC):
         """
         return {name: torch.from_numpy(read_array(state, name, size)) for name in self.names}
 
-    def merged(self, known: Tensors, other: Tensors) -> Tensors:
+    def merged(self, moments: Tensors, other: Tensors) -> Tensors:
         """What is remembered once another rank has left what it had still to give.
 
         Args:
@@ -99,7 +99,7 @@ class Correction(ABC):
             As ``known``.
         """
         del other
-        return known
+        return moments
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,18 @@ class MomentumCorrection(Correction):
         """See `Correction`."""
         return _MomentumMemory(size, self)
 
-    def gain(self, known: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
+    def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
         """See `Correction`."""
-        velocity_D = self.momentum * known.get("velocity", torch.zeros_like(gradient_D)) + gradient_D
+        velocity_D = self.momentum * moments.get("velocity", torch.zeros_like(gradient_D)) + gradient_D
         return velocity_D, {"velocity": velocity_D}
 
-    def forget(self, known: Tensors, places_K: Tensor) -> None:
+    def forget(self, moments: Tensors, places_K: Tensor) -> None:
         """See `Correction`: what was sent has no momentum left."""
-        known["velocity"][places_K] = 0
+        moments["velocity"][places_K] = 0
 
-    def merged(self, known: Tensors, other: Tensors) -> Tensors:
+    def merged(self, moments: Tensors, other: Tensors) -> Tensors:
         """See `Correction`: velocity is gradient that is still to come."""
-        return {"velocity": known.get("velocity", 0) + other["velocity"]}
+        return {"velocity": moments.get("velocity", 0) + other["velocity"]}
 
 
 @dataclass(frozen=True)
@@ -173,18 +173,18 @@ class AdamCorrection(Correction):
         """See `Correction`."""
         return _AdamMemory(size, self)
 
-    def gain(self, known: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
+    def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
         """See `Correction`."""
-        steps = _steps_of(known) + 1
+        steps = _steps_of(moments) + 1
         beta1, rest1, beta2, rest2, unbias1, unbias2, eps = self.coefficients(steps).tolist()
         none_D = torch.zeros_like(gradient_D)
-        second_D = known.get("second_moment", none_D) * beta2 + gradient_D * gradient_D * rest2
-        gained, first_D = {"second_moment": second_D, STEPS: torch.tensor([steps])}, gradient_D
+        second_D = moments.get("second_moment", none_D) * beta2 + gradient_D * gradient_D * rest2
+        corrected, first_D = {"second_moment": second_D, STEPS: torch.tensor([steps])}, gradient_D
         if beta1:
-            first_D = gained["first_moment"] = known.get("first_moment", none_D) * beta1 + gradient_D * rest1
-        return first_D * unbias1 / (second_D.sqrt() * unbias2 + eps), gained
+            first_D = corrected["first_moment"] = moments.get("first_moment", none_D) * beta1 + gradient_D * rest1
+        return first_D * unbias1 / (second_D.sqrt() * unbias2 + eps), corrected
 
-    def forget(self, known: Tensors, places_K: Tensor) -> None:
+    def forget(self, moments: Tensors, places_K: Tensor) -> None:
         """See `Correction`: moments stay."""
 
     def read(self, state: Mapping[str, Any], size: int) -> Tensors:
@@ -220,7 +220,7 @@ class CorrectionMemory(ABC):
         self._arrays, self._others = ([aligned_zeros(size) for _ in self._names] for _ in range(2))
 
     @abstractmethod
-    def gain(self, gradient_D: Floats) -> Floats:
+    def correct(self, gradient_D: Floats) -> Floats:
         """Takes in a gradient; takes effect with `swap`.
 
         Args:
@@ -246,19 +246,19 @@ class CorrectionMemory(ABC):
         """See `Correction.read`."""
         return {} if self.correction is None else self.correction.read(state, self.size)
 
-    def load(self, known: Tensors) -> None:
+    def load(self, moments: Tensors) -> None:
         """Goes on from what was read."""
         for name, array_D in zip(self._names, self._arrays, strict=True):
-            array_D[:] = known[name].numpy()
+            array_D[:] = moments[name].numpy()
 
-    def merge(self, known: Tensors) -> None:
+    def merge(self, moments: Tensors) -> None:
         """See `Correction.merged`."""
         if self.correction is not None:
-            self.load(self.correction.merged(self.state_dict(), known))
+            self.load(self.correction.merged(self.state_dict(), moments))
 
 
 class _NoMemory(CorrectionMemory):
-    def gain(self, gradient_D: Floats) -> Floats:
+    def correct(self, gradient_D: Floats) -> Floats:
         return gradient_D
 
     def forget(self, indices_K: Places) -> None:
@@ -268,7 +268,7 @@ class _NoMemory(CorrectionMemory):
 class _MomentumMemory(CorrectionMemory):
     correction: MomentumCorrection
 
-    def gain(self, gradient_D: Floats) -> Floats:
+    def correct(self, gradient_D: Floats) -> Floats:
         with np.errstate(over="ignore", invalid="ignore"):  # the sum will be looked at
             prepare().gain_momentum(self._arrays[0], gradient_D, self.correction.momentum, self._others[0])
         return self._others[0]
@@ -285,14 +285,14 @@ class _AdamMemory(CorrectionMemory):
         self._direction_D = aligned_zeros(size)
         self._steps, self._other_steps = 0, 0
 
-    def gain(self, gradient_D: Floats) -> Floats:
+    def correct(self, gradient_D: Floats) -> Floats:
         self._other_steps = self._steps + 1
         coefficients = self.correction.coefficients(self._other_steps)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # the sum will be looked at
             if self.correction.betas[0]:
                 (first_D, second_D), (new_first_D, new_second_D) = self._arrays, self._others
-                gain = prepare().gain_adam
-                gain(first_D, second_D, gradient_D, coefficients, new_first_D, new_second_D, self._direction_D)
+                correct = prepare().gain_adam
+                correct(first_D, second_D, gradient_D, coefficients, new_first_D, new_second_D, self._direction_D)
             else:
                 (second_D,), (new_second_D,) = self._arrays, self._others
                 prepare().gain_second(second_D, gradient_D, coefficients, new_second_D, self._direction_D)
@@ -308,9 +308,9 @@ class _AdamMemory(CorrectionMemory):
     def state_dict(self) -> Tensors:
         return {**super().state_dict(), STEPS: torch.tensor([self._steps])}
 
-    def load(self, known: Tensors) -> None:
-        super().load(known)
-        self._steps = _steps_of(known)
+    def load(self, moments: Tensors) -> None:
+        super().load(moments)
+        self._steps = _steps_of(moments)
 
 
 def make_correction_memory(correction: Correction | None, size: int) -> CorrectionMemory:

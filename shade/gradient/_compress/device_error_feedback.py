@@ -25,7 +25,7 @@ import torch
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._compress.compressor import Compressor, Key, Sparse, check_density, non_finite, wanted_count
 from shade.gradient._compress.correction import STEPS, Correction, Tensors, read_array
-from shade.gradient._compress.error_feedback import check_clip_norm, check_own
+from shade.gradient._compress.error_feedback import check_clip_norm, check_size
 from shade.gradient._compress.quantiser import Quantiser
 from shade.gradient._compress.random_k import RandomK, draw_places
 from shade.gradient._compress.threshold import ThresholdCompressor
@@ -66,7 +66,7 @@ class DeviceErrorFeedback:
         self.size, self.device, self.correction, self.clip_norm = size, device, correction, clip_norm
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D = torch.zeros(size, device=device)
-        self._known: Tensors = {}
+        self._moments: Tensors = {}
         """What the correction remembers."""
         self._before: tuple[torch.Tensor, Tensors] | None = None
 
@@ -99,9 +99,9 @@ class DeviceErrorFeedback:
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(added_D, dtype=torch.float64)
             added_D = added_D * (self.clip_norm / norm).clamp(max=1.0).to(torch.float32)
-        known: Tensors = {}
+        moments: Tensors = {}
         if self.correction is not None:
-            added_D, known = self.correction.gain(self._known, added_D)
+            added_D, moments = self.correction.correct(self._moments, added_D)
         rest_D = self._residual_D + added_D
         if self.size and not bool(torch.isfinite(rest_D).all()):
             raise non_finite()
@@ -110,9 +110,9 @@ class DeviceErrorFeedback:
         seen = self.quantiser.decode(self.quantiser.encode(values_K.numpy()), len(values_K))
         rest_D[places_K] = (values_K - torch.from_numpy(seen)).to(self.device)
         if self.correction is not None:
-            self.correction.forget(known, places_K)
-        self._before = self._residual_D, self._known
-        self._residual_D, self._known = rest_D, known
+            self.correction.forget(moments, places_K)
+        self._before = self._residual_D, self._moments
+        self._residual_D, self._moments = rest_D, moments
         return Sparse(places_K.cpu().numpy().astype("uint32"), seen, self.size)
 
     def undo(self) -> None:
@@ -123,7 +123,7 @@ class DeviceErrorFeedback:
         """
         if self._before is None:
             raise ConfigError.of("a compress() to undo", "none", "undo each at most once, before anything else")
-        self._residual_D, self._known = self._before
+        self._residual_D, self._moments = self._before
         self._before = None
 
     def absorb(self, sparse: Sparse) -> None:
@@ -135,14 +135,14 @@ class DeviceErrorFeedback:
         Raises:
             ConfigError: It is of a bucket of another size.
         """
-        check_own(sparse, self.size)
+        check_size(sparse, self.size)
         places_K = torch.from_numpy(sparse.indices_K.astype("int64")).to(self.device)
         self._residual_D[places_K] += torch.from_numpy(sparse.values_K).to(self.device)
         self._before = None
 
     def state_dict(self) -> dict[str, Any]:
         """See `ErrorFeedback.state_dict`; on the device."""
-        return {"residual": self._residual_D, **self._known}
+        return {"residual": self._residual_D, **self._moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ErrorFeedback.load_state_dict`.
@@ -153,8 +153,8 @@ class DeviceErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was loaded.
         """
-        residual_D, known = self._read(state)
-        self._residual_D, self._known, self._before = residual_D, known, None
+        residual_D, moments = self._read(state)
+        self._residual_D, self._moments, self._before = residual_D, moments, None
 
     def merge_from(self, state: Mapping[str, Any]) -> None:
         """See `ErrorFeedback.merge_from`.
@@ -165,19 +165,19 @@ class DeviceErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was added.
         """
-        residual_D, known = self._read(state)
+        residual_D, moments = self._read(state)
         self._residual_D, self._before = self._residual_D + residual_D, None
         if self.correction is not None:
-            self._known = self.correction.merged(self._known, known)
+            self._moments = self.correction.merged(self._moments, moments)
 
     def _read(self, state: Mapping[str, Any]) -> tuple[torch.Tensor, Tensors]:
         """Residual of a state, and what its memory is; copies."""
         if "residual" not in state:
             raise StateMismatchError.of("a residual", sorted(state), "give what state_dict returned")
-        known = {} if self.correction is None else self.correction.read(state, self.size)
+        moments = {} if self.correction is None else self.correction.read(state, self.size)
         residual_D = torch.from_numpy(read_array(state, "residual", self.size))
         return residual_D.to(self.device, copy=True), {
-            name: each if name == STEPS else each.to(self.device, copy=True) for name, each in known.items()
+            name: each if name == STEPS else each.to(self.device, copy=True) for name, each in moments.items()
         }
 
     def _pick(self, sum_D: torch.Tensor, density: float, key: Key) -> torch.Tensor:

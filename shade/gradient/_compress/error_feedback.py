@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient._compress.compressor import Compressor, Key, Sparse, check, refuse_non_finite
+from shade.gradient._compress.compressor import Compressor, Key, Sparse, check, check_finite
 from shade.gradient._compress.correction import Correction, Tensors, make_correction_memory, read_array
 from shade.gradient._compress.quantiser import Quantiser
 from shade.gradient._kernels.arrays import aligned_zeros
@@ -51,7 +51,7 @@ def check_clip_norm(clip_norm: float | None) -> None:
         raise ConfigError.of("a clip_norm > 0", clip_norm, "None clips nothing")
 
 
-def check_own(sparse: Sparse, size: int) -> None:
+def check_size(sparse: Sparse, size: int) -> None:
     """Looks whether something can have come from a bucket.
 
     Args:
@@ -120,7 +120,7 @@ class ErrorFeedback:
         check(added_D, self._residual_D, self._other_residual_D, density)
         added_D = self._clipped(added_D)
         self._is_undoable = False  # from here on the other buffers are in use
-        added_D = self._memory.gain(added_D)
+        added_D = self._memory.correct(added_D)
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
         prepare().keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
@@ -149,7 +149,7 @@ class ErrorFeedback:
         Raises:
             ConfigError: It is of a bucket of another size.
         """
-        check_own(sparse, self.size)
+        check_size(sparse, self.size)
         self._residual_D[sparse.indices_K] += sparse.values_K
         self._is_undoable = False
 
@@ -166,9 +166,9 @@ class ErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was loaded.
         """
-        residual_D, known = self._read(state)
+        residual_D, moments = self._read(state)
         self._residual_D[:] = residual_D
-        self._memory.load(known)
+        self._memory.load(moments)
         self._is_undoable = False
 
     def merge_from(self, state: Mapping[str, Any]) -> None:
@@ -180,9 +180,9 @@ class ErrorFeedback:
         Raises:
             StateMismatchError: It does not fit; nothing was added.
         """
-        residual_D, known = self._read(state)
+        residual_D, moments = self._read(state)
         self._residual_D += residual_D
-        self._memory.merge(known)
+        self._memory.merge(moments)
         self._is_undoable = False
 
     def _swap(self) -> None:
@@ -224,7 +224,7 @@ class ErrorFeedback:
             return gradient_D
         norm = float(torch.linalg.vector_norm(torch.from_numpy(gradient_D), dtype=torch.float64))
         if not np.isfinite(norm):
-            refuse_non_finite(gradient_D)
+            check_finite(gradient_D)
         if norm <= self.clip_norm:
             return gradient_D
         np.multiply(gradient_D, np.float32(self.clip_norm / norm), out=self._scratch())

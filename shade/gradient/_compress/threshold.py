@@ -54,7 +54,7 @@ from shade.gradient._compress.compressor import (
     Key,
     Sparse,
     check,
-    refuse_non_finite,
+    check_finite,
     wanted_count,
 )
 from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, as_lines
@@ -67,7 +67,7 @@ _LARGEST_SAMPLES = 1 / 64, 1 / 8
 """Of a large bucket, at the first and the second look."""
 _SIGMAS = 2.5
 """Of the sample's error, that are allowed for: once in 160 the count is too low, and it is looked a second time."""
-_ROOM = 4
+_CAPACITY = 4
 """Times the wanted number that can be picked in one walk."""
 _LEAST = float(np.finfo(np.float32).smallest_subnormal)
 """The threshold that picks whatever is not 0."""
@@ -93,27 +93,27 @@ class ThresholdCompressor(Compressor):
         check(gradient_D, residual_D, rest_D, density)
         num_units = -(-gradient_D.size // self.unit)
         wanted = wanted_count(num_units, density)
-        room = self._make_room(min(_ROOM * wanted, num_units))
+        capacity = self._reserve(min(_CAPACITY * wanted, num_units))
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             count = OVERFLOW
             if gradient_D.size >= _SMALL:
-                count = self._pick_sampled(gradient_D, residual_D, rest_D, wanted, room, key)
+                count = self._pick_sampled(gradient_D, residual_D, rest_D, wanted, capacity, key)
             if count == OVERFLOW:
                 np.add(gradient_D, residual_D, out=rest_D)
-                refuse_non_finite(rest_D)
+                check_finite(rest_D)
                 count = self._pick_exactly(rest_D, wanted)
             return self._result(rest_D, count, wanted)
 
-    def _make_room(self, num_units: int) -> int:
+    def _reserve(self, num_units: int) -> int:
         """Sees to it that so many units may be picked, and a tile more; returns how many that makes."""
-        room = num_units + TILE // self.unit
-        if len(self._places) < room:
-            self._places = np.empty(room, dtype=np.uint32)
-            self._values = np.empty(room * self.unit, dtype=np.float32)
-        return room
+        capacity = num_units + TILE // self.unit
+        if len(self._places) < capacity:
+            self._places = np.empty(capacity, dtype=np.uint32)
+            self._values = np.empty(capacity * self.unit, dtype=np.float32)
+        return capacity
 
     def _pick_sampled(
-        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, wanted: int, room: int, key: Key
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, wanted: int, capacity: int, key: Key
     ) -> int:
         """Steps 1 to 3: how many were picked, enough or all there is; `OVERFLOW` if no threshold was found."""
         num_units = -(-gradient_D.size // self.unit)
@@ -121,9 +121,9 @@ class ThresholdCompressor(Compressor):
             stride = self._stride(gradient_D.size, wanted / num_units, most)
             self._take_sample(gradient_D, residual_D, stride, key.draw(stride, attempt))
             threshold = self._threshold(wanted / num_units)
-            count = self._walk(gradient_D, residual_D, rest_D, threshold, room)
+            count = self._pick_above(gradient_D, residual_D, rest_D, threshold, capacity)
             if count != OVERFLOW:
-                refuse_non_finite(self._values[: count * self.unit])
+                check_finite(self._values[: count * self.unit])
                 if count >= wanted * (1 - self.tolerance) or threshold == _LEAST:
                     return count
         return OVERFLOW
@@ -146,7 +146,7 @@ class ThresholdCompressor(Compressor):
         if fraction == 1:
             return _LEAST
         tail = fraction * scores.size
-        aim = max(1.0, (1 - self.tolerance) / max(1 - _SIGMAS / math.sqrt(tail), 2 / _ROOM))
+        aim = max(1.0, (1 - self.tolerance) / max(1 - _SIGMAS / math.sqrt(tail), 2 / _CAPACITY))
         last = scores.size - min(max(1, round(tail * aim)), scores.size)
         scores.partition(last)
         return max(float(scores[last]), _LEAST)
@@ -169,7 +169,9 @@ class ThresholdCompressor(Compressor):
         """The same of picked units (U, unit)."""
 
     @abstractmethod
-    def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
+    def _pick_above(
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
+    ) -> int:
         """Adds, picks into `_places` and `_values`, keeps the rest; how many units, or `OVERFLOW`."""
 
     @abstractmethod
@@ -205,9 +207,11 @@ class ThresholdV(ThresholdCompressor):
     def _score(self, values: Floats) -> Floats:
         return np.abs(values[:, 0])
 
-    def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
+    def _pick_above(
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
+    ) -> int:
         pick = prepare().pick_elements
-        return pick(gradient_D, residual_D, rest_D, threshold, self._places[:room], self._values[:room])
+        return pick(gradient_D, residual_D, rest_D, threshold, self._places[:capacity], self._values[:capacity])
 
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
         magnitude_D = np.abs(rest_D)
@@ -252,8 +256,10 @@ class ThresholdV16(ThresholdCompressor):
     def _score(self, values: Floats) -> Floats:
         return prepare().line_energy(values, np.float32(self._scale))
 
-    def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
-        places, values = self._places[:room], self._values[: room * LINE]
+    def _pick_above(
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
+    ) -> int:
+        places, values = self._places[:capacity], self._values[: capacity * LINE]
         return prepare().pick_lines(gradient_D, residual_D, rest_D, self._scale, threshold, places, values)
 
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:

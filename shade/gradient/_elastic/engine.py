@@ -53,15 +53,15 @@ from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._elastic.membership import Generation, Membership
-from shade.gradient._elastic.reconcile import MembershipChange, kept_norm, lacking_of, plain_groups, source_of
+from shade.gradient._elastic.reconcile import MembershipChange, lagging_ranks, plain_groups, residual_norm, source_rank
 from shade.gradient._engine.engine import GradientEngine
-from shade.gradient._engine.replica import check_alike, share_replica, share_rest, share_weights
+from shade.gradient._engine.replica import broadcast_replica, broadcast_untrained, broadcast_weights, check_same_setup
 from shade.gradient._kernels.choice import prepare
 from shade.gradient._optim import base
 from shade.gradient._optim.base import SparseOptimizer
 
-_SAY_SECONDS = 1.0
-_NOT_HERE = ("group", "generation", "timeout_seconds", "local_size")
+_PUBLISH_SECONDS = 1.0
+_REFUSED_SETTINGS = ("group", "generation", "timeout_seconds", "local_size")
 
 logger = logging.getLogger("shade.gradient")
 
@@ -82,25 +82,25 @@ class ElasticEngine(GradientEngine):
     """
 
     def __init__(self, model: nn.Module, optimizer: SparseOptimizer, membership: Membership, **settings: Any) -> None:
-        unwelcome = [name for name in _NOT_HERE if name in settings]
-        if unwelcome:
-            raise ConfigError.of("settings without these", unwelcome, "the membership says who, which and how long")
+        refused = [name for name in _REFUSED_SETTINGS if name in settings]
+        if refused:
+            raise ConfigError.of("settings without these", refused, "the membership says who, which and how long")
         self._membership = membership
         self._is_leaving = False
         self.has_left = False
         """Whether `leave` is done: this engine is closed."""
         self.changes: list[MembershipChange] = []
         """What has become of the group since this rank came."""
-        self._said_at = float("-inf")
+        self._published_at = float("-inf")
         self._is_whole = True
         """Whether weights and optimizer state are of one moment."""
         try:
             _compile()
             generation = membership.form({})
             super().__init__(model, optimizer, **settings)
-            self._take_up(generation)
-            if source_of(generation) is not None:
-                self._watch.check()  # as those do who let this rank in
+            self._resume(generation)
+            if source_rank(generation) is not None:
+                self._consistency.check()  # as those do who let this rank in
         except BaseException:
             membership.close()
             raise
@@ -108,12 +108,12 @@ class ElasticEngine(GradientEngine):
     @property
     def rank(self) -> int:
         """This process's, until the next change."""
-        return self._route.world.rank
+        return self._topology.world.rank
 
     @property
     def world_size(self) -> int:
         """Ranks, until the next change."""
-        return self._route.world.world_size
+        return self._topology.world.world_size
 
     def step(self) -> None:
         """As `GradientEngine.step`; and goes on where that raises `PeerLostError`, with whom is left.
@@ -127,10 +127,10 @@ class ElasticEngine(GradientEngine):
             super().step()
             self._follow_notices()
         except PeerLostError as error:
-            self._go_on(error)
-        if not self.has_left and time.monotonic() - self._said_at > _SAY_SECONDS:
-            self._said_at = time.monotonic()
-            self._membership.say(step=self.step_count, kept=kept_norm(self._lanes))
+            self._recover(error)
+        if not self.has_left and time.monotonic() - self._published_at > _PUBLISH_SECONDS:
+            self._published_at = time.monotonic()
+            self._membership.publish(step=self.step_count, kept=residual_norm(self._bucket_states))
 
     def finish(self) -> None:
         """As `GradientEngine.finish`; goes on without ranks that are lost meanwhile."""
@@ -140,7 +140,7 @@ class ElasticEngine(GradientEngine):
                 self._follow_notices()
                 return
             except PeerLostError as error:
-                self._go_on(error)
+                self._recover(error)
 
     def leave(self) -> None:
         """Announces that this rank goes after the next step: that `step` hands over what is kept back, and closes."""
@@ -156,30 +156,30 @@ class ElasticEngine(GradientEngine):
     def _connect(self, purpose: str) -> Transport:
         return self._membership.connect(purpose)
 
-    def _enter(self, world: Transport) -> None:
+    def _synchronise(self, world: Transport) -> None:
         """Those who lack something get it from the lowest rank that has it; if all do, from rank 0."""
-        check_alike(world, self._model, self._buckets, self._settings)
+        check_same_setup(world, self._model, self._buckets, self._settings)
         generation = self._membership.generation
-        source, lacking = source_of(generation), lacking_of(generation)
-        if not lacking and source is not None:
+        source, lagging = source_rank(generation), lagging_ranks(generation)
+        if not lagging and source is not None:
             return
         if source is None:
-            share_weights(world, self._model, self._buckets)
+            broadcast_weights(world, self._model, self._buckets)
             return
-        self._is_whole = generation.rank not in lacking
-        share_rest(world, self._model, self._buckets, source)
-        given = generation.members[source].standing
-        if generation.rank in lacking:
-            for group, told in zip(self._optimizer.param_groups, given["groups"], strict=True):
-                group.update({name: tuple(each) if isinstance(each, list) else each for name, each in told.items()})
+        self._is_whole = generation.rank not in lagging
+        broadcast_untrained(world, self._model, self._buckets, source)
+        given = generation.members[source].status
+        if generation.rank in lagging:
+            for group, reason in zip(self._optimizer.param_groups, given["groups"], strict=True):
+                group.update({name: tuple(each) if isinstance(each, list) else each for name, each in reason.items()})
         for bucket, names in zip(self._buckets, given["moments"], strict=True):
             self._optimizer.add_moments(bucket, names)
-            share_replica(world, self._optimizer, bucket, source)
+            broadcast_replica(world, self._optimizer, bucket, source)
         self._is_whole = True
 
     def _begin(self, step: int) -> GradientStep:
         work = super()._begin(step)
-        work.notice = LEAVES if self._is_leaving else CALLS if self._membership.is_wanted else STAYS
+        work.notice = LEAVES if self._is_leaving else CALLS if self._membership.is_join_requested else STAYS
         return work
 
     # ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,54 +199,57 @@ class ElasticEngine(GradientEngine):
             self.has_left = True
             self.close()
         else:
-            self._renew()
+            self._form_generation()
 
     def _hand_over(self, leaving: Sequence[int]) -> None:
         """What ranks that go have kept back becomes that of others, in turns."""
-        world, handed = self._route.world, []
+        world, handed = self._topology.world, []
         staying = [rank for rank in range(world.world_size) if rank not in leaving]
         self._pipeline.reclaim()
         for source in leaving:
-            for lane in self._lanes:
-                state = {name: each.detach().to("cpu", copy=True) for name, each in lane.feedback.state_dict().items()}
+            for bucket_state in self._bucket_states:
+                state = {
+                    name: each.detach().to("cpu", copy=True)
+                    for name, each in bucket_state.feedback.state_dict().items()
+                }
                 for tensor in state.values():
                     world.broadcast(tensor, source)
                 if staying and world.rank == staying[source % len(staying)]:
-                    handed.append((lane, state))
-        for lane, state in handed:  # all of it, or nothing
-            lane.feedback.merge_from(state)
+                    handed.append((bucket_state, state))
+        for bucket_state, state in handed:  # all of it, or nothing
+            bucket_state.feedback.merge_from(state)
 
-    def _go_on(self, error: PeerLostError) -> None:
+    def _recover(self, error: PeerLostError) -> None:
         logger.warning("rank %d of %d: %s", self.rank, self.world_size, error)
-        self._renew()
+        self._form_generation()
 
-    def _renew(self) -> None:
+    def _form_generation(self) -> None:
         """Forms the next generation, as often as it takes."""
         began, world_size = time.monotonic(), self.world_size
         late, self._late = self._late, None
         if late is not None:
             late.wait(StepState.MERGED)  # the group is lost, so it has failed: what it had chosen comes back
         while True:
-            self._unwire()
+            self._detach()
             self._pipeline.reclaim()
-            generation = self._membership.form(self._standing())
+            generation = self._membership.form(self._status())
             try:
                 self._catch_up(generation)
                 self._optimizer.flush()
-                world, looking = self._connect("gradients"), self._connect("looks")
-                self._wire(FlatTopology(world), looking)
-                self._enter(world)
-                self._take_up(generation)
-                repaired = self._watch.check()
+                world, check_transport = self._connect("gradients"), self._connect("looks")
+                self._attach(FlatTopology(world), check_transport)
+                self._synchronise(world)
+                self._resume(generation)
+                repaired = self._consistency.check()
                 break
             except (PeerLostError, ConfigError) as error:  # lost meanwhile, or one that joins with another model
                 logger.warning("generation %d did not come about: %s", generation.number, error)
         self._settled = None  # what was said in the generation before has been followed
-        self._note(generation, world_size, len(repaired), time.monotonic() - began)
+        self._record(generation, world_size, len(repaired), time.monotonic() - began)
 
-    def _standing(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         """What the others have to know of this rank, and what one of them might lack."""
-        kept = kept_norm(self._lanes)
+        kept = residual_norm(self._bucket_states)
         if not self._is_whole:
             return {"kept": kept}
         settled = self._settled
@@ -258,17 +261,17 @@ class ElasticEngine(GradientEngine):
             "unvoted": settled.step if settled is not None and settled.unvoted is not None else None,
             "next": self._open.step,
             "plan": self._plan.state_dict(),
-            "scaling": self._scale.standing(),
+            "scaling": self._scale.status(),
             "groups": plain_groups(self._optimizer.param_groups),
             "moments": [self._optimizer.moments_of(bucket) for bucket in self._buckets],
         }
 
     def _catch_up(self, generation: Generation) -> None:
         """Applies the step that others have applied and this rank has not, for want of their votes."""
-        source, work = source_of(generation), self._settled
+        source, work = source_rank(generation), self._settled
         if source is None or work is None or work.unvoted is None:
             return
-        given = generation.members[source].standing
+        given = generation.members[source].status
         merged, work.unvoted = work.unvoted, None
         if given["applied"] != work.step:
             return  # nobody has: what was chosen has been taken back, and goes out later
@@ -276,26 +279,26 @@ class ElasticEngine(GradientEngine):
         self._apply(work)
         for number, sparse in work.chosen.items():
             sent = Sparse(sparse.indices_K, -sparse.values_K, sparse.size)
-            self._lanes[number].feedback.absorb(sent)
+            self._bucket_states[number].feedback.absorb(sent)
         self._meter.count("caught_up_steps")
 
-    def _take_up(self, generation: Generation) -> None:
+    def _resume(self, generation: Generation) -> None:
         """Goes on where the others are."""
         self._meter.rank = generation.rank
-        source = source_of(generation)
+        source = source_rank(generation)
         if source is None:
             return
-        given = generation.members[source].standing
+        given = generation.members[source].status
         self._plan.load_state_dict(given["plan"], generation.world_size)
-        self._scale.take(given["scaling"])
+        self._scale.load_status(given["scaling"])
         self._applied = given["applied"], given["norm"]
         proposal = self._proposal or self._open.proposal
         self._proposal = proposal if generation.rank == 0 and not (proposal and proposal.batch_sizes) else None
         self._open.abandon()
-        self._open = self._begin(max(each.standing.get("next", 0) for each in generation.members))
+        self._open = self._begin(max(each.status.get("next", 0) for each in generation.members))
         self._stepped_at = time.perf_counter()
 
-    def _note(self, generation: Generation, size_before: int, num_repaired: int, seconds: float) -> None:
+    def _record(self, generation: Generation, size_before: int, num_repaired: int, seconds: float) -> None:
         change = MembershipChange.of(generation, size_before, self.step_count, num_repaired, seconds)
         self.changes.append(change)
         for name, amount in (("generations", 1), ("lost_ranks", change.num_lost), ("repaired_buckets", num_repaired)):

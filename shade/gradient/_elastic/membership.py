@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from shade.errors import ConfigError, GradientError, PeerLostError
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Formed, Transport
+from shade.gradient._comm.transport import TIMEOUT_SECONDS, FormedGroup, Transport
 from shade.gradient._elastic.rendezvous import Rendezvous
 
 PATIENCE_SECONDS, DEAD_SECONDS, GIVE_UP_SECONDS = 30.0, 5.0, 600.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Member:
     id: str
     rank_before: int | None
     """In the generation before; None: it was not in it."""
-    standing: Mapping[str, Any]
+    status: Mapping[str, Any]
     """What it said when it took its seat."""
 
 
@@ -106,7 +106,7 @@ class Membership:
         self._num_members = num_members
         self._patience_seconds, self._dead_seconds = patience_seconds, dead_seconds
         self._give_up_seconds = give_up_seconds
-        self._meeting = Rendezvous(address, run)
+        self._rendezvous = Rendezvous(address, run)
         self._generation: Generation | None = None
 
     @property
@@ -121,19 +121,19 @@ class Membership:
         return self._generation
 
     @property
-    def is_wanted(self) -> bool:
+    def is_join_requested(self) -> bool:
         """Whether somebody waits for the next generation."""
-        return self._meeting.is_rung
+        return self._rendezvous.is_join_requested
 
-    def say(self, **words: Any) -> None:
+    def publish(self, **status: Any) -> None:
         """What the others shall read if this process is never heard of again.
 
         Args:
             **words: JSON-plain.
         """
-        self._meeting.say(**words)
+        self._rendezvous.publish(**status)
 
-    def form(self, standing: Mapping[str, Any]) -> Generation:
+    def form(self, status: Mapping[str, Any]) -> Generation:
         """Takes a seat in the next generation and waits until it is there. All members together.
 
         Args:
@@ -148,11 +148,11 @@ class Membership:
         deadline = time.monotonic() + self._give_up_seconds
         number = -1 if self._generation is None else self._generation.number
         while True:
-            number = self._ask(lambda store, after=number + 1: _first_open(store, after), deadline)
-            generation = self._sit(number, standing, deadline)
+            number = self._ask(lambda store, after=number + 1: _first_unwritten(store, after), deadline)
+            generation = self._wait_for_members(number, status, deadline)
             if generation is not None:
                 self._generation = generation
-                self._meeting.listen(f"{number + 1}/seats", [member.id for member in generation.members])
+                self._rendezvous.follow(f"{number + 1}/seats", [member.id for member in generation.members])
                 return generation
 
     def connect(self, purpose: str) -> Transport:
@@ -170,29 +170,29 @@ class Membership:
         generation = self.generation
         settings: dict[str, Any] = {"timeout_seconds": self.timeout_seconds, "generation": generation.number}
         if generation.world_size == 1:
-            return Transport(Formed(None, 0, 1), **settings)
+            return Transport(FormedGroup(None, 0, 1), **settings)
         try:
             group = self._group(generation, purpose)
         except RuntimeError as error:
-            told = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise PeerLostError(
                 f"expected all {generation.world_size} ranks of generation {generation.number} to connect within "
-                f"{self.timeout_seconds:g} s, got on rank {generation.rank}: {told}; one was lost while they met"
+                f"{self.timeout_seconds:g} s, got on rank {generation.rank}: {reason}; one was lost while they met"
             ) from None
-        return Transport(Formed(group, generation.rank, generation.world_size), **settings)
+        return Transport(FormedGroup(group, generation.rank, generation.world_size), **settings)
 
     def close(self) -> None:
         """Says good-bye, so that nobody waits for this process. Safe to call twice."""
-        self._meeting.close()
+        self._rendezvous.close()
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _ask(self, question: Any, deadline: float) -> Any:
-        return self._meeting.ask(question, max(1.0, deadline - time.monotonic()))
+        return self._rendezvous.ask(question, max(1.0, deadline - time.monotonic()))
 
     def _group(self, generation: Generation, purpose: str) -> dist.ProcessGroup:
         """A gloo group that torch.distributed's world does not know."""
-        client = self._meeting.client(self.timeout_seconds)
+        client = self._rendezvous.client(self.timeout_seconds)
         store = dist.PrefixStore(f"{generation.number}/{purpose}", client)  # type: ignore[attr-defined]
         rank, size = generation.rank, generation.world_size
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=self.timeout_seconds))
@@ -201,33 +201,37 @@ class Membership:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         return group
 
-    def _sit(self, number: int, standing: Mapping[str, Any], deadline: float) -> Generation | None:
+    def _wait_for_members(self, number: int, status: Mapping[str, Any], deadline: float) -> Generation | None:
         """Waits in a seat for the list; None if it was written without this process."""
         before = self._generation
         is_member = before is not None and before.number == number - 1
-        words = {"id": self._meeting.id, "before": before.rank if is_member and before else None, "standing": standing}
-        members_before = self._ask(lambda store: _take_seat(store, number, json.dumps(words)), deadline)
+        status = {
+            "id": self._rendezvous.id,
+            "before": before.rank if is_member and before else None,
+            "standing": status,
+        }
+        members_before = self._ask(lambda store: _take_seat(store, number, json.dumps(status)), deadline)
         if not is_member:
-            self._meeting.listen("", members_before)
+            self._rendezvous.follow("", members_before)
         since = time.monotonic()
         while True:
             is_late = time.monotonic() - since > self._patience_seconds
-            found = self._ask(lambda store, late=is_late: self._look(store, number, members_before, late), deadline)
+            found = self._ask(lambda store, late=is_late: self._poll(store, number, members_before, late), deadline)
             if found is not None:
                 break
             if time.monotonic() > deadline:
                 raise GradientError(
-                    f"expected {self._num_members} processes to meet at {self._meeting.address}, or one of a training "
+                    f"expected {self._num_members} processes to meet at {self._rendezvous.address}, or one of a training "
                     f"there to let this one in, got nobody within {self._give_up_seconds:.0f} s; start the others"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         members = tuple(Member(each["id"], each["before"], each["standing"]) for each in found["members"])
         ids = [member.id for member in members]
-        if self._meeting.id not in ids:
+        if self._rendezvous.id not in ids:
             return None
-        return Generation(number, members, ids.index(self._meeting.id), tuple(found["gone"]))
+        return Generation(number, members, ids.index(self._rendezvous.id), tuple(found["gone"]))
 
-    def _look(self, store: Any, number: int, members_before: list[str], is_late: bool) -> dict[str, Any] | None:
+    def _poll(self, store: Any, number: int, members_before: list[str], is_late: bool) -> dict[str, Any] | None:
         """The list; written by this process if nobody is missing. On the meeting's thread.
 
         The last words of those who are gone stand in it, as the writer has heard them: another may not yet have heard
@@ -242,30 +246,30 @@ class Membership:
             if not is_complete and not (old and is_late):
                 return None
             new = [each for each in seated if each not in members_before]
-            gone = [self._meeting.last_words(each) for each in members_before if each not in seated]
+            gone = [self._rendezvous.last_status(each) for each in members_before if each not in seated]
             generation = {"members": [seated[each] for each in (*old, *new)], "gone": gone}
             store.compare_set(written, "", json.dumps(generation))
         found: dict[str, Any] = json.loads(store.get(written))
         return found
 
     def _is_dead(self, other: str) -> bool:
-        return self._meeting.silence(other) > self._dead_seconds
+        return self._rendezvous.silence_seconds(other) > self._dead_seconds
 
 
-def _first_open(store: Any, number: int) -> int:
+def _first_unwritten(store: Any, number: int) -> int:
     """The first generation from a number on that is not written."""
     while store.check([f"{number}/members"]):
         number += 1
     return number
 
 
-def _take_seat(store: Any, number: int, words: str) -> list[str]:
+def _take_seat(store: Any, number: int, status: str) -> list[str]:
     """Sits down; the ids of the generation before, by rank."""
     members: list[str] = []
     if number:
         members = [each["id"] for each in json.loads(store.get(f"{number - 1}/members"))["members"]]
     seat = store.add(f"{number}/seats", 1) - 1
-    store.set(f"{number}/seat/{seat}", words)
+    store.set(f"{number}/seat/{seat}", status)
     return members
 
 
@@ -274,6 +278,6 @@ def _seated(store: Any, number: int) -> dict[str, Any]:
     found = {}
     for seat in range(store.add(f"{number}/seats", 0)):
         if store.check([f"{number}/seat/{seat}"]):  # else it is about to say who it is, or never will
-            words = json.loads(store.get(f"{number}/seat/{seat}"))
-            found[words["id"]] = words
+            status = json.loads(store.get(f"{number}/seat/{seat}"))
+            found[status["id"]] = status
     return found

@@ -57,9 +57,9 @@ class MembershipChange:
         Returns:
             The change.
         """
-        lost = [words for words in generation.gone if words]
-        energies = [float(words.get("kept", 0.0)) ** 2 for words in lost]
-        total = sum(energies) + sum(float(each.standing.get("kept", 0.0)) ** 2 for each in generation.members)
+        lost = [status for status in generation.gone if status]
+        energies = [float(status.get("kept", 0.0)) ** 2 for status in lost]
+        total = sum(energies) + sum(float(each.status.get("kept", 0.0)) ** 2 for each in generation.members)
         num_stayed = sum(each.rank_before is not None for each in generation.members)
         return cls(
             generation=generation.number,
@@ -75,7 +75,7 @@ class MembershipChange:
         )
 
 
-def source_of(generation: Generation) -> int | None:
+def source_rank(generation: Generation) -> int | None:
     """Who gives to those who lack something.
 
     Args:
@@ -85,13 +85,13 @@ def source_of(generation: Generation) -> int | None:
         The lowest of the ranks that have applied most. One that was taken for lost and comes back may have applied what
         nobody else has: it counts only where there is nobody else. None: nobody has trained yet.
     """
-    trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.standing]
+    trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.status]
     stayed = [rank for rank in trained if generation.members[rank].rank_before is not None]
-    applied = {rank: generation.members[rank].standing["applied"] for rank in stayed or trained}
+    applied = {rank: generation.members[rank].status["applied"] for rank in stayed or trained}
     return max(applied, key=lambda rank: (applied[rank], -rank), default=None)
 
 
-def lacking_of(generation: Generation) -> list[int]:
+def lagging_ranks(generation: Generation) -> list[int]:
     """Who does not have what the source has, and cannot catch up with it alone.
 
     Args:
@@ -100,15 +100,15 @@ def lacking_of(generation: Generation) -> list[int]:
     Returns:
         Ranks.
     """
-    source = source_of(generation)
+    source = source_rank(generation)
     if source is None:
         return list(range(generation.world_size))
-    aim = generation.members[source].standing["applied"]
+    aim = generation.members[source].status["applied"]
 
     def has(rank: int) -> bool:
         member = generation.members[rank]
-        stayed = member.rank_before is not None and "applied" in member.standing
-        return rank == source or (stayed and aim in (member.standing["applied"], member.standing["unvoted"]))
+        stayed = member.rank_before is not None and "applied" in member.status
+        return rank == source or (stayed and aim in (member.status["applied"], member.status["unvoted"]))
 
     return [rank for rank in range(generation.world_size) if not has(rank)]
 
@@ -128,7 +128,7 @@ def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     ]
 
 
-def kept_norm(lanes: Sequence[BucketState]) -> float:
+def residual_norm(bucket_states: Sequence[BucketState]) -> float:
     """About the norm of what is kept back: of a large bucket a part is looked at.
 
     Args:
@@ -137,7 +137,7 @@ def kept_norm(lanes: Sequence[BucketState]) -> float:
     Returns:
         The norm over all.
     """
-    return math.sqrt(sum(_energy(lane.feedback) for lane in lanes))
+    return math.sqrt(sum(_energy(bucket_state.feedback) for bucket_state in bucket_states))
 
 
 def _energy(feedback: ErrorFeedback | DeviceErrorFeedback) -> float:

@@ -35,10 +35,10 @@ import torch.distributed as dist
 
 from shade.errors import ConfigError, GradientError
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
-_GOOD_BYE_SECONDS = 2.0
-_SPEAK: Final = "speak"
+_CLOSE_SECONDS = 2.0
+_PUBLISH: Final = "speak"
 """In the inbox: the next line shall not wait for its second."""
 _T = TypeVar("_T")
 
@@ -80,16 +80,16 @@ class Rendezvous:
         self._inbox: queue.SimpleQueue[tuple[Callable[[Any], Any], concurrent.futures.Future[Any]] | str | None] = (
             queue.SimpleQueue()
         )
-        self._words: dict[str, Any] = {}
-        self._is_ordered = False
+        self._status: dict[str, Any] = {}
+        self._is_publish_queued = False
         """Whether the order to speak them lies in the inbox: one at a time, however long the line is cut."""
-        self._bell = ""
-        self._heard: dict[str, tuple[bytes, float]] = {}
+        self._join_key = ""
+        self._received: dict[str, tuple[bytes, float]] = {}
         """By rank: its last line, and since when."""
-        self._num_lines, self._looked_at = 0, 0.0
-        self.is_rung = False
+        self._num_heartbeats, self._received_at = 0, 0.0
+        self.is_join_requested = False
         """Whether somebody waits at the key that `listen` was told."""
-        self._thread = threading.Thread(target=self._attend, name="shade-gradient-meeting", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="shade-gradient-meeting", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that comes back from the store's client into no interpreter aborts
 
@@ -132,7 +132,7 @@ class Rendezvous:
                 "start it (python -m shade.gradient.rendezvous PORT), or look at the line to it"
             ) from None
 
-    def say(self, **words: Any) -> None:
+    def publish(self, **status: Any) -> None:
         """What others shall know of this rank if it is never heard again; goes out at once.
 
         Story: a rank was killed half a second after its first words, which were to go out with the next line. So what
@@ -141,12 +141,12 @@ class Rendezvous:
         Args:
             **words: JSON-plain.
         """
-        self._words = words
-        if not self._is_ordered:
-            self._is_ordered = True
-            self._inbox.put(_SPEAK)
+        self._status = status
+        if not self._is_publish_queued:
+            self._is_publish_queued = True
+            self._inbox.put(_PUBLISH)
 
-    def listen(self, bell: str, ids: Iterable[str]) -> None:
+    def follow(self, join_key: str, ids: Iterable[str]) -> None:
         """Follows other ranks' lines from now on.
 
         Args:
@@ -154,62 +154,62 @@ class Rendezvous:
             ids: Whose lines.
         """
         now = time.monotonic()
-        self._heard = {each: self._heard.get(each, (b"", now)) for each in ids if each != self.id}
-        self._bell, self.is_rung = bell, False
+        self._received = {each: self._received.get(each, (b"", now)) for each in ids if each != self.id}
+        self._join_key, self.is_join_requested = join_key, False
 
-    def silence(self, other: str) -> float:
+    def silence_seconds(self, other: str) -> float:
         """Seconds for which a followed rank's line has been seen unchanged; infinite once it has said good-bye.
 
         Counted up to the last look: a rank that is cut off itself does not take the others for dead.
         """
         if other == self.id:
             return 0.0
-        line, since = self._heard[other]
-        return float("inf") if line == b"{}" else max(0.0, self._looked_at - since)
+        line, since = self._received[other]
+        return float("inf") if line == b"{}" else max(0.0, self._received_at - since)
 
-    def last_words(self, other: str) -> dict[str, Any]:
+    def last_status(self, other: str) -> dict[str, Any]:
         """What a followed rank said last; empty: nothing, or it said good-bye."""
-        words: dict[str, Any] = json.loads(self._heard[other][0] or b"{}")
-        return words
+        status: dict[str, Any] = json.loads(self._received[other][0] or b"{}")
+        return status
 
     def close(self) -> None:
         """Says good-bye and ends the thread; where the line is cut, it waits 2 seconds for that. Safe to call twice."""
         atexit.unregister(self.close)
         self._inbox.put(None)
-        self._thread.join(_GOOD_BYE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
 
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _attend(self) -> None:
+    def _serve(self) -> None:
         """Answers, and speaks once a second, or when there is something to say; a question is asked again until it is
         answered or nobody waits for it."""
         store: Any = None
-        spoken_at = float("-inf")
+        published_at = float("-inf")
         while True:
-            if time.monotonic() - spoken_at >= BEAT_SECONDS:
-                spoken_at = time.monotonic()
+            if time.monotonic() - published_at >= HEARTBEAT_SECONDS:
+                published_at = time.monotonic()
                 store = store or self._connect()
-                if store is not None and self._try(store, self._speak) is None:
+                if store is not None and self._try(store, self._publish) is None:
                     store = None
             try:
-                asked = self._inbox.get(timeout=max(0.0, spoken_at + BEAT_SECONDS - time.monotonic()))
+                request = self._inbox.get(timeout=max(0.0, published_at + HEARTBEAT_SECONDS - time.monotonic()))
             except queue.Empty:
                 continue
-            if asked is None:
+            if request is None:
                 if store is not None:
-                    self._try(store, lambda store: store.set(self._line(self.id), "{}"))
+                    self._try(store, lambda store: store.set(self._heartbeat_key(self.id), "{}"))
                 return
-            if isinstance(asked, str):
-                self._is_ordered, spoken_at = False, float("-inf")
+            if isinstance(request, str):
+                self._is_publish_queued, published_at = False, float("-inf")
                 continue
-            question, answer = asked
+            question, answer = request
             store = store or self._connect()
             found = None if store is None else self._try(store, question)
             if found is None:
                 store = None
-                time.sleep(BEAT_SECONDS / 10)
+                time.sleep(HEARTBEAT_SECONDS / 10)
                 if not answer.cancelled():
-                    self._inbox.put(asked)
+                    self._inbox.put(request)
             elif answer.set_running_or_notify_cancel():
                 answer.set_result(found[0])
 
@@ -230,22 +230,22 @@ class Rendezvous:
         except RuntimeError:
             return None
 
-    def _line(self, who: str) -> str:
+    def _heartbeat_key(self, who: str) -> str:
         return f"line/{who}"
 
-    def _speak(self, store: Any) -> None:
+    def _publish(self, store: Any) -> None:
         """This rank's line, and a look at the others'."""
-        self._num_lines += 1
-        store.set(self._line(self.id), json.dumps({"line": self._num_lines, **self._words}))
-        heard, bell = self._heard, self._bell
-        for other in heard:
-            if store.check([self._line(other)]):
-                line = store.get(self._line(other))
-                if heard[other][0] != line:
-                    heard[other] = line, time.monotonic()
-        self._looked_at = time.monotonic()
-        if bell and store.add(bell, 0) > 0 and bell == self._bell:
-            self.is_rung = True
+        self._num_heartbeats += 1
+        store.set(self._heartbeat_key(self.id), json.dumps({"line": self._num_heartbeats, **self._status}))
+        received, join_key = self._received, self._join_key
+        for other in received:
+            if store.check([self._heartbeat_key(other)]):
+                line = store.get(self._heartbeat_key(other))
+                if received[other][0] != line:
+                    received[other] = line, time.monotonic()
+        self._received_at = time.monotonic()
+        if join_key and store.add(join_key, 0) > 0 and join_key == self._join_key:
+            self.is_join_requested = True
 
 
 def main() -> None:

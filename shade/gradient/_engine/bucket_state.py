@@ -41,12 +41,12 @@ class BucketState:
     bucket: Bucket
     feedback: ErrorFeedback | DeviceErrorFeedback
     """Of the part that this rank answers for; where its gradient is chosen from."""
-    coder: str
+    quantiser: str
     """Name of its quantiser."""
 
 
 def make_bucket_states(
-    route: Topology,
+    topology: Topology,
     buckets: Sequence[Bucket],
     compressor: str,
     quantiser: str,
@@ -64,20 +64,20 @@ def make_bucket_states(
     Returns:
         One lane for each bucket.
     """
-    lanes = []
+    bucket_states = []
     for bucket in buckets:
-        part = route.part(bucket.size)
-        coder = WHOLE if bucket.is_dense else quantiser
+        part = topology.part(bucket.size)
+        name = WHOLE if bucket.is_dense else quantiser
         size = part.stop - part.start
-        parts = COMPRESSORS.get(compressor)(), QUANTISERS.get(coder)()
+        parts = COMPRESSORS.get(compressor)(), QUANTISERS.get(name)()
         correction = corrections[bucket.group] if corrections else None
         feedback: ErrorFeedback | DeviceErrorFeedback
         if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
             feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction)
         else:  # also of what is summed over a node first: that sum is made on the host
             feedback = ErrorFeedback(size, *parts, correction=correction)
-        lanes.append(BucketState(bucket, feedback, coder))
-    return tuple(lanes)
+        bucket_states.append(BucketState(bucket, feedback, name))
+    return tuple(bucket_states)
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -96,11 +96,14 @@ class EngineState:
         lanes: The buckets.
     """
 
-    def __init__(self, route: Topology, lanes: Sequence[BucketState]) -> None:
-        self._world, self._lanes = route.world, tuple(lanes)
-        self._parts = [[route.part(lane.bucket.size).start, lane.feedback.size] for lane in lanes]
+    def __init__(self, topology: Topology, bucket_states: Sequence[BucketState]) -> None:
+        self._world, self._bucket_states = topology.world, tuple(bucket_states)
+        self._parts = [
+            [topology.part(bucket_state.bucket.size).start, bucket_state.feedback.size]
+            for bucket_state in bucket_states
+        ]
 
-    def take(self, late: GradientStep | None) -> dict[str, Any]:
+    def state_dict(self, late: GradientStep | None) -> dict[str, Any]:
         """Takes the state.
 
         Args:
@@ -112,13 +115,13 @@ class EngineState:
         return {
             "rank": self._world.rank,
             "world_size": self._world.world_size,
-            "names": [list(lane.bucket.names) for lane in self._lanes],
+            "names": [list(bucket_state.bucket.names) for bucket_state in self._bucket_states],
             "parts": self._parts,
-            "residuals": [lane.feedback.state_dict() for lane in self._lanes],
+            "residuals": [bucket_state.feedback.state_dict() for bucket_state in self._bucket_states],
             "late": None if late is None else _pack_late(late),
         }
 
-    def give(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
         """Puts residuals into their places.
 
         Args:
@@ -132,7 +135,7 @@ class EngineState:
         """
         by_rank = {int(state["rank"]): state for state in states}
         mine = [state for rank, state in sorted(by_rank.items()) if self._is_mine(rank)]
-        expected = [list(lane.bucket.names) for lane in self._lanes]
+        expected = [list(bucket_state.bucket.names) for bucket_state in self._bucket_states]
         for state in states:
             if state["names"] != expected:
                 raise StateMismatchError.of(f"residuals of the parameters {expected}", state["names"], _CURE)
@@ -143,12 +146,14 @@ class EngineState:
                 got = torch.as_tensor(residual["residual"]).numel()
                 if got != size:
                     raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
-        late = _unpack_late(states[0]["late"], self._lanes)
-        for number, lane in enumerate(self._lanes):
-            found = [state["residuals"][number] for state in mine] or [{"residual": torch.zeros(lane.feedback.size)}]
-            lane.feedback.load_state_dict(found[0])
+        late = _unpack_late(states[0]["late"], self._bucket_states)
+        for number, bucket_state in enumerate(self._bucket_states):
+            found = [state["residuals"][number] for state in mine] or [
+                {"residual": torch.zeros(bucket_state.feedback.size)}
+            ]
+            bucket_state.feedback.load_state_dict(found[0])
             for residual in found[1:]:
-                lane.feedback.merge_from(residual)
+                bucket_state.feedback.merge_from(residual)
         return late
 
     def _is_mine(self, rank: int) -> bool:
@@ -169,21 +174,21 @@ def _pack_late(work: GradientStep) -> dict[str, Any]:
     }
 
 
-def _unpack_late(state: Mapping[str, Any] | None, lanes: Sequence[BucketState]) -> GradientStep | None:
+def _unpack_late(state: Mapping[str, Any] | None, bucket_states: Sequence[BucketState]) -> GradientStep | None:
     if state is None:
         return None
-    work = GradientStep(int(state["step"]), [1] * len(lanes), 1.0, int(state["num_samples"]))
+    work = GradientStep(int(state["step"]), [1] * len(bucket_states), 1.0, int(state["num_samples"]))
     work.norm = float(state["norm"])
     failure = None if state["overflow"] is None else NonFiniteGradientError(state["overflow"])
     if state["decision"] is not None:
         work.decision = read_decision(state["decision"])
-    for lane, indices, values in zip(lanes, state["indices"], state["values"], strict=False):
+    for bucket_state, indices, values in zip(bucket_states, state["indices"], state["values"], strict=False):
         indices_K = np.asarray(indices, dtype=np.int64)
-        if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < lane.bucket.size:
+        if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < bucket_state.bucket.size:
             got = f"places up to {indices_K.max()}"
-            raise StateMismatchError.of(f"a late result of {lane.bucket.size} elements", got, _CURE)
+            raise StateMismatchError.of(f"a late result of {bucket_state.bucket.size} elements", got, _CURE)
         values_K = np.ascontiguousarray(np.asarray(values, dtype=np.float32))
-        work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, lane.bucket.size))
+        work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, bucket_state.bucket.size))
     if failure is None:
         work.advance(StepState.PACKED)
         work.advance(StepState.AGREED)

@@ -55,7 +55,7 @@ from shade.gradient._compress.correction import STEPS, Correction
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
-from shade.gradient._engine.gradient_hooks import ScaleKeeper
+from shade.gradient._engine.gradient_hooks import LossScale
 
 _JOIN_SECONDS = 5.0
 
@@ -110,16 +110,16 @@ class SparseState:
         self.step = 0
         """Backward passes that were exchanged."""
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._keeper = ResidualStore(bare, make)
+        self._residual_store = ResidualStore(bare, make)
         self._warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
         self._quantiser, self._seed = quantiser, seed
-        self._scale = ScaleKeeper(scaler)
+        self._scale = LossScale(scaler)
         self._unscale = 1.0
         self._chosen: list[tuple[ErrorFeedback, Sparse]] = []
         """In this step, so that all of it can be undone or taken back."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
-        self._route = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
+        self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_run, args=(self._inbox, weakref.ref(self)), name="shade-gradient-hook", daemon=True
@@ -130,7 +130,7 @@ class SparseState:
     def state_dict(self) -> dict[str, Any]:
         """What is kept back, by parameter. Between two steps."""
         self._settle()
-        return {"step": self.step, "kept": self._keeper.state_dict()}
+        return {"step": self.step, "kept": self._residual_store.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict` of this rank, whatever buckets DDP cuts now.
@@ -142,16 +142,16 @@ class SparseState:
             StateMismatchError: Of other parameters; nothing was loaded.
         """
         self._settle()
-        self._keeper.load_state_dict(state["kept"])
+        self._residual_store.load_state_dict(state["kept"])
         self.step = int(state["step"])
 
     def close(self) -> None:
         """Ends the thread and frees the group. Safe to call twice."""
         self._inbox.put(None)
         self._thread.join(_JOIN_SECONDS)
-        self._route.close()
+        self._topology.close()
 
-    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def _submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """For `sparse_hook`: takes a bucket.
 
         Args:
@@ -176,7 +176,7 @@ class SparseState:
 
     # ── on the thread ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _work(self, job: _Job) -> None:
+    def _process(self, job: _Job) -> None:
         """One bucket: its error, or that of the step, is the future's."""
         try:
             average_D = self._average(job)
@@ -200,25 +200,25 @@ class SparseState:
             job.computed.synchronize()
         gradient_D = job.buffer_D.detach().to("cpu", torch.float32, copy=True).mul_(self._unscale)
         size = gradient_D.numel()
-        trade = SparseAllReduce(self._route, [0] * job.number + [size], [self._quantiser] * (job.number + 1))
+        all_reduce = SparseAllReduce(self._topology, [0] * job.number + [size], [self._quantiser] * (job.number + 1))
         work = GradientStep(self.step, [], self._warm_up.at(self.step), self.num_samples)
         work.damage = self._damage
         try:
-            feedback = self._keeper.of(job.parameters)
+            feedback = self._residual_store.of(job.parameters)
             chosen = Sparse(np.empty(0, np.uint32), np.empty(0, np.float32), size)
             if self.num_samples:
                 chosen = feedback.compress(gradient_D, work.density, Key(self._seed, self.step, job.number))
                 self._chosen.append((feedback, chosen))
-            work.payloads[job.number] = trade.pack(work, job.number, chosen)
+            work.payloads[job.number] = all_reduce.pack(work, job.number, chosen)
         except Exception as error:  # noqa: BLE001 - told to all by the counts
             work.trouble.append(error)
-        weights_P, lengths = trade.count(work, [job.number])
+        weights_P, lengths = all_reduce.count(work, [job.number])
         average_D = np.zeros(size, dtype=np.float32)
         if sum(weights_P) > 0:
-            (average,) = trade.bring(work, [job.number], weights_P, lengths)
+            (average,) = all_reduce.exchange(work, [job.number], weights_P, lengths)
             average_D = average.dense()
         if job.is_last:
-            trade.vote(work, 0.0)
+            all_reduce.vote(work, 0.0)
         if self._unscale != 1.0:
             average_D *= np.float32(1.0 / self._unscale)
         return average_D
@@ -247,7 +247,7 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
     Returns:
         The mean, in the bucket's memory.
     """
-    return state.submit(bucket)
+    return state._submit(bucket)
 
 
 def _after_backward(call: Callable[[], None]) -> None:
@@ -262,7 +262,7 @@ def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState])
         state = owner()
         if state is None:
             return
-        state._work(job)
+        state._process(job)
         del state
 
 
@@ -279,7 +279,7 @@ class ResidualStore:
         self._sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         self._make = make
         self._buckets: dict[tuple[str, ...], ErrorFeedback] = {}
-        self._apart: dict[str, dict[str, Tensor]] = {}
+        self._by_parameter: dict[str, dict[str, Tensor]] = {}
 
     def of(self, parameters: Sequence[Tensor]) -> ErrorFeedback:
         """The memory of a bucket.
@@ -299,23 +299,24 @@ class ResidualStore:
             raise ConfigError.of("parameters of the state's model", got, "give SparseState the model that DDP wraps")
         key = tuple(self._names[parameter] for parameter in parameters)  # type: ignore[index]
         if key not in self._buckets:
-            self._take_apart(set(key))
+            self._split_buckets(set(key))
             feedback = self._make(sum(self._sizes[name] for name in key))
-            apart = {name: self._apart.pop(name, {}) for name in key}
-            kinds = {kind for kept in apart.values() for kind in kept}
+            by_parameter = {name: self._by_parameter.pop(name, {}) for name in key}
+            kinds = {kind for kept in by_parameter.values() for kind in kept}
             if kinds:
                 zeros = {name: torch.zeros(self._sizes[name]) for name in key}
                 whole = {
-                    kind: torch.cat([apart[name].get(kind, zeros[name]) for name in key]) for kind in kinds - {STEPS}
+                    kind: torch.cat([by_parameter[name].get(kind, zeros[name]) for name in key])
+                    for kind in kinds - {STEPS}
                 }
-                counted = [kept[STEPS] for kept in apart.values() if STEPS in kept]
+                counted = [kept[STEPS] for kept in by_parameter.values() if STEPS in kept]
                 feedback.load_state_dict(whole | ({STEPS: torch.stack(counted).amin(dim=0)} if counted else {}))
             self._buckets[key] = feedback
         return self._buckets[key]
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """What is kept, by parameter; copies."""
-        state = {name: dict(kept) for name, kept in self._apart.items()}
+        state = {name: dict(kept) for name, kept in self._by_parameter.items()}
         for key, feedback in self._buckets.items():
             state |= self._split(key, feedback)
         return state
@@ -329,18 +330,20 @@ class ResidualStore:
         Raises:
             StateMismatchError: Of other parameters; nothing was loaded.
         """
-        apart = {name: {kind: torch.as_tensor(each).clone() for kind, each in k.items()} for name, k in state.items()}
-        for name, kept in apart.items():
+        by_parameter = {
+            name: {kind: torch.as_tensor(each).clone() for kind, each in k.items()} for name, k in state.items()
+        }
+        for name, kept in by_parameter.items():
             got = {kind: each.numel() for kind, each in kept.items() if kind != STEPS}
             if set(got.values()) - {self._sizes.get(name)}:
                 expected = f"what was kept of {name!r}: {self._sizes.get(name, 'no such parameter,')} elements"
                 raise StateMismatchError.of(expected, got, "build the model as it was when it was saved")
-        self._buckets, self._apart = {}, apart
+        self._buckets, self._by_parameter = {}, by_parameter
 
-    def _take_apart(self, names: set[str]) -> None:
+    def _split_buckets(self, names: set[str]) -> None:
         """Ends the buckets that hold any of these parameters."""
         for key in [key for key in self._buckets if names & set(key)]:
-            self._apart |= self._split(key, self._buckets.pop(key))
+            self._by_parameter |= self._split(key, self._buckets.pop(key))
 
     def _split(self, key: tuple[str, ...], feedback: ErrorFeedback) -> dict[str, dict[str, Tensor]]:
         state = feedback.state_dict()

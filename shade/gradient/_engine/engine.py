@@ -54,10 +54,10 @@ from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import Correction
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
 from shade.gradient._engine.density import DensityPlan, WarmUp, check_decision, plain_decision, read_decision
-from shade.gradient._engine.gradient_hooks import GradientHooks, ScaleKeeper
+from shade.gradient._engine.gradient_hooks import GradientHooks, LossScale
 from shade.gradient._engine.meter import Meter
 from shade.gradient._engine.pipeline import GradientPipeline
-from shade.gradient._engine.replica import EVERY, Consistency, check_alike, share_weights, unite_buffers
+from shade.gradient._engine.replica import EVERY, Consistency, average_buffers, broadcast_weights, check_same_setup
 from shade.gradient._optim.base import SparseOptimizer, corrections_of
 from shade.types import Decision, StepReport
 
@@ -127,17 +127,21 @@ class GradientEngine:
             "quantiser": quantiser,
             "staleness, local_size, seed, check_every": [staleness, local_size, seed, check_every],
             "clip_norm, corrections": [clip_norm, *map(repr, corrections)],
-            "optimizer, scaler": [type(optimizer).__name__, ScaleKeeper(scaler).skips],
+            "optimizer, scaler": [type(optimizer).__name__, LossScale(scaler).skips],
         }
-        self._grouping: dict[str, Any] = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
-        world, looking = self._connect("gradients"), self._connect("looks")
-        self._enter(world)
-        route: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
-        self._lanes = make_bucket_states(route, self._buckets, compressor, quantiser, corrections)
-        self._wire(route, looking)
-        self._plan, self._scale = DensityPlan(warm_up, staleness), ScaleKeeper(scaler)
-        self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))
-        self._intake = GradientHooks(self._lanes, optimizer.param_groups, self._scale)
+        self._group_settings: dict[str, Any] = {
+            "group": group,
+            "timeout_seconds": timeout_seconds,
+            "generation": generation,
+        }
+        world, check_transport = self._connect("gradients"), self._connect("looks")
+        self._synchronise(world)
+        topology: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
+        self._bucket_states = make_bucket_states(topology, self._buckets, compressor, quantiser, corrections)
+        self._attach(topology, check_transport)
+        self._plan, self._scale = DensityPlan(warm_up, staleness), LossScale(scaler)
+        self._meter = Meter(world.rank, sum(bucket_state.feedback.size for bucket_state in self._bucket_states))
+        self._gradient_hooks = GradientHooks(self._bucket_states, optimizer.param_groups, self._scale)
         self._is_closed = False
         self._proposal: Decision | None = None
         """For the step after the open one."""
@@ -173,7 +177,7 @@ class GradientEngine:
 
         Their gradients are summed, as everywhere in PyTorch: divide the loss by the number of passes for a mean.
         """
-        return self._intake.accumulate()
+        return self._gradient_hooks.accumulate()
 
     def step(self) -> None:
         """Ends this step's backward pass and applies what is due: this step's gradient, or the one before.
@@ -188,7 +192,7 @@ class GradientEngine:
         work = self._open
         work.costs.compute_seconds = time.perf_counter() - self._stepped_at
         self._stepped_at = time.perf_counter()
-        self._intake.seal(work)
+        self._gradient_hooks.seal(work)
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
         self._optimizer._opt_called = True  # schedulers ask for a step, and the first late one applies nothing
         try:
@@ -204,7 +208,7 @@ class GradientEngine:
         if due is not None:
             self._settle(due)
         self._optimizer.flush()
-        unite_buffers(self._route.world, self._model)
+        average_buffers(self._topology.world, self._model)
 
     # ── what a controller says and sees ─────────────────────────────────────────────────────────────────────────────
 
@@ -219,7 +223,7 @@ class GradientEngine:
         Raises:
             ConfigError: On another rank, or one that cannot be.
         """
-        check_decision(decision, self._route.world.rank, self._route.world.world_size)
+        check_decision(decision, self._topology.world.rank, self._topology.world.world_size)
         if self._open.is_untouched:
             self._open.proposal, self._proposal = decision, None
         else:
@@ -229,7 +233,7 @@ class GradientEngine:
     def batch_size(self) -> int | None:
         """Samples that this rank shall take in the coming step; None: nobody has decided."""
         decision = self._plan.at(self._open.step)
-        return decision.batch_sizes[self._route.world.rank] if decision and decision.batch_sizes else None
+        return decision.batch_sizes[self._topology.world.rank] if decision and decision.batch_sizes else None
 
     @property
     def density(self) -> float:
@@ -260,7 +264,7 @@ class GradientEngine:
         self._pipeline.reclaim()
         proposal = self._proposal or self._open.proposal
         return {
-            **self._states.take(self._late),
+            **self._states.state_dict(self._late),
             "proposal": None if proposal is None else plain_decision(proposal),
             "step": self._open.step,
             "plan": self._plan.state_dict(),
@@ -293,10 +297,10 @@ class GradientEngine:
         self._check_between_steps()
         if not states:
             raise StateMismatchError.of("at least one state", "none", "give what state_dict() returned")
-        late = self._states.give(states)
-        self._plan.load_state_dict(states[0]["plan"], self._route.world.world_size)
+        late = self._states.load_state_dicts(states)
+        self._plan.load_state_dict(states[0]["plan"], self._topology.world.world_size)
         self._scale.load_state_dict(states[0]["scaling"])
-        proposal = states[0]["proposal"] if self._route.world.rank == 0 else None
+        proposal = states[0]["proposal"] if self._topology.world.rank == 0 else None
         self._proposal = None if proposal is None else read_decision(proposal)
         self._open.abandon()
         self._late = late
@@ -308,8 +312,8 @@ class GradientEngine:
         if not self._is_closed:
             self._is_closed = True
             self._hook.remove()
-            self._intake.close()
-            self._unwire()
+            self._gradient_hooks.close()
+            self._detach()
 
     def __enter__(self) -> GradientEngine:
         return self
@@ -322,39 +326,39 @@ class GradientEngine:
     def _connect(self, purpose: str) -> Transport:
         """A group for one purpose. Collective."""
         del purpose  # PyTorch tells groups apart by their order
-        return Transport(**self._grouping)
+        return Transport(**self._group_settings)
 
-    def _enter(self, world: Transport) -> None:
+    def _synchronise(self, world: Transport) -> None:
         """Makes this rank one of those in a group: the same model, settings and weights. Collective."""
-        check_alike(world, self._model, self._buckets, self._settings)
-        share_weights(world, self._model, self._buckets)
+        check_same_setup(world, self._model, self._buckets, self._settings)
+        broadcast_weights(world, self._model, self._buckets)
 
-    def _wire(self, route: Topology, looking: Transport) -> None:
+    def _attach(self, topology: Topology, check_transport: Transport) -> None:
         """Takes up what knows who is in the group."""
-        self._route, self._looking = route, looking
-        self._watch = Consistency(looking, self._optimizer, self._buckets, every=self._check_every)
-        self._states = EngineState(route, self._lanes)
-        self._pipeline = GradientPipeline(route, self._lanes, self._seed, is_late=self._staleness == 1)
+        self._topology, self._check_transport = topology, check_transport
+        self._consistency = Consistency(check_transport, self._optimizer, self._buckets, every=self._check_every)
+        self._states = EngineState(topology, self._bucket_states)
+        self._pipeline = GradientPipeline(topology, self._bucket_states, self._seed, is_late=self._staleness == 1)
 
-    def _unwire(self) -> None:
+    def _detach(self) -> None:
         """Lets go of it; a step under way is dropped."""
         self._open.abandon()
         self._pipeline.close()
-        self._route.close()
-        self._looking.close()
+        self._topology.close()
+        self._check_transport.close()
 
     def _begin(self, step: int) -> GradientStep:
-        sizes = [len(lane.bucket.parameters) for lane in self._lanes]
+        sizes = [len(bucket_state.bucket.parameters) for bucket_state in self._bucket_states]
         proposal, self._proposal = self._proposal, None
         work = GradientStep(step, sizes, self._plan.density(step), self._num_samples, self._late, proposal)
         self._pipeline.submit(work)
-        self._intake.work = work
+        self._gradient_hooks.work = work
         return work
 
     def _refresh(self) -> None:
         """Takes weights from the parameters, where those are not views of ours and somebody has loaded them."""
-        for lane in self._lanes:
-            lane.bucket.refresh()
+        for bucket_state in self._bucket_states:
+            bucket_state.bucket.refresh()
 
     def _settle(self, work: GradientStep) -> None:
         """Waits for a step's end and applies it, or says on all ranks why not."""
@@ -373,15 +377,15 @@ class GradientEngine:
             self._plan.adopt(work.decision, work.step)
         if work.error is None:
             self._apply(work)
-            self._watch.after_step(work.step + 1)
+            self._consistency.after_step(work.step + 1)
 
     def _apply(self, work: GradientStep) -> None:
         """The sparse step, on the training thread: weights change nowhere else."""
         self._optimizer.step()  # no parameter has a gradient: all it does is to call who asked to be told of steps
         factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
-        for lane, merged in zip(self._lanes, work.merged, strict=False):
+        for bucket_state, merged in zip(self._bucket_states, work.merged, strict=False):
             scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
-            self._optimizer.apply(lane.bucket, scaled)
+            self._optimizer.apply(bucket_state.bucket, scaled)
         self._applied = work.step, work.norm
 
     def _check_open(self) -> None:
@@ -390,5 +394,5 @@ class GradientEngine:
 
     def _check_between_steps(self) -> None:
         self._check_open()
-        if not self._intake.is_empty:
+        if not self._gradient_hooks.is_empty:
             raise ConfigError.of("to be between two steps", "gradients of a step", "call engine.step() first")

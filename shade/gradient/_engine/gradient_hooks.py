@@ -36,13 +36,13 @@ class GradientHooks:
     """
 
     def __init__(
-        self, lanes: Sequence[BucketState], param_groups: Sequence[Mapping[str, Any]], scale: ScaleKeeper
+        self, bucket_states: Sequence[BucketState], param_groups: Sequence[Mapping[str, Any]], scale: LossScale
     ) -> None:
-        self._lanes, self._scale = lanes, scale
+        self._bucket_states, self._scale = bucket_states, scale
         self._places = {
             parameter: (number, position)
-            for number, lane in enumerate(lanes)
-            for position, parameter in enumerate(lane.bucket.parameters)
+            for number, bucket_state in enumerate(bucket_states)
+            for position, parameter in enumerate(bucket_state.bucket.parameters)
         }
         trained = [each for entry in param_groups for each in entry["params"]]
         self._frozen = [each for each in trained if each not in self._places]
@@ -95,7 +95,7 @@ class GradientHooks:
         number, position = self._places[parameter]  # type: ignore[index]
         work = self.work
         if work.has(number, position):
-            name = self._lanes[number].bucket.names[position]
+            name = self._bucket_states[number].bucket.names[position]
             cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
             raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
         if work.is_untouched:
@@ -104,7 +104,7 @@ class GradientHooks:
         work.put(number, position, gradient)
 
 
-class ScaleKeeper:
+class LossScale:
     """Keeps the scale of a scaler; without a scaler, or with one that is disabled, a scale of 1.
 
     Args:
@@ -142,15 +142,15 @@ class ScaleKeeper:
             self._scaler.update(scale * self._scaler.get_growth_factor())
             self.num_good_steps = 0
 
-    def standing(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """All that a rank which joins has to take over: `state_dict`, and the scale."""
         return {**self.state_dict(), "scale": None if self._scaler is None else self._scaler.get_scale()}
 
-    def take(self, standing: Mapping[str, Any]) -> None:
+    def load_status(self, status: Mapping[str, Any]) -> None:
         """Takes over another rank's `standing`."""
-        self.load_state_dict(standing)
-        if self._scaler is not None and standing["scale"] is not None:
-            self._scaler.update(standing["scale"])
+        self.load_state_dict(status)
+        if self._scaler is not None and status["scale"] is not None:
+            self._scaler.update(status["scale"])
 
     def state_dict(self) -> dict[str, Any]:
         """What the scaler itself does not save for us."""

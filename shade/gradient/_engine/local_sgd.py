@@ -44,7 +44,7 @@ from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
-from shade.gradient._engine.replica import check_alike, share_weights, unite_buffers
+from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_same_setup
 
 
 class DiLoCo:
@@ -100,14 +100,16 @@ class DiLoCo:
         buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
         world = Transport(group, timeout_seconds=timeout_seconds)
         settings = {"every, lr, momentum": [every, lr, momentum], "density": density, "seed": seed}
-        check_alike(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
-        share_weights(world, model, buckets)
-        self._route = FlatTopology(world)
-        self._lanes = make_bucket_states(self._route, buckets, compressor, quantiser)
-        self._trade = SparseAllReduce(
-            self._route, [each.size for each in buckets], [lane.coder for lane in self._lanes]
+        check_same_setup(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
+        broadcast_weights(world, model, buckets)
+        self._topology = FlatTopology(world)
+        self._bucket_states = make_bucket_states(self._topology, buckets, compressor, quantiser)
+        self._all_reduce = SparseAllReduce(
+            self._topology,
+            [each.size for each in buckets],
+            [bucket_state.quantiser for bucket_state in self._bucket_states],
         )
-        self._states = EngineState(self._route, self._lanes)
+        self._states = EngineState(self._topology, self._bucket_states)
         self._anchors: list[Tensor] = [bucket.weights_D.clone() for bucket in buckets]
         self._velocities: list[Tensor] = [torch.zeros_like(anchor_D) for anchor_D in self._anchors]
 
@@ -135,20 +137,22 @@ class DiLoCo:
             PeerLostError: A rank is gone or silent.
         """
         merged = self._average()
-        for lane, anchor_D, velocity_D, each in zip(self._lanes, self._anchors, self._velocities, merged, strict=True):
+        for bucket_state, anchor_D, velocity_D, each in zip(
+            self._bucket_states, self._anchors, self._velocities, merged, strict=True
+        ):
             distance_D = torch.from_numpy(each.dense())
             if self._momentum:
                 velocity_D.mul_(self._momentum).add_(distance_D)
                 distance_D.add_(velocity_D, alpha=self._momentum)
             anchor_D.sub_(distance_D, alpha=self._lr)
-            lane.bucket.weights_D.copy_(anchor_D)
-            lane.bucket.publish()
-        unite_buffers(self._route.world, self._model)
+            bucket_state.bucket.weights_D.copy_(anchor_D)
+            bucket_state.bucket.publish()
+        average_buffers(self._topology.world, self._model)
 
     def state_dict(self) -> dict[str, Any]:
         """Anchor, momentum and residuals; the inner optimizer and the weights are saved by themselves."""
         return {
-            **self._states.take(None),
+            **self._states.state_dict(None),
             "step": self.step_count,
             "anchors": list(self._anchors),
             "velocities": list(self._velocities),
@@ -168,7 +172,7 @@ class DiLoCo:
             got = [torch.as_tensor(each).numel() for each in state[name]]
             if got != sizes:
                 raise StateMismatchError.of(f"{name} of {sizes} elements", got, "build the model as it was")
-        self._states.give([state])
+        self._states.load_state_dicts([state])
         self.step_count = int(state["step"])
         for mine, theirs in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
             for own_D, loaded_D in zip(mine, theirs, strict=True):
@@ -176,7 +180,7 @@ class DiLoCo:
 
     def close(self) -> None:
         """Frees the group. Safe to call twice."""
-        self._route.close()
+        self._topology.close()
 
     def __enter__(self) -> DiLoCo:
         return self
@@ -186,25 +190,27 @@ class DiLoCo:
 
     def _average(self) -> list[Sparse]:
         """How far all ranks came, on the mean; or an error on all ranks, and the residuals as they were."""
-        numbers = list(range(len(self._lanes)))
+        numbers = list(range(len(self._bucket_states)))
         work = GradientStep(self.step_count, [], self._density, self.num_samples)
-        for number, (lane, anchor_D) in enumerate(zip(self._lanes, self._anchors, strict=True)):
-            lane.bucket.refresh()
+        for number, (bucket_state, anchor_D) in enumerate(zip(self._bucket_states, self._anchors, strict=True)):
+            bucket_state.bucket.refresh()
             try:
-                density = 1.0 if lane.bucket.is_dense else self._density
+                density = 1.0 if bucket_state.bucket.is_dense else self._density
                 key = Key(self._seed, self.step_count, number)
-                work.chosen[number] = lane.feedback.compress(anchor_D - lane.bucket.weights_D, density, key)
-                work.payloads[number] = self._trade.pack(work, number, work.chosen[number])
+                work.chosen[number] = bucket_state.feedback.compress(
+                    anchor_D - bucket_state.bucket.weights_D, density, key
+                )
+                work.payloads[number] = self._all_reduce.pack(work, number, work.chosen[number])
             except Exception as error:  # noqa: BLE001 - told to all by the counts
                 work.trouble.append(error)
         try:
-            weights_P, lengths = self._trade.count(work, numbers)
-            merged = self._trade.bring(work, numbers, weights_P, lengths)
-            self._trade.vote(work, 0.0)
+            weights_P, lengths = self._all_reduce.count(work, numbers)
+            merged = self._all_reduce.exchange(work, numbers, weights_P, lengths)
+            self._all_reduce.vote(work, 0.0)
         except Exception as error:
             own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
             for number in work.chosen:
-                self._lanes[number].feedback.undo()
+                self._bucket_states[number].feedback.undo()
             raise error from (own or error.__cause__)
         return merged
 

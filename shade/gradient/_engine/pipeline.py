@@ -57,8 +57,8 @@ class GradientPipeline:
         is_late: Whether a step's result is waited for only in the next step.
     """
 
-    def __init__(self, route: Topology, lanes: Sequence[BucketState], seed: int, is_late: bool) -> None:
-        self._stages = _Stages(route, tuple(lanes), seed, is_late)
+    def __init__(self, topology: Topology, bucket_states: Sequence[BucketState], seed: int, is_late: bool) -> None:
+        self._stages = _Stages(topology, tuple(bucket_states), seed, is_late)
         self.undelivered = self._stages.undelivered
         weakref.finalize(self, self._stages.stop).atexit = False
 
@@ -79,17 +79,21 @@ class GradientPipeline:
 class _Stages:
     """The threads' side; does not know the pipeline, so that one can be collected."""
 
-    def __init__(self, route: Topology, lanes: tuple[BucketState, ...], seed: int, is_late: bool) -> None:
+    def __init__(self, topology: Topology, bucket_states: tuple[BucketState, ...], seed: int, is_late: bool) -> None:
         self.inbox: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
         self.undelivered = Undelivered()
-        self._route, self._lanes, self._seed = route, lanes, seed
-        self._trade = SparseAllReduce(route, [lane.bucket.size for lane in lanes], [lane.coder for lane in lanes])
-        everything = range(len(lanes))
+        self._topology, self._bucket_states, self._seed = topology, bucket_states, seed
+        self._all_reduce = SparseAllReduce(
+            topology,
+            [bucket_state.bucket.size for bucket_state in bucket_states],
+            [bucket_state.quantiser for bucket_state in bucket_states],
+        )
+        everything = range(len(bucket_states))
         self._compress_order = tuple(reversed(everything))
         self._rounds = (tuple(everything),) if is_late else tuple((number,) for number in reversed(everything))
         self._packed: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
-        is_pinned = any(lane.bucket.device.type == "cuda" for lane in lanes)
-        largest = max(lane.bucket.size for lane in lanes)
+        is_pinned = any(bucket_state.bucket.device.type == "cuda" for bucket_state in bucket_states)
+        largest = max(bucket_state.bucket.size for bucket_state in bucket_states)
         self._gradient_D = torch.empty(largest, dtype=torch.float32, pin_memory=is_pinned)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads = [
@@ -108,9 +112,9 @@ class _Stages:
 
     def reclaim(self) -> None:
         for number, sparse in self.undelivered.take():
-            lane = self._lanes[number]
-            with self._on_stream(lane.bucket.device):
-                lane.feedback.absorb(sparse)
+            bucket_state = self._bucket_states[number]
+            with self._on_stream(bucket_state.bucket.device):
+                bucket_state.feedback.absorb(sparse)
 
     # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,41 +143,41 @@ class _Stages:
                 return
             if place == 0:
                 self.reclaim()
-                share, weight = self._route.begin(work.num_samples)
+                share, weight = self._topology.begin(work.num_samples)
             started = time.perf_counter()
-            bucket = self._lanes[number].bucket
+            bucket = self._bucket_states[number].bucket
             with self._on_stream(bucket.device):
                 gradient_D = self._gather(work, number, share * work.scale)
                 if gradient_D.device.type == "cpu":
-                    gradient_D = self._route.reduce(gradient_D)
+                    gradient_D = self._topology.reduce(gradient_D)
                 if weight and not work.trouble:
                     density = 1.0 if bucket.is_dense else work.density
                     self._choose(work, number, gradient_D, density)
             if not weight and not work.trouble:
-                size = self._lanes[number].feedback.size
+                size = self._bucket_states[number].feedback.size
                 nothing = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
-                work.payloads[number] = self._trade.pack(work, number, nothing)
+                work.payloads[number] = self._all_reduce.pack(work, number, nothing)
             work.costs.compress_seconds += time.perf_counter() - started
             work.packed[number].set()
 
     def _choose(self, work: GradientStep, number: int, gradient_D: torch.Tensor, density: float) -> None:
         """Chooses and codes; what goes wrong is kept for the counts, so that all ranks hear of it."""
-        feedback = self._lanes[number].feedback
+        feedback = self._bucket_states[number].feedback
         try:
             chosen = feedback.compress(gradient_D, density, Key(self._seed, work.step, number))
             work.chosen[number] = chosen
-            work.payloads[number] = self._trade.pack(work, number, chosen)
+            work.payloads[number] = self._all_reduce.pack(work, number, chosen)
             work.costs.num_chosen += chosen.count
         except Exception as error:  # noqa: BLE001 - see above
             work.trouble.append(error)
 
     def _gather(self, work: GradientStep, number: int, scale: float) -> torch.Tensor:
         """The bucket's gradient, where it is chosen from: on the host, or where it is; its tensors are given up."""
-        lane, gradients, computed = self._lanes[number], work.gradients[number], work.copied[number]
-        bucket, host_D = lane.bucket, self._gradient_D[: lane.bucket.size]
+        bucket_state, gradients, computed = self._bucket_states[number], work.gradients[number], work.copied[number]
+        bucket, host_D = bucket_state.bucket, self._gradient_D[: bucket_state.bucket.size]
         if computed is not None:
             torch.cuda.current_stream(bucket.device).wait_event(computed)
-        if isinstance(lane.feedback, DeviceErrorFeedback):
+        if isinstance(bucket_state.feedback, DeviceErrorFeedback):
             gradient_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
             bucket.gather(gradients, gradient_D, scale)
         elif bucket.device.type == "cuda":
@@ -199,7 +203,7 @@ class _Stages:
 
     def _run_exchange(self) -> None:
         while (work := self._packed.get()) is not None:
-            link = self._route.link
+            link = self._topology.link
             before = (link.seconds, link.bytes_sent, link.bytes_received)
             failure: Exception | None = None
             try:
@@ -224,14 +228,14 @@ class _Stages:
                 work.wait(StepState.PACKED)
             if work.state is StepState.ABANDONED:
                 return
-            weights_P, lengths = self._trade.count(work, numbers)
+            weights_P, lengths = self._all_reduce.count(work, numbers)
             if numbers is self._rounds[-1]:
                 work.advance(StepState.AGREED)
             if sum(weights_P) > 0:
-                merged.update(zip(numbers, self._trade.bring(work, numbers, weights_P, lengths), strict=True))
+                merged.update(zip(numbers, self._all_reduce.exchange(work, numbers, weights_P, lengths), strict=True))
         everything = [merged[number] for number in sorted(merged)]
         work.unvoted = None if work.damage else everything
-        work.norm = self._trade.vote(work, norm_of(everything))
+        work.norm = self._all_reduce.vote(work, norm_of(everything))
         work.merged, work.unvoted = everything, None
 
     def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
@@ -244,6 +248,6 @@ class _Stages:
             work.unvoted = None
         if isinstance(error, NonFiniteGradientError):
             for number in work.chosen:
-                self._lanes[number].feedback.undo()
+                self._bucket_states[number].feedback.undo()
         else:
             self.undelivered.put(work)

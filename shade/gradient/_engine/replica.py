@@ -44,7 +44,9 @@ from shade.gradient._optim.base import SparseOptimizer
 from shade.types import Indices
 
 
-def check_alike(exchange: Transport, model: nn.Module, buckets: Sequence[Bucket], settings: Mapping[str, Any]) -> None:
+def check_same_setup(
+    transport: Transport, model: nn.Module, buckets: Sequence[Bucket], settings: Mapping[str, Any]
+) -> None:
     """Compares what has to be the same on every rank. Collective.
 
     Args:
@@ -61,7 +63,7 @@ def check_alike(exchange: Transport, model: nn.Module, buckets: Sequence[Bucket]
     buffers = {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
     mine = {**{f"setting {name}": value for name, value in settings.items()}, **buffers}
     mine |= {f"parameter {name}": f"{told}, {trained.get(name, 'frozen')}" for name, told in parameters.items()}
-    everyone = exchange.gather_messages(mine)
+    everyone = transport.gather_messages(mine)
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         for name in {**first, **theirs}:
@@ -72,7 +74,7 @@ def check_alike(exchange: Transport, model: nn.Module, buckets: Sequence[Bucket]
                 )
 
 
-def share_weights(exchange: Transport, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:
+def broadcast_weights(transport: Transport, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:
     """Gives every rank one rank's parameters and buffers. Collective.
 
     Args:
@@ -81,15 +83,15 @@ def share_weights(exchange: Transport, model: nn.Module, buckets: Sequence[Bucke
         buckets: What is trained.
         source: Whose values.
     """
-    if exchange.world_size == 1:
+    if transport.world_size == 1:
         return
     for bucket in buckets:
-        exchange.broadcast(bucket.weights_D, source)
+        transport.broadcast(bucket.weights_D, source)
         bucket.publish()
-    share_rest(exchange, model, buckets, source)
+    broadcast_untrained(transport, model, buckets, source)
 
 
-def share_rest(exchange: Transport, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:
+def broadcast_untrained(transport: Transport, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:
     """Gives every rank one rank's buffers, and the parameters that are not trained. Collective.
 
     Args:
@@ -98,15 +100,15 @@ def share_rest(exchange: Transport, model: nn.Module, buckets: Sequence[Bucket],
         buckets: What is trained, and left alone.
         source: Whose values.
     """
-    if exchange.world_size == 1:
+    if transport.world_size == 1:
         return
     held = {parameter for bucket in buckets for parameter in bucket.parameters}
     others = [parameter for parameter in model.parameters() if parameter not in held]
     for tensor in (*others, *model.buffers()):
-        _share(exchange, tensor, source)
+        _broadcast(transport, tensor, source)
 
 
-def unite_buffers(exchange: Transport, model: nn.Module) -> None:
+def average_buffers(transport: Transport, model: nn.Module) -> None:
     """Replaces floating-point buffers by their mean over the ranks and all others by rank 0's. Collective.
 
     Args:
@@ -114,25 +116,25 @@ def unite_buffers(exchange: Transport, model: nn.Module) -> None:
         model: Whose buffers.
     """
     buffers = list(model.buffers())
-    if exchange.world_size == 1 or not buffers:
+    if transport.world_size == 1 or not buffers:
         return
     floats = [buffer for buffer in buffers if buffer.is_floating_point() and buffer.numel()]
     if floats:
         flat = torch.cat([buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in floats])
-        exchange.add(flat)
-        flat /= exchange.world_size
+        transport.add(flat)
+        flat /= transport.world_size
         parts = torch.split(flat, [buffer.numel() for buffer in floats])
         with torch.no_grad():
             for buffer, part in zip(floats, parts, strict=True):
                 buffer.copy_(part.reshape(buffer.shape))
     for buffer in buffers:
         if not buffer.is_floating_point():
-            _share(exchange, buffer, 0)
+            _broadcast(transport, buffer, 0)
 
 
-def _share(exchange: Transport, tensor: Tensor, source: int) -> None:
+def _broadcast(transport: Transport, tensor: Tensor, source: int) -> None:
     content = tensor.detach().to("cpu", copy=True).contiguous()
-    exchange.broadcast(content.view(torch.uint8) if content.ndim and content.numel() else content, source)
+    transport.broadcast(content.view(torch.uint8) if content.ndim and content.numel() else content, source)
     with torch.no_grad():
         tensor.copy_(content)
 
@@ -160,11 +162,11 @@ class Consistency:
     """
 
     def __init__(
-        self, exchange: Transport, optimizer: SparseOptimizer, buckets: Sequence[Bucket], *, every: int = EVERY
+        self, transport: Transport, optimizer: SparseOptimizer, buckets: Sequence[Bucket], *, every: int = EVERY
     ) -> None:
         if every < 1:
             raise ConfigError.of("every ≥ 1 step", every, f"{EVERY} is the default")
-        self._exchange, self._optimizer, self._buckets, self._every = exchange, optimizer, tuple(buckets), every
+        self._transport, self._optimizer, self._buckets, self._every = transport, optimizer, tuple(buckets), every
         self.num_checks = 0
         """Looks so far."""
         self.num_repairs = 0
@@ -192,36 +194,36 @@ class Consistency:
             PeerLostError: A rank is gone or silent.
         """
         self.num_checks += 1
-        words_WN = self._exchange.gather_words(self._words()).reshape(self._exchange.world_size, -1, 2)
+        fields_WN = self._transport.gather_fields(self._fields()).reshape(self._transport.world_size, -1, 2)
         repaired = []
         for number, bucket in enumerate(self._buckets):
-            hashes_W = words_WN[:, number, 0].tolist()
+            hashes_W = fields_WN[:, number, 0].tolist()
             if len(set(hashes_W)) == 1:
                 continue
-            source = _healthiest(hashes_W)
+            source = _majority_rank(hashes_W)
             others = [rank for rank, each in enumerate(hashes_W) if each != hashes_W[source]]
-            if len(set(words_WN[:, number, 1].tolist())) > 1:
+            if len(set(fields_WN[:, number, 1].tolist())) > 1:
                 cure = "restart all ranks from the last checkpoint"
                 raise GradientError.of(f"state of the same form in bucket {number} on every rank", others, cure)
             logger.warning("bucket %d of rank %s is not what rank %d has; repaired", number, others, source)
-            share_replica(self._exchange, self._optimizer, bucket, source)
+            broadcast_replica(self._transport, self._optimizer, bucket, source)
             repaired.append(number)
         self.num_repairs += len(repaired)
         return repaired
 
-    def _words(self) -> Indices:
+    def _fields(self) -> Indices:
         """Hash and form of each bucket."""
-        words = np.empty((len(self._buckets), 2), dtype=np.int64)
+        fields = np.empty((len(self._buckets), 2), dtype=np.int64)
         for number, bucket in enumerate(self._buckets):
             state = xxhash.xxh3_64()
             arrays = self._optimizer.replica(bucket)
             for array in arrays:
                 state.update(array.data)
-            words[number] = np.uint64(state.intdigest()).astype(np.int64), len(arrays)
-        return words.reshape(-1)
+            fields[number] = np.uint64(state.intdigest()).astype(np.int64), len(arrays)
+        return fields.reshape(-1)
 
 
-def share_replica(exchange: Transport, optimizer: SparseOptimizer, bucket: Bucket, source: int) -> None:
+def broadcast_replica(transport: Transport, optimizer: SparseOptimizer, bucket: Bucket, source: int) -> None:
     """Makes one rank's weights and optimizer state of a bucket everybody's. Collective.
 
     Args:
@@ -231,11 +233,11 @@ def share_replica(exchange: Transport, optimizer: SparseOptimizer, bucket: Bucke
         source: Whose state.
     """
     for array in optimizer.replica(bucket):
-        exchange.broadcast(torch.from_numpy(array), source)
+        transport.broadcast(torch.from_numpy(array), source)
     optimizer.take_replica(bucket)
 
 
-def _healthiest(hashes_W: list[int]) -> int:
+def _majority_rank(hashes_W: list[int]) -> int:
     """The lowest rank that holds what most hold; among equals, the lowest of all."""
     counts = Counter(hashes_W)
     return min(range(len(hashes_W)), key=lambda rank: (-counts[hashes_W[rank]], rank))

@@ -126,15 +126,15 @@ def test_moments_that_nobody_counted_are_none() -> None:
 def test_moments_move_with_their_parameters() -> None:
     """As DDP cuts its buckets anew; a parameter of one element is no count of steps."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
-    keeper = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
+    store = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
     everything = list(model.parameters())
     rng = np.random.default_rng(0)
     for step in range(3):
-        keeper.of(everything).compress(rng.standard_normal(161).astype(np.float32), 0.1, Key(0, step, 0))
-    before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in keeper.state_dict().items()}
-    halves = keeper.of(everything[:2]), keeper.of(everything[2:])
+        store.of(everything).compress(rng.standard_normal(161).astype(np.float32), 0.1, Key(0, step, 0))
+    before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in store.state_dict().items()}
+    halves = store.of(everything[:2]), store.of(everything[2:])
     assert [half.state_dict()["steps"].tolist() for half in halves] == [[3], [3]]
-    for name, kept in keeper.state_dict().items():
+    for name, kept in store.state_dict().items():
         assert all(torch.equal(each, before[name][kind]) for kind, each in kept.items())
     again = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
     again.load_state_dict(before)

@@ -82,17 +82,17 @@ def test_accumulated_backward_passes_are_one_step() -> None:
 def test_all_payloads_that_are_ready_set_out_before_the_first_is_waited_for(staleness: int) -> None:
     model, seen = network(), []
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=staleness) as engine:
-        trade = engine._route.trade
+        exchange = engine._topology.exchange
 
         def watched(payload: Any, lengths: Any) -> Any:
-            arrive = trade(payload, lengths)
+            arrive = exchange(payload, lengths)
             seen.append("sent")
             return lambda: [seen.append("waited for"), arrive()][1]
 
-        engine._route.trade = watched  # type: ignore[method-assign]
+        engine._topology.exchange = watched  # type: ignore[method-assign]
         train(engine, model, range(1))
         engine.finish()
-        num_buckets = len(engine._lanes)
+        num_buckets = len(engine._bucket_states)
     assert num_buckets > 2
     together = ["sent"] * num_buckets + ["waited for"] * num_buckets
     assert seen == (together if staleness else ["sent", "waited for"] * num_buckets)
@@ -166,13 +166,15 @@ def test_weights_of_half_precision_follow_float32_ones() -> None:
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
             model(inputs).square().mean().backward()
             engine.step()
-        masters = torch.cat([each.weights_D for each in (bucket_state.bucket for bucket_state in engine._lanes)])
+        masters = torch.cat(
+            [each.weights_D for each in (bucket_state.bucket for bucket_state in engine._bucket_states)]
+        )
         assert masters.dtype == torch.float32
         assert not torch.equal(masters, masters.bfloat16().float())  # steps too small for bfloat16 are not lost
         model.load_state_dict(
             {name: each.clone() for (name, _), each in zip(model.named_parameters(), before, strict=True)}
         )
-        for bucket_state in engine._lanes:
+        for bucket_state in engine._bucket_states:
             for parameter, view in zip(
                 bucket_state.bucket.parameters, bucket_state.bucket.views(bucket_state.bucket.weights_D), strict=True
             ):
@@ -382,7 +384,7 @@ def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.
     monkeypatch.setattr(bucket_state, "is_accelerator", lambda device: True)
     far, far_engine = build()
     with far_engine:
-        kinds = [(each.bucket.is_dense, type(each.feedback)) for each in far_engine._lanes]
+        kinds = [(each.bucket.is_dense, type(each.feedback)) for each in far_engine._bucket_states]
         assert {DeviceErrorFeedback, ErrorFeedback} == {kind for _, kind in kinds}
         assert all(
             is_dense == (kind is ErrorFeedback) for is_dense, kind in kinds

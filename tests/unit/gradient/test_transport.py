@@ -13,27 +13,27 @@ from shade.gradient._comm.transport import Transport
 
 
 def test_alone_everything_comes_back() -> None:
-    exchange = Transport()
-    assert (exchange.rank, exchange.world_size, exchange.ranks) == (0, 1, (0,))
-    words_N = np.arange(3, dtype=np.int64)
-    gathered_WN = exchange.gather_words(words_N)
-    words_N[0] = 9
+    transport = Transport()
+    assert (transport.rank, transport.world_size, transport.ranks) == (0, 1, (0,))
+    fields_N = np.arange(3, dtype=np.int64)
+    gathered_WN = transport.gather_fields(fields_N)
+    fields_N[0] = 9
     assert gathered_WN.tolist() == [[0, 1, 2]]
     payload = np.arange(5, dtype=np.uint8)
-    assert [each.tolist() for each in exchange.gather_bytes(payload, [5])] == [[0, 1, 2, 3, 4]]
-    assert [len(each) for each in exchange.gather_bytes(payload[:0], [0])] == [0]
-    assert exchange.gather_messages({"a": [1]}) == [{"a": [1]}]
+    assert [each.tolist() for each in transport.gather_bytes(payload, [5])] == [[0, 1, 2, 3, 4]]
+    assert [len(each) for each in transport.gather_bytes(payload[:0], [0])] == [0]
+    assert transport.gather_messages({"a": [1]}) == [{"a": [1]}]
     tensor = torch.ones(4)
-    exchange.broadcast(tensor)
-    exchange.add(tensor)
-    assert exchange.add_parts(tensor).tolist() == [1.0] * 4
-    assert (exchange.bytes_sent, exchange.bytes_received) == (0, 0)
-    exchange.close()
-    exchange.close()
+    transport.broadcast(tensor)
+    transport.add(tensor)
+    assert transport.add_parts(tensor).tolist() == [1.0] * 4
+    assert (transport.bytes_sent, transport.bytes_received) == (0, 0)
+    transport.close()
+    transport.close()
 
 
 def test_a_failure_is_told_now_and_from_now_on() -> None:
-    exchange = Transport(timeout_seconds=7, generation=3)
+    transport = Transport(timeout_seconds=7, generation=3)
 
     def fail() -> None:
         raise RuntimeError("[pair.cc:545] Connection closed by peer. This is typically caused by a remote worker")
@@ -42,7 +42,7 @@ def test_a_failure_is_told_now_and_from_now_on() -> None:
         with pytest.raises(
             PeerLostError, match=r"generation 3 .* within 7 s, .*: Connection closed by peer; see"
         ) as told:
-            exchange._run(call)
+            transport._run(call)
     assert told.value.__cause__ is None  # the second time nothing was tried
 
 
@@ -54,15 +54,15 @@ def test_a_timeout_of_nothing_is_refused() -> None:
 def test_time_under_way_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    exchange = Transport()
+    transport = Transport()
 
     def pass_time(seconds: float) -> None:
         clock[0] += seconds
 
-    exchange._run(lambda: pass_time(1.0))
+    transport._run(lambda: pass_time(1.0))
     pass_time(10.0)
     begun = clock[0]  # two at once; the second goes on for 2 s more, of which 1 s was spent with something else
-    exchange._run(lambda: pass_time(3.0), begun)
+    transport._run(lambda: pass_time(3.0), begun)
     pass_time(1.0)
-    exchange._run(lambda: pass_time(1.0), begun)
-    assert exchange.seconds == pytest.approx(1 + 3 + 2)
+    transport._run(lambda: pass_time(1.0), begun)
+    assert transport.seconds == pytest.approx(1 + 3 + 2)

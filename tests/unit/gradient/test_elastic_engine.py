@@ -43,12 +43,12 @@ class Books:
 
     def __init__(self, engine: ElasticEngine) -> None:
         self._engine = engine
-        self.gradients = [np.zeros(lane.bucket.size) for lane in engine._lanes]
-        self.applied = [np.zeros(lane.bucket.size) for lane in engine._lanes]
+        self.gradients = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
+        self.applied = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
         self._chosen: dict[int, dict[int, Any]] = {}
         apply = engine._apply
-        for number, lane in enumerate(engine._lanes):
-            self._follow(number, lane.feedback)
+        for number, bucket_state in enumerate(engine._bucket_states):
+            self._follow(number, bucket_state.feedback)
 
         def spy(work: Any) -> None:
             for number, chosen in self._chosen.get(work.step, {}).items():
@@ -129,10 +129,10 @@ def train(place: str, plan: Rank, outcomes: list[Outcome | Exception]) -> None:
         if not engine.has_left:
             engine.finish()
     except Killed as error:
-        engine._unwire()
+        engine._detach()
         outcomes.append(error)
         return
-    zeros = [np.zeros(lane.bucket.size) for lane in engine._lanes]
+    zeros = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
     outcomes.append(
         Outcome(
             digest=digest(model),
@@ -159,8 +159,8 @@ def digest_of_moments(optimizer: Any) -> str:
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr("shade.gradient._elastic.engine._SAY_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("shade.gradient._elastic.engine._PUBLISH_SECONDS", 0.0)
     store = rendezvous.serve()
 
     def run(*plans: Rank) -> list[Any]:
@@ -188,11 +188,11 @@ def shade_threads() -> list[str]:
 
 def die(engine: ElasticEngine) -> None:
     """As a killed process: no word to the meeting place, connections gone."""
-    meet = engine._membership._meeting
+    meet = engine._membership._rendezvous
     meet._line = lambda who: "line/nobody"  # type: ignore[method-assign]
     meet._inbox.put(None)
-    engine._unwire()
-    engine._intake.close()
+    engine._detach()
+    engine._gradient_hooks.close()
 
 
 def dying(rank: int, step: int) -> Callable[[ElasticEngine, int], None]:
@@ -242,14 +242,14 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
     """Rank 2 dies when it has voted on step 5; rank 0 gets all votes and applies the step, rank 1 gets none."""
 
     def at_step(engine: ElasticEngine, now: int) -> None:
-        world = engine._route.world
+        world = engine._topology.world
         if now != 0 or engine.changes:
             return
-        gather, rank = world.gather_words, world.rank
+        gather, rank = world.gather_fields, world.rank
 
-        def hooked(words_N: Any) -> Any:
-            is_vote = len(words_N) == VOTE_WORDS and int(words_N[1]) == 5
-            everything = gather(words_N)
+        def hooked(fields_N: Any) -> Any:
+            is_vote = len(fields_N) == VOTE_WORDS and int(fields_N[1]) == 5
+            everything = gather(fields_N)
             if is_vote and rank == 2:
                 time.sleep(0.5)
                 die_in_vote(engine)
@@ -258,14 +258,14 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
                 raise world._error()
             return everything
 
-        world.gather_words = hooked  # type: ignore[method-assign]
+        world.gather_fields = hooked  # type: ignore[method-assign]
 
     def die_in_vote(engine: ElasticEngine) -> None:
-        meet = engine._membership._meeting
+        meet = engine._membership._rendezvous
         meet._line = lambda who: "line/nobody"  # type: ignore[method-assign]
         meet._inbox.put(None)
-        engine._route.close()
-        engine._looking.close()
+        engine._topology.close()
+        engine._check_transport.close()
         raise Killed
 
     outcomes = play(*[Rank(12, at_step, settings={"staleness": staleness, "clip_norm": 0.2}) for _ in range(3)])

@@ -1,33 +1,25 @@
-"""The exchange of one step: counts first, then payloads, then one vote. All ranks come to the same end, or none does.
+"""Runs the sparse all-reduce of one step: counts, payloads, one vote. It succeeds on all ranks or on none.
 
-1. *Counts.* Every rank says in a few words which step it stands in, how many samples its gradient is the mean of,
-   whether it is finite, and how long its payloads are. All ranks see the same words, so what they conclude is the
-   same: a NaN anywhere, a rank in another step or of another version ends the step on all of them, before a payload
-   is sent.
-2. *Payloads*, one message a bucket, padded to the longest. All that are ready set out at once, so that the link is
-   busy while one that came is unpacked (checksum, lengths, step, bucket) and merged in the order of the ranks.
-3. *Vote.* A payload may be damaged on its way to one rank only. So all say whether theirs were whole, and apply what
-   they have merged only if everybody's were. The price is one more round trip a step; without it replicas could part.
+1. *Counts.* Every rank sends a few int64 fields: its step, the samples of its gradient, whether the gradient is
+   finite, the lengths of its payloads. All ranks see the same fields, so they draw the same conclusion: a NaN, another
+   step or another version on any rank ends the step on all of them, before a payload is sent.
+2. *Payloads*, one message a bucket, padded to the longest. All gathers start at once, so the link is busy while a
+   received payload is checked and merged, in the order of the ranks.
+3. *Vote.* A payload may arrive damaged at one rank only. So all ranks send whether theirs were whole, and apply the
+   merged step only if all were. That costs one round trip a step; without it replicas could diverge.
 
-One case remains, as it must: a rank that is lost while the votes are counted may leave others with all votes and others
-without, one step apart. All of them fail in this step or the next. Who has no votes has the merged step all the same,
-and keeps it: whoever goes on together (`_elastic.engine`) compares steps first, and catches up.
+One case remains: a rank that is lost during the vote may leave some ranks with all votes and others without, one step
+apart. All of them fail in this step or the next. A rank without votes keeps the merged step; an `ElasticEngine`
+compares steps first and catches up.
 
-Rank 0's proposal for density and batch sizes rides in the words, and is known to all at the same step. So does what a
-rank has to say of the membership.
+Rank 0's proposal for density and batch sizes travels in the counts, so all ranks know it at the same step. So do
+notices about the membership.
 
-Legend: W world · P peers · N words · B buckets.
+The merge is the mean weighted by samples, as training on one machine would use. Float addition depends on its order,
+so the order is part of the result: every rank adds the same parts in rank order, starting from zero, without fusing a
+product into a sum. So all hold the same bits on any processor.
 
-Adds up what all ranks chose of a bucket, weighted by their samples, in the order of the ranks.
-
-Float addition depends on its order, so the order is part of the result: every rank adds the same parts in the same
-order and holds the same bits afterwards, on whatever processor (no product is fused into a sum). An element's sum
-starts at zero and takes rank 0's share first. Weighted, because the mean over samples is what training on one machine
-would use, and ranks need not have equal batches.
-
-The work is that of the elements, not of the bucket (`_kernels.index_loops`).
-
-Legend: D bucket · K kept · W world.
+Legend: D bucket · K kept · W world · P peers · N fields · B buckets.
 """
 
 from __future__ import annotations
@@ -52,18 +44,18 @@ from shade.gradient._kernels.choice import choose
 from shade.types import Decision, Floats, Indices
 
 PROTOCOL = 0x5348_4144_4500_0002
-"""First word of every count: who we are, and which version of this file."""
+"""The first field of every count: name and version of this protocol."""
 FINE, NON_FINITE, FAILED = 0, 1, 2
 _FIXED = 10
 
 
 class SparseAllReduce:
-    """Takes one step's packed buckets to the peers and brings back the merged ones. For one thread.
+    """Exchanges one step's encoded buckets with the peers and merges them. For one thread.
 
     Args:
-        route: Which way.
+        topology: The path between the ranks.
         sizes: D of each bucket.
-        quantisers: Names of how the values of each are coded; the same on every rank.
+        quantisers: Name of each bucket's quantiser; the same on every rank.
     """
 
     def __init__(self, topology: Topology, sizes: Sequence[int], quantisers: Sequence[str]) -> None:
@@ -71,16 +63,7 @@ class SparseAllReduce:
         self._quantisers: dict[str, Quantiser] = {name: QUANTISERS.get(name)() for name in set(quantisers)}
 
     def pack(self, work: GradientStep, number: int, sparse: Sparse) -> Octets:
-        """Codes what was chosen of a bucket.
-
-        Args:
-            work: The step.
-            number: Of the bucket.
-            sparse: What was chosen of this rank's part of it.
-
-        Returns:
-            The bytes to send.
-        """
+        """Encodes the chosen elements of this rank's part of a bucket."""
         proposal = work.proposal
         header = MessageHeader(
             generation=self._topology.world.generation,
@@ -100,14 +83,14 @@ class SparseAllReduce:
         """Phase 1, for some buckets of the step.
 
         Args:
-            work: The step; takes in what rank 0 proposes.
+            work: The step; receives rank 0's proposal and all notices.
             numbers: The buckets, the same on every rank.
 
         Returns:
-            Weight of each peer, and for each bucket the length of each peer's payload.
+            The weight of each peer, and for each bucket the length of each peer's payload.
 
         Raises:
-            NonFiniteGradientError: On some rank; the message says which.
+            NonFiniteGradientError: A rank's gradient is not finite; the message names the rank.
             PayloadError: A rank is in another step, generation or version.
             GradientError: A rank failed before it could send.
         """
@@ -137,9 +120,9 @@ class SparseAllReduce:
     def exchange(
         self, work: GradientStep, numbers: Sequence[int], weights_P: Sequence[float], lengths: Sequence[Sequence[int]]
     ) -> list[Sparse]:
-        """Phase 2, for the same buckets: all payloads set out, and each bucket is merged as it comes.
+        """Phase 2, for the same buckets: starts all gathers, and merges each bucket when it arrives.
 
-        A payload that is not whole is noted in ``work.damage`` and the rest goes on.
+        A damaged payload is recorded in ``work.damage``; the other buckets continue.
 
         Args:
             work: The step.
@@ -148,7 +131,7 @@ class SparseAllReduce:
             lengths: For each bucket, of the peers' payloads, from `count`.
 
         Returns:
-            The merged buckets; an empty one where there was trouble.
+            The merged buckets; an empty one where a payload was damaged.
         """
         places = zip(numbers, lengths, strict=True)
         pending = [self._topology.exchange(work.payloads[number], lengths_P) for number, lengths_P in places]
@@ -159,13 +142,13 @@ class SparseAllReduce:
 
         Args:
             work: The step.
-            norm: Of what was merged.
+            norm: Of the merged gradient.
 
         Returns:
-            Rank 0's norm: a sum's last bit depends on the processor, and what ranks clip by must not.
+            Rank 0's norm: a sum's last bit depends on the processor, and all ranks must clip by the same norm.
 
         Raises:
-            PayloadError: Some rank got a payload that was not whole; nobody applies the step.
+            PayloadError: A rank received a damaged payload; no rank applies the step.
         """
         norm_bits = int(np.float64(norm).view(np.int64))
         fields_WN = self._topology.gather_fields(
@@ -173,10 +156,10 @@ class SparseAllReduce:
         )
         bad = np.flatnonzero((fields_WN[:, :2] != fields_WN[0, :2]).any(axis=1) | (fields_WN[:, 2] > 0))
         if len(bad):
-            told = f" ({work.damage[0]})" if work.damage else ""
+            cause = f" ({work.damage[0]})" if work.damage else ""
             raise PayloadError(
                 f"expected whole payloads in step {work.step}, got a damaged one on rank "
-                f"{', '.join(map(str, bad.tolist()))}{told}; no rank applied it, and what was sent is kept for later"
+                f"{', '.join(map(str, bad.tolist()))}{cause}; no rank applied it, and what was sent is kept for later"
             )
         return float(fields_WN[0, 3:].view(np.float64)[0])
 
@@ -197,7 +180,7 @@ class SparseAllReduce:
         return np.array(fields, dtype=np.int64)
 
     def _check_same_step(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
-        """All ranks in one place? All of them find the same answer, for they look at the same words."""
+        """Checks that all ranks are in one step. They see the same fields, so all come to the same answer."""
         names = ("protocol", "generation", "step", "bucket")
         ours = (PROTOCOL, self._topology.world.generation, work.step, numbers[0])
         for column, name in enumerate(names):
@@ -221,20 +204,20 @@ class SparseAllReduce:
         )
 
     def _merge(self, work: GradientStep, number: int, arrive: PendingGather, weights_P: Sequence[float]) -> Sparse:
-        """One bucket, when its payloads have come."""
+        """Waits for one bucket's payloads and merges them."""
         payloads = arrive()
         started = time.perf_counter()
         size = self._part_size(number)
         try:
             merged = merge([self._unpack(payload, work, number, size) for payload in payloads], weights_P)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the others hear of it in the vote
+        except Exception as error:  # noqa: BLE001 - the vote reports any error to all ranks
             work.damage.append(error)
             merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
         work.costs.compress_seconds += time.perf_counter() - started
         return self._topology.assemble(merged, self._sizes[number])
 
     def _unpack(self, payload: Octets, work: GradientStep, number: int, size: int) -> Sparse:
-        """One peer's choice, if it is of this very step and bucket."""
+        """Decodes one peer's payload and checks that it belongs to this step and bucket."""
         header, sparse = unpack(payload)
         got = (header.generation, header.step, header.bucket, header.size)
         expected = (self._topology.world.generation, work.step, number, size)
@@ -250,7 +233,7 @@ class SparseAllReduce:
 
 
 class MergeArrays:
-    """The loop in numpy; see `_kernels.index_loops`."""
+    """The loop in numpy; the compiled one is in `_kernels.index_loops`."""
 
     @staticmethod
     def merge_parts(
@@ -274,23 +257,23 @@ class MergeArrays:
 
 @functools.cache
 def loops() -> Any:
-    """Those in use."""
+    """Returns the compiled loops, or `MergeArrays`."""
     return choose("shade.gradient._kernels.index_loops", MergeArrays)
 
 
 def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
-    """The weighted mean of all ranks' parts: an element that a rank did not choose counts as zero there.
+    """Returns the weighted mean of all ranks' parts; an element that a rank did not choose counts as zero there.
 
     Args:
-        parts: One for each rank, in their order, of one bucket.
-        weights: Samples of each rank, ≥ 0, at least one of them > 0.
+        parts: One for each rank, in rank order, of one bucket.
+        weights: Samples of each rank, ≥ 0, at least one > 0.
 
     Returns:
-        Every place that any part has; its arrays may be those of a single part.
+        Every index of any part; the arrays may be those of a single part.
 
     Raises:
-        ConfigError: No parts, not as many weights, or weights that make no mean.
-        PayloadError: Parts of different buckets.
+        ConfigError: There are no parts, another number of weights, or weights without a mean.
+        PayloadError: The parts are of different buckets.
     """
     if not parts or len(parts) != len(weights):
         raise ConfigError.of("as many weights as parts, at least one", (len(parts), len(weights)), "one for each rank")

@@ -1,22 +1,22 @@
-"""What a rank makes of its own gradient before anything is chosen of it: what an optimizer would have remembered.
+"""Corrects a rank's own gradient before elements are picked: momentum or Adam.
 
-Behind a sparse exchange an optimizer sees an element once in many steps, and then the sum of what it missed. Momentum
-comes too late then, and Adam divides a sum of 33 gradients by the size of such sums: what is common to them counts for
-a fifth of what it does in dense training. So what has a memory is done here, on every rank, where every gradient of
-this rank is seen; its result is what adds up in the residual, is chosen, sent and averaged. The optimizer behind only
-multiplies with the learning rate.
+Behind a sparse exchange an optimizer sees an element once in many steps, as the sum of what it missed. Momentum comes
+too late then, and Adam divides a sum of 33 gradients by the size of such sums: their common part counts for a fifth of
+what it does in dense training. So the moments live here, on every rank, which sees all of its own gradients. The
+corrected gradient adds up in the residual, is picked, sent and averaged. The optimizer behind only multiplies by the
+learning rate.
 
 ====================  ==============================================================================================
-`MomentumCorrection`  ``u ← m·u + g``, and u is 0 where something was picked: what was sent has no momentum left
-                      (Deep Gradient Compression, §3.2 and §3.3)
-`AdamCorrection`      Adam's two moments of this rank's gradient, and ``m̂ / (√v̂ + ε)`` for the gradient
-                      (Efficient-Adam, algorithm 1; its moments stay when something is picked). Without a first
-                      moment, unless it is asked for: what waits in the residual is averaged there
+`MomentumCorrection`  ``u ← m·u + g``; u becomes 0 where an element was picked, since what was sent has no momentum
+                      left (Deep Gradient Compression, §3.2 and §3.3)
+`AdamCorrection`      Adam's two moments of this rank's gradient, and ``m̂ / (√v̂ + ε)`` in place of the gradient
+                      (Efficient-Adam, algorithm 1; the moments stay when an element is picked). Without a first
+                      moment by default: the residual averages already
 ====================  ==============================================================================================
 
-A memory writes beside what it remembers, so that a step which shall never have been can be undone, bit for bit.
+New moments go to a second buffer, so that a cancelled step can be undone, bit for bit.
 
-Price in float32 buffers of the bucket's size: two with momentum, three with Adam, five if it has a first moment.
+Cost in float32 buffers of the bucket's size: two with momentum, three with Adam, five with a first moment.
 
 Legend: D bucket · K kept.
 
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._kernels.arrays import Places, aligned_zeros
@@ -42,42 +43,42 @@ from shade.types import Floats
 
 Tensors = dict[str, Tensor]
 STEPS = "steps"
-"""Key of a state: how many gradients its moments have seen; int64 (1,)."""
+"""The state's key for the number of gradients that the moments have seen; int64 (1,)."""
 
 
 class Correction(ABC):
-    """Base of both."""
+    """Base class of both corrections."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Keys of what is remembered, each of the bucket's size."""
+        """Keys of the moments, each of the bucket's size."""
 
     @abstractmethod
     def memory(self, size: int) -> CorrectionMemory:
-        """For a bucket of ``size`` elements on the host."""
+        """Returns empty moments for a bucket of ``size`` elements on the host."""
 
     @abstractmethod
     def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """What a memory on the host does, in torch's operations.
+        """Corrects a gradient in torch's operations, on any device.
 
         Args:
-            known: What is remembered; empty at first; unchanged.
-            gradient_D: On any device; unchanged.
+            moments: Empty at first; unchanged.
+            gradient_D: Unchanged.
 
         Returns:
-            What to add in its place, and what is to be remembered.
+            The corrected gradient, and the new moments.
         """
 
     @abstractmethod
     def forget(self, moments: Tensors, places_K: Tensor) -> None:
-        """What was picked, in what was just gained."""
+        """Clears what picked elements must not keep in the new moments."""
 
     def read(self, state: Mapping[str, Any], size: int) -> Tensors:
-        """What is remembered in a bucket's state.
+        """Reads the moments of a bucket's state: missing ones are 0, unknown ones are ignored.
 
         Args:
-            state: Of any kind; what is missing is 0, what is not known is left out.
+            state: Of any kind.
             size: D.
 
         Returns:
@@ -89,28 +90,20 @@ class Correction(ABC):
         return {name: torch.from_numpy(read_array(state, name, size)) for name in self.names}
 
     def merged(self, moments: Tensors, other: Tensors) -> Tensors:
-        """What is remembered once another rank has left what it had still to give.
-
-        Args:
-            known: This rank's.
-            other: From `read`.
-
-        Returns:
-            As ``known``.
-        """
+        """Returns this rank's moments after it has taken over another rank's."""
         del other
         return moments
 
 
 @dataclass(frozen=True)
 class MomentumCorrection(Correction):
-    """SGD's momentum before the choice, for an optimizer that has none.
+    """SGD's momentum before the choice, for an optimizer without momentum.
 
     Args:
         momentum: 0 < momentum < 1.
 
     Raises:
-        ConfigError: Another one.
+        ConfigError: The momentum is out of range.
     """
 
     momentum: float = 0.9
@@ -120,39 +113,39 @@ class MomentumCorrection(Correction):
             raise ConfigError.of("a momentum in (0, 1)", self.momentum, "leave the correction out if there is none")
 
     @property
+    @override
     def names(self) -> tuple[str, ...]:
-        """See `Correction`."""
         return ("velocity",)
 
+    @override
     def memory(self, size: int) -> CorrectionMemory:
-        """See `Correction`."""
         return _MomentumMemory(size, self)
 
+    @override
     def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """See `Correction`."""
         velocity_D = self.momentum * moments.get("velocity", torch.zeros_like(gradient_D)) + gradient_D
         return velocity_D, {"velocity": velocity_D}
 
+    @override
     def forget(self, moments: Tensors, places_K: Tensor) -> None:
-        """See `Correction`: what was sent has no momentum left."""
         moments["velocity"][places_K] = 0
 
+    @override
     def merged(self, moments: Tensors, other: Tensors) -> Tensors:
-        """See `Correction`: velocity is gradient that is still to come."""
         return {"velocity": moments.get("velocity", 0) + other["velocity"]}
 
 
 @dataclass(frozen=True)
 class AdamCorrection(Correction):
-    """Adam's direction before the choice, for plain SGD (with its weight decay: for AdamW's).
+    """Adam's direction before the choice, for plain SGD (with SGD's weight decay it becomes AdamW).
 
     Args:
-        betas: Of the moments, each 0 ≤ beta < 1. The first is 0, for the residual is a mean already, and a mean of
-            means only comes later (decision 0016); (0.9, 0.999) if nearly everything is sent.
+        betas: Decay of the moments, each 0 ≤ beta < 1. The first is 0, because the residual is a mean already and a
+            mean of means only comes later (decision 0016); use (0.9, 0.999) if nearly everything is sent.
         eps: Added to the denominator, > 0 in float32.
 
     Raises:
-        ConfigError: One of them out of its range.
+        ConfigError: One of them is out of range.
     """
 
     betas: tuple[float, float] = (0.0, 0.999)
@@ -165,16 +158,16 @@ class AdamCorrection(Correction):
             raise ConfigError.of("eps > 0", self.eps, "1e-8 is usual")
 
     @property
+    @override
     def names(self) -> tuple[str, ...]:
-        """See `Correction`; there is no first moment to keep where its beta is 0."""
         return ("first_moment", "second_moment") if self.betas[0] else ("second_moment",)
 
+    @override
     def memory(self, size: int) -> CorrectionMemory:
-        """See `Correction`."""
         return _AdamMemory(size, self)
 
+    @override
     def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """See `Correction`."""
         steps = _steps_of(moments) + 1
         beta1, rest1, beta2, rest2, unbias1, unbias2, eps = self.coefficients(steps).tolist()
         none_D = torch.zeros_like(gradient_D)
@@ -184,19 +177,20 @@ class AdamCorrection(Correction):
             first_D = corrected["first_moment"] = moments.get("first_moment", none_D) * beta1 + gradient_D * rest1
         return first_D * unbias1 / (second_D.sqrt() * unbias2 + eps), corrected
 
+    @override
     def forget(self, moments: Tensors, places_K: Tensor) -> None:
-        """See `Correction`: moments stay."""
+        pass
 
+    @override
     def read(self, state: Mapping[str, Any], size: int) -> Tensors:
-        """See `Correction`; moments that nobody counted are none."""
         steps = _steps_of(state)
         return {**super().read(state if steps else {}, size), STEPS: torch.tensor([steps])}
 
     def coefficients(self, steps: int) -> Floats:
-        """β₁, 1 − β₁, β₂, 1 − β₂, what removes the moments' bias, and ε.
+        """Returns β₁, 1 − β₁, β₂, 1 − β₂, the two bias corrections, and ε.
 
         Args:
-            steps: How many gradients the moments have seen, this one included.
+            steps: The number of gradients that the moments have seen, this one included.
 
         Returns:
             float32 (7,): the fifth multiplies the first moment, the sixth the root of the second.
@@ -207,11 +201,11 @@ class AdamCorrection(Correction):
 
 
 class CorrectionMemory(ABC):
-    """What a correction remembers of one bucket on the host.
+    """The moments of one bucket on the host.
 
     Args:
         size: D.
-        correction: None: nothing.
+        correction: None: no moments.
     """
 
     def __init__(self, size: int, correction: Correction | None = None) -> None:
@@ -221,38 +215,31 @@ class CorrectionMemory(ABC):
 
     @abstractmethod
     def correct(self, gradient_D: Floats) -> Floats:
-        """Takes in a gradient; takes effect with `swap`.
-
-        Args:
-            gradient_D: Unchanged.
-
-        Returns:
-            What to add in its place; valid until the next call.
-        """
+        """Returns the corrected gradient, valid until the next call; the new moments take effect with `swap`."""
 
     @abstractmethod
     def forget(self, indices_K: Places) -> None:
-        """What was picked, between `gain` and `swap`."""
+        """Clears the moments of picked elements, between `correct` and `swap`."""
 
     def swap(self) -> None:
-        """What was gained counts; once more: it never did."""
+        """Commits the new moments; a second call rolls them back."""
         self._arrays, self._others = self._others, self._arrays
 
     def state_dict(self) -> Tensors:
-        """Tensors on the live memory."""
+        """Returns tensors on the live memory."""
         return {name: torch.from_numpy(array_D) for name, array_D in zip(self._names, self._arrays, strict=True)}
 
     def read(self, state: Mapping[str, Any]) -> Tensors:
-        """See `Correction.read`."""
+        """Reads the moments of a state; see `Correction.read`."""
         return {} if self.correction is None else self.correction.read(state, self.size)
 
     def load(self, moments: Tensors) -> None:
-        """Goes on from what was read."""
+        """Loads moments that were read."""
         for name, array_D in zip(self._names, self._arrays, strict=True):
             array_D[:] = moments[name].numpy()
 
     def merge(self, moments: Tensors) -> None:
-        """See `Correction.merged`."""
+        """Takes over another rank's moments; see `Correction.merged`."""
         if self.correction is not None:
             self.load(self.correction.merged(self.state_dict(), moments))
 
@@ -262,7 +249,7 @@ class _NoMemory(CorrectionMemory):
         return gradient_D
 
     def forget(self, indices_K: Places) -> None:
-        """There is nothing."""
+        """There is nothing to clear."""
 
 
 class _MomentumMemory(CorrectionMemory):
@@ -299,7 +286,7 @@ class _AdamMemory(CorrectionMemory):
         return self._direction_D
 
     def forget(self, indices_K: Places) -> None:
-        """Moments stay."""
+        """The moments stay."""
 
     def swap(self) -> None:
         super().swap()
@@ -314,31 +301,23 @@ class _AdamMemory(CorrectionMemory):
 
 
 def make_correction_memory(correction: Correction | None, size: int) -> CorrectionMemory:
-    """A bucket's, on the host.
-
-    Args:
-        correction: None: gradients stay as they are.
-        size: D.
-
-    Returns:
-        Its memory, empty.
-    """
+    """Returns a bucket's empty moments on the host; without a correction the gradients stay as they are."""
     return _NoMemory(size) if correction is None else correction.memory(size)
 
 
 def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
-    """One array of a state.
+    """Reads one array of a bucket's state; zeros if the key is missing.
 
     Args:
         state: Of a bucket.
-        name: Its key; 0 if it is not there.
+        name: Its key.
         size: D.
 
     Returns:
         float32 (D,).
 
     Raises:
-        StateMismatchError: Of another size, or not finite.
+        StateMismatchError: The array has another size, or is not finite.
     """
     if name not in state:
         return np.zeros(size, dtype=np.float32)
@@ -352,5 +331,5 @@ def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
 
 
 def _steps_of(state: Mapping[str, Any]) -> int:
-    """How many gradients the moments of a state have seen; 0 if it does not say."""
+    """Returns the number of gradients that a state's moments have seen; 0 if the state does not say."""
     return int(torch.as_tensor(state[STEPS]).reshape(-1)[0]) if STEPS in state else 0

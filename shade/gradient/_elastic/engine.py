@@ -1,40 +1,39 @@
-"""ElasticEngine: a `GradientEngine` whose ranks may be lost, come and leave while it trains.
+"""ElasticEngine is a `GradientEngine` whose ranks may be lost, join and leave while it trains.
 
 ::
 
-    membership = Membership("10.0.0.1:29600", num_members=3)      # see shade.gradient._elastic.rendezvous
+    membership = Membership("10.0.0.1:29600", num_members=3)      # see shade.gradient.rendezvous
     with ElasticEngine(model, optimizer, membership, density=0.01, staleness=1) as engine:
         while engine.step_count < 100_000:
-            if engine.step_count % 1000 == 0:                     # what is done now and then: first, by the step
+            if engine.step_count % 1000 == 0:                     # rare collective work comes first, chosen by the step
                 engine.finish()
                 evaluate(model)
             batch = batch_of(engine.step_count, engine.rank, engine.world_size)
             loss(model(batch)).backward()
             engine.step()
 
-**Lost.** A rank dies, stands still, or its line is cut: `step` notices within the membership's timeout, forms the next
-generation with whom is left, and returns. The gradient of the step that failed is in the residuals and goes out with
-the next ones. What the lost rank had kept back is lost with it; its share is logged, and in `changes`.
+**Lost.** A rank dies, hangs, or its line is cut: `step` notices within the membership's timeout, forms the next
+generation with the remaining ranks, and returns. The gradient of the failed step is in the residuals and is sent with
+the next ones. The lost rank's residual is lost with it; the log and `changes` give its share.
 
-**One step apart.** A rank that is lost in the middle of a vote leaves some with all votes, who apply the step, and some
-without, who do not. All have the merged step. So when they meet each says which step it has applied last; if anybody
-has applied one, so do the others now (with that one's norm, which decides clipping), and what they had taken back into
-their residuals for it goes out of them again. Invariant: after a generation has formed, all have applied the same
-steps, each its own part of each exactly once.
+**One step apart.** A rank that is lost during a vote leaves some ranks with all votes, which apply the step, and some
+without, which do not. All have the merged step. So in the new generation each rank states the last step that it has
+applied. If any rank has applied one more, the others apply it now (with that rank's norm, which decides clipping), and
+remove from their residuals what they had absorbed for it. Invariant: after a generation has formed, all ranks have
+applied the same steps, each its own part of each exactly once.
 
-**Joins.** A process that makes an `ElasticEngine` while the others train is let in after their next step, and gets
-weights, buffers, the optimizer's state and settings, the plan of densities, the loss scale and the step from the lowest
-rank that has them; thresholds need no giving, since they are found anew each step. It begins with an empty residual.
-So does a rank that comes back after it had been taken for dead, except that its residual is still its own.
+**Joins.** A process that makes an `ElasticEngine` while others train is admitted after their next step. It gets
+weights, buffers, the optimizer's state and settings, the density plan, the loss scale and the step from the lowest
+rank that has them (not thresholds: each step finds them anew). It starts with an empty residual. A rank that returns
+after it was taken for dead keeps its own residual.
 
-**Leaves.** `leave` announces it; after the next step the rank hands what it has kept back to one of the others.
+**Leaves.** `leave` announces it; after the next step the rank hands its residual to another rank.
 
-Whenever a generation forms, all flush their optimizers (who was about to may be lost, and a flush rounds), and compare
-all weights and states by their hashes, and repair what differs: to be counted, and never seen (``changes``).
+Whenever a generation forms, all ranks flush their optimizers (a lost rank may have been about to, and a flush rounds),
+compare hashes of weights and states, and repair differences. ``changes`` counts repairs; there should be none.
 
-Ranks of one node cannot be summed densely first (``local_size``): a node that has lost a rank is no node.
-
-A learning rate schedule is the script's: one that joins makes it with ``last_epoch=engine.step_count - 1``.
+Ranks of one node cannot be summed densely first (``local_size``), since a node may lose a rank. The script owns the
+learning rate schedule: a joining process makes it with ``last_epoch=engine.step_count - 1``.
 """
 
 from __future__ import annotations
@@ -67,47 +66,47 @@ logger = logging.getLogger("shade.gradient")
 
 
 class ElasticEngine(GradientEngine):
-    """One rank's part; making it waits for the others, or for those who train already to let this one in.
+    """One rank's part. The constructor waits for the other ranks, or for a running training to admit this one.
 
     Args:
-        model: As of `GradientEngine`.
-        optimizer: As there.
+        model: As in `GradientEngine`.
+        optimizer: As in `GradientEngine`.
         membership: Made for this engine, and closed with it.
-        **settings: As there, without ``group``, ``generation``, ``timeout_seconds`` and ``local_size``.
+        **settings: As in `GradientEngine`, without ``group``, ``generation``, ``timeout_seconds`` and ``local_size``.
 
     Raises:
-        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
-        PeerLostError: A rank was lost before this one was in; try again.
-        GradientError: Nobody came, or the meeting place is silent.
+        ConfigError: An argument is out of range, or differs between ranks; raised on all ranks.
+        PeerLostError: A rank was lost before this one was admitted; try again.
+        GradientError: No other rank came, or the rendezvous server does not answer.
     """
 
     def __init__(self, model: nn.Module, optimizer: SparseOptimizer, membership: Membership, **settings: Any) -> None:
         refused = [name for name in _REFUSED_SETTINGS if name in settings]
         if refused:
-            raise ConfigError.of("settings without these", refused, "the membership says who, which and how long")
+            raise ConfigError.of("settings without these", refused, "the membership has them")
         self._membership = membership
         self._is_leaving = False
         self.has_left = False
-        """Whether `leave` is done: this engine is closed."""
+        """Whether `leave` has finished: this engine is closed."""
         self.changes: list[MembershipChange] = []
-        """What has become of the group since this rank came."""
+        """Changes of the group since this rank joined."""
         self._published_at = float("-inf")
         self._is_whole = True
-        """Whether weights and optimizer state are of one moment."""
+        """Whether weights and optimizer state belong to one step."""
         try:
             _compile()
             generation = membership.form({})
             super().__init__(model, optimizer, **settings)
             self._resume(generation)
             if source_rank(generation) is not None:
-                self._consistency.check()  # as those do who let this rank in
+                self._consistency.check()  # the admitting ranks check too
         except BaseException:
             membership.close()
             raise
 
     @property
     def rank(self) -> int:
-        """This process's, until the next change."""
+        """This process's rank, until the next change."""
         return self._topology.world.rank
 
     @property
@@ -116,12 +115,12 @@ class ElasticEngine(GradientEngine):
         return self._topology.world.world_size
 
     def step(self) -> None:
-        """As `GradientEngine.step`; and goes on where that raises `PeerLostError`, with whom is left.
+        """Does what `GradientEngine.step` does; continues with the remaining ranks where that raises `PeerLostError`.
 
         Raises:
-            NonFiniteGradientError: As there.
-            PayloadError: As there.
-            GradientError: As there; or nobody can be met any more.
+            NonFiniteGradientError: As in `GradientEngine.step`.
+            PayloadError: As in `GradientEngine.step`.
+            GradientError: As in `GradientEngine.step`; or no other rank can be reached any more.
         """
         try:
             super().step()
@@ -133,7 +132,7 @@ class ElasticEngine(GradientEngine):
             self._membership.publish(step=self.step_count, kept=residual_norm(self._bucket_states))
 
     def finish(self) -> None:
-        """As `GradientEngine.finish`; goes on without ranks that are lost meanwhile."""
+        """Does what `GradientEngine.finish` does; continues without ranks that are lost meanwhile."""
         while True:
             try:
                 super().finish()
@@ -143,21 +142,19 @@ class ElasticEngine(GradientEngine):
                 self._recover(error)
 
     def leave(self) -> None:
-        """Announces that this rank goes after the next step: that `step` hands over what is kept back, and closes."""
+        """Announces that this rank leaves: the next `step` hands over its residual, and closes the engine."""
         self._is_leaving = True
 
     def close(self) -> None:
-        """As `GradientEngine.close`; the others do not wait for this rank any more."""
+        """Does what `GradientEngine.close` does; the others do not wait for this rank any more."""
         super().close()
         self._membership.close()
-
-    # ── what the engine asks ────────────────────────────────────────────────────────────────────────────────────────
 
     def _connect(self, purpose: str) -> Transport:
         return self._membership.connect(purpose)
 
     def _synchronise(self, world: Transport) -> None:
-        """Those who lack something get it from the lowest rank that has it; if all do, from rank 0."""
+        """Sends what some ranks lack, from the lowest rank that has it; from rank 0 before the first step."""
         check_same_setup(world, self._model, self._buckets, self._settings)
         generation = self._membership.generation
         source, lagging = source_rank(generation), lagging_ranks(generation)
@@ -168,11 +165,11 @@ class ElasticEngine(GradientEngine):
             return
         self._is_whole = generation.rank not in lagging
         broadcast_untrained(world, self._model, self._buckets, source)
-        given = generation.members[source].status
+        source_status = generation.members[source].status
         if generation.rank in lagging:
-            for group, reason in zip(self._optimizer.param_groups, given["groups"], strict=True):
-                group.update({name: tuple(each) if isinstance(each, list) else each for name, each in reason.items()})
-        for bucket, names in zip(self._buckets, given["moments"], strict=True):
+            for group, settings in zip(self._optimizer.param_groups, source_status["groups"], strict=True):
+                group.update({name: tuple(each) if isinstance(each, list) else each for name, each in settings.items()})
+        for bucket, names in zip(self._buckets, source_status["moments"], strict=True):
             self._optimizer.add_moments(bucket, names)
             broadcast_replica(world, self._optimizer, bucket, source)
         self._is_whole = True
@@ -185,7 +182,7 @@ class ElasticEngine(GradientEngine):
     # ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _follow_notices(self) -> None:
-        """After a step with which somebody said something: all ranks have heard the same, so all do the same."""
+        """Acts on the notices of a step. All ranks have the same notices, so all act the same."""
         settled = self._settled
         if settled is None or not any(settled.notices):
             return
@@ -202,7 +199,7 @@ class ElasticEngine(GradientEngine):
             self._form_generation()
 
     def _hand_over(self, leaving: Sequence[int]) -> None:
-        """What ranks that go have kept back becomes that of others, in turns."""
+        """Gives the residuals of leaving ranks to the others, in turns."""
         world, handed = self._topology.world, []
         staying = [rank for rank in range(world.world_size) if rank not in leaving]
         self._pipeline.reclaim()
@@ -216,7 +213,7 @@ class ElasticEngine(GradientEngine):
                     world.broadcast(tensor, source)
                 if staying and world.rank == staying[source % len(staying)]:
                     handed.append((bucket_state, state))
-        for bucket_state, state in handed:  # all of it, or nothing
+        for bucket_state, state in handed:  # only after all broadcasts: all of it, or nothing
             bucket_state.feedback.merge_from(state)
 
     def _recover(self, error: PeerLostError) -> None:
@@ -228,7 +225,7 @@ class ElasticEngine(GradientEngine):
         began, world_size = time.monotonic(), self.world_size
         late, self._late = self._late, None
         if late is not None:
-            late.wait(StepState.MERGED)  # the group is lost, so it has failed: what it had chosen comes back
+            late.wait(StepState.MERGED)  # the group is lost, so it fails, and its chosen elements are put back
         while True:
             self._detach()
             self._pipeline.reclaim()
@@ -242,13 +239,13 @@ class ElasticEngine(GradientEngine):
                 self._resume(generation)
                 repaired = self._consistency.check()
                 break
-            except (PeerLostError, ConfigError) as error:  # lost meanwhile, or one that joins with another model
-                logger.warning("generation %d did not come about: %s", generation.number, error)
-        self._settled = None  # what was said in the generation before has been followed
+            except (PeerLostError, ConfigError) as error:  # a rank was lost, or joins with another model
+                logger.warning("generation %d did not form: %s", generation.number, error)
+        self._settled = None  # its notices have been followed
         self._record(generation, world_size, len(repaired), time.monotonic() - began)
 
     def _status(self) -> dict[str, Any]:
-        """What the others have to know of this rank, and what one of them might lack."""
+        """Returns what the others need to know of this rank, and what one of them may lack."""
         kept = residual_norm(self._bucket_states)
         if not self._is_whole:
             return {"kept": kept}
@@ -267,15 +264,15 @@ class ElasticEngine(GradientEngine):
         }
 
     def _catch_up(self, generation: Generation) -> None:
-        """Applies the step that others have applied and this rank has not, for want of their votes."""
+        """Applies the step that others have applied and this rank has not, for lack of votes."""
         source, work = source_rank(generation), self._settled
         if source is None or work is None or work.unvoted is None:
             return
-        given = generation.members[source].status
+        source_status = generation.members[source].status
         merged, work.unvoted = work.unvoted, None
-        if given["applied"] != work.step:
-            return  # nobody has: what was chosen has been taken back, and goes out later
-        work.merged, work.norm = merged, given["norm"]
+        if source_status["applied"] != work.step:
+            return  # no rank has: the chosen elements are in the residual, and are sent later
+        work.merged, work.norm = merged, source_status["norm"]
         self._apply(work)
         for number, sparse in work.chosen.items():
             sent = Sparse(sparse.indices_K, -sparse.values_K, sparse.size)
@@ -283,15 +280,15 @@ class ElasticEngine(GradientEngine):
         self._meter.count("caught_up_steps")
 
     def _resume(self, generation: Generation) -> None:
-        """Goes on where the others are."""
+        """Takes over the other ranks' step, plan and loss scale."""
         self._meter.rank = generation.rank
         source = source_rank(generation)
         if source is None:
             return
-        given = generation.members[source].status
-        self._plan.load_state_dict(given["plan"], generation.world_size)
-        self._scale.load_status(given["scaling"])
-        self._applied = given["applied"], given["norm"]
+        source_status = generation.members[source].status
+        self._plan.load_state_dict(source_status["plan"], generation.world_size)
+        self._scale.load_status(source_status["scaling"])
+        self._applied = source_status["applied"], source_status["norm"]
         proposal = self._proposal or self._open.proposal
         self._proposal = proposal if generation.rank == 0 and not (proposal and proposal.batch_sizes) else None
         self._open.abandon()
@@ -304,14 +301,14 @@ class ElasticEngine(GradientEngine):
         for name, amount in (("generations", 1), ("lost_ranks", change.num_lost), ("repaired_buckets", num_repaired)):
             self._meter.count(name, amount)
         logger.warning(
-            "generation %d: %d ranks go on from step %d (%d lost, and with them %.0f %% of the squared norm of what "
-            "was kept back; %d left, %d joined); it took %.1f s",
+            "generation %d: %d ranks continue from step %d (%d lost, with %.0f %% of the squared norm of the "
+            "residuals; %d left, %d joined) after %.1f s",
             *(change.generation, change.world_size, change.step, change.num_lost, 100 * change.lost_share),
             *(change.num_left, change.num_joined, change.seconds),
         )
 
 
 def _compile() -> None:
-    """Makes ready whatever is compiled at first use: before the others wait for this rank, and not while they do."""
+    """Compiles all loops before the others wait for this rank."""
     for compiled in (prepare, message.loops, sparse_all_reduce.loops, base.loops):
         compiled()

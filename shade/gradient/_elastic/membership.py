@@ -1,20 +1,19 @@
-"""Who trains together: one generation after the other, each agreed on by those who are in it, at a third place.
+"""Agrees on who trains together: one generation after the other, through a third place that outlives its members.
 
-A generation is a list of processes, in the order of their ranks, written once and never changed; with it go the last
-words of those who are gone. To form the next one (a rank was lost, one wants in, one leaves) every process takes a
-*seat*, with what others have to know of it; whoever first sees that nobody is missing writes the list. Nobody is
-missing when each member of the generation before has taken a seat, or has been silent for `dead_seconds`, or has been
-waited for for `patience_seconds`. The list is written by compare-and-set: however many write it, all read the same.
+A generation is a list of processes in rank order, written once and never changed, with the last statuses of missing
+members. To form the next one (a rank was lost, joins or leaves) every process takes a *seat* with its own status. The
+first one that sees that no member is missing writes the list. A member of the previous generation is not missing if it
+has taken a seat, or has been silent for `dead_seconds`, or has been waited for for `patience_seconds`. The list is
+written by compare-and-set: however many processes write it, all read the same.
 
-Story of a rank that is slow. 1. Rank 2 stands still. 2. The others form generation 5 without it. 3. It wakes, finds its
-group broken, and asks for a seat in generation 5: the list is written, and it is not on it. So it takes a seat in
-generation 6, where the others see it wait, and at the next step they form generation 6 with it.
+A slow rank: 1. Rank 2 hangs. 2. The others form generation 5 without it. 3. It wakes, finds its group broken, and
+takes a seat in generation 5: the list is written without it. So it takes a seat in generation 6. The others see it
+wait, and form generation 6 with it at their next step.
 
-Story of a line that is cut. Only the side that reaches the meeting place can write a list, so there are never two
-trainings; the other side waits, comes back as in the story above, or says after `give_up_seconds` that it cannot.
+A cut line: only the side that reaches the rendezvous server can write a list, so there are never two trainings. The
+other side waits, and rejoins like a slow rank, or raises after `give_up_seconds`.
 
-A generation's groups are gloo groups of our own: PyTorch's world, if there is one, has no part in them and cannot lose
-a member.
+A generation's groups are gloo groups outside of torch.distributed's world, which cannot lose a member.
 
 Invariant: two processes that hold a generation of one number hold the same list.
 """
@@ -45,14 +44,14 @@ class Member:
 
     id: str
     rank_before: int | None
-    """In the generation before; None: it was not in it."""
+    """In the previous generation; None: it was not a member."""
     status: Mapping[str, Any]
-    """What it said when it took its seat."""
+    """What it published with its seat."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Those who train together, until somebody comes or goes."""
+    """The processes that train together, until the next change."""
 
     number: int
     members: tuple[Member, ...]
@@ -60,7 +59,9 @@ class Generation:
     rank: int
     """This process's."""
     gone: tuple[Mapping[str, Any], ...] = ()
-    """The last words of those of the generation before who are not in this one; empty: it left in good order."""
+    """Last statuses of the previous generation's members that are missing in this one; empty: the member left on
+    purpose.
+    """
 
     @property
     def world_size(self) -> int:
@@ -69,20 +70,20 @@ class Generation:
 
 
 class Membership:
-    """One process's place among those who train together. Close it at the end.
+    """One process's membership in a training. Close it at the end.
 
     Args:
-        address: ``host:port`` of the meeting place, see `_elastic.rendezvous`.
+        address: ``host:port`` of the rendezvous server, see `shade.gradient.rendezvous`.
         num_members: Processes that the first generation waits for; later there may be fewer, or more.
-        run: Name of the training, the same on all of them, another for each training at one place.
-        timeout_seconds: Longest silence of a rank in an exchange, > 0: how soon a loss is noticed.
-        patience_seconds: How long one that lives is waited for when a generation forms: longer than the longest time
-            between two steps. Later it has to join anew.
-        dead_seconds: After how long a silence it counts as dead.
+        run: Name of the training, the same on all members, unique at one server.
+        timeout_seconds: Longest silence of a rank in an exchange, > 0: the time to notice a loss.
+        patience_seconds: How long a new generation waits for a live member: longer than the longest time between two
+            steps. A later member has to join anew.
+        dead_seconds: The silence after which a member counts as dead.
         give_up_seconds: How long to wait for others in all.
 
     Raises:
-        ConfigError: One of these cannot be.
+        ConfigError: An argument is out of range.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Membership:
         give_up_seconds: float = GIVE_UP_SECONDS,
     ) -> None:
         if num_members < 1:
-            raise ConfigError.of("num_members ≥ 1", num_members, "count this process, too")
+            raise ConfigError.of("num_members ≥ 1", num_members, "count this process too")
         if not 0 < dead_seconds <= patience_seconds <= give_up_seconds:
             got = (dead_seconds, patience_seconds, give_up_seconds)
             cure = f"{DEAD_SECONDS:g}, {PATIENCE_SECONDS:g} and {GIVE_UP_SECONDS:g} are the defaults"
@@ -111,39 +112,31 @@ class Membership:
 
     @property
     def generation(self) -> Generation:
-        """The one that this process is, or was last, in.
-
-        Raises:
-            ConfigError: There was none yet.
-        """
+        """The generation that this process is, or last was, a member of; `ConfigError` before the first."""
         if self._generation is None:
             raise ConfigError.of("a generation", None, "call form() first")
         return self._generation
 
     @property
     def is_join_requested(self) -> bool:
-        """Whether somebody waits for the next generation."""
+        """Whether a process waits for the next generation."""
         return self._rendezvous.is_join_requested
 
     def publish(self, **status: Any) -> None:
-        """What the others shall read if this process is never heard of again.
-
-        Args:
-            **words: JSON-plain.
-        """
+        """Publishes the status that the others read if this process is lost; JSON-plain."""
         self._rendezvous.publish(**status)
 
     def form(self, status: Mapping[str, Any]) -> Generation:
-        """Takes a seat in the next generation and waits until it is there. All members together.
+        """Takes a seat in the next generation and waits until it has formed. Collective.
 
         Args:
-            standing: What the others have to know of this process; JSON-plain.
+            status: What the others need to know of this process; JSON-plain.
 
         Returns:
-            A generation with this process in it.
+            A generation that this process is a member of.
 
         Raises:
-            GradientError: There was none in time, or the meeting place is silent.
+            GradientError: None formed in time, or the rendezvous server does not answer.
         """
         deadline = time.monotonic() + self._give_up_seconds
         number = -1 if self._generation is None else self._generation.number
@@ -156,16 +149,16 @@ class Membership:
                 return generation
 
     def connect(self, purpose: str) -> Transport:
-        """A group of the generation. Collective; each member the same purposes in the same order.
+        """Makes a group of the generation. Collective; each member connects for the same purposes in the same order.
 
         Args:
-            purpose: Each once in a generation.
+            purpose: Unique in a generation.
 
         Returns:
-            The exchange.
+            The group's transport.
 
         Raises:
-            PeerLostError: Somebody was lost meanwhile.
+            PeerLostError: A rank was lost meanwhile.
         """
         generation = self.generation
         settings: dict[str, Any] = {"timeout_seconds": self.timeout_seconds, "generation": generation.number}
@@ -177,21 +170,19 @@ class Membership:
             reason = str(error).partition("\n")[0]
             raise PeerLostError(
                 f"expected all {generation.world_size} ranks of generation {generation.number} to connect within "
-                f"{self.timeout_seconds:g} s, got on rank {generation.rank}: {reason}; one was lost while they met"
+                f"{self.timeout_seconds:g} s, got on rank {generation.rank}: {reason}; a rank was lost meanwhile"
             ) from None
         return Transport(FormedGroup(group, generation.rank, generation.world_size), **settings)
 
     def close(self) -> None:
-        """Says good-bye, so that nobody waits for this process. Safe to call twice."""
+        """Announces the end, so that the others do not wait for this process. Safe to call twice."""
         self._rendezvous.close()
-
-    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _ask(self, question: Any, deadline: float) -> Any:
         return self._rendezvous.ask(question, max(1.0, deadline - time.monotonic()))
 
     def _group(self, generation: Generation, purpose: str) -> dist.ProcessGroup:
-        """A gloo group that torch.distributed's world does not know."""
+        """Makes a gloo group that torch.distributed's world does not know."""
         client = self._rendezvous.client(self.timeout_seconds)
         store = dist.PrefixStore(f"{generation.number}/{purpose}", client)  # type: ignore[attr-defined]
         rank, size = generation.rank, generation.world_size
@@ -202,7 +193,7 @@ class Membership:
         return group
 
     def _wait_for_members(self, number: int, status: Mapping[str, Any], deadline: float) -> Generation | None:
-        """Waits in a seat for the list; None if it was written without this process."""
+        """Takes a seat and waits for the list; returns None if it was written without this process."""
         before = self._generation
         is_member = before is not None and before.number == number - 1
         status = {
@@ -221,8 +212,8 @@ class Membership:
                 break
             if time.monotonic() > deadline:
                 raise GradientError(
-                    f"expected {self._num_members} processes to meet at {self._rendezvous.address}, or one of a training "
-                    f"there to let this one in, got nobody within {self._give_up_seconds:.0f} s; start the others"
+                    f"expected {self._num_members} processes at {self._rendezvous.address}, or a running training that admits "
+                    f"this one, got neither within {self._give_up_seconds:.0f} s; start the others"
                 )
             time.sleep(_POLL_SECONDS)
         members = tuple(Member(each["id"], each["before"], each["standing"]) for each in found["members"])
@@ -232,10 +223,10 @@ class Membership:
         return Generation(number, members, ids.index(self._rendezvous.id), tuple(found["gone"]))
 
     def _poll(self, store: Any, number: int, members_before: list[str], is_late: bool) -> dict[str, Any] | None:
-        """The list; written by this process if nobody is missing. On the meeting's thread.
+        """Returns the list, and writes it if no member is missing. Runs on the rendezvous thread.
 
-        The last words of those who are gone stand in it, as the writer has heard them: another may not yet have heard
-        that somebody said good-bye.
+        The list holds the last statuses of missing members as the writer has received them: another member may not yet
+        know that a process left on purpose.
         """
         written = f"{number}/members"
         if not store.check([written]):
@@ -257,14 +248,14 @@ class Membership:
 
 
 def _first_unwritten(store: Any, number: int) -> int:
-    """The first generation from a number on that is not written."""
+    """Returns the first generation from a number on whose list is not written."""
     while store.check([f"{number}/members"]):
         number += 1
     return number
 
 
 def _take_seat(store: Any, number: int, status: str) -> list[str]:
-    """Sits down; the ids of the generation before, by rank."""
+    """Takes a seat; returns the ids of the previous generation, by rank."""
     members: list[str] = []
     if number:
         members = [each["id"] for each in json.loads(store.get(f"{number - 1}/members"))["members"]]
@@ -274,10 +265,12 @@ def _take_seat(store: Any, number: int, status: str) -> list[str]:
 
 
 def _seated(store: Any, number: int) -> dict[str, Any]:
-    """Who sits, in the order of their seats; one that asked twice sits once."""
+    """Returns the processes in order of their seats; one that took two seats counts once."""
     found = {}
     for seat in range(store.add(f"{number}/seats", 0)):
-        if store.check([f"{number}/seat/{seat}"]):  # else it is about to say who it is, or never will
+        if store.check(
+            [f"{number}/seat/{seat}"]
+        ):  # else the process has not written its seat yet, or died before it did
             status = json.loads(store.get(f"{number}/seat/{seat}"))
             found[status["id"]] = status
     return found

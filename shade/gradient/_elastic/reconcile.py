@@ -1,6 +1,6 @@
-"""What members of a new generation conclude from what each said of itself: who gives, who lacks, what became of whom.
+"""Draws the conclusions from the statuses of a new generation: who sends state, who lacks it, what has changed.
 
-All read the same words, so all conclude the same, without another.
+All members read the same statuses, so all conclude the same without another exchange.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _SAMPLED_LINES = 2**14
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """A generation that has formed after this process had come."""
+    """A generation that formed after this process had joined."""
 
     generation: int
     step: int
-    """The step that comes next."""
+    """The next step."""
     rank: int
     """This process's from now on."""
     world_size: int
     num_lost: int
-    """Ranks that were not heard of any more; one that was only slow may come back."""
+    """Ranks that fell silent; a slow one may return."""
     lost_share: float
-    """What they had kept back, in squared norm, as a share of what all had; by their last words."""
+    """The share of their residuals in the squared norm of all residuals, by their last statuses."""
     num_left: int
     num_joined: int
     num_repaired: int
-    """Buckets that were not the same on all ranks; there should be none."""
+    """Buckets that differed between ranks; there should be none."""
     seconds: float
     """From the loss to the next step."""
 
@@ -45,14 +45,14 @@ class MembershipChange:
     def of(
         cls, generation: Generation, size_before: int, step: int, num_repaired: int, seconds: float
     ) -> MembershipChange:
-        """What a generation changes.
+        """Computes the change that a generation brings.
 
         Args:
             generation: The new one.
-            size_before: Ranks in the one before.
-            step: The next.
-            num_repaired: See above.
-            seconds: See above.
+            size_before: Ranks in the previous one.
+            step: The next step.
+            num_repaired: Buckets that differed.
+            seconds: Time that the change took.
 
         Returns:
             The change.
@@ -76,14 +76,10 @@ class MembershipChange:
 
 
 def source_rank(generation: Generation) -> int | None:
-    """Who gives to those who lack something.
+    """Returns the rank that sends state to those that lack it; None if no rank has trained yet.
 
-    Args:
-        generation: With the standings of its members.
-
-    Returns:
-        The lowest of the ranks that have applied most. One that was taken for lost and comes back may have applied what
-        nobody else has: it counts only where there is nobody else. None: nobody has trained yet.
+    It is the lowest of the ranks that have applied most. A rank that was taken for lost and returns may have applied
+    what no other rank has: it counts only if there is no other.
     """
     trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.status]
     stayed = [rank for rank in trained if generation.members[rank].rank_before is not None]
@@ -92,14 +88,7 @@ def source_rank(generation: Generation) -> int | None:
 
 
 def lagging_ranks(generation: Generation) -> list[int]:
-    """Who does not have what the source has, and cannot catch up with it alone.
-
-    Args:
-        generation: With the standings of its members.
-
-    Returns:
-        Ranks.
-    """
+    """Returns the ranks that lack state of the source and cannot catch up alone."""
     source = source_rank(generation)
     if source is None:
         return list(range(generation.world_size))
@@ -114,14 +103,7 @@ def lagging_ranks(generation: Generation) -> list[int]:
 
 
 def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's settings by group, as far as JSON gives them back.
-
-    Args:
-        param_groups: Its.
-
-    Returns:
-        Learning rates and the like, without parameters.
-    """
+    """Returns an optimizer's settings by group, without parameters and all that JSON cannot hold."""
     return [
         {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
         for group in param_groups
@@ -129,14 +111,7 @@ def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def residual_norm(bucket_states: Sequence[BucketState]) -> float:
-    """About the norm of what is kept back: of a large bucket a part is looked at.
-
-    Args:
-        lanes: All buckets.
-
-    Returns:
-        The norm over all.
-    """
+    """Estimates the norm of all residuals, from a sample of each large bucket."""
     return math.sqrt(sum(_energy(bucket_state.feedback) for bucket_state in bucket_states))
 
 

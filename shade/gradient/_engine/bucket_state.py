@@ -1,13 +1,11 @@
-"""A bucket on this rank: its parameters, what is remembered of its gradient, and how its values are coded.
+"""Holds the state of an engine's buckets, and loads the residuals of a world of another size.
 
-What an engine's state consists of, and how the residuals of one world find their places in another.
+Residuals belong to ranks. When a run resumes with fewer ranks, the residuals of the missing ranks are added to those
+of the remaining ones, in turns; with more ranks, the new ones start with zero. So the sum of all residuals stays the
+same: no gradient is lost, and none counts twice. (A residual that was to be averaged over two ranks weighs more among
+one.)
 
-Residuals belong to ranks. When a run goes on with fewer ranks, those of the ranks that are gone are added to those of
-the ranks that are left, in turns; with more ranks, the new ones begin with none. So the sum of what is kept stays
-what it was: no gradient is lost, and none is counted twice. (One that was to be averaged over two ranks weighs more
-among one.)
-
-The sparse result that a late step has still to apply is part of the state too: the same on every rank.
+With staleness 1 the merged gradient that is still to be applied is part of the state; it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import plain_decision, read_decision
 
 WHOLE = "none"
-"""How the values of buckets that are always sent whole are coded: not at all."""
+"""The quantiser of buckets that are always sent whole."""
 
 
 @dataclass(frozen=True)
 class BucketState:
-    """One bucket."""
+    """One bucket of this rank."""
 
     bucket: Bucket
     feedback: ErrorFeedback | DeviceErrorFeedback
-    """Of the part that this rank answers for; where its gradient is chosen from."""
+    """For the part that this rank is responsible for, on the device that picks."""
     quantiser: str
     """Name of its quantiser."""
 
@@ -52,17 +50,17 @@ def make_bucket_states(
     quantiser: str,
     corrections: Sequence[Correction | None] = (),
 ) -> tuple[BucketState, ...]:
-    """Gives each bucket its memory.
+    """Makes the state of each bucket.
 
     Args:
-        route: Says which part of a bucket this rank answers for.
+        topology: Says which part of a bucket this rank is responsible for.
         buckets: Front layers first.
         compressor: Name in `COMPRESSORS`.
         quantiser: Name in `QUANTISERS`, for buckets that are not sent whole.
-        corrections: Of `ErrorFeedback`, by the optimizer's groups; empty: none.
+        corrections: For `ErrorFeedback`, one for each optimizer group; empty: none.
 
     Returns:
-        One lane for each bucket.
+        One state for each bucket.
     """
     bucket_states = []
     for bucket in buckets:
@@ -81,7 +79,7 @@ def make_bucket_states(
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it is far from the host: what is chosen there is all that has to come over."""
+    """Returns whether a device is far from the host, so that only picked elements should cross."""
     return device.type == "cuda"
 
 
@@ -89,11 +87,11 @@ _CURE = "build the model, the optimizer and the engine as they were when it was 
 
 
 class EngineState:
-    """Takes and gives the state of an engine's buckets.
+    """Saves and loads the state of an engine's buckets.
 
     Args:
-        route: Says which rank this is.
-        lanes: The buckets.
+        topology: Says which rank this is.
+        bucket_states: The buckets.
     """
 
     def __init__(self, topology: Topology, bucket_states: Sequence[BucketState]) -> None:
@@ -104,13 +102,8 @@ class EngineState:
         ]
 
     def state_dict(self, late: GradientStep | None) -> dict[str, Any]:
-        """Takes the state.
-
-        Args:
-            late: The step whose result is still to be applied; done.
-
-        Returns:
-            Plain values, and residuals as the live memory.
+        """Returns plain values, and residuals as the live memory; ``late`` is an ended step that is still to be
+        applied.
         """
         return {
             "rank": self._world.rank,
@@ -122,10 +115,10 @@ class EngineState:
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
-        """Puts residuals into their places.
+        """Loads residuals.
 
         Args:
-            states: Of some or all ranks of the world before.
+            states: Of some or all ranks of the previous world.
 
         Returns:
             The step whose result is still to be applied.
@@ -157,7 +150,7 @@ class EngineState:
         return late
 
     def _is_mine(self, rank: int) -> bool:
-        """This rank's own, or of one that is gone and whose turn it is to come here."""
+        """Returns whether a rank's residual belongs to this rank: it is the same rank, or a missing one's turn."""
         world = self._world
         return rank == world.rank if rank < world.world_size else rank % world.world_size == world.rank
 

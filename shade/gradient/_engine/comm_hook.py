@@ -1,4 +1,4 @@
-"""The first door: DistributedDataParallel keeps its loop, its optimizer and its buckets, and sends a hundredth.
+"""Compresses gradients below DistributedDataParallel, which keeps its loop, its optimizer and its buckets.
 
 ::
 
@@ -8,25 +8,19 @@
 
 DDP hands over a bucket's gradient when the backward pass has filled it, and gets the averaged one back, dense, in the
 same memory: any optimizer, schedule and clipping works as before. A thread compresses and exchanges while the backward
-pass goes on. Against `_engine.engine` this costs a dense step and gives no staleness. Buckets are DDP's, and so
-is their order, the same on all ranks; what is kept back belongs to parameters (`_engine.comm_hook`).
+pass continues. Compared with `_engine.engine` this costs a dense step, and there is no staleness.
 
-An error on any rank comes out of ``backward()`` on all of them, after DDP has put its own things in order, so that
-training may go on after `NonFiniteGradientError`; gradients are NaN then, should somebody step all the same. With a
-``scaler`` NaN and infinity are no error: every rank's gradients are NaN, ``scaler.step`` skips on all, and the step is
-forgotten. What is kept is in unscaled units: a scale that changes does not spoil it.
+An error on any rank is raised by ``backward()`` on all of them, after DDP has cleaned up, so that training may
+continue after `NonFiniteGradientError`; the gradients are NaN then, in case a script steps anyway. With a ``scaler``
+NaN and infinity are no error: every rank's gradients are NaN, ``scaler.step`` skips on all, and the step is dropped.
+Residuals are in unscaled units, so a new scale does not spoil them.
 
-Invariant: per parameter, what was sent plus what is kept is the sum of the gradients.
+Residuals belong to parameters, because DDP rebuilds its buckets after the first step, and in another run. A bucket is
+known by the names of its parameters. When a new one comes, `ResidualStore` splits the old residuals by parameter and
+assembles the new bucket's residual. That changes no residual. But the choice of elements depends on the buckets, so a
+resumed run, whose first step has DDP's first buckets again, is not bit-identical to the uninterrupted one.
 
-Legend: D bucket.
-
-What DDP's buckets keep back, by parameter: DDP cuts its buckets anew after the first step, and in another run.
-
-A bucket is known by the names of its parameters. When one comes that was not there before, everything that is kept is
-taken apart into parameters, and the new bucket's memory is put together from those.
-
-Invariant: cutting anew changes nothing of what is kept. What is chosen does depend on the cut, so a resumed run, whose
-first step has DDP's first cut again, is not the uninterrupted one to the bit.
+Invariant: per parameter, what was sent plus the residual is the sum of the gradients.
 
 Legend: D bucket.
 """
@@ -73,18 +67,18 @@ class _Job:
 
 
 class SparseState:
-    """What `sparse_hook` remembers between steps. Collective to make; `close` it at the end.
+    """The state of `sparse_hook` between steps. Its constructor is collective; `close` it at the end.
 
     Args:
-        model: The module, bare or wrapped: for its parameters' names.
+        model: The module, bare or wrapped, for its parameters' names.
         compressor: Name in `COMPRESSORS`.
         density: Kept fraction, or a `WarmUp` of it.
         quantiser: Name in `QUANTISERS`.
-        correction: Of `ErrorFeedback`, for torch.optim.SGD without momentum.
+        correction: Applied to each rank's gradient, for torch.optim.SGD without momentum.
         scaler: The script's; read, never changed.
         group: DDP's ranks; None: all.
         timeout_seconds: Longest silence of a rank.
-        seed: Of what compressors draw; the same on every rank.
+        seed: For the compressors' random choices; the same on every rank.
     """
 
     def __init__(
@@ -116,7 +110,7 @@ class SparseState:
         self._scale = LossScale(scaler)
         self._unscale = 1.0
         self._chosen: list[tuple[ErrorFeedback, Sparse]] = []
-        """In this step, so that all of it can be undone or taken back."""
+        """Of this step, so that all of it can be undone or absorbed."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
         self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
@@ -128,18 +122,18 @@ class SparseState:
         weakref.finalize(self, self._inbox.put, None).atexit = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept back, by parameter. Between two steps."""
+        """Returns the residuals by parameter. Call it between two steps."""
         self._settle()
         return {"step": self.step, "kept": self._residual_store.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict` of this rank, whatever buckets DDP cuts now.
+        """Loads this rank's `state_dict`, whatever buckets DDP has now.
 
         Args:
             state: Of the same model.
 
         Raises:
-            StateMismatchError: Of other parameters; nothing was loaded.
+            StateMismatchError: It has other parameters; nothing was loaded.
         """
         self._settle()
         self._residual_store.load_state_dict(state["kept"])
@@ -152,14 +146,7 @@ class SparseState:
         self._topology.close()
 
     def _submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        """For `sparse_hook`: takes a bucket.
-
-        Args:
-            bucket: As DDP hands it over.
-
-        Returns:
-            Its averaged gradient, some time.
-        """
+        """Queues one of DDP's buckets; returns the future of its averaged gradient."""
         buffer_D = bucket.buffer()
         if bucket.index() == 0:
             self._settle()
@@ -177,7 +164,7 @@ class SparseState:
     # ── on the thread ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _process(self, job: _Job) -> None:
-        """One bucket: its error, or that of the step, is the future's."""
+        """Averages one bucket; on an error fills it with NaN and records the error."""
         try:
             average_D = self._average(job)
         except Exception as error:  # noqa: BLE001 - every rank is told, and DDP raises it
@@ -190,7 +177,7 @@ class SparseState:
         job.future.set_result(job.buffer_D)
 
     def _raise(self) -> None:
-        """When DDP has all results: the step's error, on all ranks."""
+        """Raises the step's error, on all ranks, when DDP has all results."""
         if self._error is not None and not (isinstance(self._error, NonFiniteGradientError) and self._scale.skips):
             raise self._error
 
@@ -224,7 +211,7 @@ class SparseState:
         return average_D
 
     def _settle(self) -> None:
-        """Between two steps: the residuals of a step that failed."""
+        """Between two steps, reverts or keeps the residuals of a failed one."""
         chosen, self._chosen = self._chosen, []
         error, self._error = self._error, None
         self._damage = []
@@ -238,7 +225,7 @@ class SparseState:
 
 
 def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """For ``ddp.register_comm_hook``: the ranks' weighted mean of a bucket, through a slow link.
+    """Averages a bucket over the ranks by samples; for ``ddp.register_comm_hook``.
 
     Args:
         state: This rank's.
@@ -251,13 +238,13 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Has something called at the end of the running backward pass, after DDP, which is still to queue its own end."""
+    """Queues a call for the end of the running backward pass, after DDP's own call, which DDP is still to queue."""
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
     queue_callback(lambda: queue_callback(call))
 
 
 def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState]) -> None:
-    """The thread; does not keep its owner alive."""
+    """Runs the thread; does not keep its owner alive."""
     while (job := inbox.get()) is not None:
         state = owner()
         if state is None:
@@ -267,11 +254,11 @@ def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState])
 
 
 class ResidualStore:
-    """One `ErrorFeedback` for each bucket that there is.
+    """One `ErrorFeedback` for each of DDP's buckets.
 
     Args:
-        model: Its parameters' names.
-        make: Makes the memory of a bucket of a size.
+        model: For its parameters' names.
+        make: Makes the feedback of a bucket of a given size.
     """
 
     def __init__(self, model: nn.Module, make: Callable[[int], ErrorFeedback]) -> None:
@@ -282,16 +269,16 @@ class ResidualStore:
         self._by_parameter: dict[str, dict[str, Tensor]] = {}
 
     def of(self, parameters: Sequence[Tensor]) -> ErrorFeedback:
-        """The memory of a bucket.
+        """Returns the feedback of a bucket, with the residuals that its parameters had in other buckets.
 
         Args:
-            parameters: In it, in order.
+            parameters: The bucket's, in order.
 
         Returns:
-            Its memory, with whatever was kept of these parameters in other buckets.
+            The feedback.
 
         Raises:
-            ConfigError: A parameter of another model.
+            ConfigError: A parameter belongs to another model.
         """
         unknown = [parameter for parameter in parameters if parameter not in self._names]
         if unknown:
@@ -315,20 +302,20 @@ class ResidualStore:
         return self._buckets[key]
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What is kept, by parameter; copies."""
+        """Returns copies of the residuals, by parameter."""
         state = {name: dict(kept) for name, kept in self._by_parameter.items()}
         for key, feedback in self._buckets.items():
             state |= self._split(key, feedback)
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes `state_dict` back, whatever buckets there will be.
+        """Loads a `state_dict`, whatever buckets there will be.
 
         Args:
             state: By parameter.
 
         Raises:
-            StateMismatchError: Of other parameters; nothing was loaded.
+            StateMismatchError: It has other parameters; nothing was loaded.
         """
         by_parameter = {
             name: {kind: torch.as_tensor(each).clone() for kind, each in k.items()} for name, k in state.items()
@@ -341,7 +328,7 @@ class ResidualStore:
         self._buckets, self._by_parameter = {}, by_parameter
 
     def _split_buckets(self, names: set[str]) -> None:
-        """Ends the buckets that hold any of these parameters."""
+        """Drops the buckets that hold any of these parameters, and keeps their residuals by parameter."""
         for key in [key for key in self._buckets if names & set(key)]:
             self._by_parameter |= self._split(key, self._buckets.pop(key))
 

@@ -1,4 +1,4 @@
-"""GradientEngine: takes the place of ``optimizer.step()`` in a data-parallel loop whose link is slow.
+"""GradientEngine replaces ``optimizer.step()`` in a data-parallel loop whose link is slow.
 
 ::
 
@@ -11,26 +11,25 @@
             scheduler.step()
         engine.finish()                           # before an evaluation, a snapshot by hand, the end
 
-Every rank compresses its own gradient, exchanges what it chose, and applies the same merged, sparse gradient with a
-`shade.gradient.optim` optimizer. Any module will do. Gradients are taken out of ``p.grad`` as the backward pass
-produces them, without a copy: ``p.grad`` is None afterwards, and clipping is the engine's (``clip_norm``, of the
-merged gradient).
+Every rank compresses its own gradient, exchanges the chosen elements, and applies the same merged, sparse gradient
+with an optimizer of `shade.gradient.optim`. The backward pass moves gradients out of ``p.grad`` without a copy:
+``p.grad`` is None afterwards, and the engine does the clipping (``clip_norm``, of the merged gradient).
 
-* **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the gradient of the step
-  before, while this one's is exchanged behind the next forward and backward; the first step applies nothing, `finish`
-  the last.
-* **Shared** parameters are one parameter. **Frozen** ones (when the engine is made) stay as rank 0 had them. A
-  parameter that gets **no gradient** in a step counts as zero on this rank; the others' count.
-* **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` brings them together, see
+* **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the previous step's
+  gradient, while this one's is exchanged behind the next forward and backward; the first step applies nothing,
+  `finish` the last.
+* **Shared** parameters are one parameter. Parameters that are **frozen** at construction keep rank 0's values. A
+  parameter without a gradient in a step counts as zero on this rank; other ranks' gradients count.
+* **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` averages them, see
   `_engine.replica`.
-* **A look** every ``check_every`` steps finds a replica that has parted all the same, and repairs it.
+* **A check** every ``check_every`` steps finds a replica that has diverged, and repairs it.
 * **Accumulation**: backward passes inside ``with engine.accumulate():`` only add up.
-* **Errors** come out of `step` and `finish` on every rank, with weights and residuals as they were before the step.
-  After `NonFiniteGradientError` and `PayloadError` training may go on; after `PeerLostError` the group is lost, and
-  training goes on with whom is left only in an `ElasticEngine` (`_elastic.engine`).
+* **Errors** are raised by `step` and `finish` on every rank, with weights and residuals as before the step. Training
+  may continue after `NonFiniteGradientError` and `PayloadError`. After `PeerLostError` the group is lost; only an
+  `ElasticEngine` continues with the remaining ranks.
 
-Invariant: all ranks hold the same weights, bit for bit, after every step. What each rank chose, plus what its residuals
-hold, is the sum of its gradients.
+Invariant: all ranks hold the same weights, bit for bit, after every step. What each rank chose plus its residuals is
+the sum of its gradients.
 """
 
 from __future__ import annotations
@@ -63,30 +62,30 @@ from shade.types import Decision, StepReport
 
 
 class GradientEngine:
-    """One rank's part in training together. Making it, `step` and `finish` are collective; use as a context manager.
+    """One rank's part in a data-parallel training. The constructor, `step` and `finish` are collective; a context
+    manager.
 
     Args:
-        model: Any module; rank 0's parameters and buffers are given to all ranks.
+        model: Any module; all ranks start with rank 0's parameters and buffers.
         optimizer: One of `shade.gradient.optim` over its parameters.
-        compressor: Name in `_compress.compressor.COMPRESSORS`.
+        compressor: Name in `shade.gradient.COMPRESSORS`.
         density: Kept fraction of the gradient, or a `WarmUp` of it.
-        quantiser: Name in `_compress.quantiser.QUANTISERS`.
+        quantiser: Name in `shade.gradient.QUANTISERS`.
         staleness: 0 or 1: steps by which an update may be late.
-        local_size: Ranks in each node, for dense sums inside nodes (`_comm.topology`); 1: every rank for
-            itself.
-        clip_norm: Largest norm of the merged gradient; None: any.
-        correction: What every rank makes of its own gradient first (`_compress.correction`), for `SparseSGD`
-            without momentum. `LocalAdamW` brings its own.
-        scaler: Of mixed precision; see `_engine.gradient_hooks`.
+        local_size: Ranks in each node, for dense sums inside nodes; 1: no sums inside nodes.
+        clip_norm: Largest norm of the merged gradient; None: no limit.
+        correction: Applied to every rank's own gradient (`shade.gradient.correction`), for `SparseSGD` without
+            momentum. `LocalAdamW` has its own.
+        scaler: For mixed precision; the script calls only ``scaler.scale(loss)``, the engine does the rest.
         group: The ranks that train together; None: all.
         timeout_seconds: Longest silence of a rank in an exchange.
-        bucket_bytes: What a bucket holds at most, unless one parameter is larger.
-        seed: Of what compressors draw; the same on every rank.
-        generation: Of the membership; see `Transport`.
-        check_every: Steps after which all ranks compare their weights; see `_engine.replica`.
+        bucket_bytes: The largest size of a bucket that holds more than one parameter.
+        seed: For the compressors' random choices; the same on every rank.
+        generation: Of the membership.
+        check_every: Steps between two comparisons of all ranks' weights.
 
     Raises:
-        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
+        ConfigError: An argument is out of range, or differs between ranks; raised on all ranks.
     """
 
     def __init__(
@@ -149,11 +148,11 @@ class GradientEngine:
         self._late: GradientStep | None = None
         """The step whose result is still to be applied."""
         self._settled: GradientStep | None = None
-        """The step that ended last, one way or the other."""
+        """The last step that has ended, in success or failure."""
         self._applied = (-1, 0.0)
-        """The step that was applied last, and its norm."""
+        """The last applied step, and its norm."""
         self._stepped_at = time.perf_counter()
-        """When a step last began to be applied: what follows until the next is this rank's own work."""
+        """When the last step began to be applied; from then until the next step this rank works for itself."""
         self._open = self._begin(0)
         self._hook: Any = model.register_load_state_dict_post_hook(lambda *_: self._refresh())  # type: ignore[no-untyped-call]
 
@@ -166,6 +165,7 @@ class GradientEngine:
 
     @num_samples.setter
     def num_samples(self, value: int) -> None:
+        """Samples that this rank's gradient is the mean of; its weight. Set it before the backward pass."""
         if value < 0:
             raise ConfigError.of("num_samples ≥ 0", value, "0 says that this rank has nothing to add")
         if not self._open.is_untouched:
@@ -173,19 +173,21 @@ class GradientEngine:
         self._num_samples = self._open.num_samples = value
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes inside add to ``p.grad`` and start nothing; the last one of a step goes outside.
+        """Returns a context whose backward passes only add to ``p.grad``; the last one of a step goes outside.
 
-        Their gradients are summed, as everywhere in PyTorch: divide the loss by the number of passes for a mean.
+        Their gradients are summed, as usual in PyTorch: divide the loss by the number of passes for a mean.
         """
         return self._gradient_hooks.accumulate()
 
     def step(self) -> None:
-        """Ends this step's backward pass and applies what is due: this step's gradient, or the one before.
+        """Ends this step's backward pass and applies the due gradient: this step's, or the previous one's.
 
         Raises:
-            NonFiniteGradientError: NaN or infinity on some rank, without a scaler. The step never was.
-            PayloadError: Ranks are not in the same step, or a payload came damaged. What was chosen is kept.
-            PeerLostError: A rank is gone or silent. What was chosen is kept.
+            NonFiniteGradientError: A rank's gradient holds NaN or infinity, and there is no scaler. The step is
+                dropped.
+            PayloadError: Ranks are not in the same step, or a payload arrived damaged. The residuals keep what was
+                chosen.
+            PeerLostError: A rank is gone or silent. The residuals keep what was chosen.
             GradientError: A rank failed; see its log.
         """
         self._check_open()
@@ -202,7 +204,7 @@ class GradientEngine:
             self._open = self._begin(work.step + 1)
 
     def finish(self) -> None:
-        """Brings everything up to date: the last gradient, weights that lag, buffers. Collective; fails as `step`."""
+        """Applies the last gradient, flushes lagging weights, averages buffers. Collective; raises as `step`."""
         self._check_between_steps()
         due, self._late = self._late, None
         if due is not None:
@@ -213,15 +215,15 @@ class GradientEngine:
     # ── what a controller says and sees ─────────────────────────────────────────────────────────────────────────────
 
     def propose(self, decision: Decision) -> None:
-        """Rank 0 decides for all: rides in the coming step's exchange, takes effect at one step on every rank.
+        """Proposes a density and batch sizes for all ranks; they take effect at the same step on every rank.
 
-        If that step's backward pass has begun, or the step fails, it rides in the next.
+        The proposal travels with the next step, or with a later one if that step has begun or fails.
 
         Args:
-            decision: Not before its ``effective_step``, and not before every rank can know of it.
+            decision: Takes effect at its ``effective_step``, or at the first later step that all ranks can reach.
 
         Raises:
-            ConfigError: On another rank, or one that cannot be.
+            ConfigError: This is not rank 0, or a value is out of range.
         """
         check_decision(decision, self._topology.world.rank, self._topology.world.world_size)
         if self._open.is_untouched:
@@ -231,7 +233,7 @@ class GradientEngine:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples that this rank shall take in the coming step; None: nobody has decided."""
+        """The samples that rank 0 decided for this rank in the coming step; None: no decision."""
         decision = self._plan.at(self._open.step)
         return decision.batch_sizes[self._topology.world.rank] if decision and decision.batch_sizes else None
 
@@ -242,22 +244,22 @@ class GradientEngine:
 
     @property
     def step_count(self) -> int:
-        """Steps taken; with staleness 1 the last of them is applied by the next, or by `finish`."""
+        """Steps taken; with staleness 1 the last one is applied by the next, or by `finish`."""
         return self._open.step
 
     def report(self) -> StepReport | None:
-        """What the last step that ended cost this rank; None before the first."""
+        """Returns the cost of the last ended step on this rank; None before the first."""
         return self._meter.latest
 
     @property
     def counts(self) -> dict[str, float]:
-        """Totals of this process by name; `_engine.meter.COUNTS` says how to read each."""
+        """Totals of this process by name, the ``gradient_…`` counters of the metrics."""
         return dict(self._meter.totals)
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, what is still to be applied, the plan; between two steps. Weights are the model's."""
+        """Returns this rank's residuals, late gradient and plan, between two steps. The model holds the weights."""
         self._check_between_steps()
         if self._late is not None:
             self._late.wait(StepState.MERGED)
@@ -272,7 +274,7 @@ class GradientEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict` of this rank. Of another rank's (a rank that joins) residuals are left out.
+        """Loads this rank's `state_dict`. From another rank's (a rank that joins) it takes all but the residuals.
 
         Args:
             state: Of an engine over the same model.
@@ -283,13 +285,13 @@ class GradientEngine:
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Goes on from the states of all ranks of a world that may have had another size.
+        """Loads the states of all ranks of a world that may have had another size.
 
-        A rank that there was before gets its own residuals. Those of ranks that are gone are added to those that are
-        left, in turns, so that nothing is lost; a rank that is new begins with none.
+        Each rank gets its own residuals. Those of missing ranks are added to the remaining ones, in turns, so that
+        nothing is lost; a new rank starts with none.
 
         Args:
-            states: Those of the ranks before, in any order; the same on every rank.
+            states: Of all previous ranks, in any order; the same on every rank.
 
         Raises:
             StateMismatchError: They do not fit; nothing was changed.
@@ -308,7 +310,7 @@ class GradientEngine:
         self._refresh()
 
     def close(self) -> None:
-        """Ends the threads and the group; a step under way is dropped. Safe to call twice."""
+        """Ends the threads and frees the group; drops a step in progress. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
             self._hook.remove()
@@ -324,24 +326,24 @@ class GradientEngine:
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _connect(self, purpose: str) -> Transport:
-        """A group for one purpose. Collective."""
+        """Makes a group for one purpose. Collective."""
         del purpose  # PyTorch tells groups apart by their order
         return Transport(**self._group_settings)
 
     def _synchronise(self, world: Transport) -> None:
-        """Makes this rank one of those in a group: the same model, settings and weights. Collective."""
+        """Gives this rank the same model, settings and weights as the group. Collective."""
         check_same_setup(world, self._model, self._buckets, self._settings)
         broadcast_weights(world, self._model, self._buckets)
 
     def _attach(self, topology: Topology, check_transport: Transport) -> None:
-        """Takes up what knows who is in the group."""
+        """Builds what depends on the members of the group."""
         self._topology, self._check_transport = topology, check_transport
         self._consistency = Consistency(check_transport, self._optimizer, self._buckets, every=self._check_every)
         self._states = EngineState(topology, self._bucket_states)
         self._pipeline = GradientPipeline(topology, self._bucket_states, self._seed, is_late=self._staleness == 1)
 
     def _detach(self) -> None:
-        """Lets go of it; a step under way is dropped."""
+        """Closes what depends on the members of the group; drops a step in progress."""
         self._open.abandon()
         self._pipeline.close()
         self._topology.close()
@@ -356,12 +358,12 @@ class GradientEngine:
         return work
 
     def _refresh(self) -> None:
-        """Takes weights from the parameters, where those are not views of ours and somebody has loaded them."""
+        """Updates master weights after a loaded state changed the parameters."""
         for bucket_state in self._bucket_states:
             bucket_state.bucket.refresh()
 
     def _settle(self, work: GradientStep) -> None:
-        """Waits for a step's end and applies it, or says on all ranks why not."""
+        """Waits for a step's end and applies it, or raises its error on all ranks."""
         started = time.perf_counter()
         work.wait(StepState.MERGED)
         self._settled, self._stepped_at = work, time.perf_counter()
@@ -380,7 +382,7 @@ class GradientEngine:
             self._consistency.after_step(work.step + 1)
 
     def _apply(self, work: GradientStep) -> None:
-        """The sparse step, on the training thread: weights change nowhere else."""
+        """Applies the sparse step, on the training thread: no other place changes weights."""
         self._optimizer.step()  # no parameter has a gradient: all it does is to call who asked to be told of steps
         factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
         for bucket_state, merged in zip(self._bucket_states, work.merged, strict=False):

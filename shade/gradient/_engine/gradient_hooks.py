@@ -1,15 +1,13 @@
-"""Takes gradients out of ``p.grad`` as the backward pass completes them, and lays them into the step that is open.
+"""Moves gradients from ``p.grad`` to the open step as the backward pass completes them.
 
-Taken without a copy: ``p.grad`` is None afterwards, and the next backward pass cannot write into what is still being
-sent. A parameter that takes part twice in a backward pass is one parameter, and is taken when both parts are added up.
+Gradients move without a copy: ``p.grad`` is None afterwards, so the next backward pass cannot overwrite a gradient
+that is still being sent. A parameter used twice in a backward pass is moved once, after its gradients are summed.
 
-Mixed precision: a step whose gradient overflowed on any rank is skipped on all, and all lower the scale together.
-
-``torch.amp.GradScaler`` looks for infinities in ``p.grad``, each rank in its own. Here gradients leave ``p.grad``
-during the backward pass, and every rank learns of every rank's overflow from the exchange. So the engine unscales
-while it gathers (by the scale of that backward pass), and does what ``scaler.update()`` would do through the scaler's
-public setters: back off after an overflow, grow after ``growth_interval`` good steps. The script keeps
-``scaler.scale(loss)`` and leaves out ``unscale_``, ``step`` and ``update``.
+Mixed precision: ``torch.amp.GradScaler`` looks for infinities in ``p.grad``, on each rank alone. Here gradients leave
+``p.grad`` early, and the exchange reports every rank's overflow to all. So the engine unscales while it gathers, by
+the scale of that backward pass, and `LossScale` does what ``scaler.update()`` would do, through the scaler's public
+setters: back off after an overflow, grow after ``growth_interval`` good steps. A step that overflows on any rank is
+skipped on all. The script keeps ``scaler.scale(loss)`` and omits ``unscale_``, ``step`` and ``update``.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ class GradientHooks:
     """The hooks on all parameters of an engine, until `close`.
 
     Args:
-        lanes: The buckets.
-        param_groups: Of the optimizer, with parameters that are frozen.
-        scale: What gradients have to be multiplied with.
+        bucket_states: The buckets.
+        param_groups: Of the optimizer, frozen parameters included.
+        scale: The loss scale.
     """
 
     def __init__(
@@ -48,19 +46,19 @@ class GradientHooks:
         self._frozen = [each for each in trained if each not in self._places]
         self._is_accumulating = False
         self.work: GradientStep | None = None
-        """The step that is open."""
+        """The open step."""
         take: Any = self._take
         self._hooks: list[Any] = [each.register_post_accumulate_grad_hook(take) for each in self._places]  # type: ignore[no-untyped-call]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the open step has no gradient yet, taken or to be taken."""
+        """Whether the open step has no gradient yet, neither moved nor in ``p.grad``."""
         is_untouched = self.work is None or self.work.is_untouched
         return is_untouched and all(parameter.grad is None for parameter in self._places)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Leaves gradients where they are meanwhile; they add up there."""
+        """Leaves gradients in ``p.grad`` inside the context, where they add up."""
         before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
@@ -68,13 +66,13 @@ class GradientHooks:
             self._is_accumulating = before
 
     def seal(self, work: GradientStep) -> None:
-        """Ends a step's backward pass: what has come no gradient yet comes without one.
+        """Ends a step's backward pass: a missing gradient counts as zero.
 
         Args:
             work: The step.
 
         Raises:
-            ConfigError: A parameter that was frozen has a gradient.
+            ConfigError: A frozen parameter has a gradient.
         """
         if any(parameter.grad is not None for parameter in self._frozen):
             raise ConfigError.of("frozen parameters to stay frozen", "a gradient", "make a new engine to train them")
@@ -84,12 +82,12 @@ class GradientHooks:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Takes the hooks off. Safe to call twice."""
+        """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
 
     def _take(self, parameter: Tensor) -> None:
-        """Hook: a parameter's gradient is complete."""
+        """Hook: moves a complete gradient to the open step."""
         if self._is_accumulating or self.work is None:
             return
         number, position = self._places[parameter]  # type: ignore[index]
@@ -105,7 +103,7 @@ class GradientHooks:
 
 
 class LossScale:
-    """Keeps the scale of a scaler; without a scaler, or with one that is disabled, a scale of 1.
+    """The scale of a GradScaler; 1 without one, or with a disabled one.
 
     Args:
         scaler: The script's.
@@ -118,19 +116,19 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """Whether an overflow is a step to be skipped, and not an error."""
+        """Whether an overflow skips the step instead of raising an error."""
         return self._scaler is not None
 
     @property
     def unscale(self) -> float:
-        """What gradients have to be multiplied with."""
+        """The factor for gradients."""
         return 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
 
     def stepped(self, is_good: bool) -> None:
-        """Follows one step.
+        """Adapts the scale after one step.
 
         Args:
-            is_good: Whether it was finite on every rank.
+            is_good: Whether the step was finite on every rank.
         """
         if self._scaler is None:
             return
@@ -143,19 +141,19 @@ class LossScale:
             self.num_good_steps = 0
 
     def status(self) -> dict[str, Any]:
-        """All that a rank which joins has to take over: `state_dict`, and the scale."""
+        """Returns what a joining rank takes over: `state_dict` and the scale."""
         return {**self.state_dict(), "scale": None if self._scaler is None else self._scaler.get_scale()}
 
     def load_status(self, status: Mapping[str, Any]) -> None:
-        """Takes over another rank's `standing`."""
+        """Takes over another rank's `status`."""
         self.load_state_dict(status)
         if self._scaler is not None and status["scale"] is not None:
             self._scaler.update(status["scale"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the scaler itself does not save for us."""
+        """Returns what the scaler's own state does not hold."""
         return {"num_good_steps": self.num_good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict` back."""
+        """Loads a `state_dict`."""
         self.num_good_steps = int(state["num_good_steps"])

@@ -1,4 +1,4 @@
-"""Infrequent synchronisation, for links so slow that even a hundredth of every step is too much.
+"""Synchronises every H steps, for links that are too slow even for a hundredth of every step.
 
 ::
 
@@ -10,15 +10,15 @@
             optimizer.zero_grad()
             outer.step()                                       # every 100th synchronises
 
-Each rank takes H steps of its own from common weights, the *anchor*. How far it came, anchor - weights, is then treated
-as a gradient: averaged over the ranks by samples, and applied to the anchor by an outer optimizer. With rate 1 and no
-momentum that is the mean of all ranks' weights (`LocalSGD`); with Nesterov's momentum it is DiLoCo, which holds its
-quality up to hundreds of inner steps. What is averaged goes the same way as a gradient: it can be sparse, with error
+Each rank takes H steps of its own from common weights, the *anchor*. The distance, anchor - weights, is treated as a
+gradient: averaged over the ranks by samples, and applied to the anchor by an outer optimizer. With rate 1 and no
+momentum that is the mean of all ranks' weights (`LocalSGD`); with Nesterov's momentum it is DiLoCo, which keeps its
+quality up to hundreds of inner steps. The distance is exchanged as a gradient is: it can be sparse, with error
 feedback; it is checked, merged in rank order, and applied on all ranks or on none.
 
-The price: two more copies of the weights on the host (anchor and momentum), one more for error feedback. Sent whole,
-an element is 5 bytes. Between synchronisations ranks differ: evaluate and save after one (`synchronise` makes one).
-Buffers are brought together at every synchronisation.
+Cost: two more copies of the weights on the host (anchor and momentum), one more for error feedback. Sent whole, an
+element is 5 bytes. Ranks differ between synchronisations: evaluate and save after one (call `synchronise`). Each
+synchronisation also averages the buffers.
 
 Invariant: after a synchronisation all ranks hold the same weights, bit for bit.
 
@@ -48,23 +48,23 @@ from shade.gradient._engine.replica import average_buffers, broadcast_weights, c
 
 
 class DiLoCo:
-    """Averages how far the ranks came in H steps, and steps the common weights that way. Collective to make.
+    """Averages the ranks' distances after H steps, and steps the common weights. The constructor is collective.
 
     Args:
-        model: Any module; rank 0's parameters and buffers are given to all ranks. Trainable ones are synchronised.
+        model: Any module; all ranks start with rank 0's parameters and buffers. Trainable ones are synchronised.
         every: H, inner steps between two synchronisations, ≥ 1.
         lr: Rate of the outer step, > 0.
         momentum: Nesterov's, of the outer step, 0 ≤ momentum < 1.
-        density: Kept fraction of what is averaged; 1: all.
-        compressor: Name in `_compress.compressor.COMPRESSORS`.
-        quantiser: Name in `_compress.quantiser.QUANTISERS`.
+        density: Kept fraction of the distance; 1: all.
+        compressor: Name in `shade.gradient.COMPRESSORS`.
+        quantiser: Name in `shade.gradient.QUANTISERS`.
         group: The ranks that train together; None: all.
-        timeout_seconds: Longest silence of a rank: longer than H steps of the slowest differ from those of the fastest.
-        bucket_bytes: What a bucket holds at most.
-        seed: Of what compressors draw; the same on every rank.
+        timeout_seconds: Longest silence of a rank; must exceed the difference of two ranks' times for H steps.
+        bucket_bytes: The largest size of a bucket that holds more than one parameter.
+        seed: For the compressors' random choices; the same on every rank.
 
     Raises:
-        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
+        ConfigError: An argument is out of range, or differs between ranks; raised on all ranks.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DiLoCo:
             if not is_right:
                 raise ConfigError.of(expected, got, "every=100, lr=0.7, momentum=0.9, density=1 are usual")
         self.num_samples = 1
-        """Weight of this rank's part: samples since the last synchronisation."""
+        """Weight of this rank: samples since the last synchronisation."""
         self.step_count = 0
         """Inner steps."""
         self._model, self._every, self._lr, self._momentum = model, every, lr, momentum
@@ -114,7 +114,8 @@ class DiLoCo:
         self._velocities: list[Tensor] = [torch.zeros_like(anchor_D) for anchor_D in self._anchors]
 
     def step(self) -> bool:
-        """After each inner optimizer step, on every rank.
+        """Counts an inner step, and synchronises after every H of them. Call it after each optimizer step, on every
+        rank.
 
         Returns:
             Whether it synchronised.
@@ -132,8 +133,8 @@ class DiLoCo:
         """Makes all ranks' weights the same, now. Collective.
 
         Raises:
-            NonFiniteGradientError: Some rank's weights hold NaN or infinity. All ranks keep their own.
-            PayloadError: Ranks are not in the same step, or a payload came damaged. All ranks keep their own.
+            NonFiniteGradientError: A rank's weights hold NaN or infinity. All ranks keep their own.
+            PayloadError: Ranks are not in the same step, or a payload arrived damaged. All ranks keep their own.
             PeerLostError: A rank is gone or silent.
         """
         merged = self._average()
@@ -150,7 +151,7 @@ class DiLoCo:
         average_buffers(self._topology.world, self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchor, momentum and residuals; the inner optimizer and the weights are saved by themselves."""
+        """Returns anchor, momentum and residuals; save the inner optimizer and the weights separately."""
         return {
             **self._states.state_dict(None),
             "step": self.step_count,
@@ -159,7 +160,7 @@ class DiLoCo:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict` of this rank; load the model's and the inner optimizer's, too.
+        """Loads this rank's `state_dict`; load the model and the inner optimizer separately.
 
         Args:
             state: Of the same model.
@@ -189,7 +190,7 @@ class DiLoCo:
         self.close()
 
     def _average(self) -> list[Sparse]:
-        """How far all ranks came, on the mean; or an error on all ranks, and the residuals as they were."""
+        """Returns the mean distance of all ranks; on an error, raised on all ranks, reverts the residuals."""
         numbers = list(range(len(self._bucket_states)))
         work = GradientStep(self.step_count, [], self._density, self.num_samples)
         for number, (bucket_state, anchor_D) in enumerate(zip(self._bucket_states, self._anchors, strict=True)):
@@ -216,10 +217,10 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """The mean of all ranks' weights, every H steps.
+    """Averages all ranks' weights every H steps.
 
     Args:
-        model: As of `DiLoCo`.
+        model: As in `DiLoCo`.
         every: H.
         **settings: The others of `DiLoCo`, without ``lr`` and ``momentum``.
     """

@@ -1,4 +1,4 @@
-"""What the gradient plane counted: totals of the run for a sink, and the last step's report for the controller."""
+"""Counts what the engine does: totals of the run for a sink, and the last step's report for the controller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Meter:
 
     Args:
         rank: This rank.
-        num_elements: Of all that this rank compresses in a step.
+        num_elements: Elements that this rank compresses in a step.
     """
 
     def __init__(self, rank: int, num_elements: int) -> None:
@@ -45,21 +45,11 @@ class Meter:
         self.latest: StepReport | None = None
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Adds to one total.
-
-        Args:
-            name: One of `COUNTS`, without its beginning.
-            amount: How much.
-        """
+        """Adds to one total; ``name`` is one of `COUNTS` without its prefix."""
         self.totals[f"gradient_{name}"] += amount
 
     def add(self, work: GradientStep, outcome: str) -> None:
-        """Takes in a step that has ended.
-
-        Args:
-            work: The step.
-            outcome: ``steps``, ``skipped_steps`` or ``failed_steps``.
-        """
+        """Adds a step that has ended; ``outcome`` is ``steps``, ``skipped_steps`` or ``failed_steps``."""
         costs = work.costs
         self.latest = StepReport(
             step=work.step,
@@ -90,5 +80,5 @@ class Meter:
 
 
 def norm_of(merged: Sequence[Sparse]) -> float:
-    """The norm of a merged gradient over all buckets; the same bits on every rank."""
+    """Returns the norm of a merged gradient over all buckets."""
     return math.sqrt(sum(float(np.dot(each.values_K, each.values_K.astype(np.float64))) for each in merged))

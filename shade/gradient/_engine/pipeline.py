@@ -1,22 +1,21 @@
-"""Two threads that carry a step's gradient from the backward pass to the merged result, bucket by bucket.
+"""Carries a step's gradient from the backward pass to the merged result, bucket by bucket, in two threads.
 
 ::
 
     backward (training thread)   hooks hand over gradients; no copy, no wait
-    compress (thread 1)          device → host, widen, sum over the node, choose, code; or choose there, and what is
-                                 chosen → host
+    compress (thread 1)          device → host, widen, sum over the node, pick, encode; or pick on the device, and
+                                 copy what was picked
     exchange (thread 2)          counts, payloads, merge, vote                       → `StepState.MERGED`
     apply    (training thread)   sparse step, host → device, at one fixed point
 
-Every stage takes the buckets in one order that is fixed beforehand, whatever order the backward pass fills them in,
-so that ranks never wait crosswise and two runs do the same. Without staleness it is the order in which the backward
-pass usually fills them, back layers first, and each bucket has its own round of counts, so that its exchange overlaps
-with the rest of the backward pass. With staleness 1 one round of counts serves all buckets, and front layers go
-first.
+Every stage takes the buckets in one fixed order, whatever order the backward pass fills them in, so that ranks never
+wait crosswise and two runs do the same. Without staleness it is the order in which the backward pass usually fills
+them, back layers first, and each bucket has its own round of counts, so that its exchange overlaps with the rest of
+the backward pass. With staleness 1 one round of counts serves all buckets, front layers first.
 
-Nothing is applied before the whole step is known to be good, and a residual keeps its old content until then. That is
-what makes "on all ranks or on none" true: of a step that fails its gradient is forgotten (NaN), or what was chosen goes
-back into the residuals (a lost peer, a damaged payload).
+Nothing is applied before the whole step succeeds, and a residual's old content stays until then. So a step happens on
+all ranks or on none: a failed step's gradient is dropped (NaN), or its chosen elements go back into the residuals (a
+lost peer, a damaged payload).
 
 Legend: D bucket · B buckets.
 """
@@ -48,13 +47,13 @@ _JOIN_SECONDS = 5.0
 
 
 class GradientPipeline:
-    """The two threads, which end when this is closed or collected.
+    """The two threads, which end when this object is closed or collected.
 
     Args:
-        route: Which way gradients take.
-        lanes: The buckets, front layers first.
-        seed: Of what compressors draw; the same on every rank.
-        is_late: Whether a step's result is waited for only in the next step.
+        topology: The path between the ranks.
+        bucket_states: The buckets, front layers first.
+        seed: For the compressors' random choices; the same on every rank.
+        is_late: Whether a step's result is awaited only in the next step.
     """
 
     def __init__(self, topology: Topology, bucket_states: Sequence[BucketState], seed: int, is_late: bool) -> None:
@@ -63,21 +62,21 @@ class GradientPipeline:
         weakref.finalize(self, self._stages.stop).atexit = False
 
     def submit(self, work: GradientStep) -> None:
-        """Takes a step that is about to begin; steps are worked off in this order."""
+        """Queues a step that is about to begin; steps are processed in this order."""
         self._stages.inbox.put(work)
 
     def reclaim(self) -> None:
-        """Puts what never arrived back into the residuals. While nothing is under way."""
+        """Puts undelivered elements back into the residuals. No step may be in progress."""
         self._stages.reclaim()
 
     def close(self) -> None:
-        """Ends the threads. What is under way gets 5 seconds; safe to call twice."""
+        """Ends the threads; a step in progress gets 5 seconds. Safe to call twice."""
         self._stages.stop()
         self._stages.join(_JOIN_SECONDS)
 
 
 class _Stages:
-    """The threads' side; does not know the pipeline, so that one can be collected."""
+    """The threads' side; it does not refer to the pipeline, so that the pipeline can be collected."""
 
     def __init__(self, topology: Topology, bucket_states: tuple[BucketState, ...], seed: int, is_late: bool) -> None:
         self.inbox: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
@@ -161,7 +160,7 @@ class _Stages:
             work.packed[number].set()
 
     def _choose(self, work: GradientStep, number: int, gradient_D: torch.Tensor, density: float) -> None:
-        """Chooses and codes; what goes wrong is kept for the counts, so that all ranks hear of it."""
+        """Picks and encodes; records an error for the counts, which report it to all ranks."""
         feedback = self._bucket_states[number].feedback
         try:
             chosen = feedback.compress(gradient_D, density, Key(self._seed, work.step, number))
@@ -172,7 +171,7 @@ class _Stages:
             work.trouble.append(error)
 
     def _gather(self, work: GradientStep, number: int, scale: float) -> torch.Tensor:
-        """The bucket's gradient, where it is chosen from: on the host, or where it is; its tensors are given up."""
+        """Returns the bucket's gradient where it is picked, on the host or its device, and frees its tensors."""
         bucket_state, gradients, computed = self._bucket_states[number], work.gradients[number], work.copied[number]
         bucket, host_D = bucket_state.bucket, self._gradient_D[: bucket_state.bucket.size]
         if computed is not None:
@@ -192,7 +191,7 @@ class _Stages:
         return gradient_D
 
     def _on_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """A stream of our own, beside the one that the model computes on."""
+        """Uses a stream of our own, beside the one that the model computes on."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if device not in self._streams:
@@ -239,7 +238,7 @@ class _Stages:
         work.merged, work.unvoted = everything, None
 
     def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
-        """Of a failed step: undoes its residuals, or keeps what was picked to be added to them again."""
+        """After a failed step, reverts the residuals, or keeps its chosen elements to be put back."""
         own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
         if own is not None and work.state < StepState.AGREED:
             error.__cause__ = own

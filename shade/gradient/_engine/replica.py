@@ -1,28 +1,22 @@
-"""Makes all ranks' models one and the same before the first step, and their buffers at stated moments afterwards.
+"""Makes all ranks' models the same before the first step, and checks afterwards that they stay the same.
 
-Parameters stay alike by themselves: every rank applies the same merged gradient to the same weights in the same
-order. What has to be ensured is the beginning: the same names, shapes, types and settings (a difference is said by
-name, on all ranks, instead of hanging in the first exchange), and rank 0's values.
+Parameters stay the same by themselves: every rank applies the same merged gradient to the same weights in the same
+order. The start must be the same: names, shapes, types and settings (a difference raises an error that names it, on
+all ranks, instead of a hang in the first exchange), and rank 0's values.
 
-Buffers, such as BatchNorm's running statistics, are not trained and drift apart between exchanges, as each rank sees
-its own samples. They are left alone during training (DistributedDataParallel would send rank 0's before every
-forward) and brought together by `GradientEngine.finish`, before an evaluation or a snapshot: floating-point ones
-become their mean over the ranks, all others (counts) are rank 0's.
+Buffers, such as BatchNorm's running statistics, are not trained; each rank's follow its own samples. Training leaves
+them alone (DistributedDataParallel would send rank 0's before every forward). `GradientEngine.finish` averages
+floating-point buffers over the ranks, before an evaluation or a snapshot, and takes all others (counts) from rank 0.
 
-Looks every so many steps whether all ranks hold the same bits, and makes them the same again where they do not.
+`Consistency` finds replicas that diverged all the same: a flipped bit in a memory, a script that changes weights on
+one rank, a flush that not all ranks made. Without it the mean of their gradients means less and less, in silence. It
+hashes each bucket's weights and optimizer state (xxh3, 64 bits) and gathers the hashes, so all ranks draw the same
+conclusion. The state of most ranks is taken as right; in a tie, that of the lowest rank. Its lowest holder sends the
+bucket to all. The repair is logged and counted: on the second one, inspect that machine.
 
-Replicas stay alike because all apply the same steps in the same order. What breaks that is not a matter of rounding: a
-flipped bit in a memory, a script that changes weights on one rank, a flush that not all ranks made. Left alone,
-replicas part for good and the mean of their gradients means less and less, without a word. So each bucket's weights and
-optimizer state are hashed (xxh3, 64 bits), the hashes go to all ranks, and all draw the same conclusion from the same
-words.
+Cost: one pass over weights and state, and 16 bytes a bucket, every `every` steps.
 
-The state that most ranks hold is taken to be right; among equals, that of the lowest rank. Its lowest holder sends the
-bucket to all. That is said in the log and counted: whoever sees it twice should look at that machine.
-
-Price: one pass over the memory of weights and state, and 16 bytes a bucket, every `every` steps.
-
-Legend: W world · N words · B buckets.
+Legend: W world · N fields · B buckets.
 """
 
 from __future__ import annotations
@@ -47,16 +41,16 @@ from shade.types import Indices
 def check_same_setup(
     transport: Transport, model: nn.Module, buckets: Sequence[Bucket], settings: Mapping[str, Any]
 ) -> None:
-    """Compares what has to be the same on every rank. Collective.
+    """Compares what must be the same on every rank. Collective.
 
     Args:
-        exchange: Of all ranks.
+        transport: Of all ranks.
         model: This rank's.
-        buckets: What is trained.
-        settings: Whatever else has to be the same; JSON-plain.
+        buckets: The trained parameters.
+        settings: Other values that must be the same; JSON-plain.
 
     Raises:
-        ConfigError: Some rank's differs from rank 0's; the message names what and where. Raised on all ranks.
+        ConfigError: A rank differs from rank 0; the message names what and where. Raised on all ranks.
     """
     parameters = {name: _describe(parameter) for name, parameter in model.named_parameters()}
     trained = {name: f"bucket {number}" for number, each in enumerate(buckets) for name in each.names}
@@ -75,14 +69,7 @@ def check_same_setup(
 
 
 def broadcast_weights(transport: Transport, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:
-    """Gives every rank one rank's parameters and buffers. Collective.
-
-    Args:
-        exchange: Of all ranks.
-        model: Overwritten, except on ``source``.
-        buckets: What is trained.
-        source: Whose values.
-    """
+    """Gives every rank the parameters and buffers of rank ``source``. Collective."""
     if transport.world_size == 1:
         return
     for bucket in buckets:
@@ -92,14 +79,7 @@ def broadcast_weights(transport: Transport, model: nn.Module, buckets: Sequence[
 
 
 def broadcast_untrained(transport: Transport, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:
-    """Gives every rank one rank's buffers, and the parameters that are not trained. Collective.
-
-    Args:
-        exchange: Of all ranks.
-        model: Overwritten, except on ``source``.
-        buckets: What is trained, and left alone.
-        source: Whose values.
-    """
+    """Gives every rank the buffers and the frozen parameters of rank ``source``. Collective."""
     if transport.world_size == 1:
         return
     held = {parameter for bucket in buckets for parameter in bucket.parameters}
@@ -109,12 +89,7 @@ def broadcast_untrained(transport: Transport, model: nn.Module, buckets: Sequenc
 
 
 def average_buffers(transport: Transport, model: nn.Module) -> None:
-    """Replaces floating-point buffers by their mean over the ranks and all others by rank 0's. Collective.
-
-    Args:
-        exchange: Of all ranks.
-        model: Whose buffers.
-    """
+    """Averages floating-point buffers over the ranks, and takes all others from rank 0. Collective."""
     buffers = list(model.buffers())
     if transport.world_size == 1 or not buffers:
         return
@@ -149,16 +124,16 @@ logger = logging.getLogger("shade.gradient")
 
 
 class Consistency:
-    """One rank's part in it.
+    """Checks at intervals that all ranks hold the same bits, and repairs those that do not.
 
     Args:
-        exchange: Of all ranks.
+        transport: Of all ranks.
         optimizer: Steps the buckets.
         buckets: The same on all ranks, in the same order.
-        every: Steps between two looks, ≥ 1.
+        every: Steps between two checks, ≥ 1.
 
     Raises:
-        ConfigError: Not even one step between looks.
+        ConfigError: ``every`` is below 1.
     """
 
     def __init__(
@@ -168,29 +143,22 @@ class Consistency:
             raise ConfigError.of("every ≥ 1 step", every, f"{EVERY} is the default")
         self._transport, self._optimizer, self._buckets, self._every = transport, optimizer, tuple(buckets), every
         self.num_checks = 0
-        """Looks so far."""
+        """Checks so far."""
         self.num_repairs = 0
-        """Buckets that were not the same on all ranks; more than a few: some machine's memory is bad."""
+        """Buckets that differed; after more than a few, some machine's memory is bad."""
 
     def after_step(self, step: int) -> list[int]:
-        """Looks, if it is time to. Collective, with the same step on every rank.
-
-        Args:
-            step: Steps taken.
-
-        Returns:
-            As `check`.
-        """
+        """Checks if the interval has passed. Collective, with the same step on every rank; returns as `check`."""
         return self.check() if step % self._every == 0 else []
 
     def check(self) -> list[int]:
-        """Looks now. Collective; no step may be under way.
+        """Checks now. Collective; no step may be in progress.
 
         Returns:
-            Numbers of the buckets that were repaired, the same on every rank.
+            Numbers of the repaired buckets, the same on every rank.
 
         Raises:
-            GradientError: Ranks differ in what they remember, not only in its content.
+            GradientError: Ranks have different kinds of optimizer state, not only different content.
             PeerLostError: A rank is gone or silent.
         """
         self.num_checks += 1
@@ -212,7 +180,7 @@ class Consistency:
         return repaired
 
     def _fields(self) -> Indices:
-        """Hash and form of each bucket."""
+        """Returns hash and number of arrays of each bucket."""
         fields = np.empty((len(self._buckets), 2), dtype=np.int64)
         for number, bucket in enumerate(self._buckets):
             state = xxhash.xxh3_64()
@@ -224,13 +192,9 @@ class Consistency:
 
 
 def broadcast_replica(transport: Transport, optimizer: SparseOptimizer, bucket: Bucket, source: int) -> None:
-    """Makes one rank's weights and optimizer state of a bucket everybody's. Collective.
+    """Gives every rank a bucket's weights and optimizer state of rank ``source``. Collective.
 
-    Args:
-        exchange: Of all ranks.
-        optimizer: Steps the bucket; has the same moments on every rank.
-        bucket: Overwritten, except on ``source``.
-        source: Whose state.
+    The optimizer must have the same moments on every rank.
     """
     for array in optimizer.replica(bucket):
         transport.broadcast(torch.from_numpy(array), source)
@@ -238,6 +202,6 @@ def broadcast_replica(transport: Transport, optimizer: SparseOptimizer, bucket: 
 
 
 def _majority_rank(hashes_W: list[int]) -> int:
-    """The lowest rank that holds what most hold; among equals, the lowest of all."""
+    """Returns the lowest rank that holds what most ranks hold; in a tie, the lowest of all."""
     counts = Counter(hashes_W)
     return min(range(len(hashes_W)), key=lambda rank: (-counts[hashes_W[rank]], rank))

@@ -31,7 +31,7 @@ QUICK: dict[str, Any] = {
     "dead_seconds": 0.5,
     "give_up_seconds": 40.0,
 }
-VOTE_WORDS = 4
+VOTE_FIELDS = 4
 
 
 class Killed(Exception):
@@ -187,10 +187,10 @@ def shade_threads() -> list[str]:
 
 
 def die(engine: ElasticEngine) -> None:
-    """As a killed process: no word to the meeting place, connections gone."""
-    meet = engine._membership._rendezvous
-    meet._line = lambda who: "line/nobody"  # type: ignore[method-assign]
-    meet._inbox.put(None)
+    """As a killed process: no good-bye at the rendezvous, connections gone."""
+    rendezvous_client = engine._membership._rendezvous
+    rendezvous_client._heartbeat_key = lambda who: "line/nobody"  # type: ignore[method-assign]
+    rendezvous_client._inbox.put(None)
     engine._detach()
     engine._gradient_hooks.close()
 
@@ -233,7 +233,7 @@ def test_training_goes_on_without_a_rank_that_is_lost_and_keeps_all_but_what_tha
         assert (each.counts["gradient_generations"], each.counts["gradient_lost_ranks"]) == (1, 1)
         assert largest(each.missing()) < 1e-4
         assert largest(each.kept) > 1e-3
-    assert "2 ranks go on from step" in caplog.text
+    assert "2 ranks continue from step" in caplog.text
     assert "of the squared norm of what was kept back" in caplog.text
 
 
@@ -248,7 +248,7 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
         gather, rank = world.gather_fields, world.rank
 
         def hooked(fields_N: Any) -> Any:
-            is_vote = len(fields_N) == VOTE_WORDS and int(fields_N[1]) == 5
+            is_vote = len(fields_N) == VOTE_FIELDS and int(fields_N[1]) == 5
             everything = gather(fields_N)
             if is_vote and rank == 2:
                 time.sleep(0.5)
@@ -261,9 +261,9 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
         world.gather_fields = hooked  # type: ignore[method-assign]
 
     def die_in_vote(engine: ElasticEngine) -> None:
-        meet = engine._membership._rendezvous
-        meet._line = lambda who: "line/nobody"  # type: ignore[method-assign]
-        meet._inbox.put(None)
+        rendezvous_client = engine._membership._rendezvous
+        rendezvous_client._heartbeat_key = lambda who: "line/nobody"  # type: ignore[method-assign]
+        rendezvous_client._inbox.put(None)
         engine._topology.close()
         engine._check_transport.close()
         raise Killed

@@ -1,4 +1,4 @@
-"""Who trains together is agreed on at the meeting place: here its members are threads, which fail more exactly."""
+"""Members agree through the rendezvous server; here they are threads, which can fail at an exact place."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_nobody_and_nowhere_are_said_in_time(members: Callable[..., Membership])
         members(3, dead_seconds=0.1, patience_seconds=0.5, give_up_seconds=1.0).form({})
     nowhere = Membership("127.0.0.1:9", 1, **{**QUICK, "patience_seconds": 0.6, "give_up_seconds": 1.0})
     began = time.monotonic()
-    with pytest.raises(GradientError, match=r"meeting place at .* to answer"):
+    with pytest.raises(GradientError, match=r"rendezvous server at .* to answer"):
         nowhere.form({})
     nowhere.close()
     assert time.monotonic() - began < 5

@@ -158,11 +158,11 @@ def test_a_bad_sample_costs_time_and_nothing_else(factor: float, num_passes: int
 
 
 @pytest.mark.parametrize("name", ["topk", "threshold-v", "threshold-v16"])
-def test_one_walk_is_nearly_always_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_is_nearly_always_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compressor, rest_D = COMPRESSORS.get(name)(), aligned_zeros(SIZE)
     counts: list[int] = []
     pick = compressor._pick_above
-    monkeypatch.setattr(compressor, "_walk", lambda *arguments: counts.append(pick(*arguments)) or counts[-1])
+    monkeypatch.setattr(compressor, "_pick_above", lambda *arguments: counts.append(pick(*arguments)) or counts[-1])
     gradient_D = next(stream("stationary"))
     for step in range(100):
         compressor.select(gradient_D, np.zeros_like(gradient_D), rest_D, 0.01, Key(3, step, 0))

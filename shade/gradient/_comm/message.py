@@ -75,19 +75,7 @@ class MessageHeader:
 
 
 def pack(header: MessageHeader, sparse: Sparse, quantiser: Quantiser) -> Octets:
-    """Encodes a message.
-
-    Args:
-        header: Fits ``sparse``.
-        sparse: The chosen elements.
-        quantiser: Encodes the values; the one that the header names.
-
-    Returns:
-        uint8, in new memory.
-
-    Raises:
-        ConfigError: The header is of another bucket, or the quantiser's name is too long.
-    """
+    """Encodes a message; ``quantiser`` is the one that the header names."""
     if (header.size, header.count) != (sparse.size, sparse.count):
         raise ConfigError.of(
             f"a header of {sparse.count} in {sparse.size} elements",

@@ -50,13 +50,7 @@ _FIXED = 10
 
 
 class SparseAllReduce:
-    """Exchanges one step's encoded buckets with the peers and merges them. For one thread.
-
-    Args:
-        topology: The path between the ranks.
-        sizes: D of each bucket.
-        quantisers: Name of each bucket's quantiser; the same on every rank.
-    """
+    """Exchanges one step's encoded buckets with the peers and merges them. For one thread."""
 
     def __init__(self, topology: Topology, sizes: Sequence[int], quantisers: Sequence[str]) -> None:
         self._topology, self._sizes, self._quantiser_names = topology, tuple(sizes), tuple(quantisers)
@@ -122,33 +116,15 @@ class SparseAllReduce:
     ) -> list[Sparse]:
         """Phase 2, for the same buckets: starts all gathers, and merges each bucket when it arrives.
 
-        A damaged payload is recorded in ``work.damage``; the other buckets continue.
-
-        Args:
-            work: The step.
-            numbers: The buckets, as counted.
-            weights_P: Of the peers, from `count`.
-            lengths: For each bucket, of the peers' payloads, from `count`.
-
-        Returns:
-            The merged buckets; an empty one where a payload was damaged.
+        A damaged payload is recorded in ``work.damage``, and its bucket is returned empty; the others continue.
         """
         places = zip(numbers, lengths, strict=True)
         pending = [self._topology.exchange(work.payloads[number], lengths_P) for number, lengths_P in places]
         return [self._merge(work, *each, weights_P) for each in zip(numbers, pending, strict=True)]
 
     def vote(self, work: GradientStep, norm: float) -> float:
-        """Phase 3.
-
-        Args:
-            work: The step.
-            norm: Of the merged gradient.
-
-        Returns:
-            Rank 0's norm: a sum's last bit depends on the processor, and all ranks must clip by the same norm.
-
-        Raises:
-            PayloadError: A rank received a damaged payload; no rank applies the step.
+        """Phase 3; returns rank 0's norm, because all ranks must clip by the same one, and a sum's last bit depends on
+        the processor. Raises `PayloadError` on all ranks if one received a damaged payload.
         """
         norm_bits = int(np.float64(norm).view(np.int64))
         fields_WN = self._topology.gather_fields(

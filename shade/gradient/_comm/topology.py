@@ -72,13 +72,8 @@ class Topology(ABC):
 
     @abstractmethod
     def begin(self, num_samples: float) -> tuple[float, float]:
-        """Starts a step, before the first `reduce`.
-
-        Args:
-            num_samples: Of this rank.
-
-        Returns:
-            The factor for this rank's gradients that makes their sum over the node its mean; and the node's samples.
+        """Starts a step. Returns the factor for this rank's gradients that makes their sum over the node its mean, and
+        the node's number of samples.
         """
 
     @abstractmethod
@@ -91,26 +86,12 @@ class Topology(ABC):
 
     @abstractmethod
     def exchange(self, payload: Octets, lengths_P: Sequence[int]) -> PendingGather:
-        """Starts to exchange this part's payloads with the peers.
-
-        Args:
-            payload: This rank's.
-            lengths_P: Of all payloads.
-
-        Returns:
-            A call that waits for the peers' payloads, in order; see `Transport.begin_gather`.
-        """
+        """Starts to exchange this part's payloads with the peers; see `Transport.begin_gather`."""
 
     @abstractmethod
     def assemble(self, merged: Sparse, size: int) -> Sparse:
-        """Assembles the node's merged parts.
-
-        Args:
-            merged: This rank's part; its indices count from the part's beginning.
-            size: D.
-
-        Returns:
-            The whole merged bucket.
+        """Assembles a bucket of ``size`` elements from the node's merged parts, whose indices count from the part's
+        beginning.
         """
 
     @abstractmethod
@@ -119,11 +100,7 @@ class Topology(ABC):
 
 
 class FlatTopology(Topology):
-    """Every rank is responsible for whole buckets and exchanges them with all others.
-
-    Args:
-        world: All ranks.
-    """
+    """Every rank is responsible for whole buckets and exchanges them with all others."""
 
     def __init__(self, world: Transport) -> None:
         self.world = world

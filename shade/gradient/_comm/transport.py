@@ -109,17 +109,7 @@ class Transport:
             self.ranks = tuple(dist.get_process_group_ranks(self._group))
 
     def gather_fields(self, fields_N: Indices) -> Indices:
-        """Gathers every rank's int64 (N,) on every rank.
-
-        Args:
-            fields_N: N is the same on every rank.
-
-        Returns:
-            int64 (W, N), by rank.
-
-        Raises:
-            PeerLostError: A rank is gone or silent.
-        """
+        """Gathers every rank's int64 (N,) on every rank; returns int64 (W, N), by rank."""
         if self.world_size == 1:
             return fields_N[None].copy()
         all_WN = np.empty((self.world_size, len(fields_N)), dtype=np.int64)

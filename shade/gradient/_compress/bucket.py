@@ -87,12 +87,8 @@ class Bucket:
         ]
 
     def gather(self, gradients: Sequence[Tensor | None], out_D: Tensor, scale: float = 1.0) -> None:
-        """Copies gradients into one flat float32 array; a missing gradient counts as zero.
-
-        Args:
-            gradients: One for each parameter, of any floating type and device, dense or ``torch.sparse``.
-            out_D: float32 (D,), on the CPU or on the parameters' device; overwritten.
-            scale: A factor, applied in float32.
+        """Copies gradients, of any floating type and device, into float32 (D,), times ``scale``; a missing one is
+        zero.
         """
         with torch.no_grad():
             for gradient, view in zip(gradients, self.views(out_D), strict=True):
@@ -104,11 +100,7 @@ class Bucket:
                 out_D.mul_(scale)
 
     def publish(self, indices_K: npt.NDArray[np.uint32] | None = None) -> None:
-        """Copies changed master weights to their parameters. Does nothing where parameters are views.
-
-        Args:
-            indices_K: The places that changed; None: all.
-        """
+        """Copies changed master weights (None: all) to their parameters. Does nothing where parameters are views."""
         if self._remote_D is None:
             return
         with torch.no_grad():

@@ -60,14 +60,8 @@ class Correction(ABC):
 
     @abstractmethod
     def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """Corrects a gradient in torch's operations, on any device.
-
-        Args:
-            moments: Empty at first; unchanged.
-            gradient_D: Unchanged.
-
-        Returns:
-            The corrected gradient, and the new moments.
+        """Corrects a gradient in torch's operations, on any device; returns it and the new moments, and changes
+        nothing.
         """
 
     @abstractmethod
@@ -75,18 +69,7 @@ class Correction(ABC):
         """Clears what picked elements must not keep in the new moments."""
 
     def read(self, state: Mapping[str, Any], size: int) -> Tensors:
-        """Reads the moments of a bucket's state: missing ones are 0, unknown ones are ignored.
-
-        Args:
-            state: Of any kind.
-            size: D.
-
-        Returns:
-            Tensors on the CPU, by name.
-
-        Raises:
-            StateMismatchError: It does not fit.
-        """
+        """Reads the moments of a bucket's state, to the CPU: missing ones are 0, unknown ones are ignored."""
         return {name: torch.from_numpy(read_array(state, name, size)) for name in self.names}
 
     def merged(self, moments: Tensors, other: Tensors) -> Tensors:
@@ -201,12 +184,7 @@ class AdamCorrection(Correction):
 
 
 class CorrectionMemory(ABC):
-    """The moments of one bucket on the host.
-
-    Args:
-        size: D.
-        correction: None: no moments.
-    """
+    """The moments of one bucket on the host; without a correction there are none."""
 
     def __init__(self, size: int, correction: Correction | None = None) -> None:
         self.size, self.correction = size, correction
@@ -306,18 +284,8 @@ def make_correction_memory(correction: Correction | None, size: int) -> Correcti
 
 
 def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
-    """Reads one array of a bucket's state; zeros if the key is missing.
-
-    Args:
-        state: Of a bucket.
-        name: Its key.
-        size: D.
-
-    Returns:
-        float32 (D,).
-
-    Raises:
-        StateMismatchError: The array has another size, or is not finite.
+    """Reads a float32 array (size,) of a bucket's state, zeros if the key is missing; `StateMismatchError` if it does
+    not fit.
     """
     if name not in state:
         return np.zeros(size, dtype=np.float32)

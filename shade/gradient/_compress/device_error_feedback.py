@@ -35,18 +35,7 @@ _SAMPLED = 2**17
 
 
 class DeviceErrorFeedback:
-    """Adds, picks, rounds and keeps, on a device.
-
-    Args:
-        size: D, elements of the bucket.
-        compressor: Says how to pick; its own loops are not used.
-        quantiser: Rounds the picked values, on the host.
-        device: Where gradients will be.
-        correction: As in `ErrorFeedback`.
-
-    Raises:
-        ConfigError: The compressor has no device version.
-    """
+    """Adds, picks, rounds and keeps, on a device; the compressor says how to pick, its own loops are not used."""
 
     def __init__(
         self,

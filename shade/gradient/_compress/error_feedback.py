@@ -52,12 +52,7 @@ class ErrorFeedback:
     """
 
     def __init__(
-        self,
-        size: int,
-        compressor: Compressor,
-        quantiser: Quantiser,
-        *,
-        correction: Correction | None = None,
+        self, size: int, compressor: Compressor, quantiser: Quantiser, *, correction: Correction | None = None
     ) -> None:
         self.size = size
         self.compressor, self.quantiser = compressor, quantiser
@@ -99,10 +94,8 @@ class ErrorFeedback:
         return Sparse(picked.indices_K.copy(), seen_K, self.size)
 
     def undo(self) -> None:
-        """Reverts the last `compress`: drops its gradient and restores the residual.
-
-        Raises:
-            ConfigError: There is no `compress` to revert, or another call came after it.
+        """Reverts the last `compress`: drops its gradient and restores the residual. Another call in between raises
+        `ConfigError`.
         """
         if not self._is_undoable:
             raise ConfigError.of("a compress() to undo", "none", "undo each at most once, before anything else")
@@ -110,14 +103,7 @@ class ErrorFeedback:
         self._is_undoable = False
 
     def absorb(self, sparse: Sparse) -> None:
-        """Adds an undelivered result to the residual: a later step sends it.
-
-        Args:
-            sparse: What `compress` returned, or any part of it.
-
-        Raises:
-            ConfigError: It belongs to a bucket of another size.
-        """
+        """Adds an undelivered result of `compress`, or a part of it, to the residual: a later step sends it."""
         check_size(sparse, self.size)
         self._residual_D[sparse.indices_K] += sparse.values_K
         self._is_undoable = False
@@ -127,27 +113,15 @@ class ErrorFeedback:
         return {"residual": torch.from_numpy(self._residual_D), **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state; a missing moment is zero, an unknown one is ignored.
-
-        Args:
-            state: Of a bucket of the same size.
-
-        Raises:
-            StateMismatchError: It does not fit; nothing was loaded.
-        """
+        """Loads a state: a missing moment is zero, an unknown one is ignored; `StateMismatchError` changes nothing."""
         residual_D, moments = self._read(state)
         self._residual_D[:] = residual_D
         self._memory.load(moments)
         self._is_undoable = False
 
     def merge_from(self, state: Mapping[str, Any]) -> None:
-        """Adds the residual of another rank: one that has left, or one of a larger world.
-
-        Args:
-            state: Its `state_dict`.
-
-        Raises:
-            StateMismatchError: It does not fit; nothing was added.
+        """Adds the state of another rank: one that has left, or one of a larger world; `StateMismatchError` changes
+        nothing.
         """
         residual_D, moments = self._read(state)
         self._residual_D += residual_D

@@ -48,18 +48,7 @@ class Quantiser(ABC):
         """Decodes the values; ``data`` has the right length."""
 
     def decode(self, data: Octets, count: int) -> Floats:
-        """Decodes values.
-
-        Args:
-            data: uint8, contiguous.
-            count: The number of values.
-
-        Returns:
-            float32 (count,), in new memory.
-
-        Raises:
-            PayloadError: ``data`` has another length than ``count`` values.
-        """
+        """Decodes ``count`` values to new float32 memory; `PayloadError` if the bytes have another length."""
         if count < 0 or len(data) != self.num_bytes(count):
             raise PayloadError(
                 f"expected the bytes of {count} values, got {len(data)} bytes; sender and receiver differ"

@@ -35,15 +35,7 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from shade.gradient._compress.compressor import (
-    COMPRESSORS,
-    Compressor,
-    Key,
-    Sparse,
-    check,
-    check_finite,
-    wanted_count,
-)
+from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse, check, check_finite, wanted_count
 from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, as_lines
 from shade.gradient._kernels.choice import prepare
 from shade.types import Bools, Floats

@@ -151,14 +151,7 @@ class Membership:
     def connect(self, purpose: str) -> Transport:
         """Makes a group of the generation. Collective; each member connects for the same purposes in the same order.
 
-        Args:
-            purpose: Unique in a generation.
-
-        Returns:
-            The group's transport.
-
-        Raises:
-            PeerLostError: A rank was lost meanwhile.
+        A purpose is unique in a generation. A rank that is lost meanwhile raises `PeerLostError`.
         """
         generation = self.generation
         settings: dict[str, Any] = {"timeout_seconds": self.timeout_seconds, "generation": generation.number}
@@ -212,8 +205,8 @@ class Membership:
                 break
             if time.monotonic() > deadline:
                 raise GradientError(
-                    f"expected {self._num_members} processes at {self._rendezvous.address}, or a running training that admits "
-                    f"this one, got neither within {self._give_up_seconds:.0f} s; start the others"
+                    f"expected {self._num_members} processes at {self._rendezvous.address}, or a running training that "
+                    f"admits this one, got neither within {self._give_up_seconds:.0f} s; start the others"
                 )
             time.sleep(_POLL_SECONDS)
         members = tuple(Member(each["id"], each["before"], each["standing"]) for each in found["members"])
@@ -268,9 +261,7 @@ def _seated(store: Any, number: int) -> dict[str, Any]:
     """Returns the processes in order of their seats; one that took two seats counts once."""
     found = {}
     for seat in range(store.add(f"{number}/seats", 0)):
-        if store.check(
-            [f"{number}/seat/{seat}"]
-        ):  # else the process has not written its seat yet, or died before it did
+        if store.check([f"{number}/seat/{seat}"]):  # else it has not written its seat yet, or never will
             status = json.loads(store.get(f"{number}/seat/{seat}"))
             found[status["id"]] = status
     return found

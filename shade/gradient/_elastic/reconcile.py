@@ -45,18 +45,7 @@ class MembershipChange:
     def of(
         cls, generation: Generation, size_before: int, step: int, num_repaired: int, seconds: float
     ) -> MembershipChange:
-        """Computes the change that a generation brings.
-
-        Args:
-            generation: The new one.
-            size_before: Ranks in the previous one.
-            step: The next step.
-            num_repaired: Buckets that differed.
-            seconds: Time that the change took.
-
-        Returns:
-            The change.
-        """
+        """Computes the change that a generation brings to a group of ``size_before`` ranks."""
         lost = [status for status in generation.gone if status]
         energies = [float(status.get("kept", 0.0)) ** 2 for status in lost]
         total = sum(energies) + sum(float(each.status.get("kept", 0.0)) ** 2 for each in generation.members)

@@ -46,28 +46,12 @@ logger = logging.getLogger("shade.gradient")
 
 
 def serve(port: int = 0, host: str = "0.0.0.0") -> dist.TCPStore:  # type: ignore[name-defined]
-    """Starts a rendezvous server in this process; it lives as long as the returned store.
-
-    Args:
-        port: 0: any free port.
-        host: Address to listen on.
-
-    Returns:
-        The store; its ``port`` is the real one.
-    """
+    """Starts a rendezvous server in this process (port 0: any free port); it lives as long as the returned store."""
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 class Rendezvous:
-    """One rank's connection to the rendezvous server.
-
-    Args:
-        address: ``host:port``.
-        run: Prefix of all keys: runs with different names do not see each other.
-
-    Raises:
-        ConfigError: ``address`` has another form.
-    """
+    """One rank's connection to the server at ``host:port``; runs with different names do not see each other."""
 
     def __init__(self, address: str, run: str) -> None:
         self.id = secrets.token_hex(8)
@@ -91,37 +75,17 @@ class Rendezvous:
         """Whether the counter that `follow` named is above 0."""
         self._thread = threading.Thread(target=self._serve, name="shade-gradient-rendezvous", daemon=True)
         self._thread.start()
-        atexit.register(
-            self.close
-        )  # a thread that returns from the store's client after the interpreter has ended aborts
+        atexit.register(self.close)  # a thread that outlives the interpreter in the store's client aborts
 
     def client(self, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
-        """Opens another connection, for callers that wait for other ranks in the store, as forming groups do.
-
-        Args:
-            timeout_seconds: Of each request.
-
-        Returns:
-            The store, limited to this run's keys.
-
-        Raises:
-            RuntimeError: The server does not answer.
-        """
+        """Opens another connection to this run's keys, for callers that wait for other ranks, as forming groups do."""
         store = dist.TCPStore(self._host, self._port, timeout=timedelta(seconds=timeout_seconds))  # type: ignore[attr-defined]
         return dist.PrefixStore(self._run, store)  # type: ignore[attr-defined]
 
     def ask(self, question: Callable[[Any], _T], seconds: float) -> _T:
-        """Runs a question on the thread.
+        """Runs a question on the thread, again if the connection broke; `GradientError` without an answer in time.
 
-        Args:
-            question: Called with the store, again if the connection broke; must not wait for other ranks.
-            seconds: Longest time to wait.
-
-        Returns:
-            Its answer.
-
-        Raises:
-            GradientError: There was no answer in time.
+        The question gets the store, and must not wait for other ranks.
         """
         answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
         self._inbox.put((question, answer))
@@ -146,12 +110,7 @@ class Rendezvous:
             self._inbox.put(_PUBLISH)
 
     def follow(self, join_key: str, ids: Iterable[str]) -> None:
-        """Follows other processes' heartbeats from now on.
-
-        Args:
-            join_key: Key of a counter; `is_join_requested` says whether it is above 0.
-            ids: The processes.
-        """
+        """Follows other processes' heartbeats, and the counter ``join_key``, from now on."""
         now = time.monotonic()
         self._received = {each: self._received.get(each, (b"", now)) for each in ids if each != self.id}
         self._join_key, self.is_join_requested = join_key, False

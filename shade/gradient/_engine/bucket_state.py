@@ -50,18 +50,7 @@ def make_bucket_states(
     quantiser: str,
     corrections: Sequence[Correction | None] = (),
 ) -> tuple[BucketState, ...]:
-    """Makes the state of each bucket.
-
-    Args:
-        topology: Says which part of a bucket this rank is responsible for.
-        buckets: Front layers first.
-        compressor: Name in `COMPRESSORS`.
-        quantiser: Name in `QUANTISERS`, for buckets that are not sent whole.
-        corrections: For `ErrorFeedback`, one for each optimizer group; empty: none.
-
-    Returns:
-        One state for each bucket.
-    """
+    """Makes the state of each bucket; ``corrections`` has one for each optimizer group, or is empty."""
     bucket_states = []
     for bucket in buckets:
         part = topology.part(bucket.size)
@@ -87,12 +76,7 @@ _CURE = "build the model, the optimizer and the engine as they were when it was 
 
 
 class EngineState:
-    """Saves and loads the state of an engine's buckets.
-
-    Args:
-        topology: Says which rank this is.
-        bucket_states: The buckets.
-    """
+    """Saves and loads the state of an engine's buckets."""
 
     def __init__(self, topology: Topology, bucket_states: Sequence[BucketState]) -> None:
         self._world, self._bucket_states = topology.world, tuple(bucket_states)
@@ -115,16 +99,9 @@ class EngineState:
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
-        """Loads residuals.
+        """Loads residuals from the states of the previous world; returns the step that is still to be applied, if any.
 
-        Args:
-            states: Of some or all ranks of the previous world.
-
-        Returns:
-            The step whose result is still to be applied.
-
-        Raises:
-            StateMismatchError: They do not fit; nothing was changed.
+        A state that does not fit raises `StateMismatchError`, before anything changes.
         """
         by_rank = {int(state["rank"]): state for state in states}
         mine = [state for rank, state in sorted(by_rank.items()) if self._is_mine(rank)]

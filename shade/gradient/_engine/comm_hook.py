@@ -254,12 +254,7 @@ def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState])
 
 
 class ResidualStore:
-    """One `ErrorFeedback` for each of DDP's buckets.
-
-    Args:
-        model: For its parameters' names.
-        make: Makes the feedback of a bucket of a given size.
-    """
+    """One `ErrorFeedback` for each of DDP's buckets; ``make`` makes one of a given size."""
 
     def __init__(self, model: nn.Module, make: Callable[[int], ErrorFeedback]) -> None:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -269,17 +264,7 @@ class ResidualStore:
         self._by_parameter: dict[str, dict[str, Tensor]] = {}
 
     def of(self, parameters: Sequence[Tensor]) -> ErrorFeedback:
-        """Returns the feedback of a bucket, with the residuals that its parameters had in other buckets.
-
-        Args:
-            parameters: The bucket's, in order.
-
-        Returns:
-            The feedback.
-
-        Raises:
-            ConfigError: A parameter belongs to another model.
-        """
+        """Returns the feedback of a bucket, with the residuals that its parameters had in other buckets."""
         unknown = [parameter for parameter in parameters if parameter not in self._names]
         if unknown:
             got = f"one of shape {tuple(unknown[0].shape)}"
@@ -309,14 +294,7 @@ class ResidualStore:
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads a `state_dict`, whatever buckets there will be.
-
-        Args:
-            state: By parameter.
-
-        Raises:
-            StateMismatchError: It has other parameters; nothing was loaded.
-        """
+        """Loads a `state_dict`, whatever buckets there will be; `StateMismatchError` if it has other parameters."""
         by_parameter = {
             name: {kind: torch.as_tensor(each).clone() for kind, each in k.items()} for name, k in state.items()
         }

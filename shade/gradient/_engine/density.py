@@ -20,12 +20,7 @@ from shade.types import Decision
 
 
 class DensityPlan:
-    """Density and batch sizes by step.
-
-    Args:
-        warm_up: Used until the first decision.
-        staleness: Steps that may be in progress beside the current one.
-    """
+    """Density and batch sizes by step; ``staleness`` steps may be in progress beside the current one."""
 
     def __init__(self, warm_up: WarmUp, staleness: int) -> None:
         self._warm_up, self._staleness = warm_up, staleness
@@ -65,16 +60,7 @@ class DensityPlan:
 
 
 def check_decision(decision: Decision, rank: int, world_size: int) -> None:
-    """Checks a proposed decision.
-
-    Args:
-        decision: Proposed.
-        rank: The proposing rank.
-        world_size: The number of ranks it is for.
-
-    Raises:
-        ConfigError: It comes from another rank than 0, or is out of range.
-    """
+    """Raises `ConfigError` unless a decision comes from rank 0 and all its values are in range."""
     if rank:
         raise ConfigError.of("a decision on rank 0", f"rank {rank}", "run the controller on rank 0 only")
     check_density(decision.density)

@@ -25,13 +25,7 @@ from shade.gradient._engine.bucket_state import BucketState
 
 
 class GradientHooks:
-    """The hooks on all parameters of an engine, until `close`.
-
-    Args:
-        bucket_states: The buckets.
-        param_groups: Of the optimizer, frozen parameters included.
-        scale: The loss scale.
-    """
+    """The hooks on all parameters of an engine, until `close`; ``param_groups`` includes frozen parameters."""
 
     def __init__(
         self, bucket_states: Sequence[BucketState], param_groups: Sequence[Mapping[str, Any]], scale: LossScale
@@ -66,13 +60,8 @@ class GradientHooks:
             self._is_accumulating = before
 
     def seal(self, work: GradientStep) -> None:
-        """Ends a step's backward pass: a missing gradient counts as zero.
-
-        Args:
-            work: The step.
-
-        Raises:
-            ConfigError: A frozen parameter has a gradient.
+        """Ends a step's backward pass: a missing gradient counts as zero, one of a frozen parameter raises
+        `ConfigError`.
         """
         if any(parameter.grad is not None for parameter in self._frozen):
             raise ConfigError.of("frozen parameters to stay frozen", "a gradient", "make a new engine to train them")
@@ -103,11 +92,7 @@ class GradientHooks:
 
 
 class LossScale:
-    """The scale of a GradScaler; 1 without one, or with a disabled one.
-
-    Args:
-        scaler: The script's.
-    """
+    """The scale of the script's GradScaler; 1 without one, or with a disabled one."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -125,11 +110,7 @@ class LossScale:
         return 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
 
     def stepped(self, is_good: bool) -> None:
-        """Adapts the scale after one step.
-
-        Args:
-            is_good: Whether the step was finite on every rank.
-        """
+        """Adapts the scale after one step that was finite on every rank, or was not."""
         if self._scaler is None:
             return
         self.num_good_steps = self.num_good_steps + 1 if is_good else 0

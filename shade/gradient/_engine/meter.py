@@ -32,12 +32,7 @@ COUNTS: dict[str, str] = {
 
 
 class Meter:
-    """Adds up steps.
-
-    Args:
-        rank: This rank.
-        num_elements: Elements that this rank compresses in a step.
-    """
+    """Adds up the steps of one rank; ``num_elements`` is what it compresses in a step."""
 
     def __init__(self, rank: int, num_elements: int) -> None:
         self.rank, self._num_elements = rank, num_elements

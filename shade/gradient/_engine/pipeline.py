@@ -47,14 +47,7 @@ _JOIN_SECONDS = 5.0
 
 
 class GradientPipeline:
-    """The two threads, which end when this object is closed or collected.
-
-    Args:
-        topology: The path between the ranks.
-        bucket_states: The buckets, front layers first.
-        seed: For the compressors' random choices; the same on every rank.
-        is_late: Whether a step's result is awaited only in the next step.
-    """
+    """The two threads, which end when this object is closed or collected; ``is_late`` means staleness 1."""
 
     def __init__(self, topology: Topology, bucket_states: Sequence[BucketState], seed: int, is_late: bool) -> None:
         self._stages = _Stages(topology, tuple(bucket_states), seed, is_late)

@@ -41,16 +41,9 @@ from shade.types import Indices
 def check_same_setup(
     transport: Transport, model: nn.Module, buckets: Sequence[Bucket], settings: Mapping[str, Any]
 ) -> None:
-    """Compares what must be the same on every rank. Collective.
+    """Compares names, shapes, types and ``settings`` (JSON-plain) of all ranks. Collective.
 
-    Args:
-        transport: Of all ranks.
-        model: This rank's.
-        buckets: The trained parameters.
-        settings: Other values that must be the same; JSON-plain.
-
-    Raises:
-        ConfigError: A rank differs from rank 0; the message names what and where. Raised on all ranks.
+    A difference raises `ConfigError` on all ranks; the message names what and where.
     """
     parameters = {name: _describe(parameter) for name, parameter in model.named_parameters()}
     trained = {name: f"bucket {number}" for number, each in enumerate(buckets) for name in each.names}

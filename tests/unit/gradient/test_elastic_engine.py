@@ -234,7 +234,7 @@ def test_training_goes_on_without_a_rank_that_is_lost_and_keeps_all_but_what_tha
         assert largest(each.missing()) < 1e-4
         assert largest(each.kept) > 1e-3
     assert "2 ranks continue from step" in caplog.text
-    assert "of the squared norm of what was kept back" in caplog.text
+    assert "of the squared norm of the residuals" in caplog.text
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

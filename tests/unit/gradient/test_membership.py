@@ -211,7 +211,7 @@ def test_who_is_lost_while_a_group_connects_is_told_in_time(members: Callable[..
 
 
 def test_nobody_and_nowhere_are_said_in_time(members: Callable[..., Membership]) -> None:
-    with pytest.raises(GradientError, match="expected 3 processes to meet at"):
+    with pytest.raises(GradientError, match="expected 3 processes at"):
         members(3, dead_seconds=0.1, patience_seconds=0.5, give_up_seconds=1.0).form({})
     nowhere = Membership("127.0.0.1:9", 1, **{**QUICK, "patience_seconds": 0.6, "give_up_seconds": 1.0})
     began = time.monotonic()

@@ -147,7 +147,7 @@ def unpack(data: Octets | Bytes, size: int | None = None) -> tuple[MessageHeader
 
 def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
     """Returns the header and the length of the indices, once everything but their content is checked."""
-    cure = "see whether something else talks on this group, or a line damages what it carries"
+    cure = "check whether another program uses this group, or the network damages data"
     if octets.dtype != np.uint8 or octets.ndim != 1 or len(octets) < HEADER_BYTES:
         raise PayloadError.of(f"at least {HEADER_BYTES} bytes", octets.size * octets.itemsize, cure)
     magic, version, flags, *numbers = _FIELDS.unpack_from(octets.data)
@@ -157,7 +157,7 @@ def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
         raise PayloadError.of(f"a message of version {VERSION}", version, "run one version of shade on every rank")
     generation, step, bucket, size, count, weight, density, name, effective_step, num_indices, num_values = numbers
     if len(octets) != HEADER_BYTES + num_indices + num_values:
-        raise PayloadError.of(f"{HEADER_BYTES + num_indices + num_values} bytes, as it says", len(octets), cure)
+        raise PayloadError.of(f"{HEADER_BYTES + num_indices + num_values} bytes, as the header says", len(octets), cure)
     (sent,) = _CHECKSUM.unpack_from(octets.data, _FIELDS.size)
     found = _digest(octets)
     if sent != found:

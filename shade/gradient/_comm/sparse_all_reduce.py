@@ -135,7 +135,7 @@ class SparseAllReduce:
             cause = f" ({work.damage[0]})" if work.damage else ""
             raise PayloadError(
                 f"expected whole payloads in step {work.step}, got a damaged one on rank "
-                f"{', '.join(map(str, bad.tolist()))}{cause}; no rank applied it, and what was sent is kept for later"
+                f"{', '.join(map(str, bad.tolist()))}{cause}; no rank applied it; the residuals keep what was sent"
             )
         return float(fields_WN[0, 3:].view(np.float64)[0])
 

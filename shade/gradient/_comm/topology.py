@@ -171,7 +171,7 @@ class NodeTopology(Topology):
     def __init__(self, world: Transport, local_size: int) -> None:
         if local_size < 1 or world.world_size % local_size:
             expected = f"ranks per node that divide {world.world_size}"
-            raise ConfigError.of(expected, local_size, "start equally many ranks on each node, or leave nodes out")
+            raise ConfigError.of(expected, local_size, "start equally many ranks on each node, or leave local_size out")
         self.world = world
         self.local_size = local_size
         self._local_rank = world.rank % local_size

@@ -187,7 +187,7 @@ class Transport:
         if group is not None:
             self._lost = self._lost or "the transport is closed"
             if dist.is_initialized():
-                with contextlib.suppress(ValueError):  # the trainer has destroyed all groups already
+                with contextlib.suppress(ValueError):  # the trainer has already destroyed all groups
                     dist.destroy_process_group(group)
 
     def _gather(self, everything: Tensor, mine: Tensor) -> None:

@@ -121,8 +121,8 @@ def check_finite(sum_D: Floats) -> None:
 def non_finite() -> NonFiniteGradientError:
     """Returns the error to raise for a gradient that holds NaN or infinity."""
     return NonFiniteGradientError(
-        "expected a finite gradient, got NaN or infinity; nothing was kept of it: skip the step on all ranks, or lower "
-        "the learning rate or the loss scale"
+        "expected a finite gradient, got NaN or infinity; the residual is unchanged: skip the step on all ranks, lower "
+        "the learning rate, or lower the loss scale"
     )
 
 

@@ -136,7 +136,7 @@ class AdamCorrection(Correction):
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError.of("two betas in [0, 1)", self.betas, "(0, 0.999) suit what is sparse")
+            raise ConfigError.of("two betas in [0, 1)", self.betas, "(0, 0.999) suits sparse exchange")
         if not np.float32(self.eps) > 0:
             raise ConfigError.of("eps > 0", self.eps, "1e-8 is usual")
 
@@ -234,7 +234,7 @@ class _MomentumMemory(CorrectionMemory):
     correction: MomentumCorrection
 
     def correct(self, gradient_D: Floats) -> Floats:
-        with np.errstate(over="ignore", invalid="ignore"):  # the sum will be looked at
+        with np.errstate(over="ignore", invalid="ignore"):  # the sum is checked later
             prepare().gain_momentum(self._arrays[0], gradient_D, self.correction.momentum, self._others[0])
         return self._others[0]
 
@@ -253,7 +253,7 @@ class _AdamMemory(CorrectionMemory):
     def correct(self, gradient_D: Floats) -> Floats:
         self._other_steps = self._steps + 1
         coefficients = self.correction.coefficients(self._other_steps)
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # the sum will be looked at
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # the sum is checked later
             if self.correction.betas[0]:
                 (first_D, second_D), (new_first_D, new_second_D) = self._arrays, self._others
                 correct = prepare().gain_adam
@@ -294,7 +294,7 @@ def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
         cure = "flatten the same parameters into the same buckets"
         raise StateMismatchError.of(f"a {name} of {size} elements", array_D.shape, cure)
     if not np.isfinite(array_D).all():
-        raise StateMismatchError.of(f"a finite {name}", "NaN or infinity", "go on from an earlier snapshot")
+        raise StateMismatchError.of(f"a finite {name}", "NaN or infinity", "resume from an earlier snapshot")
     return array_D
 
 

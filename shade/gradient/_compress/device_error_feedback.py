@@ -48,7 +48,7 @@ class DeviceErrorFeedback:
     ) -> None:
         if not is_known(compressor):
             cure = "compress on the host, or use a threshold"
-            raise ConfigError.of("a compressor that devices know", type(compressor).__name__, cure)
+            raise ConfigError.of("a compressor with a device version", type(compressor).__name__, cure)
         self.size, self.device, self.correction = size, device, correction
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D = torch.zeros(size, device=device)
@@ -88,7 +88,7 @@ class DeviceErrorFeedback:
     def undo(self) -> None:
         """Does what `ErrorFeedback.undo` does."""
         if self._before is None:
-            raise ConfigError.of("a compress() to undo", "none", "undo each at most once, before anything else")
+            raise ConfigError.of("a compress() to undo", "none", "undo each compress() at most once")
         self._residual_D, self._moments = self._before
         self._before = None
 
@@ -118,7 +118,7 @@ class DeviceErrorFeedback:
     def _read(self, state: Mapping[str, Any]) -> tuple[torch.Tensor, Tensors]:
         """Returns copies of the residual and the moments of a state."""
         if "residual" not in state:
-            raise StateMismatchError.of("a residual", sorted(state), "give what state_dict returned")
+            raise StateMismatchError.of("a residual", sorted(state), "pass what state_dict() returned")
         moments = {} if self.correction is None else self.correction.read(state, self.size)
         residual_D = torch.from_numpy(read_array(state, "residual", self.size))
         return residual_D.to(self.device, copy=True), {

@@ -38,7 +38,7 @@ from shade.types import Floats
 def check_size(sparse: Sparse, size: int) -> None:
     """Raises `ConfigError` if a sparse result belongs to a bucket of another size."""
     if sparse.size != size:
-        raise ConfigError.of(f"a bucket of {size} elements", sparse.size, "give it back where it came from")
+        raise ConfigError.of(f"a bucket of {size} elements", sparse.size, "return it to its own bucket")
 
 
 class ErrorFeedback:
@@ -83,7 +83,7 @@ class ErrorFeedback:
         """
         added_D = self._as_float32(gradient_D)
         check(added_D, self._residual_D, self._other_residual_D, density)
-        self._is_undoable = False  # from here on the other buffers are in use
+        self._is_undoable = False  # the second buffers are overwritten from here on
         added_D = self._memory.correct(added_D)
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
@@ -98,7 +98,7 @@ class ErrorFeedback:
         `ConfigError`.
         """
         if not self._is_undoable:
-            raise ConfigError.of("a compress() to undo", "none", "undo each at most once, before anything else")
+            raise ConfigError.of("a compress() to undo", "none", "undo each compress() at most once")
         self._swap()
         self._is_undoable = False
 
@@ -135,7 +135,7 @@ class ErrorFeedback:
     def _read(self, state: Mapping[str, Any]) -> tuple[Floats, Tensors]:
         """Returns the residual and the moments of a state."""
         if "residual" not in state:
-            raise StateMismatchError.of("a residual", sorted(state), "give what state_dict returned")
+            raise StateMismatchError.of("a residual", sorted(state), "pass what state_dict() returned")
         return read_array(state, "residual", self.size), self._memory.read(state)
 
     def _as_float32(self, gradient_D: torch.Tensor | Floats) -> Floats:

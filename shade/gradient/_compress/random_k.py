@@ -27,7 +27,7 @@ class RandomK(Compressor):
     @override
     def select(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float, key: Key) -> Sparse:
         check(gradient_D, residual_D, rest_D, density)
-        # Only infinity and NaN are not below infinity: the walk adds, and looks for them.
+        # The pass adds; with this threshold it picks infinity and NaN only, and so finds them.
         with np.errstate(over="ignore", invalid="ignore"):
             count = prepare().pick_elements(gradient_D, residual_D, rest_D, np.inf, self._places, self._values)
         if count:

@@ -215,7 +215,7 @@ class ThresholdV16(ThresholdCompressor):
 
     unit = LINE
     tolerance = 0.1
-    tail = 64  # a line looked at is one unit and not 16: rather pick a third too many, and put back the smallest
+    tail = 64  # a sampled line is one unit, not 16: picking a third too many and putting it back is cheaper
 
     def __init__(self) -> None:
         super().__init__()

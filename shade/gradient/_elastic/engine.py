@@ -114,6 +114,9 @@ class ElasticEngine(GradientEngine):
         """Ranks, until the next change."""
         return self._topology.world.world_size
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, generation {self._membership.generation.number}>"
+
     def step(self) -> None:
         """Does what `GradientEngine.step` does; continues with the remaining ranks where that raises `PeerLostError`.
 

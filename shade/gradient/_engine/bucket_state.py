@@ -61,7 +61,7 @@ def make_bucket_states(
         feedback: ErrorFeedback | DeviceErrorFeedback
         if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
             feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction)
-        else:  # also of what is summed over a node first: that sum is made on the host
+        else:  # also for sums over a node, which are made on the host
             feedback = ErrorFeedback(size, *parts, correction=correction)
         bucket_states.append(BucketState(bucket, feedback, name))
     return tuple(bucket_states)
@@ -155,7 +155,7 @@ def _unpack_late(state: Mapping[str, Any] | None, bucket_states: Sequence[Bucket
     for bucket_state, indices, values in zip(bucket_states, state["indices"], state["values"], strict=False):
         indices_K = np.asarray(indices, dtype=np.int64)
         if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < bucket_state.bucket.size:
-            got = f"places up to {indices_K.max()}"
+            got = f"indices up to {indices_K.max()}"
             raise StateMismatchError.of(f"a late result of {bucket_state.bucket.size} elements", got, _CURE)
         values_K = np.ascontiguousarray(np.asarray(values, dtype=np.float32))
         work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, bucket_state.bucket.size))

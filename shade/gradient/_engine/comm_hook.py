@@ -167,7 +167,7 @@ class SparseState:
         """Averages one bucket; on an error fills it with NaN and records the error."""
         try:
             average_D = self._average(job)
-        except Exception as error:  # noqa: BLE001 - every rank is told, and DDP raises it
+        except Exception as error:  # noqa: BLE001 - all ranks have it, and _raise raises it
             self._error = self._error or error
             average_D = None
         if average_D is not None:
@@ -197,7 +197,7 @@ class SparseState:
                 chosen = feedback.compress(gradient_D, work.density, Key(self._seed, self.step, job.number))
                 self._chosen.append((feedback, chosen))
             work.payloads[job.number] = all_reduce.pack(work, job.number, chosen)
-        except Exception as error:  # noqa: BLE001 - told to all by the counts
+        except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
             work.trouble.append(error)
         weights_P, lengths = all_reduce.count(work, [job.number])
         average_D = np.zeros(size, dtype=np.float32)
@@ -301,7 +301,7 @@ class ResidualStore:
         for name, kept in by_parameter.items():
             got = {kind: each.numel() for kind, each in kept.items() if kind != STEPS}
             if set(got.values()) - {self._sizes.get(name)}:
-                expected = f"what was kept of {name!r}: {self._sizes.get(name, 'no such parameter,')} elements"
+                expected = f"a residual of {name!r} with {self._sizes.get(name, 'no such parameter,')} elements"
                 raise StateMismatchError.of(expected, got, "build the model as it was when it was saved")
         self._buckets, self._by_parameter = {}, by_parameter
 

@@ -42,7 +42,9 @@ class DensityPlan:
         current = self.at(told_at)
         later = [each for each in self._decisions if told_at < each.effective_step < step]
         before = [*([current] if current else []), *later]
-        sizes = decision.batch_sizes or (before[-1].batch_sizes if before else ())  # empty: as they are
+        sizes = decision.batch_sizes or (
+            before[-1].batch_sizes if before else ()
+        )  # an empty tuple changes no batch size
         adopted = Decision(decision.density, sizes, step, decision.reason)
         self._decisions = [*before, adopted]
         return adopted
@@ -101,7 +103,7 @@ class WarmUp:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError.of(f"a {name} in (0, 1]", getattr(self, name), "0.01 sends one element in a hundred")
         if self.num_steps < 0:
-            raise ConfigError.of("num_steps ≥ 0", self.num_steps, "0 warms nothing up")
+            raise ConfigError.of("num_steps ≥ 0", self.num_steps, "0 turns the warm-up off")
 
     def at(self, step: int) -> float:
         """Returns the density of that step."""

@@ -167,7 +167,7 @@ class GradientEngine:
     def num_samples(self, value: int) -> None:
         """Samples that this rank's gradient is the mean of; its weight. Set it before the backward pass."""
         if value < 0:
-            raise ConfigError.of("num_samples ≥ 0", value, "0 says that this rank has nothing to add")
+            raise ConfigError.of("num_samples ≥ 0", value, "0 gives this rank no weight")
         if not self._open.is_untouched:
             raise ConfigError.of("num_samples before the backward pass", "after it", "set it when the batch is drawn")
         self._num_samples = self._open.num_samples = value
@@ -196,7 +196,7 @@ class GradientEngine:
         self._stepped_at = time.perf_counter()
         self._gradient_hooks.seal(work)
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
-        self._optimizer._opt_called = True  # schedulers ask for a step, and the first late one applies nothing
+        self._optimizer._opt_called = True  # schedulers check for a step, and the first late one applies none
         try:
             if due is not None:
                 self._settle(due)
@@ -212,7 +212,7 @@ class GradientEngine:
         self._optimizer.flush()
         average_buffers(self._topology.world, self._model)
 
-    # ── what a controller says and sees ─────────────────────────────────────────────────────────────────────────────
+    # ── decisions and reports ───────────────────────────────────────────────────────────────────────────────────────
 
     def propose(self, decision: Decision) -> None:
         """Proposes a density and batch sizes for all ranks; they take effect at the same step on every rank.
@@ -298,7 +298,7 @@ class GradientEngine:
         """
         self._check_between_steps()
         if not states:
-            raise StateMismatchError.of("at least one state", "none", "give what state_dict() returned")
+            raise StateMismatchError.of("at least one state", "none", "pass what state_dict() returned")
         late = self._states.load_state_dicts(states)
         self._plan.load_state_dict(states[0]["plan"], self._topology.world.world_size)
         self._scale.load_state_dict(states[0]["scaling"])
@@ -317,17 +317,31 @@ class GradientEngine:
             self._gradient_hooks.close()
             self._detach()
 
+    def __repr__(self) -> str:
+        world, num_parameters = self._topology.world, sum(bucket.size for bucket in self._buckets)
+        shown = [
+            f"{num_parameters:,} parameters in {len(self._buckets)} buckets",
+            f"{self._settings['compressor']} at density {self.density:g}",
+            f"quantiser {self._settings['quantiser']}",
+            f"staleness {self._staleness}",
+            f"rank {world.rank} of {world.world_size}",
+            f"step {self.step_count}",
+            f"{self._meter.totals['gradient_bytes_sent'] / 1e6:,.1f} MB sent",
+            *(["closed"] if self._is_closed else []),
+        ]
+        return f"<{type(self).__name__} of {', '.join(shown)}>"
+
     def __enter__(self) -> GradientEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _connect(self, purpose: str) -> Transport:
         """Makes a group for one purpose. Collective."""
-        del purpose  # PyTorch tells groups apart by their order
+        del purpose  # torch.distributed tells groups apart by their order
         return Transport(**self._group_settings)
 
     def _synchronise(self, world: Transport) -> None:
@@ -372,7 +386,9 @@ class GradientEngine:
         outcome = "steps" if work.error is None else "skipped_steps" if is_overflow else "failed_steps"
         self._meter.add(work, outcome)
         if work.error is not None and not is_overflow:
-            self._proposal = self._proposal or self._open.proposal or work.proposal  # the newest; told twice, no harm
+            self._proposal = (
+                self._proposal or self._open.proposal or work.proposal
+            )  # the newest; a repeated proposal does no harm
             raise work.error
         self._scale.stepped(work.error is None)
         if work.decision is not None:
@@ -383,7 +399,7 @@ class GradientEngine:
 
     def _apply(self, work: GradientStep) -> None:
         """Applies the sparse step, on the training thread: no other place changes weights."""
-        self._optimizer.step()  # no parameter has a gradient: all it does is to call who asked to be told of steps
+        self._optimizer.step()  # without gradients it only runs the registered step hooks
         factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
         for bucket_state, merged in zip(self._bucket_states, work.merged, strict=False):
             scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)

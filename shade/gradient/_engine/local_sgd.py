@@ -202,7 +202,7 @@ class DiLoCo:
                     anchor_D - bucket_state.bucket.weights_D, density, key
                 )
                 work.payloads[number] = self._all_reduce.pack(work, number, work.chosen[number])
-            except Exception as error:  # noqa: BLE001 - told to all by the counts
+            except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
                 work.trouble.append(error)
         try:
             weights_P, lengths = self._all_reduce.count(work, numbers)

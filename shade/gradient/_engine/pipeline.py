@@ -111,16 +111,16 @@ class _Stages:
     # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_compress(self) -> None:
-        with contextlib.suppress(Exception):  # what is wrong with it is said in the first step, on all ranks
-            prepare()  # compiles, while the first forward pass runs
+        with contextlib.suppress(Exception):  # the first step reports the error, on all ranks
+            prepare()  # compiles during the first forward pass
         while (work := self.inbox.get()) is not None:
             self._packed.put(work)
             if work.before is not None:
-                work.before.wait(StepState.AGREED)  # until then its residuals may have to be undone
+                work.before.wait(StepState.AGREED)  # its residuals may be reverted until then
                 work.before = None
             try:
                 self._compress(work)
-            except Exception as error:  # noqa: BLE001 - every rank is told by the next counts
+            except Exception as error:  # noqa: BLE001 - the next counts report it to all ranks
                 work.trouble.append(error)
             work.advance(StepState.PACKED)
             for event in work.packed:
@@ -200,7 +200,7 @@ class _Stages:
             failure: Exception | None = None
             try:
                 self._exchange(work)
-            except Exception as error:  # noqa: BLE001 - raised by the training thread
+            except Exception as error:  # noqa: BLE001 - the training thread raises it
                 self._restore_residuals(work, error)
                 failure = error
             work.costs.exchange_seconds = link.seconds - before[0]

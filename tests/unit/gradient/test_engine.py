@@ -429,3 +429,23 @@ def test_kernels_that_nobody_can_prepare_are_an_error_of_the_step_and_not_a_hang
         monkeypatch.undo()
         train(engine, model, range(1, 3))
         assert not all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+
+
+def test_its_repr_says_what_it_is_doing() -> None:
+    model = network()
+    engine = GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=1)
+    train(engine, model, range(3))
+    assert repr(engine) == (
+        f"<GradientEngine of {sum(each.numel() for each in model.parameters()):,} parameters in {len(engine._buckets)} "
+        "buckets, topk at density 0.05, quantiser bf16, staleness 1, rank 0 of 1, step 3, 0.0 MB sent>"
+    )
+    engine.close()
+    assert repr(engine).endswith("0.0 MB sent, closed>")
+
+
+def test_its_public_attributes_are_those_that_users_need() -> None:
+    model = network()
+    expected = {"accumulate", "batch_size", "close", "counts", "density", "finish", "load_state_dict"}
+    expected |= {"load_state_dicts", "num_samples", "propose", "report", "state_dict", "step", "step_count"}
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1)) as engine:
+        assert {name for name in (*dir(GradientEngine), *vars(engine)) if not name.startswith("_")} == expected

@@ -109,8 +109,8 @@ def story_of_mass(rank: int, world_size: int) -> list[float]:
         model = network()
         optimizer = SparseSGD(model.parameters(), lr=0.0)
         with GradientEngine(model, optimizer, **SMALL, staleness=staleness) as engine:
-            gradients = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
-            sent = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
+            gradients = [np.zeros(each.bucket.size) for each in engine._bucket_states]
+            sent = [np.zeros(each.bucket.size) for each in engine._bucket_states]
             for bucket_state, total in zip(engine._bucket_states, sent, strict=True):
                 compress = bucket_state.feedback.compress
 
@@ -383,7 +383,7 @@ def story_of_nodes(rank: int, world_size: int) -> list[Any]:
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1, momentum=0.9), **settings) as engine:
         train(engine, model, rank, range(50))
         engine.finish()
-        outcomes += [digest(model), sum(bucket_state.feedback.size for bucket_state in engine._bucket_states)]
+        outcomes += [digest(model), sum(each.feedback.size for each in engine._bucket_states)]
         loss = loss_of(model, rank, 50)
         (loss * float("nan") if rank == 3 else loss).backward()
         try:

@@ -188,7 +188,7 @@ class SparseAllReduce:
             merged = merge([self._unpack(payload, work, number, size) for payload in payloads], weights_P)
         except Exception as error:  # noqa: BLE001 - the vote reports any error to all ranks
             work.damage.append(error)
-            merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
+            merged = Sparse.empty(size)
         work.costs.compress_seconds += time.perf_counter() - started
         return self._topology.assemble(merged, self._sizes[number])
 

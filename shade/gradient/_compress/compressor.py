@@ -146,6 +146,11 @@ class Sparse:
         dense_D[self.indices_K] = self.values_K
         return dense_D
 
+    @staticmethod
+    def empty(size: int) -> Sparse:
+        """Returns a bucket without chosen elements."""
+        return Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
+
     @property
     def count(self) -> int:
         """K."""

@@ -208,10 +208,8 @@ class ElasticEngine(GradientEngine):
         self._pipeline.reclaim()
         for source in leaving:
             for bucket_state in self._bucket_states:
-                state = {
-                    name: each.detach().to("cpu", copy=True)
-                    for name, each in bucket_state.feedback.state_dict().items()
-                }
+                live = bucket_state.feedback.state_dict()
+                state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in live.items()}
                 for tensor in state.values():
                     world.broadcast(tensor, source)
                 if staying and world.rank == staying[source % len(staying)]:

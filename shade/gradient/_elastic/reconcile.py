@@ -101,7 +101,7 @@ def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 def residual_norm(bucket_states: Sequence[BucketState]) -> float:
     """Estimates the norm of all residuals, from a sample of each large bucket."""
-    return math.sqrt(sum(_energy(bucket_state.feedback) for bucket_state in bucket_states))
+    return math.sqrt(sum(_energy(each.feedback) for each in bucket_states))
 
 
 def _energy(feedback: ErrorFeedback | DeviceErrorFeedback) -> float:

@@ -80,21 +80,16 @@ class EngineState:
 
     def __init__(self, topology: Topology, bucket_states: Sequence[BucketState]) -> None:
         self._world, self._bucket_states = topology.world, tuple(bucket_states)
-        self._parts = [
-            [topology.part(bucket_state.bucket.size).start, bucket_state.feedback.size]
-            for bucket_state in bucket_states
-        ]
+        self._parts = [[topology.part(each.bucket.size).start, each.feedback.size] for each in bucket_states]
 
     def state_dict(self, late: GradientStep | None) -> dict[str, Any]:
-        """Returns plain values, and residuals as the live memory; ``late`` is an ended step that is still to be
-        applied.
-        """
+        """Returns plain values, and residuals as the live memory; ``late`` is the step still to be applied, ended."""
         return {
             "rank": self._world.rank,
             "world_size": self._world.world_size,
-            "names": [list(bucket_state.bucket.names) for bucket_state in self._bucket_states],
+            "names": [list(each.bucket.names) for each in self._bucket_states],
             "parts": self._parts,
-            "residuals": [bucket_state.feedback.state_dict() for bucket_state in self._bucket_states],
+            "residuals": [each.feedback.state_dict() for each in self._bucket_states],
             "late": None if late is None else _pack_late(late),
         }
 
@@ -105,7 +100,7 @@ class EngineState:
         """
         by_rank = {int(state["rank"]): state for state in states}
         mine = [state for rank, state in sorted(by_rank.items()) if self._is_mine(rank)]
-        expected = [list(bucket_state.bucket.names) for bucket_state in self._bucket_states]
+        expected = [list(each.bucket.names) for each in self._bucket_states]
         for state in states:
             if state["names"] != expected:
                 raise StateMismatchError.of(f"residuals of the parameters {expected}", state["names"], _CURE)
@@ -118,12 +113,11 @@ class EngineState:
                     raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
         late = _unpack_late(states[0]["late"], self._bucket_states)
         for number, bucket_state in enumerate(self._bucket_states):
-            found = [state["residuals"][number] for state in mine] or [
-                {"residual": torch.zeros(bucket_state.feedback.size)}
-            ]
-            bucket_state.feedback.load_state_dict(found[0])
+            feedback = bucket_state.feedback
+            found = [state["residuals"][number] for state in mine] or [{"residual": torch.zeros(feedback.size)}]
+            feedback.load_state_dict(found[0])
             for residual in found[1:]:
-                bucket_state.feedback.merge_from(residual)
+                feedback.merge_from(residual)
         return late
 
     def _is_mine(self, rank: int) -> bool:

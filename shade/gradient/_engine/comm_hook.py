@@ -192,7 +192,7 @@ class SparseState:
         work.damage = self._damage
         try:
             feedback = self._residual_store.of(job.parameters)
-            chosen = Sparse(np.empty(0, np.uint32), np.empty(0, np.float32), size)
+            chosen = Sparse.empty(size)
             if self.num_samples:
                 chosen = feedback.compress(gradient_D, work.density, Key(self._seed, self.step, job.number))
                 self._chosen.append((feedback, chosen))

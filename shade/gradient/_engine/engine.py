@@ -128,18 +128,15 @@ class GradientEngine:
             "clip_norm, corrections": [clip_norm, *map(repr, corrections)],
             "optimizer, scaler": [type(optimizer).__name__, LossScale(scaler).skips],
         }
-        self._group_settings: dict[str, Any] = {
-            "group": group,
-            "timeout_seconds": timeout_seconds,
-            "generation": generation,
-        }
+        self._group_settings: dict[str, Any]
+        self._group_settings = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
         world, check_transport = self._connect("gradients"), self._connect("looks")
         self._synchronise(world)
         topology: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
         self._bucket_states = make_bucket_states(topology, self._buckets, compressor, quantiser, corrections)
         self._attach(topology, check_transport)
         self._plan, self._scale = DensityPlan(warm_up, staleness), LossScale(scaler)
-        self._meter = Meter(world.rank, sum(bucket_state.feedback.size for bucket_state in self._bucket_states))
+        self._meter = Meter(world.rank, sum(each.feedback.size for each in self._bucket_states))
         self._gradient_hooks = GradientHooks(self._bucket_states, optimizer.param_groups, self._scale)
         self._is_closed = False
         self._proposal: Decision | None = None
@@ -364,7 +361,7 @@ class GradientEngine:
         self._check_transport.close()
 
     def _begin(self, step: int) -> GradientStep:
-        sizes = [len(bucket_state.bucket.parameters) for bucket_state in self._bucket_states]
+        sizes = [len(each.bucket.parameters) for each in self._bucket_states]
         proposal, self._proposal = self._proposal, None
         work = GradientStep(step, sizes, self._plan.density(step), self._num_samples, self._late, proposal)
         self._pipeline.submit(work)
@@ -386,9 +383,8 @@ class GradientEngine:
         outcome = "steps" if work.error is None else "skipped_steps" if is_overflow else "failed_steps"
         self._meter.add(work, outcome)
         if work.error is not None and not is_overflow:
-            self._proposal = (
-                self._proposal or self._open.proposal or work.proposal
-            )  # the newest; a repeated proposal does no harm
+            # The newest proposal travels again; if the failed step has delivered it, that does no harm.
+            self._proposal = self._proposal or self._open.proposal or work.proposal
             raise work.error
         self._scale.stepped(work.error is None)
         if work.decision is not None:

@@ -105,9 +105,7 @@ class DiLoCo:
         self._topology = FlatTopology(world)
         self._bucket_states = make_bucket_states(self._topology, buckets, compressor, quantiser)
         self._all_reduce = SparseAllReduce(
-            self._topology,
-            [each.size for each in buckets],
-            [bucket_state.quantiser for bucket_state in self._bucket_states],
+            self._topology, [each.size for each in buckets], [each.quantiser for each in self._bucket_states]
         )
         self._states = EngineState(self._topology, self._bucket_states)
         self._anchors: list[Tensor] = [bucket.weights_D.clone() for bucket in buckets]

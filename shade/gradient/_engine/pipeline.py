@@ -30,7 +30,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from shade.errors import NonFiniteGradientError, PeerLostError
@@ -76,16 +75,14 @@ class _Stages:
         self.undelivered = Undelivered()
         self._topology, self._bucket_states, self._seed = topology, bucket_states, seed
         self._all_reduce = SparseAllReduce(
-            topology,
-            [bucket_state.bucket.size for bucket_state in bucket_states],
-            [bucket_state.quantiser for bucket_state in bucket_states],
+            topology, [each.bucket.size for each in bucket_states], [each.quantiser for each in bucket_states]
         )
         everything = range(len(bucket_states))
         self._compress_order = tuple(reversed(everything))
         self._rounds = (tuple(everything),) if is_late else tuple((number,) for number in reversed(everything))
         self._packed: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
-        is_pinned = any(bucket_state.bucket.device.type == "cuda" for bucket_state in bucket_states)
-        largest = max(bucket_state.bucket.size for bucket_state in bucket_states)
+        is_pinned = any(each.bucket.device.type == "cuda" for each in bucket_states)
+        largest = max(each.bucket.size for each in bucket_states)
         self._gradient_D = torch.empty(largest, dtype=torch.float32, pin_memory=is_pinned)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads = [
@@ -146,8 +143,7 @@ class _Stages:
                     density = 1.0 if bucket.is_dense else work.density
                     self._choose(work, number, gradient_D, density)
             if not weight and not work.trouble:
-                size = self._bucket_states[number].feedback.size
-                nothing = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
+                nothing = Sparse.empty(self._bucket_states[number].feedback.size)
                 work.payloads[number] = self._all_reduce.pack(work, number, nothing)
             work.costs.compress_seconds += time.perf_counter() - started
             work.packed[number].set()

@@ -21,6 +21,7 @@ from shade.gradient._elastic import rendezvous
 from shade.gradient._elastic.engine import ElasticEngine
 from shade.gradient._elastic.membership import Membership
 from shade.gradient._elastic.reconcile import MembershipChange
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
 
@@ -43,8 +44,8 @@ class Books:
 
     def __init__(self, engine: ElasticEngine) -> None:
         self._engine = engine
-        self.gradients = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
-        self.applied = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
+        self.gradients = [np.zeros(each.bucket.size) for each in engine._bucket_states]
+        self.applied = [np.zeros(each.bucket.size) for each in engine._bucket_states]
         self._chosen: dict[int, dict[int, Any]] = {}
         apply = engine._apply
         for number, bucket_state in enumerate(engine._bucket_states):
@@ -132,7 +133,7 @@ def train(place: str, plan: Rank, outcomes: list[Outcome | Exception]) -> None:
         engine._detach()
         outcomes.append(error)
         return
-    zeros = [np.zeros(bucket_state.bucket.size) for bucket_state in engine._bucket_states]
+    zeros = [np.zeros(each.bucket.size) for each in engine._bucket_states]
     outcomes.append(
         Outcome(
             digest=digest(model),
@@ -397,3 +398,13 @@ def test_settings_that_are_the_membership_s_are_refused() -> None:
     with pytest.raises(ConfigError, match="timeout_seconds"):
         ElasticEngine(model, SparseSGD(model.parameters(), lr=0.1), membership, timeout_seconds=3)
     membership.close()
+
+
+def test_its_repr_names_the_generation_and_its_public_attributes_are_those_that_users_need() -> None:
+    model, store = network(), rendezvous.serve()
+    membership = Membership(f"127.0.0.1:{store.port}", 1, **QUICK)
+    with ElasticEngine(model, SparseSGD(model.parameters(), lr=0.1), membership) as engine:
+        assert repr(engine).startswith("<ElasticEngine of ")
+        assert repr(engine).endswith("rank 0 of 1, step 0, 0.0 MB sent, generation 0>")
+        added = {name for name in (*dir(ElasticEngine), *vars(engine)) if not name.startswith("_")}
+        assert added - set(dir(GradientEngine)) == {"changes", "has_left", "leave", "rank", "world_size"}

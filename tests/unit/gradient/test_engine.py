@@ -166,9 +166,7 @@ def test_weights_of_half_precision_follow_float32_ones() -> None:
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
             model(inputs).square().mean().backward()
             engine.step()
-        masters = torch.cat(
-            [each.weights_D for each in (bucket_state.bucket for bucket_state in engine._bucket_states)]
-        )
+        masters = torch.cat([each.weights_D for each in (each.bucket for each in engine._bucket_states)])
         assert masters.dtype == torch.float32
         assert not torch.equal(masters, masters.bfloat16().float())  # steps too small for bfloat16 are not lost
         model.load_state_dict(

@@ -98,7 +98,7 @@ def test_drift_is_found_and_repaired_by_what_most_ranks_hold(tmp_path: Path) -> 
         assert "state of the same form in bucket 0 on every rank" in message
 
 
-def test_alone_there_is_nobody_to_differ_from() -> None:
+def test_a_single_rank_has_nothing_to_compare() -> None:
     parameter = torch.nn.Parameter(torch.zeros(8))
     optimizer = SparseSGD([parameter], lr=0.1)
     consistency = Consistency(Transport(), optimizer, [Bucket([parameter])], every=2)

@@ -251,7 +251,7 @@ def test_what_is_kept_follows_parameters_into_new_buckets(pair: Any) -> None:
     assert first[2] == second[2]
 
 
-def test_a_resumed_hook_goes_on_where_it_was(pair: Any) -> None:
+def test_a_resumed_hook_continues_where_it_was(pair: Any) -> None:
     first, second = told(pair, story_of_resuming)
     assert first == second
     assert first[:2] == [True, 10]

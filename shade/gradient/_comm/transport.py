@@ -12,7 +12,7 @@ Cost of a group of its own: W² connections. Ranks that wait for one another els
 in the next step) need a timeout longer than that.
 
 One thread at a time makes calls, in the same order on every rank. Transports too are made in the same order: PyTorch
-tells groups apart by how many a rank has made before.
+distinguishes groups by how many a rank has made before.
 
 Legend: W world · N fields.
 """

@@ -10,7 +10,7 @@ pass over the same step, picks the same elements.
 
 `Sparse` is the result that compressors make, messages carry, the merge adds up and optimizers apply. Its indices
 ascend: that makes the index code short, the merge a pass along lists, and the optimizer's memory accesses run forward.
-Whoever makes a `Sparse` guarantees the order; only the message decoder checks it, since a check at every hand-over
+The maker of a `Sparse` guarantees the order; only the message decoder checks it, since a check at every hand-over
 would cost more than the work.
 
 Invariant: ``gradient + residual == picked + rest``, in float32, bit for bit.

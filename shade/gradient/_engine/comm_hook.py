@@ -300,8 +300,10 @@ class ResidualStore:
         }
         for name, kept in by_parameter.items():
             got = {kind: each.numel() for kind, each in kept.items() if kind != STEPS}
-            if set(got.values()) - {self._sizes.get(name)}:
-                expected = f"a residual of {name!r} with {self._sizes.get(name, 'no such parameter,')} elements"
+            size = self._sizes.get(name)
+            if set(got.values()) - {size}:
+                unknown = f"no residual of {name!r}: the model has no such parameter"
+                expected = unknown if size is None else f"a residual of {name!r} with {size} elements"
                 raise StateMismatchError.of(expected, got, "build the model as it was when it was saved")
         self._buckets, self._by_parameter = {}, by_parameter
 

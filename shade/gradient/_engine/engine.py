@@ -338,7 +338,7 @@ class GradientEngine:
 
     def _connect(self, purpose: str) -> Transport:
         """Makes a group for one purpose. Collective."""
-        del purpose  # torch.distributed tells groups apart by their order
+        del purpose  # torch.distributed distinguishes groups by their order
         return Transport(**self._group_settings)
 
     def _synchronise(self, world: Transport) -> None:

@@ -49,7 +49,7 @@ def check_same_setup(
     trained = {name: f"bucket {number}" for number, each in enumerate(buckets) for name in each.names}
     buffers = {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
     mine = {**{f"setting {name}": value for name, value in settings.items()}, **buffers}
-    mine |= {f"parameter {name}": f"{told}, {trained.get(name, 'frozen')}" for name, told in parameters.items()}
+    mine |= {f"parameter {name}": f"{shape}, {trained.get(name, 'frozen')}" for name, shape in parameters.items()}
     everyone = transport.gather_messages(mine)
     first = everyone[0]
     for rank, theirs in enumerate(everyone):

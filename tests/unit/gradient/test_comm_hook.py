@@ -43,7 +43,7 @@ def test_what_is_kept_moves_with_its_parameters(model: nn.Sequential) -> None:
 def test_a_state_fits_its_model_or_is_refused(model: nn.Sequential) -> None:
     store = ResidualStore(model, make)
     store.load_state_dict({"1.bias": {"residual": torch.arange(4.0)}})
-    with pytest.raises(StateMismatchError, match=r"'0\.bias': 16 elements"):
+    with pytest.raises(StateMismatchError, match=r"'0\.bias' with 16 elements"):
         store.load_state_dict({"0.bias": {"residual": torch.zeros(3)}})
     with pytest.raises(StateMismatchError, match="no such parameter"):
         store.load_state_dict({"2.bias": {"residual": torch.zeros(3)}})

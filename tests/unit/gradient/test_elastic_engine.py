@@ -1,4 +1,4 @@
-"""Ranks that come and go, as threads of one process, over real gloo groups: a thread fails at the very word it shall.
+"""Ranks join, leave and die, as threads of one process over real gloo groups: a thread can fail at an exact call.
 
 Real processes that are killed and stopped are in tests/faults/test_gradient_elastic.py.
 """
@@ -190,7 +190,7 @@ def shade_threads() -> list[str]:
 def die(engine: ElasticEngine) -> None:
     """As a killed process: no good-bye at the rendezvous, connections gone."""
     rendezvous_client = engine._membership._rendezvous
-    rendezvous_client._heartbeat_key = lambda who: "line/nobody"  # type: ignore[method-assign]
+    rendezvous_client._heartbeat_key = lambda _: "line/unknown"  # type: ignore[method-assign]
     rendezvous_client._inbox.put(None)
     engine._detach()
     engine._gradient_hooks.close()
@@ -199,7 +199,7 @@ def die(engine: ElasticEngine) -> None:
 def dying(rank: int, step: int) -> Callable[[ElasticEngine, int], None]:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if (engine.rank, now) == (rank, step) and not engine.changes:
-            time.sleep(0.5)  # so that its last words are out
+            time.sleep(0.5)  # until its last status is published
             die(engine)
             raise Killed
 
@@ -218,7 +218,7 @@ def largest(arrays: list[np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_training_goes_on_without_a_rank_that_is_lost_and_keeps_all_but_what_that_one_had(
+def test_training_continues_without_a_lost_rank_and_loses_only_its_residual(
     play: Any, staleness: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"staleness": staleness}
@@ -239,7 +239,7 @@ def test_training_goes_on_without_a_rank_that_is_lost_and_keeps_all_but_what_tha
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, staleness: int) -> None:
+def test_survivors_one_step_apart_agree_before_they_continue(play: Any, staleness: int) -> None:
     """Rank 2 dies when it has voted on step 5; rank 0 gets all votes and applies the step, rank 1 gets none."""
 
     def at_step(engine: ElasticEngine, now: int) -> None:
@@ -263,7 +263,7 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
 
     def die_in_vote(engine: ElasticEngine) -> None:
         rendezvous_client = engine._membership._rendezvous
-        rendezvous_client._heartbeat_key = lambda who: "line/nobody"  # type: ignore[method-assign]
+        rendezvous_client._heartbeat_key = lambda _: "line/unknown"  # type: ignore[method-assign]
         rendezvous_client._inbox.put(None)
         engine._topology.close()
         engine._check_transport.close()
@@ -276,10 +276,10 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
     assert sorted(each.counts["gradient_caught_up_steps"] for each in survivors) == [0, 1]
     for each in survivors:
         assert [change.num_repaired for change in each.changes] == [0]
-        assert largest(each.missing()) < 1e-4  # nobody's part of step 5 is lost, or goes out twice
+        assert largest(each.missing()) < 1e-4  # no part of step 5 is lost, or sent twice
 
 
-def test_what_a_rank_that_leaves_has_kept_back_is_handed_over(play: Any) -> None:
+def test_a_leaving_rank_hands_over_its_residual(play: Any) -> None:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if (engine.rank, now) == (2, 6) and not engine.changes:
             engine.leave()
@@ -299,7 +299,7 @@ def test_what_a_rank_that_leaves_has_kept_back_is_handed_over(play: Any) -> None
     assert min(own) < 1e-4, "and the other has not"
 
 
-def test_one_that_joins_gets_weights_moments_rates_and_step(play: Any) -> None:
+def test_a_joining_rank_gets_weights_moments_rates_and_step(play: Any) -> None:
     def build(model: nn.Module) -> SparseAdamW:
         return SparseAdamW(model.parameters(), lr=1e-3)
 
@@ -327,7 +327,7 @@ def test_one_that_joins_gets_weights_moments_rates_and_step(play: Any) -> None:
             assert change.step == joined.first_step
 
 
-def test_one_that_joins_with_another_model_goes_again_and_the_others_go_on(play: Any) -> None:
+def test_a_rank_that_joins_with_another_model_is_refused_and_the_others_continue(play: Any) -> None:
     def other() -> nn.Module:
         time.sleep(1.0)
         return nn.Linear(32, 64)
@@ -343,7 +343,7 @@ def test_one_that_joins_with_another_model_goes_again_and_the_others_go_on(play:
     assert all(largest(each.missing()) < 1e-4 for each in stayed)
 
 
-def test_replicas_that_have_parted_are_found_and_repaired_when_a_generation_forms(play: Any) -> None:
+def test_diverged_replicas_are_repaired_when_a_generation_forms(play: Any) -> None:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if (engine.rank, now) == (1, 5) and not engine.changes:
             with torch.no_grad():
@@ -357,7 +357,7 @@ def test_replicas_that_have_parted_are_found_and_repaired_when_a_generation_form
         assert each.counts["gradient_repaired_buckets"] == 1
 
 
-def test_a_rank_that_is_lost_while_all_finish_is_no_hindrance(play: Any) -> None:
+def test_finish_survives_a_lost_rank(play: Any) -> None:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if now == 6 and not engine.changes:
             if engine.rank == 1:
@@ -371,7 +371,7 @@ def test_a_rank_that_is_lost_while_all_finish_is_no_hindrance(play: Any) -> None
     assert [each.changes[0].num_lost for each in survivors] == [1, 1]
 
 
-def test_the_last_one_trains_alone_and_lets_others_in_again(play: Any) -> None:
+def test_the_last_rank_trains_alone_and_admits_others_again(play: Any) -> None:
     def late() -> nn.Module:
         time.sleep(3.0)
         return network()
@@ -392,7 +392,7 @@ def test_the_last_one_trains_alone_and_lets_others_in_again(play: Any) -> None:
     assert sizes == [1, 2]
 
 
-def test_settings_that_are_the_membership_s_are_refused() -> None:
+def test_settings_of_the_membership_are_refused() -> None:
     model = network()
     membership = Membership("127.0.0.1:9", 1, **QUICK)
     with pytest.raises(ConfigError, match="timeout_seconds"):

@@ -193,7 +193,7 @@ def test_samples_belong_to_the_batch_that_is_drawn() -> None:
         assert 0.05 <= report.density < 0.2
         engine.num_samples = 0
         before = parameters(model)
-        engine.step()  # nobody has samples: a step without a gradient
+        engine.step()  # no rank has samples: a step without a gradient
         assert_same(parameters(model), before)
         with pytest.raises(ConfigError, match="num_samples ≥ 0"):
             engine.num_samples = -1
@@ -239,7 +239,7 @@ def test_nan_leaves_everything_as_it_was(staleness: int) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_saved_run_goes_on_as_if_nothing_had_been(staleness: int, tmp_path: Path) -> None:
+def test_a_saved_run_resumes_bit_for_bit(staleness: int, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, SparseAdamW, GradientEngine]:
         model = network()
         optimizer = SparseAdamW(model.parameters(), lr=1e-3)
@@ -277,12 +277,12 @@ def test_a_saved_run_goes_on_as_if_nothing_had_been(staleness: int, tmp_path: Pa
 def test_a_snapshot_still_being_copied_is_waited_for_before_weights_change() -> None:
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.1)
-    told, moved = [], network()
-    optimizer.register_step_pre_hook(lambda *_: told.append(parameters(model)))
+    seen, moved = [], network()
+    optimizer.register_step_pre_hook(lambda *_: seen.append(parameters(model)))
     with GradientEngine(model, optimizer, **SPARSE) as engine:
         train(engine, model, range(1))
-    assert len(told) == 1
-    assert_same(told[0], parameters(moved))
+    assert len(seen) == 1
+    assert_same(seen[0], parameters(moved))
 
 
 def test_a_state_of_another_model_changes_nothing() -> None:
@@ -326,10 +326,10 @@ def test_counters_reach_a_page_of_prometheus() -> None:
     assert engine.counts["gradient_chosen"] < 0.2 * engine.counts["gradient_elements"]
 
 
-def test_what_cannot_be_is_said_at_once() -> None:
+def test_impossible_settings_are_refused_at_construction() -> None:
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.1)
-    for settings, told in (
+    for settings, expected in (
         ({"staleness": 2}, "staleness 0 or 1"),
         ({"clip_norm": 0.0}, "clip_norm > 0"),
         ({"density": 0.0}, "density"),
@@ -337,7 +337,7 @@ def test_what_cannot_be_is_said_at_once() -> None:
         ({"timeout_seconds": 0}, "timeout_seconds > 0"),
         ({"compressor": "topp"}, "did you mean 'topk'"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=expected):
             GradientEngine(model, optimizer, **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="sparse_hook"):
         GradientEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
@@ -367,7 +367,7 @@ def test_a_model_on_a_gpu_trains_as_on_the_cpu(staleness: int) -> None:
 
 
 def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU's gradient through lanes and pipeline, with the host playing the GPU."""
+    """The path of a GPU's gradient through buckets and pipeline, with the host in the place of the GPU."""
 
     def build() -> tuple[nn.Module, GradientEngine]:
         model = network()
@@ -404,11 +404,11 @@ def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.
     near, near_engine = build()
     with near_engine:
         near.load_state_dict(far.state_dict())
-        near_engine.load_state_dict(state)  # a run on GPUs goes on without
+        near_engine.load_state_dict(state)  # a run on GPUs resumes on the host
         train(near_engine, near, range(9, 11))
 
 
-def test_kernels_that_nobody_can_prepare_are_an_error_of_the_step_and_not_a_hang(
+def test_kernels_that_cannot_be_prepared_are_an_error_of_the_step_and_not_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken() -> None:
@@ -420,9 +420,9 @@ def test_kernels_that_nobody_can_prepare_are_an_error_of_the_step_and_not_a_hang
     before = parameters(model)
     settings = EXACT | {"correction": MomentumCorrection(0.9)}
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **settings) as engine:
-        with pytest.raises(GradientError, match="failed on rank 0") as told:
+        with pytest.raises(GradientError, match="failed on rank 0") as caught:
             train(engine, model, range(1))
-        assert "no such kernel" in str(told.value.__cause__)
+        assert "no such kernel" in str(caught.value.__cause__)
         assert_same(before, parameters(model))
         monkeypatch.undo()
         train(engine, model, range(1, 3))

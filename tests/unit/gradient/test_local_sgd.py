@@ -44,7 +44,7 @@ def test_local_sgd_of_one_rank_changes_nothing() -> None:
         assert torch.allclose(weights(model), before, atol=1e-6)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_settings_are_refused() -> None:
     for settings in (
         {"every": 0},
         {"every": 1, "lr": 0.0},

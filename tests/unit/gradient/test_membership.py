@@ -75,7 +75,7 @@ def fall_silent(member: Membership) -> None:
 def formed(members: list[Membership], *statuses: Any) -> list[Generation]:
     """All form the next generation together."""
     statuses = statuses or [{"name": number} for number in range(len(members))]
-    calls = [lambda each=each, words=words: each.form(words) for each, words in zip(members, statuses, strict=True)]
+    calls = [lambda each=each, status=status: each.form(status) for each, status in zip(members, statuses, strict=True)]
     return at_once(*calls)  # type: ignore[return-value]
 
 
@@ -83,10 +83,10 @@ def ids(generation: Generation) -> list[str]:
     return [each.id for each in generation.members]
 
 
-def gather(member: Membership, purpose: str, word: int) -> list[int]:
+def gather(member: Membership, purpose: str, field: int) -> list[int]:
     transport = member.connect(purpose)
     try:
-        return [int(each) for each in transport.gather_fields(np.array([word], dtype=np.int64))[:, 0]]
+        return [int(each) for each in transport.gather_fields(np.array([field], dtype=np.int64))[:, 0]]
     finally:
         transport.close()
 
@@ -99,11 +99,11 @@ def test_all_hold_one_list_and_reach_each_other(members: Callable[..., Membershi
     assert [each.number for each in first] == [0, 0, 0]
     by_rank = sorted(zip(first, three, strict=True), key=lambda pair: pair[0].rank)
     assert all(each.status == first[0].members[rank].status for rank, each in enumerate(first[1].members))
-    words = at_once(*[lambda m=member, g=generation: gather(m, "a", 10 + g.rank) for generation, member in by_rank])
-    assert words == [[10, 11, 12]] * 3
+    fields = at_once(*[lambda m=member, g=generation: gather(m, "a", 10 + g.rank) for generation, member in by_rank])
+    assert fields == [[10, 11, 12]] * 3
 
 
-def test_a_silent_member_is_not_waited_for_and_its_last_words_are_known(members: Callable[..., Membership]) -> None:
+def test_a_silent_member_is_dropped_and_its_last_status_is_known(members: Callable[..., Membership]) -> None:
     three = [members() for _ in range(3)]
     for number, each in enumerate(three):
         each.publish(kept=float(number))
@@ -117,12 +117,12 @@ def test_a_silent_member_is_not_waited_for_and_its_last_words_are_known(members:
     for before, now in zip(first, second, strict=False):
         assert (now.number, now.world_size) == (1, 2)
         assert now.members[now.rank].rank_before == before.rank
-        assert [words["kept"] for words in now.gone] == [2.0]
+        assert [status["kept"] for status in now.gone] == [2.0]
     assert ids(second[0]) == [each for each in ids(first[0]) if each != lost._rendezvous.id]  # ranks keep their order
 
 
 def test_words_go_out_at_once(members: Callable[..., Membership], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank may be killed within a second of its first words."""
+    """A rank may be killed within a second of its first status."""
     monkeypatch.setattr(rendezvous, "HEARTBEAT_SECONDS", 600.0)
     one = members(1)
     line = f"line/{one._rendezvous.id}"
@@ -134,7 +134,7 @@ def test_words_go_out_at_once(members: Callable[..., Membership], monkeypatch: p
             time.sleep(0.05)
 
 
-def test_one_that_lives_is_waited_for_but_not_for_ever(members: Callable[..., Membership]) -> None:
+def test_a_live_member_is_waited_for_within_a_limit(members: Callable[..., Membership]) -> None:
     three = [members(patience_seconds=2.0) for _ in range(3)]
     formed(three)
     began = time.monotonic()
@@ -149,7 +149,7 @@ def test_one_that_lives_is_waited_for_but_not_for_ever(members: Callable[..., Me
     assert back[0].rank == 2  # behind those who stayed
 
 
-def test_who_leaves_in_good_order_is_not_lost(members: Callable[..., Membership]) -> None:
+def test_a_member_that_leaves_on_purpose_is_not_lost(members: Callable[..., Membership]) -> None:
     two = [members(2) for _ in range(2)]
     formed(two)
     time.sleep(0.3)
@@ -172,7 +172,7 @@ def test_whoever_has_not_heard_the_good_bye_counts_it_as_the_others_do(members: 
     assert [each.gone for each in formed(three[:2])] == [({},), ({},)]
 
 
-def test_one_that_comes_later_rings_and_is_let_in(members: Callable[..., Membership]) -> None:
+def test_a_late_process_requests_to_join_and_is_admitted(members: Callable[..., Membership]) -> None:
     two = [members(2) for _ in range(2)]
     formed(two)
     assert not two[0].is_join_requested
@@ -201,7 +201,7 @@ def test_a_generation_whose_members_are_all_gone_is_followed_by_a_first_one(memb
     assert all(member.rank_before is None for member in fresh[0].members)
 
 
-def test_who_is_lost_while_a_group_connects_is_told_in_time(members: Callable[..., Membership]) -> None:
+def test_a_loss_while_a_group_connects_is_reported_in_time(members: Callable[..., Membership]) -> None:
     two = [members(2, timeout_seconds=1.5) for _ in range(2)]
     formed(two)
     began = time.monotonic()
@@ -210,7 +210,7 @@ def test_who_is_lost_while_a_group_connects_is_told_in_time(members: Callable[..
     assert time.monotonic() - began < 15
 
 
-def test_nobody_and_nowhere_are_said_in_time(members: Callable[..., Membership]) -> None:
+def test_missing_members_and_a_missing_server_are_reported_in_time(members: Callable[..., Membership]) -> None:
     with pytest.raises(GradientError, match="expected 3 processes at"):
         members(3, dead_seconds=0.1, patience_seconds=0.5, give_up_seconds=1.0).form({})
     nowhere = Membership("127.0.0.1:9", 1, **{**QUICK, "patience_seconds": 0.6, "give_up_seconds": 1.0})
@@ -269,6 +269,6 @@ def test_runs_at_one_place_do_not_see_each_other(members: Callable[..., Membersh
         ("127.0.0.1:1", {"dead_seconds": 99.0}, "dead_seconds ≤ patience_seconds"),
     ],
 )
-def test_what_cannot_be_is_refused(address: str, settings: dict[str, Any], expected: str) -> None:
+def test_impossible_settings_are_refused(address: str, settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         Membership(address, **{"num_members": 2, **settings})

@@ -61,8 +61,8 @@ def test_a_message_comes_back(quantiser: str, size: int, density: float) -> None
         header = dataclasses.replace(header, is_finite=flag)
         data = pack(header, sparse, coder)
         for form in (data, data.tobytes()):
-            told, again = unpack(form, size)
-            assert told == header
+            found, again = unpack(form, size)
+            assert found == header
             assert again.size == size
             np.testing.assert_array_equal(again.indices_K, sparse.indices_K)
             np.testing.assert_array_equal(again.values_K, coder.decode(coder.encode(sparse.values_K), sparse.count))

@@ -1,4 +1,4 @@
-"""An exchange of one rank, and how a failure is told. What ranks do together is in tests/integration."""
+"""A transport of one rank, and how it reports failures. Collectives of several ranks are in tests/integration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_alone_everything_comes_back() -> None:
     transport.close()
 
 
-def test_a_failure_is_told_now_and_from_now_on() -> None:
+def test_every_call_after_a_failure_raises_it_again() -> None:
     transport = Transport(timeout_seconds=7, generation=3)
 
     def fail() -> None:
@@ -41,9 +41,9 @@ def test_a_failure_is_told_now_and_from_now_on() -> None:
     for call in (fail, lambda: None):
         with pytest.raises(
             PeerLostError, match=r"generation 3 .* within 7 s, .*: Connection closed by peer; see"
-        ) as told:
+        ) as caught:
             transport._run(call)
-    assert told.value.__cause__ is None  # the second time nothing was tried
+    assert caught.value.__cause__ is None  # the second call fails without an attempt
 
 
 def test_a_timeout_of_nothing_is_refused() -> None:
@@ -61,7 +61,7 @@ def test_time_under_way_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     transport._run(lambda: pass_time(1.0))
     pass_time(10.0)
-    begun = clock[0]  # two at once; the second goes on for 2 s more, of which 1 s was spent with something else
+    begun = clock[0]  # two at once; the second takes 2 s more, of which 1 s was spent elsewhere
     transport._run(lambda: pass_time(3.0), begun)
     pass_time(1.0)
     transport._run(lambda: pass_time(1.0), begun)

@@ -37,7 +37,8 @@ import xxhash
 
 from shade.errors import ConfigError, PayloadError, UnknownNameError
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
+from shade.gradient._compress.quantiser import QUANTISERS, Octets, Quantiser
+from shade.gradient._kernels.arrays import Places
 from shade.gradient._kernels.choice import choose
 from shade.types import Bytes
 
@@ -47,6 +48,8 @@ _FIELDS: Final = struct.Struct("<4sHBxqqqQQdd16sqQQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
 _IS_FINITE: Final = 1
+MIDDLE, WIDE = 254, 255
+"""Codes of gaps that continue in the second and the third stream."""
 
 
 @dataclass(frozen=True)
@@ -88,22 +91,10 @@ def pack(header: MessageHeader, sparse: Sparse, quantiser: Quantiser) -> Octets:
             "a quantiser's name of at most 16 bytes", header.quantiser, "register it under a shorter one"
         )
     indices, values = encode(sparse.indices_K), quantiser.encode(sparse.values_K)
-    fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        _IS_FINITE if header.is_finite else 0,
-        header.generation,
-        header.step,
-        header.bucket,
-        header.size,
-        header.count,
-        header.weight,
-        header.density_proposal,
-        name,
-        header.effective_step,
-        len(indices),
-        len(values),
-    )
+    flags = _IS_FINITE if header.is_finite else 0
+    place = header.generation, header.step, header.bucket, header.size, header.count, header.weight
+    proposal = header.density_proposal, name, header.effective_step
+    fields = _FIELDS.pack(MAGIC, VERSION, flags, *place, *proposal, len(indices), len(values))
     data = np.empty(HEADER_BYTES + len(indices) + len(values), dtype=np.uint8)
     data[: _FIELDS.size] = np.frombuffer(fields, dtype=np.uint8)
     data[HEADER_BYTES : HEADER_BYTES + len(indices)] = indices
@@ -179,12 +170,6 @@ def _digest(data: Octets) -> int:
     state.update(data[: _FIELDS.size].data)
     state.update(data[HEADER_BYTES:].data)
     return state.intdigest()
-
-
-Octets = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.uint32]
-
-MIDDLE, WIDE = 254, 255
 
 
 class IndexArrays:

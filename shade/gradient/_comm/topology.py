@@ -37,6 +37,7 @@ from typing_extensions import override
 from shade.errors import ConfigError
 from shade.gradient._comm.transport import Octets, PendingGather, Transport
 from shade.gradient._compress.compressor import Sparse
+from shade.gradient._kernels.arrays import LINE
 from shade.types import Indices
 
 
@@ -154,9 +155,6 @@ class FlatTopology(Topology):
         self.world.close()
 
 
-_LINE = 16
-
-
 class NodeTopology(Topology):
     """Dense inside nodes, sparse between them. Its constructor is collective over all ranks of ``world``.
 
@@ -253,5 +251,5 @@ class NodeTopology(Topology):
             transport.close()
 
     def _part_length(self, size: int) -> int:
-        lines = -(-size // _LINE)
-        return -(-lines // self.local_size) * _LINE
+        lines = -(-size // LINE)
+        return -(-lines // self.local_size) * LINE

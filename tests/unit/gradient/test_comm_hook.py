@@ -1,4 +1,4 @@
-"""What DDP's buckets keep back, by parameter. What ranks do together is in tests/integration."""
+"""Residuals follow parameters through DDP's buckets. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank makes of its gradient first: Adam's direction as torch.optim's, states of both, what cannot be."""
+"""Corrections: Adam's direction equals torch.optim's; states of both; settings that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's engine: what it does with gradients, samples, state. What ranks do together is in tests/integration."""
+"""The engine of a single rank: gradients, samples, state. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiLoCo of one rank: the outer step by itself. What ranks do together is in tests/integration."""
+"""DiLoCo's outer step on a single rank. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 

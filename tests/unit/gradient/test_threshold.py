@@ -1,4 +1,4 @@
-"""Sampled thresholds: as much energy as the best choice of as many, and as many as wanted, at every step."""
+"""Sampled thresholds pick the wanted number at every step, with nearly the energy of the best choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a bucket each rank of a node answers for. What ranks do together is in tests/integration."""
+"""The part of a bucket that each rank of a node is responsible for. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 

@@ -230,6 +230,7 @@ def decode(data: Octets, count: int, size: int = 2**32) -> Places:
     Raises:
         PayloadError: The length does not fit ``count`` indices, or an index is out of range.
     """
+    # A code has at least a byte an index, so this bounds all that is allocated below.
     if not 0 <= count <= len(data):
         raise PayloadError.of(f"at least a byte for each of {count} indices", len(data), "sender and receiver differ")
     codes_K = data[:count]

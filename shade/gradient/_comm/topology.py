@@ -49,11 +49,6 @@ class Topology(ABC):
 
     @property
     @abstractmethod
-    def transports(self) -> tuple[Transport, ...]:
-        """All its transports, for their traffic and time."""
-
-    @property
-    @abstractmethod
     def link(self) -> Transport:
         """The transport over the slow link; a step's report counts its traffic."""
 
@@ -105,11 +100,6 @@ class FlatTopology(Topology):
 
     def __init__(self, world: Transport) -> None:
         self.world = world
-
-    @property
-    @override
-    def transports(self) -> tuple[Transport, ...]:
-        return (self.world,)
 
     @property
     @override
@@ -186,11 +176,6 @@ class NodeTopology(Topology):
 
     @property
     @override
-    def transports(self) -> tuple[Transport, ...]:
-        return self.world, self._reducing, self._local, self._across
-
-    @property
-    @override
     def link(self) -> Transport:
         return self._across
 
@@ -247,7 +232,7 @@ class NodeTopology(Topology):
 
     @override
     def close(self) -> None:
-        for transport in reversed(self.transports):
+        for transport in (self._across, self._local, self._reducing, self.world):
             transport.close()
 
     def _part_length(self, size: int) -> int:

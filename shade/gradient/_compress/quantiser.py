@@ -111,6 +111,7 @@ class Int8(Quantiser):
         blocks = np.zeros((-(-count // _BLOCK), _BLOCK), dtype=np.float32)
         blocks.reshape(-1)[:count] = values_K
         scales = np.abs(blocks).max(axis=1) / _MOST
+        # Rounding up may make the largest scale too large to be multiplied by 127 again.
         with np.errstate(over="ignore"):
             scales = np.where(np.isfinite(scales * _MOST), scales, np.nextafter(scales, np.float32(0)))
         divisors = np.where(scales > 0, scales, np.float32(1))

@@ -276,6 +276,7 @@ class ElasticEngine(GradientEngine):
         work.merged, work.norm = merged, source_status["norm"]
         self._apply(work)
         for number, sparse in work.chosen.items():
+            # The failed step put these elements back into the residual; they count as sent now.
             sent = Sparse(sparse.indices_K, -sparse.values_K, sparse.size)
             self._bucket_states[number].feedback.absorb(sent)
         self._meter.count("caught_up_steps")

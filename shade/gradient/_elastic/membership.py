@@ -232,6 +232,7 @@ class Membership:
             new = [each for each in seated if each not in members_before]
             gone = [self._rendezvous.last_status(each) for each in members_before if each not in seated]
             generation = {"members": [seated[each] for each in (*old, *new)], "gone": gone}
+            # An empty expected value writes only if the key does not exist: the first writer wins.
             store.compare_set(written, "", json.dumps(generation))
         found: dict[str, Any] = json.loads(store.get(written))
         return found

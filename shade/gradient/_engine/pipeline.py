@@ -50,7 +50,6 @@ class GradientPipeline:
 
     def __init__(self, topology: Topology, bucket_states: Sequence[BucketState], seed: int, is_late: bool) -> None:
         self._stages = _Stages(topology, tuple(bucket_states), seed, is_late)
-        self.undelivered = self._stages.undelivered
         weakref.finalize(self, self._stages.stop).atexit = False
 
     def submit(self, work: GradientStep) -> None:
@@ -72,7 +71,7 @@ class _Stages:
 
     def __init__(self, topology: Topology, bucket_states: tuple[BucketState, ...], seed: int, is_late: bool) -> None:
         self.inbox: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
-        self.undelivered = Undelivered()
+        self._undelivered = Undelivered()
         self._topology, self._bucket_states, self._seed = topology, bucket_states, seed
         self._all_reduce = SparseAllReduce(
             topology, [each.bucket.size for each in bucket_states], [each.quantiser for each in bucket_states]
@@ -100,7 +99,7 @@ class _Stages:
             thread.join(timeout_seconds)
 
     def reclaim(self) -> None:
-        for number, sparse in self.undelivered.take():
+        for number, sparse in self._undelivered.take():
             bucket_state = self._bucket_states[number]
             with self._on_stream(bucket_state.bucket.device):
                 bucket_state.feedback.absorb(sparse)
@@ -111,6 +110,7 @@ class _Stages:
         with contextlib.suppress(Exception):  # the first step reports the error, on all ranks
             prepare()  # compiles during the first forward pass
         while (work := self.inbox.get()) is not None:
+            # Thread 2 gets the step first: it sends bucket by bucket, before all are packed.
             self._packed.put(work)
             if work.before is not None:
                 work.before.wait(StepState.AGREED)  # its residuals may be reverted until then
@@ -222,6 +222,7 @@ class _Stages:
             if sum(weights_P) > 0:
                 merged.update(zip(numbers, self._all_reduce.exchange(work, numbers, weights_P, lengths), strict=True))
         everything = [merged[number] for number in sorted(merged)]
+        # If the vote loses a rank, others may have applied the step: an elastic engine then needs the result.
         work.unvoted = None if work.damage else everything
         work.norm = self._all_reduce.vote(work, norm_of(everything))
         work.merged, work.unvoted = everything, None
@@ -238,4 +239,4 @@ class _Stages:
             for number in work.chosen:
                 self._bucket_states[number].feedback.undo()
         else:
-            self.undelivered.put(work)
+            self._undelivered.put(work)

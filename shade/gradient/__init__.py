@@ -1,9 +1,8 @@
-"""Gradients across a slow link: each rank sends its largest elements and keeps the rest for later steps.
+"""Trains data-parallel across a slow link: each rank sends its largest elements and keeps the others for later steps.
 
-`GradientEngine` takes the place of ``optimizer.step()``; `sparse_hook` keeps DistributedDataParallel. The private
-packages, from the bottom: `_kernels` (compiled loops), `_compress` (choose, quantise, keep the residual), `_comm`
-(message, topology, transport), `_optim` (sparse optimizers; public names in `shade.gradient.optim`), `_engine`,
-`_elastic`.
+`GradientEngine` replaces ``optimizer.step()``; `sparse_hook` keeps DistributedDataParallel. The private packages, from
+the bottom: `_kernels` (compiled loops), `_compress` (pick, quantise, keep the residual), `_comm` (message, topology,
+transport), `_optim` (sparse optimizers; public names in `shade.gradient.optim`), `_engine`, `_elastic`.
 """
 
 from __future__ import annotations

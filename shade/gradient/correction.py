@@ -1,6 +1,6 @@
-"""Corrections of a rank's own gradient: momentum or Adam, applied before elements are picked.
+"""Corrects a rank's own gradient, by momentum or Adam, before elements are picked.
 
-Pass one as ``correction=`` to `GradientEngine` with plain SGD, or to `SparseState`.
+Pass a correction as ``correction=`` to `GradientEngine` with plain SGD, or to `SparseState`.
 """
 
 from shade.gradient._compress.correction import AdamCorrection, Correction, MomentumCorrection

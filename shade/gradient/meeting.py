@@ -1,4 +1,4 @@
-"""The old name of `shade.gradient.rendezvous`; ``python -m shade.gradient.meeting PORT`` keeps working."""
+"""Keeps ``python -m shade.gradient.meeting PORT`` working, the old name of `shade.gradient.rendezvous`."""
 
 from shade.gradient._elastic.rendezvous import main
 

@@ -1,4 +1,6 @@
-"""The rendezvous server of elastic training: ``python -m shade.gradient.rendezvous 29600``, on a machine that stays."""
+"""Runs the rendezvous server of elastic training: ``python -m shade.gradient.rendezvous 29600``, on a machine that
+stays.
+"""
 
 from shade.gradient._elastic.rendezvous import main
 

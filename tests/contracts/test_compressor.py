@@ -131,7 +131,7 @@ def test_a_step_that_is_undone_has_not_been(name: str, quantiser: str, size: int
     memory.undo()
     for key, tensor in memory.state_dict().items():
         assert torch.equal(tensor, before[key])
-    with pytest.raises(ConfigError, match="undo each at most once"):
+    with pytest.raises(ConfigError, match=r"undo each compress\(\) at most once"):
         memory.undo()
     assert equal(memory.compress(second, 0.01, Key(5, 1, 0)), picked)
 

@@ -48,9 +48,9 @@ def _train(rank: int, world_size: int, folder: str, fault: int, staleness: int) 
             os.kill(os.getpid(), fault)
         loss = loss_of(model, rank, step)
         expected = [np.array(each["residual"], np.float64) for each in engine.state_dict()["residuals"]]
-        for lane, kept in zip(engine._lanes, expected, strict=True):
-            own = torch.autograd.grad(loss, lane.bucket.parameters, retain_graph=True)
-            for gradient, view in zip(own, lane.bucket.views(torch.from_numpy(kept)), strict=True):
+        for bucket_state, kept in zip(engine._bucket_states, expected, strict=True):
+            own = torch.autograd.grad(loss, bucket_state.bucket.parameters, retain_graph=True)
+            for gradient, view in zip(own, bucket_state.bucket.views(torch.from_numpy(kept)), strict=True):
                 view += gradient
         began = time.monotonic()
         try:

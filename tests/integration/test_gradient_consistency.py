@@ -43,8 +43,8 @@ def story_of_drift(rank: int, world_size: int) -> list[Any]:
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
     buckets = plan_buckets(optimizer.param_groups, bucket_bytes=16_000)
-    exchange = Transport(timeout_seconds=60)
-    watch = Consistency(exchange, optimizer, buckets, every=5)
+    transport = Transport(timeout_seconds=60)
+    consistency = Consistency(transport, optimizer, buckets, every=5)
     found: list[Any] = []
     for number in range(1, 21):
         step(optimizer, buckets, number)
@@ -55,14 +55,14 @@ def story_of_drift(rank: int, world_size: int) -> list[Any]:
             moment.view(-1)[3] += 1.0
         if number == 14 and rank == 0:
             optimizer.flush()
-        found.append(watch.after_step(number))
-    exchange.close()
+        found.append(consistency.after_step(number))
+    transport.close()
     clean_model = network()
     clean = SparseSGD(clean_model.parameters(), lr=0.1, momentum=0.9)
     clean_buckets = plan_buckets(clean.param_groups, bucket_bytes=16_000)
     for number in range(1, 21):
         step(clean, clean_buckets, number)
-    counts = [watch.num_checks, watch.num_repairs, len(buckets)]
+    counts = [consistency.num_checks, consistency.num_repairs, len(buckets)]
     return [[each for each in found if each], digest(model), digest(clean_model), counts, heard.lines[:1]]
 
 
@@ -73,13 +73,13 @@ def story_of_another_form(rank: int, world_size: int) -> str:
     bucket = Bucket([parameter])
     if rank == 0:
         optimizer.apply(bucket, Sparse(np.zeros(1, np.uint32), np.ones(1, np.float32), 64))
-    exchange = Transport(timeout_seconds=60)
+    transport = Transport(timeout_seconds=60)
     try:
-        Consistency(exchange, optimizer, [bucket]).check()
+        Consistency(transport, optimizer, [bucket]).check()
     except GradientError as error:
         return str(error)
     finally:
-        exchange.close()
+        transport.close()
     return ""
 
 
@@ -98,11 +98,11 @@ def test_drift_is_found_and_repaired_by_what_most_ranks_hold(tmp_path: Path) -> 
         assert "state of the same form in bucket 0 on every rank" in message
 
 
-def test_alone_there_is_nobody_to_differ_from() -> None:
+def test_a_single_rank_has_nothing_to_compare() -> None:
     parameter = torch.nn.Parameter(torch.zeros(8))
     optimizer = SparseSGD([parameter], lr=0.1)
-    watch = Consistency(Transport(), optimizer, [Bucket([parameter])], every=2)
-    assert [watch.after_step(number) for number in (1, 2)] == [[], []]
-    assert watch.num_checks == 1
+    consistency = Consistency(Transport(), optimizer, [Bucket([parameter])], every=2)
+    assert [consistency.after_step(number) for number in (1, 2)] == [[], []]
+    assert consistency.num_checks == 1
     with pytest.raises(ConfigError, match="every ≥ 1"):
         Consistency(Transport(), optimizer, [], every=0)

@@ -109,23 +109,23 @@ def story_of_mass(rank: int, world_size: int) -> list[float]:
         model = network()
         optimizer = SparseSGD(model.parameters(), lr=0.0)
         with GradientEngine(model, optimizer, **SMALL, staleness=staleness) as engine:
-            gradients = [np.zeros(lane.bucket.size) for lane in engine._lanes]
-            sent = [np.zeros(lane.bucket.size) for lane in engine._lanes]
-            for lane, total in zip(engine._lanes, sent, strict=True):
-                compress = lane.feedback.compress
+            gradients = [np.zeros(each.bucket.size) for each in engine._bucket_states]
+            sent = [np.zeros(each.bucket.size) for each in engine._bucket_states]
+            for bucket_state, total in zip(engine._bucket_states, sent, strict=True):
+                compress = bucket_state.feedback.compress
 
                 def spy(gradient: Any, density: float, key: Any, compress: Any = compress, total: Any = total) -> Any:
                     chosen = compress(gradient, density, key)
                     total[chosen.indices_K] += chosen.values_K
                     return chosen
 
-                lane.feedback.compress = spy  # type: ignore[method-assign]
+                bucket_state.feedback.compress = spy  # type: ignore[method-assign]
             for step in range(20):
                 loss = loss_of(model, rank, step)
-                for lane, total in zip(engine._lanes, gradients, strict=True):
+                for bucket_state, total in zip(engine._bucket_states, gradients, strict=True):
                     for own, view in zip(
-                        torch.autograd.grad(loss, lane.bucket.parameters, retain_graph=True),
-                        lane.bucket.views(torch.from_numpy(total)),
+                        torch.autograd.grad(loss, bucket_state.bucket.parameters, retain_graph=True),
+                        bucket_state.bucket.views(torch.from_numpy(total)),
                         strict=True,
                     ):
                         view += own
@@ -203,13 +203,13 @@ def story_of_damage(rank: int, world_size: int) -> list[Any]:
                     payloads[1][len(payloads[1]) // 2] ^= 4
                     hit.append(True)
 
-            damage(engine._route.world, hurt)
+            damage(engine._topology.world, hurt)
             before, raised = digest(model), ""
             expected = [kept.copy() for kept in residuals(engine)]
             loss = loss_of(model, rank, 3)
-            for lane, kept in zip(engine._lanes, expected, strict=True):
-                own = torch.autograd.grad(loss, lane.bucket.parameters, retain_graph=True)
-                for gradient, view in zip(own, lane.bucket.views(torch.from_numpy(kept)), strict=True):
+            for bucket_state, kept in zip(engine._bucket_states, expected, strict=True):
+                own = torch.autograd.grad(loss, bucket_state.bucket.parameters, retain_graph=True)
+                for gradient, view in zip(own, bucket_state.bucket.views(torch.from_numpy(kept)), strict=True):
                     view += gradient
             loss.backward()
             try:
@@ -244,7 +244,7 @@ def story_of_a_defect(rank: int, world_size: int) -> str:
     model = network()
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL) as engine:
         if rank == 1:
-            engine._lanes[0].feedback.compress = None  # type: ignore[method-assign, assignment]
+            engine._bucket_states[0].feedback.compress = None  # type: ignore[method-assign, assignment]
         try:
             train(engine, model, rank, range(1))
         except GradientError as error:
@@ -383,7 +383,7 @@ def story_of_nodes(rank: int, world_size: int) -> list[Any]:
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1, momentum=0.9), **settings) as engine:
         train(engine, model, rank, range(50))
         engine.finish()
-        outcomes += [digest(model), sum(lane.feedback.size for lane in engine._lanes)]
+        outcomes += [digest(model), sum(each.feedback.size for each in engine._bucket_states)]
         loss = loss_of(model, rank, 50)
         (loss * float("nan") if rank == 3 else loss).backward()
         try:

@@ -50,7 +50,7 @@ def story_of_new_buckets(rank: int, world_size: int) -> list[Any]:
     sent = {name: np.zeros(parameter.numel()) for name, parameter in model.named_parameters()}
     total = {name: np.zeros(parameter.numel()) for name, parameter in model.named_parameters()}
     names = {parameter: name for name, parameter in model.named_parameters()}
-    layouts, find = set(), state._keeper.of
+    layouts, find = set(), state._residual_store.of
 
     def of(parameters: Any) -> Any:
         feedback, key = find(parameters), tuple(names[each] for each in parameters)
@@ -68,7 +68,7 @@ def story_of_new_buckets(rank: int, world_size: int) -> list[Any]:
             feedback.compress = spy
         return feedback
 
-    state._keeper.of = of  # type: ignore[method-assign]
+    state._residual_store.of = of  # type: ignore[method-assign]
     for step in range(8):
         gradients = torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
         for name, gradient in zip(total, gradients, strict=True):
@@ -142,7 +142,7 @@ def story_of_hook_damage(rank: int, world_size: int) -> list[Any]:
         if (rank, state.step) == (1, 2):
             payloads[0][60] ^= 1
 
-    damage(state._route.world, hurt)
+    damage(state._topology.world, hurt)
     for step in range(5):
         try:
             loss_of(ddp, rank, step).backward()
@@ -251,7 +251,7 @@ def test_what_is_kept_follows_parameters_into_new_buckets(pair: Any) -> None:
     assert first[2] == second[2]
 
 
-def test_a_resumed_hook_goes_on_where_it_was(pair: Any) -> None:
+def test_a_resumed_hook_continues_where_it_was(pair: Any) -> None:
     first, second = told(pair, story_of_resuming)
     assert first == second
     assert first[:2] == [True, 10]

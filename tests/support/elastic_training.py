@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from shade.gradient._elastic.engine import ElasticEngine
 from shade.gradient._elastic.membership import Membership
-from shade.gradient._elastic.reconcile import kept_norm
+from shade.gradient._elastic.reconcile import residual_norm
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
 
@@ -73,7 +73,7 @@ def main() -> None:
             "counts": engine.counts,
             "longest": longest,
             "first_step": first_step,
-            "kept": kept_norm(engine._lanes),
+            "kept": residual_norm(engine._bucket_states),
             "step": engine.step_count,
         }
     Path(folder, f"{name}.json").write_text(json.dumps(outcome))

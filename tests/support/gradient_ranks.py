@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from shade.gradient._comm.transport import Arrival, Transport
+from shade.gradient._comm.transport import PendingGather, Transport
 
 Story = Callable[[int, int], Any]
 
@@ -63,7 +63,7 @@ def damage(world: Transport, hurt: Callable[[list[Any]], None]) -> None:
     """From now on payloads that come in at this rank are changed before anybody looks at them."""
     begin = world.begin_gather
 
-    def begin_damaged(payload: Any, lengths: Any) -> Arrival:
+    def begin_damaged(payload: Any, lengths: Any) -> PendingGather:
         arrive = begin(payload, lengths)
 
         def arrive_damaged() -> list[Any]:

@@ -1,32 +1,26 @@
-"""One bucket's message: a fixed header, the coded indices, the coded values, under one checksum.
+"""Encodes one bucket's message: a fixed header, indices and values, under one checksum.
 
 ::
 
     magic "SHDG" · version · flags · fields of `MessageHeader` · both lengths · xxh3-64 of all else │ indices │ values
 
-Nothing that came is believed before the checksum over every other byte has been found right, and no length before it
-fits the bytes that are there: what is allocated is a few times what came, whatever a header claims. A message that is
-not for us is a `PayloadError` that says what was expected and what came; none decodes to something else in silence.
+The decoder trusts nothing before the checksum over all other bytes matches, and no length that does not fit the bytes
+received. So it allocates a few times the received bytes, whatever a header claims. A message for another bucket,
+version or format raises `PayloadError`; none decodes to something else in silence. The checksum guards against lines
+and bugs, not against people: the transport decides who may join a group.
 
-The checksum guards against lines and bugs, not against people: who may join a group is the transport's business.
+Ascending indices are encoded as gaps, in three streams one behind the other::
 
-Legend: D bucket · K kept.
-
-Codes ascending indices in little more than a byte each: the gap to the one before, wider words for wide gaps.
-
-Three streams, one behind the other::
-
-    codes    uint8  × K    the gap, if it is below 254; else 254: the next word of `middle`, 255: the next of `wide`
+    codes    uint8  × K    the gap, if it is below 254; else 254: the next entry of `middle`, 255: the next of `wide`
     middle   uint16 × n    gaps below 65536
     wide     uint32 × m    all others
 
-At one kept element in a hundred that makes 1.15 bytes an index, at one in a thousand 2.6, never more than 5. An escape
-followed by four bytes in place takes 1.31 and 4.1; the entropy of such indices is 1.02. Streams rather than escapes in
-place, because the length then follows from counting two values among the codes: it is checked before anything is
-decoded, and numpy can do all of it without a loop. The first gap counts from zero, later ones from one behind the index
-before, so whatever decodes is ascending and distinct.
+That is 1.15 bytes an index at one kept element in a hundred, 2.6 at one in a thousand, never more than 5 (escapes in
+place: 1.31 and 4.1; the entropy is 1.02). With streams the length follows from counting two values among the codes, so
+it is checked before decoding, and numpy needs no loop. The first gap counts from zero, later ones from the previous
+index + 1. So whatever decodes is ascending and distinct.
 
-Legend: K kept.
+Legend: D bucket · K kept.
 """
 
 from __future__ import annotations
@@ -43,7 +37,8 @@ import xxhash
 
 from shade.errors import ConfigError, PayloadError, UnknownNameError
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
+from shade.gradient._compress.quantiser import QUANTISERS, Octets, Quantiser
+from shade.gradient._kernels.arrays import Places
 from shade.gradient._kernels.choice import choose
 from shade.types import Bytes
 
@@ -53,17 +48,19 @@ _FIELDS: Final = struct.Struct("<4sHBxqqqQQdd16sqQQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
 _IS_FINITE: Final = 1
+MIDDLE, WIDE = 254, 255
+"""Codes of gaps that continue in the second and the third stream."""
 
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """What a message says of itself."""
+    """The header of a message."""
 
     generation: int
-    """Of the group; a message of an earlier one is late."""
+    """Of the group; a message of an earlier generation is late."""
     step: int
     bucket: int
-    """Number of the bucket."""
+    """The bucket's index."""
     size: int
     """D."""
     count: int
@@ -71,29 +68,17 @@ class MessageHeader:
     weight: float
     """Samples that the gradient is the mean of, ≥ 0."""
     quantiser: str
-    """Registered name; at most 16 letters."""
+    """Registered name; at most 16 bytes."""
     is_finite: bool = True
-    """False: there was NaN or infinity, and nothing is here."""
+    """False: the gradient held NaN or infinity, and the message holds no elements."""
     density_proposal: float = 0.0
     """Rank 0's, see `shade.types.Decision`; 0: none."""
     effective_step: int = 0
-    """From which step on the proposal holds."""
+    """The first step of the proposal."""
 
 
 def pack(header: MessageHeader, sparse: Sparse, quantiser: Quantiser) -> Octets:
-    """Makes the message.
-
-    Args:
-        header: Fits ``sparse``.
-        sparse: Values are coded by ``quantiser``.
-        quantiser: That of the header's name.
-
-    Returns:
-        uint8, new memory.
-
-    Raises:
-        ConfigError: The header is of another bucket, or has a field that has no room.
-    """
+    """Encodes a message; ``quantiser`` is the one that the header names."""
     if (header.size, header.count) != (sparse.size, sparse.count):
         raise ConfigError.of(
             f"a header of {sparse.count} in {sparse.size} elements",
@@ -106,22 +91,10 @@ def pack(header: MessageHeader, sparse: Sparse, quantiser: Quantiser) -> Octets:
             "a quantiser's name of at most 16 bytes", header.quantiser, "register it under a shorter one"
         )
     indices, values = encode(sparse.indices_K), quantiser.encode(sparse.values_K)
-    fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        _IS_FINITE if header.is_finite else 0,
-        header.generation,
-        header.step,
-        header.bucket,
-        header.size,
-        header.count,
-        header.weight,
-        header.density_proposal,
-        name,
-        header.effective_step,
-        len(indices),
-        len(values),
-    )
+    flags = _IS_FINITE if header.is_finite else 0
+    place = header.generation, header.step, header.bucket, header.size, header.count, header.weight
+    proposal = header.density_proposal, name, header.effective_step
+    fields = _FIELDS.pack(MAGIC, VERSION, flags, *place, *proposal, len(indices), len(values))
     data = np.empty(HEADER_BYTES + len(indices) + len(values), dtype=np.uint8)
     data[: _FIELDS.size] = np.frombuffer(fields, dtype=np.uint8)
     data[HEADER_BYTES : HEADER_BYTES + len(indices)] = indices
@@ -131,17 +104,17 @@ def pack(header: MessageHeader, sparse: Sparse, quantiser: Quantiser) -> Octets:
 
 
 def unpack(data: Octets | Bytes, size: int | None = None) -> tuple[MessageHeader, Sparse]:
-    """Takes a message apart.
+    """Decodes a message.
 
     Args:
-        data: All of it, and nothing more.
-        size: D of the bucket that it must be of; None: whatever it says.
+        data: The whole message, and nothing more.
+        size: D of the expected bucket; None: any.
 
     Returns:
-        What it says of itself, and the bucket's chosen elements, in new memory.
+        The header, and the bucket's chosen elements in new memory.
 
     Raises:
-        PayloadError: It is not whole, not ours, of another version, or of another bucket.
+        PayloadError: The message is damaged, has another format or version, or is of another bucket.
     """
     octets = np.ascontiguousarray(data) if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     header, num_index_bytes = _read_header(octets)
@@ -164,8 +137,8 @@ def unpack(data: Octets | Bytes, size: int | None = None) -> tuple[MessageHeader
 
 
 def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
-    """The header and the length of the indices, once everything but their content is known to be right."""
-    cure = "see whether something else talks on this group, or a line damages what it carries"
+    """Returns the header and the length of the indices, once everything but their content is checked."""
+    cure = "check whether another program uses this group, or the network damages data"
     if octets.dtype != np.uint8 or octets.ndim != 1 or len(octets) < HEADER_BYTES:
         raise PayloadError.of(f"at least {HEADER_BYTES} bytes", octets.size * octets.itemsize, cure)
     magic, version, flags, *numbers = _FIELDS.unpack_from(octets.data)
@@ -175,11 +148,11 @@ def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
         raise PayloadError.of(f"a message of version {VERSION}", version, "run one version of shade on every rank")
     generation, step, bucket, size, count, weight, density, name, effective_step, num_indices, num_values = numbers
     if len(octets) != HEADER_BYTES + num_indices + num_values:
-        raise PayloadError.of(f"{HEADER_BYTES + num_indices + num_values} bytes, as it says", len(octets), cure)
-    (told,) = _CHECKSUM.unpack_from(octets.data, _FIELDS.size)
+        raise PayloadError.of(f"{HEADER_BYTES + num_indices + num_values} bytes, as the header says", len(octets), cure)
+    (sent,) = _CHECKSUM.unpack_from(octets.data, _FIELDS.size)
     found = _digest(octets)
-    if told != found:
-        raise PayloadError(f"expected checksum {told:016x}, got {found:016x}; {cure}")
+    if sent != found:
+        raise PayloadError(f"expected checksum {sent:016x}, got {found:016x}; {cure}")
     if size >= 2**32 or count > size or flags > _IS_FINITE:
         raise PayloadError.of("count ≤ size < 2**32", (count, size, flags), "run one version everywhere")
     if not (math.isfinite(weight) and weight >= 0 and math.isfinite(density)):
@@ -192,25 +165,19 @@ def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
 
 
 def _digest(data: Octets) -> int:
-    """Over all but the checksum's own place."""
+    """Hashes all bytes except the checksum's own."""
     state = xxhash.xxh3_64()
     state.update(data[: _FIELDS.size].data)
     state.update(data[HEADER_BYTES:].data)
     return state.intdigest()
 
 
-Octets = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.uint32]
-
-MIDDLE, WIDE = 254, 255
-
-
 class IndexArrays:
-    """The two loops in numpy; see `_kernels.index_loops`."""
+    """The two loops in numpy; the compiled ones are in `_kernels.index_loops`."""
 
     @staticmethod
     def split(indices_K: Places, codes_K: Octets, middle_K: npt.NDArray[np.uint16], wide_K: Places) -> tuple[int, int]:
-        """Writes the gaps to three streams."""
+        """Writes the gaps to three streams; returns the lengths of the second and third."""
         gaps_K = np.empty(len(indices_K), dtype=np.uint32)
         gaps_K[:1] = indices_K[:1]
         np.subtract(indices_K[1:], indices_K[:-1], out=gaps_K[1:])
@@ -225,7 +192,7 @@ class IndexArrays:
 
     @staticmethod
     def join(codes_K: Octets, middle: npt.NDArray[np.uint16], wide: Places, indices_K: Places) -> int:
-        """Adds the gaps up."""
+        """Adds the gaps up; returns the last index + 1."""
         gaps_K = codes_K.astype(np.uint64)
         gaps_K[codes_K == MIDDLE] = middle
         gaps_K[codes_K == WIDE] = wide
@@ -236,19 +203,12 @@ class IndexArrays:
 
 @functools.cache
 def loops() -> Any:
-    """Those in use."""
+    """Returns the compiled loops, or `IndexArrays`."""
     return choose("shade.gradient._kernels.index_loops", IndexArrays)
 
 
 def encode(indices_K: Places) -> Octets:
-    """Codes indices.
-
-    Args:
-        indices_K: uint32, ascending, each once.
-
-    Returns:
-        uint8, at most 5 · K long.
-    """
+    """Encodes ascending, distinct indices in at most 5 · K bytes."""
     count = len(indices_K)
     codes_K, middle_K = np.empty(count, dtype=np.uint8), np.empty(count, dtype="<u2")
     wide_K = np.empty(count, dtype="<u4")
@@ -257,19 +217,20 @@ def encode(indices_K: Places) -> Octets:
 
 
 def decode(data: Octets, count: int, size: int = 2**32) -> Places:
-    """Takes what `encode` gave. Allocates a few bytes for each byte that came, whatever ``count`` claims.
+    """Decodes what `encode` returned. Allocates a few bytes for each received byte, whatever ``count`` claims.
 
     Args:
-        data: uint8, all of it.
+        data: uint8, the whole code.
         count: K.
-        size: All indices are below.
+        size: The limit that all indices are below.
 
     Returns:
-        uint32 (K,), ascending, each once.
+        uint32 (K,), ascending, distinct.
 
     Raises:
-        PayloadError: Another number of bytes than so many indices take, or an index out of range.
+        PayloadError: The length does not fit ``count`` indices, or an index is out of range.
     """
+    # A code has at least a byte an index, so this bounds all that is allocated below.
     if not 0 <= count <= len(data):
         raise PayloadError.of(f"at least a byte for each of {count} indices", len(data), "sender and receiver differ")
     codes_K = data[:count]

@@ -1,33 +1,25 @@
-"""The exchange of one step: counts first, then payloads, then one vote. All ranks come to the same end, or none does.
+"""Runs the sparse all-reduce of one step: counts, payloads, one vote. It succeeds on all ranks or on none.
 
-1. *Counts.* Every rank says in a few words which step it stands in, how many samples its gradient is the mean of,
-   whether it is finite, and how long its payloads are. All ranks see the same words, so what they conclude is the
-   same: a NaN anywhere, a rank in another step or of another version ends the step on all of them, before a payload
-   is sent.
-2. *Payloads*, one message a bucket, padded to the longest. All that are ready set out at once, so that the link is
-   busy while one that came is unpacked (checksum, lengths, step, bucket) and merged in the order of the ranks.
-3. *Vote.* A payload may be damaged on its way to one rank only. So all say whether theirs were whole, and apply what
-   they have merged only if everybody's were. The price is one more round trip a step; without it replicas could part.
+1. *Counts.* Every rank sends a few int64 fields: its step, the samples of its gradient, whether the gradient is
+   finite, the lengths of its payloads. All ranks see the same fields, so they draw the same conclusion: a NaN, another
+   step or another version on any rank ends the step on all of them, before a payload is sent.
+2. *Payloads*, one message a bucket, padded to the longest. All gathers start at once, so the link is busy while a
+   received payload is checked and merged, in the order of the ranks.
+3. *Vote.* A payload may arrive damaged at one rank only. So all ranks send whether theirs were whole, and apply the
+   merged step only if all were. That costs one round trip a step; without it replicas could diverge.
 
-One case remains, as it must: a rank that is lost while the votes are counted may leave others with all votes and others
-without, one step apart. All of them fail in this step or the next. Who has no votes has the merged step all the same,
-and keeps it: whoever goes on together (`_elastic.engine`) compares steps first, and catches up.
+One case remains: a rank that is lost during the vote may leave some ranks with all votes and others without, one step
+apart. All of them fail in this step or the next. A rank without votes keeps the merged step; an `ElasticEngine`
+compares steps first and catches up.
 
-Rank 0's proposal for density and batch sizes rides in the words, and is known to all at the same step. So does what a
-rank has to say of the membership.
+Rank 0's proposal for density and batch sizes travels in the counts, so all ranks know it at the same step. So do
+notices about the membership.
 
-Legend: W world · P peers · N words · B buckets.
+The merge is the mean weighted by samples, as training on one machine would use. Float addition depends on its order,
+so the order is part of the result: every rank adds the same parts in rank order, starting from zero, without fusing a
+product into a sum. So all hold the same bits on any processor.
 
-Adds up what all ranks chose of a bucket, weighted by their samples, in the order of the ranks.
-
-Float addition depends on its order, so the order is part of the result: every rank adds the same parts in the same
-order and holds the same bits afterwards, on whatever processor (no product is fused into a sum). An element's sum
-starts at zero and takes rank 0's share first. Weighted, because the mean over samples is what training on one machine
-would use, and ranks need not have equal batches.
-
-The work is that of the elements, not of the bucket (`_kernels.index_loops`).
-
-Legend: D bucket · K kept · W world.
+Legend: D bucket · K kept · W world · P peers · N fields · B buckets.
 """
 
 from __future__ import annotations
@@ -45,74 +37,59 @@ from shade.errors import ConfigError, GradientError, NonFiniteGradientError, Pay
 from shade.gradient._comm.message import MessageHeader, pack, unpack
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import Topology
-from shade.gradient._comm.transport import Arrival, Octets
+from shade.gradient._comm.transport import Octets, PendingGather
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
 from shade.gradient._kernels.choice import choose
 from shade.types import Decision, Floats, Indices
 
 PROTOCOL = 0x5348_4144_4500_0002
-"""First word of every count: who we are, and which version of this file."""
+"""The first field of every count: name and version of this protocol."""
 FINE, NON_FINITE, FAILED = 0, 1, 2
 _FIXED = 10
 
 
 class SparseAllReduce:
-    """Takes one step's packed buckets to the peers and brings back the merged ones. For one thread.
+    """Exchanges one step's encoded buckets with the peers and merges them. For one thread."""
 
-    Args:
-        route: Which way.
-        sizes: D of each bucket.
-        quantisers: Names of how the values of each are coded; the same on every rank.
-    """
-
-    def __init__(self, route: Topology, sizes: Sequence[int], quantisers: Sequence[str]) -> None:
-        self._route, self._sizes, self._quantisers = route, tuple(sizes), tuple(quantisers)
-        self._coders: dict[str, Quantiser] = {name: QUANTISERS.get(name)() for name in set(quantisers)}
+    def __init__(self, topology: Topology, sizes: Sequence[int], quantisers: Sequence[str]) -> None:
+        self._topology, self._sizes, self._quantiser_names = topology, tuple(sizes), tuple(quantisers)
+        self._quantisers: dict[str, Quantiser] = {name: QUANTISERS.get(name)() for name in set(quantisers)}
 
     def pack(self, work: GradientStep, number: int, sparse: Sparse) -> Octets:
-        """Codes what was chosen of a bucket.
-
-        Args:
-            work: The step.
-            number: Of the bucket.
-            sparse: What was chosen of this rank's part of it.
-
-        Returns:
-            The bytes to send.
-        """
+        """Encodes the chosen elements of this rank's part of a bucket."""
         proposal = work.proposal
         header = MessageHeader(
-            generation=self._route.world.generation,
+            generation=self._topology.world.generation,
             step=work.step,
             bucket=number,
             size=sparse.size,
             count=sparse.count,
             weight=float(work.num_samples),
-            quantiser=self._quantisers[number],
+            quantiser=self._quantiser_names[number],
             is_finite=True,
             density_proposal=proposal.density if proposal else 0.0,
             effective_step=proposal.effective_step if proposal else 0,
         )
-        return pack(header, sparse, self._coders[self._quantisers[number]])
+        return pack(header, sparse, self._quantisers[self._quantiser_names[number]])
 
     def count(self, work: GradientStep, numbers: Sequence[int]) -> tuple[list[float], list[list[int]]]:
         """Phase 1, for some buckets of the step.
 
         Args:
-            work: The step; takes in what rank 0 proposes.
+            work: The step; receives rank 0's proposal and all notices.
             numbers: The buckets, the same on every rank.
 
         Returns:
-            Weight of each peer, and for each bucket the length of each peer's payload.
+            The weight of each peer, and for each bucket the length of each peer's payload.
 
         Raises:
-            NonFiniteGradientError: On some rank; the message says which.
+            NonFiniteGradientError: A rank's gradient is not finite; the message names the rank.
             PayloadError: A rank is in another step, generation or version.
             GradientError: A rank failed before it could send.
         """
-        all_WN = self._route.agree(self._words(work, numbers))
-        self._check_place(all_WN, work, numbers)
+        all_WN = self._topology.gather_fields(self._fields(work, numbers))
+        self._check_same_step(all_WN, work, numbers)
         status_W = all_WN[:, 4]
         if (status_W == FAILED).any():
             ranks = np.flatnonzero(status_W == FAILED).tolist()
@@ -129,113 +106,97 @@ class SparseAllReduce:
             work.decision = self._decision(all_WN[0], len(numbers))
         work.notices = tuple(all_WN[:, _FIXED - 1].tolist())
         samples_W = all_WN[:, 5]
-        peers, place = self._route.peers, self._route.peers[self._route.place].index(self._route.world.rank)
+        peers, place = self._topology.peers, self._topology.peers[self._topology.place].index(self._topology.world.rank)
         weights_P = [float(samples_W[list(ranks)].sum()) for ranks in peers]
         lengths = [[int(all_WN[ranks[place], _FIXED + each]) for ranks in peers] for each in range(len(numbers))]
         return weights_P, lengths
 
-    def bring(
+    def exchange(
         self, work: GradientStep, numbers: Sequence[int], weights_P: Sequence[float], lengths: Sequence[Sequence[int]]
     ) -> list[Sparse]:
-        """Phase 2, for the same buckets: all payloads set out, and each bucket is merged as it comes.
+        """Phase 2, for the same buckets: starts all gathers, and merges each bucket when it arrives.
 
-        A payload that is not whole is noted in ``work.damage`` and the rest goes on.
-
-        Args:
-            work: The step.
-            numbers: The buckets, as counted.
-            weights_P: Of the peers, from `count`.
-            lengths: For each bucket, of the peers' payloads, from `count`.
-
-        Returns:
-            The merged buckets; an empty one where there was trouble.
+        A damaged payload is recorded in ``work.damage``, and its bucket is returned empty; the others continue.
         """
         places = zip(numbers, lengths, strict=True)
-        arrivals = [self._route.trade(work.payloads[number], lengths_P) for number, lengths_P in places]
-        return [self._merge(work, *arrival, weights_P) for arrival in zip(numbers, arrivals, strict=True)]
+        pending = [self._topology.exchange(work.payloads[number], lengths_P) for number, lengths_P in places]
+        return [self._merge(work, *each, weights_P) for each in zip(numbers, pending, strict=True)]
 
     def vote(self, work: GradientStep, norm: float) -> float:
-        """Phase 3.
-
-        Args:
-            work: The step.
-            norm: Of what was merged.
-
-        Returns:
-            Rank 0's norm: a sum's last bit depends on the processor, and what ranks clip by must not.
-
-        Raises:
-            PayloadError: Some rank got a payload that was not whole; nobody applies the step.
+        """Phase 3; returns rank 0's norm, because all ranks must clip by the same one, and a sum's last bit depends on
+        the processor. Raises `PayloadError` on all ranks if one received a damaged payload.
         """
         norm_bits = int(np.float64(norm).view(np.int64))
-        words_WN = self._route.agree(np.array([PROTOCOL, work.step, len(work.damage), norm_bits], dtype=np.int64))
-        bad = np.flatnonzero((words_WN[:, :2] != words_WN[0, :2]).any(axis=1) | (words_WN[:, 2] > 0))
+        fields_WN = self._topology.gather_fields(
+            np.array([PROTOCOL, work.step, len(work.damage), norm_bits], dtype=np.int64)
+        )
+        bad = np.flatnonzero((fields_WN[:, :2] != fields_WN[0, :2]).any(axis=1) | (fields_WN[:, 2] > 0))
         if len(bad):
-            told = f" ({work.damage[0]})" if work.damage else ""
+            cause = f" ({work.damage[0]})" if work.damage else ""
             raise PayloadError(
                 f"expected whole payloads in step {work.step}, got a damaged one on rank "
-                f"{', '.join(map(str, bad.tolist()))}{told}; no rank applied it, and what was sent is kept for later"
+                f"{', '.join(map(str, bad.tolist()))}{cause}; no rank applied it; the residuals keep what was sent"
             )
-        return float(words_WN[0, 3:].view(np.float64)[0])
+        return float(fields_WN[0, 3:].view(np.float64)[0])
 
-    def _words(self, work: GradientStep, numbers: Sequence[int]) -> Indices:
-        route, proposal = self._route, work.proposal
+    def _fields(self, work: GradientStep, numbers: Sequence[int]) -> Indices:
+        topology, proposal = self._topology, work.proposal
         is_bad = [isinstance(error, NonFiniteGradientError) for error in work.trouble]
         status = FINE if not is_bad else NON_FINITE if all(is_bad) else FAILED
-        words = [PROTOCOL, route.world.generation, work.step, numbers[0], status, work.num_samples]
+        fields = [PROTOCOL, topology.world.generation, work.step, numbers[0], status, work.num_samples]
         if proposal is not None:
             density_bits = int(np.float64(proposal.density).view(np.int64))
-            words += [1, density_bits, proposal.effective_step]
+            fields += [1, density_bits, proposal.effective_step]
         else:
-            words += [0, 0, 0]
-        words.append(work.notice)
-        words += [len(work.payloads[number]) if status == FINE else 0 for number in numbers]
+            fields += [0, 0, 0]
+        fields.append(work.notice)
+        fields += [len(work.payloads[number]) if status == FINE else 0 for number in numbers]
         sizes = list(proposal.batch_sizes) if proposal is not None else []
-        words += (sizes or [-1] * route.world.world_size)[: route.world.world_size]
-        return np.array(words, dtype=np.int64)
+        fields += (sizes or [-1] * topology.world.world_size)[: topology.world.world_size]
+        return np.array(fields, dtype=np.int64)
 
-    def _check_place(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
-        """All ranks in one place? All of them find the same answer, for they look at the same words."""
+    def _check_same_step(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
+        """Checks that all ranks are in one step. They see the same fields, so all come to the same answer."""
         names = ("protocol", "generation", "step", "bucket")
-        ours = (PROTOCOL, self._route.world.generation, work.step, numbers[0])
+        ours = (PROTOCOL, self._topology.world.generation, work.step, numbers[0])
         for column, name in enumerate(names):
-            said_W = all_WN[:, column]
-            if (said_W != said_W[0]).any():
+            values_W = all_WN[:, column]
+            if (values_W != values_W[0]).any():
                 raise PayloadError(
-                    f"expected all ranks in the same {name}, got {said_W.tolist()} by rank; "
+                    f"expected all ranks in the same {name}, got {values_W.tolist()} by rank; "
                     "run the same version and the same number of steps on every rank"
                 )
         if tuple(all_WN[0, :4].tolist()) != ours:
             raise PayloadError(f"expected {dict(zip(names, ours, strict=True))}, got {all_WN[0, :4].tolist()}")
 
-    def _decision(self, words_N: Indices, num_buckets: int) -> Decision:
-        sizes = tuple(words_N[_FIXED + num_buckets :].tolist())
-        density = float(words_N[7:8].view(np.float64)[0])
+    def _decision(self, fields_N: Indices, num_buckets: int) -> Decision:
+        sizes = tuple(fields_N[_FIXED + num_buckets :].tolist())
+        density = float(fields_N[7:8].view(np.float64)[0])
         return Decision(
             density=min(1.0, density) if math.isfinite(density) and density > 0 else 1.0,
             batch_sizes=sizes if min(sizes) >= 0 else (),
-            effective_step=int(words_N[8]),
+            effective_step=int(fields_N[8]),
             reason="rank 0 proposed it",
         )
 
-    def _merge(self, work: GradientStep, number: int, arrive: Arrival, weights_P: Sequence[float]) -> Sparse:
-        """One bucket, when its payloads have come."""
+    def _merge(self, work: GradientStep, number: int, arrive: PendingGather, weights_P: Sequence[float]) -> Sparse:
+        """Waits for one bucket's payloads and merges them."""
         payloads = arrive()
         started = time.perf_counter()
         size = self._part_size(number)
         try:
             merged = merge([self._unpack(payload, work, number, size) for payload in payloads], weights_P)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the others hear of it in the vote
+        except Exception as error:  # noqa: BLE001 - the vote reports any error to all ranks
             work.damage.append(error)
-            merged = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
+            merged = Sparse.empty(size)
         work.costs.compress_seconds += time.perf_counter() - started
-        return self._route.spread(merged, self._sizes[number])
+        return self._topology.assemble(merged, self._sizes[number])
 
     def _unpack(self, payload: Octets, work: GradientStep, number: int, size: int) -> Sparse:
-        """One peer's choice, if it is of this very step and bucket."""
+        """Decodes one peer's payload and checks that it belongs to this step and bucket."""
         header, sparse = unpack(payload)
         got = (header.generation, header.step, header.bucket, header.size)
-        expected = (self._route.world.generation, work.step, number, size)
+        expected = (self._topology.world.generation, work.step, number, size)
         if got != expected:
             raise PayloadError.of(
                 f"a payload of generation, step, bucket and size {expected}", got, "run the same version everywhere"
@@ -243,12 +204,12 @@ class SparseAllReduce:
         return sparse
 
     def _part_size(self, number: int) -> int:
-        part = self._route.part(self._sizes[number])
+        part = self._topology.part(self._sizes[number])
         return int(part.stop - part.start)
 
 
 class MergeArrays:
-    """The loop in numpy; see `_kernels.index_loops`."""
+    """The loop in numpy; the compiled one is in `_kernels.index_loops`."""
 
     @staticmethod
     def merge_parts(
@@ -272,23 +233,23 @@ class MergeArrays:
 
 @functools.cache
 def loops() -> Any:
-    """Those in use."""
+    """Returns the compiled loops, or `MergeArrays`."""
     return choose("shade.gradient._kernels.index_loops", MergeArrays)
 
 
 def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
-    """The weighted mean of all ranks' parts: an element that a rank did not choose counts as zero there.
+    """Returns the weighted mean of all ranks' parts; an element that a rank did not choose counts as zero there.
 
     Args:
-        parts: One for each rank, in their order, of one bucket.
-        weights: Samples of each rank, ≥ 0, at least one of them > 0.
+        parts: One for each rank, in rank order, of one bucket.
+        weights: Samples of each rank, ≥ 0, at least one > 0.
 
     Returns:
-        Every place that any part has; its arrays may be those of a single part.
+        Every index of any part; the arrays may be those of a single part.
 
     Raises:
-        ConfigError: No parts, not as many weights, or weights that make no mean.
-        PayloadError: Parts of different buckets.
+        ConfigError: There are no parts, another number of weights, or weights without a mean.
+        PayloadError: The parts are of different buckets.
     """
     if not parts or len(parts) != len(weights):
         raise ConfigError.of("as many weights as parts, at least one", (len(parts), len(weights)), "one for each rank")

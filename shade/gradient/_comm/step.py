@@ -1,9 +1,9 @@
-"""One step's gradient on its way through the pipeline: what each stage leaves for the next, and how it ended.
+"""Holds one step's gradient on its way through the pipeline: what each stage leaves for the next, and how it ended.
 
-The engine makes it before the backward pass, its hooks fill it bucket by bucket, and `GradientEngine.step` seals it.
-Two threads (`_engine.pipeline`) carry it through the states of `StepState`; every waiting thread waits for a state. A
-bucket has two events of its own, since buckets overlap: ``ready`` (all its gradients are here) and ``packed`` (picked
-and encoded).
+The engine makes a step before the backward pass, its hooks fill it bucket by bucket, and `GradientEngine.step` seals
+it. Two threads (`_engine.pipeline`) carry it through the states of `StepState`; every waiting thread waits for a
+state. A bucket has two events of its own, since buckets overlap: ``ready`` (all its gradients are here) and ``packed``
+(picked and encoded).
 
 Invariant: the state only advances, along the arrows of `StepState`; any other change raises.
 """
@@ -52,12 +52,12 @@ _NEXT: Final = {
 }
 
 STAYS, CALLS, LEAVES = 0, 1, 2
-"""Notices: nothing new; somebody wants in; this rank goes after this step."""
+"""Notices: nothing new; a process asks to join; this rank leaves after this step."""
 
 
 @dataclass
 class StepCosts:
-    """What one step took, on whatever thread."""
+    """The cost of one step, on all threads."""
 
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -76,9 +76,9 @@ class GradientStep:
         step: Its number, the same on all ranks.
         sizes: Parameters in each bucket.
         density: Kept fraction.
-        num_samples: Weight of this rank; may be changed until the first gradient is here.
-        before: The step before, if that may still be under way.
-        proposal: Rides along to all ranks.
+        num_samples: Weight of this rank; may change until the first gradient arrives.
+        before: The previous step, if it may still be in progress.
+        proposal: Sent to all ranks with the counts.
     """
 
     def __init__(
@@ -93,55 +93,49 @@ class GradientStep:
         self.step, self.density, self.num_samples = step, density, num_samples
         self.before, self.proposal = before, proposal
         self.scale = 1.0
-        """What its gradients are multiplied with: one over the scaler's scale."""
+        """The factor for its gradients: one over the scaler's scale."""
         self.gradients: list[list[Tensor | None]] = [[None] * size for size in sizes]
         self._missing = list(sizes)
         self._taken: list[set[int]] = [set() for _ in sizes]
         self.ready = [threading.Event() for _ in sizes]
         self.packed = [threading.Event() for _ in sizes]
         self.chosen: dict[int, Sparse] = {}
-        """What left the residuals, by bucket."""
+        """The elements that left the residuals, by bucket."""
         self.payloads: dict[int, Octets] = {}
-        """The same, coded."""
+        """The same, encoded."""
         self.copied: list[torch.cuda.Event | None] = [None] * len(sizes)
-        """Of gradients on a device: when they are all computed."""
+        """For gradients on a device: the event after which they are computed."""
         self._state, self._changed = StepState.FILLING, threading.Condition()
         self.merged: list[Sparse] = []
-        """One for each bucket, the same on all ranks; empty if it failed, or nobody had samples."""
+        """One for each bucket, the same on all ranks; empty if the step failed, or no rank had samples."""
         self.unvoted: list[Sparse] | None = None
-        """As `merged`, of a step during whose vote a rank was lost: others may have applied it."""
+        """As `merged`, for a step whose vote lost a rank: other ranks may have applied it."""
         self.norm = 0.0
-        """Of what was merged, the same on all ranks."""
+        """Of the merged gradient, the same on all ranks."""
         self.decision: Decision | None = None
-        """What rank 0 proposed with this step."""
+        """Rank 0's proposal in this step."""
         self.notice = STAYS
-        """What this rank says of itself: whether it stays, and whether the group shall form anew."""
+        """This rank's notice about the membership."""
         self.notices: tuple[int, ...] = ()
-        """What all ranks have said."""
+        """All ranks' notices."""
         self.error: Exception | None = None
         self.trouble: list[Exception] = []
-        """What the first stage met: a gradient that is not finite, or a defect."""
+        """Errors of the first stage: a gradient that is not finite, or a defect."""
         self.damage: list[Exception] = []
-        """Payloads that came and were not whole."""
+        """Errors of payloads that arrived damaged."""
         self.costs = StepCosts()
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no gradient has come yet."""
+        """Whether no gradient has arrived yet."""
         return not any(self._taken)
 
     def has(self, bucket: int, position: int) -> bool:
-        """Whether that parameter's gradient is here."""
+        """Returns whether that parameter's gradient has arrived."""
         return position in self._taken[bucket]
 
     def put(self, bucket: int, position: int, gradient: Tensor | None) -> None:
-        """Takes one parameter's gradient over; a bucket whose last it is goes on its way.
-
-        Args:
-            bucket: Number of the bucket.
-            position: Of the parameter in it.
-            gradient: None: it got none, and counts as zero.
-        """
+        """Stores one parameter's gradient (None: zero); the last one of a bucket makes the bucket ready."""
         self._taken[bucket].add(position)
         self.gradients[bucket][position] = gradient
         self._missing[bucket] -= 1
@@ -153,18 +147,11 @@ class GradientStep:
 
     @property
     def state(self) -> StepState:
-        """How far it has come."""
+        """The state."""
         return self._state
 
     def advance(self, state: StepState) -> None:
-        """Moves on to a state and wakes the threads that wait for it; an abandoned step stays abandoned.
-
-        Args:
-            state: One that may follow the present one.
-
-        Raises:
-            GradientError: It may not follow; this is a defect of the pipeline.
-        """
+        """Advances to a state and wakes waiting threads; raises `GradientError` where there is no such arrow."""
         with self._changed:
             if self._state is StepState.ABANDONED:
                 return
@@ -174,12 +161,12 @@ class GradientStep:
             self._changed.notify_all()
 
     def wait(self, state: StepState) -> None:
-        """Waits until the step has come to a state, or has ended."""
+        """Waits until the step has reached a state, or has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._state >= state)
 
     def abandon(self) -> None:
-        """Drops the step, unless it has ended; both threads pass it by."""
+        """Drops the step, unless it has ended; both threads skip it."""
         with self._changed:
             if self._state < StepState.MERGED:
                 self._state = StepState.ABANDONED
@@ -188,7 +175,7 @@ class GradientStep:
             event.set()
 
     def end(self, error: Exception | None) -> None:
-        """Ends the step: with its result or, without one, with an error."""
+        """Ends the step, with its result or with an error."""
         if error is None:
             self.advance(StepState.MERGED)
         else:
@@ -198,7 +185,7 @@ class GradientStep:
 
 @dataclass
 class Undelivered:
-    """What was chosen, and taken out of the residuals, but has reached nobody."""
+    """Elements that left the residuals but were not delivered."""
 
     parts: list[tuple[int, Sparse]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -209,7 +196,7 @@ class Undelivered:
             self.parts += work.chosen.items()
 
     def take(self) -> list[tuple[int, Sparse]]:
-        """Hands it out, once."""
+        """Returns the elements, and forgets them."""
         with self.lock:
             parts, self.parts = self.parts, []
         return parts

@@ -1,34 +1,27 @@
-"""Which way a gradient takes between the ranks: straight, or inside a node first (`_comm.topology`).
+"""Defines the path of a gradient between the ranks: directly, or summed inside each node first.
 
-A route says which part of a bucket this rank answers for, with whom it trades that part, and how the merged parts come
-together again. The pipeline is written against this and does not know how many nodes there are.
-
-Collectives of `begin` and `reduce` are made by one thread, all others by another; each in the same order on all ranks.
-
-Invariant: after `spread`, every rank of the world holds the same merged bucket, bit for bit.
-
-Legend: D bucket · W world · P peers · N words.
-
-Inside a node gradients are added up whole; between nodes only what matters travels, each rank's own part of it.
-
-::
+A topology says which part of a bucket this rank is responsible for, which peers it exchanges that part with, and how
+the merged parts become a bucket again. The pipeline does not know how many nodes there are. Inside a node gradients
+are summed densely; between nodes only chosen elements travel::
 
     node 0: rank 0 rank 1      node 1: rank 2 rank 3
        1. dense sum over the node; each rank keeps one part (reduce-scatter, fast link)
             part 0 part 1               part 0 part 1
        2. each part: residual, choice, payload; exchanged with the rank of the same place on the other nodes (slow link)
             0 ↔ 2   1 ↔ 3
-       3. the merged parts are put together inside the node (all-gather of sparse parts, fast link)
+       3. the node assembles the merged parts (all-gather of sparse parts, fast link)
 
-Each rank has a residual for its own part only: one bucket's memory per node, not per rank, and compressing is spread
-over the ranks. The slow link carries one payload per node and part, whatever the number of ranks in a node.
+Each rank has a residual for its own part only: one bucket's memory per node, and the ranks share the compression. The
+slow link carries one payload per node and part, whatever the number of ranks in a node. Ranks are numbered node by
+node, as torchrun does; every node has the same number. A part's length is a multiple of 16 elements (a cache line), so
+the last part may be shorter, or empty.
 
-Ranks are numbered node by node, as torchrun does; every node has the same number. A part's length is a multiple of 16
-elements (a cache line), so the last part of a bucket may be shorter, and of a very short bucket empty.
+One thread calls `begin` and `reduce`, another all other collectives; each in the same order on all ranks.
 
-Invariant: with density 1 the result is the weighted mean over all ranks, as on the straight route.
+Invariants: after `assemble`, every rank of the world holds the same merged bucket, bit for bit. With density 1 the
+result is the weighted mean over all ranks, in either topology.
 
-Legend: D bucket · W world · L ranks in a node · P nodes · N words.
+Legend: D bucket · W world · L ranks in a node · P peers (nodes) · N fields.
 """
 
 from __future__ import annotations
@@ -39,99 +32,62 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shade.errors import ConfigError
-from shade.gradient._comm.transport import Arrival, Octets, Transport
+from shade.gradient._comm.transport import Octets, PendingGather, Transport
 from shade.gradient._compress.compressor import Sparse
+from shade.gradient._kernels.arrays import LINE
 from shade.types import Indices
 
 
 class Topology(ABC):
-    """Base of both routes."""
+    """Base class of both topologies."""
 
     world: Transport
-    """All ranks: who they are, and what is said once."""
-
-    @property
-    @abstractmethod
-    def exchanges(self) -> tuple[Transport, ...]:
-        """All that it uses, for what passed and how long it took."""
+    """All ranks."""
 
     @property
     @abstractmethod
     def link(self) -> Transport:
-        """The one over the slow link: what is reported of a step."""
+        """The transport over the slow link; a step's report counts its traffic."""
 
     @property
     @abstractmethod
     def peers(self) -> tuple[tuple[int, ...], ...]:
-        """The P parties that trade with this rank, itself included, in order; each as the ranks it speaks for."""
+        """The P peers of this rank, itself included, in order; each as the ranks that it represents."""
 
     @property
     @abstractmethod
     def place(self) -> int:
-        """Which of the peers this rank is."""
+        """This rank's index among the peers."""
 
     @abstractmethod
     def part(self, size: int) -> slice:
-        """What of a bucket of ``size`` elements this rank answers for."""
+        """Returns the part of a bucket of ``size`` elements that this rank is responsible for."""
 
     @abstractmethod
     def begin(self, num_samples: float) -> tuple[float, float]:
-        """Called once a step, before the first `reduce`.
-
-        Args:
-            num_samples: Of this rank.
-
-        Returns:
-            What this rank's gradients have to be multiplied with, so that their sum over the node is its mean; and the
-            samples of the node.
+        """Starts a step. Returns the factor for this rank's gradients that makes their sum over the node its mean, and
+        the node's number of samples.
         """
 
     @abstractmethod
     def reduce(self, gradient_D: Tensor) -> Tensor:
-        """The sum over the node of what this rank answers for.
-
-        Args:
-            gradient_D: float32 (D,) on the CPU.
-
-        Returns:
-            Its part, contiguous.
-        """
+        """Returns this rank's part, contiguous, of the node's sum of float32 (D,) on the CPU."""
 
     @abstractmethod
-    def agree(self, words_N: Indices) -> Indices:
-        """Tells every rank's words to every rank.
-
-        Args:
-            words_N: int64 (N,).
-
-        Returns:
-            int64 (W, N), by rank.
-        """
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        """Gathers every rank's int64 (N,) on every rank; returns int64 (W, N), by rank."""
 
     @abstractmethod
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
-        """Sets out to exchange this part's payloads with the peers; see `Transport.begin_gather`.
-
-        Args:
-            payload: This rank's.
-            lengths_P: Of all of them.
-
-        Returns:
-            What waits for the peers' payloads, in order.
-        """
+    def exchange(self, payload: Octets, lengths_P: Sequence[int]) -> PendingGather:
+        """Starts to exchange this part's payloads with the peers; see `Transport.begin_gather`."""
 
     @abstractmethod
-    def spread(self, merged: Sparse, size: int) -> Sparse:
-        """Puts the node's merged parts together.
-
-        Args:
-            merged: This rank's part; places count from the part's beginning.
-            size: D.
-
-        Returns:
-            The whole merged bucket.
+    def assemble(self, merged: Sparse, size: int) -> Sparse:
+        """Assembles a bucket of ``size`` elements from the node's merged parts, whose indices count from the part's
+        beginning.
         """
 
     @abstractmethod
@@ -140,82 +96,70 @@ class Topology(ABC):
 
 
 class FlatTopology(Topology):
-    """Every rank answers for whole buckets and trades with all others.
-
-    Args:
-        world: All ranks.
-    """
+    """Every rank is responsible for whole buckets and exchanges them with all others."""
 
     def __init__(self, world: Transport) -> None:
         self.world = world
 
     @property
-    def exchanges(self) -> tuple[Transport, ...]:
-        """See `Topology`."""
-        return (self.world,)
-
-    @property
+    @override
     def link(self) -> Transport:
-        """See `Topology`."""
         return self.world
 
     @property
+    @override
     def peers(self) -> tuple[tuple[int, ...], ...]:
-        """See `Topology`."""
         return tuple((rank,) for rank in range(self.world.world_size))
 
     @property
+    @override
     def place(self) -> int:
-        """See `Topology`."""
         return self.world.rank
 
+    @override
     def part(self, size: int) -> slice:
-        """See `Topology`."""
         return slice(0, size)
 
+    @override
     def begin(self, num_samples: float) -> tuple[float, float]:
-        """See `Topology`."""
         return 1.0, num_samples
 
+    @override
     def reduce(self, gradient_D: Tensor) -> Tensor:
-        """See `Topology`."""
         return gradient_D
 
-    def agree(self, words_N: Indices) -> Indices:
-        """See `Topology`."""
-        return self.world.gather_words(words_N)
+    @override
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        return self.world.gather_fields(fields_N)
 
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
-        """See `Topology`."""
+    @override
+    def exchange(self, payload: Octets, lengths_P: Sequence[int]) -> PendingGather:
         return self.world.begin_gather(payload, lengths_P)
 
-    def spread(self, merged: Sparse, size: int) -> Sparse:
-        """See `Topology`."""
+    @override
+    def assemble(self, merged: Sparse, size: int) -> Sparse:
         return merged
 
+    @override
     def close(self) -> None:
-        """See `Topology`."""
         self.world.close()
 
 
-_LINE = 16
-
-
 class NodeTopology(Topology):
-    """Dense inside nodes, sparse between them. Collective to make, over all ranks of ``world``.
+    """Dense inside nodes, sparse between them. Its constructor is collective over all ranks of ``world``.
 
     Args:
         world: All ranks.
         local_size: L, ranks in each node; divides the world.
 
     Raises:
-        ConfigError: Nodes of unequal size.
+        ConfigError: The nodes are not equally large.
     """
 
     def __init__(self, world: Transport, local_size: int) -> None:
         if local_size < 1 or world.world_size % local_size:
             expected = f"ranks per node that divide {world.world_size}"
-            raise ConfigError.of(expected, local_size, "start equally many ranks on each node, or leave nodes out")
+            raise ConfigError.of(expected, local_size, "start equally many ranks on each node, or leave local_size out")
         self.world = world
         self.local_size = local_size
         self._local_rank = world.rank % local_size
@@ -225,64 +169,59 @@ class NodeTopology(Topology):
         across = ranks[self._local_rank :: local_size]
         timeout_seconds, generation = world.timeout_seconds, world.generation
 
-        def exchange(members: Sequence[int]) -> Transport:
+        def transport(members: Sequence[int]) -> Transport:
             return Transport(ranks=members, timeout_seconds=timeout_seconds, generation=generation)
 
-        self._reducing, self._local, self._across = exchange(beside), exchange(beside), exchange(across)
+        self._reducing, self._local, self._across = transport(beside), transport(beside), transport(across)
 
     @property
-    def exchanges(self) -> tuple[Transport, ...]:
-        """See `Topology`."""
-        return self.world, self._reducing, self._local, self._across
-
-    @property
+    @override
     def link(self) -> Transport:
-        """See `Topology`."""
         return self._across
 
     @property
+    @override
     def peers(self) -> tuple[tuple[int, ...], ...]:
-        """See `Topology`."""
         size = self.local_size
         return tuple(tuple(range(first, first + size)) for first in range(0, self.world.world_size, size))
 
     @property
+    @override
     def place(self) -> int:
-        """See `Topology`."""
         return self._node
 
+    @override
     def part(self, size: int) -> slice:
-        """See `Topology`."""
         length = self._part_length(size)
         return slice(min(size, self._local_rank * length), min(size, (self._local_rank + 1) * length))
 
+    @override
     def begin(self, num_samples: float) -> tuple[float, float]:
-        """See `Topology`."""
-        words = np.array([num_samples], dtype=np.float64).view(np.int64)
-        total = float(self._reducing.gather_words(words).view(np.float64).sum())
+        fields = np.array([num_samples], dtype=np.float64).view(np.int64)
+        total = float(self._reducing.gather_fields(fields).view(np.float64).sum())
         return (num_samples / total if total > 0 else 0.0), total
 
+    @override
     def reduce(self, gradient_D: Tensor) -> Tensor:
-        """See `Topology`."""
         size = gradient_D.numel()
         padded = torch.zeros(self._part_length(size) * self.local_size, dtype=torch.float32)
         padded[:size] = gradient_D
         part = self.part(size)
         return self._reducing.add_parts(padded)[: part.stop - part.start]
 
-    def agree(self, words_N: Indices) -> Indices:
-        """See `Topology`."""
-        across_PN = self._across.gather_words(words_N)
-        all_LPN = self._local.gather_words(across_PN.reshape(-1)).reshape(self.local_size, -1, len(words_N))
-        return np.ascontiguousarray(all_LPN.transpose(1, 0, 2)).reshape(self.world.world_size, len(words_N))
+    @override
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        across_PN = self._across.gather_fields(fields_N)
+        all_LPN = self._local.gather_fields(across_PN.reshape(-1)).reshape(self.local_size, -1, len(fields_N))
+        return np.ascontiguousarray(all_LPN.transpose(1, 0, 2)).reshape(self.world.world_size, len(fields_N))
 
-    def trade(self, payload: Octets, lengths_P: Sequence[int]) -> Arrival:
-        """See `Topology`."""
+    @override
+    def exchange(self, payload: Octets, lengths_P: Sequence[int]) -> PendingGather:
         return self._across.begin_gather(payload, lengths_P)
 
-    def spread(self, merged: Sparse, size: int) -> Sparse:
-        """See `Topology`."""
-        counts_L = self._local.gather_words(np.array([merged.count], dtype=np.int64))[:, 0]
+    @override
+    def assemble(self, merged: Sparse, size: int) -> Sparse:
+        counts_L = self._local.gather_fields(np.array([merged.count], dtype=np.int64))[:, 0]
         mine = np.concatenate([merged.indices_K.astype(np.uint32).view(np.uint8), merged.values_K.view(np.uint8)])
         everything = self._local.gather_bytes(mine, (8 * counts_L).tolist())
         indices, values = [], []
@@ -291,11 +230,11 @@ class NodeTopology(Topology):
             values.append(content[4 * count :].view(np.float32))
         return Sparse(np.concatenate(indices), np.concatenate(values), size)
 
+    @override
     def close(self) -> None:
-        """See `Topology`."""
-        for exchange in reversed(self.exchanges):
-            exchange.close()
+        for transport in (self._across, self._local, self._reducing, self.world):
+            transport.close()
 
     def _part_length(self, size: int) -> int:
-        lines = -(-size // _LINE)
-        return -(-lines // self.local_size) * _LINE
+        lines = -(-size // LINE)
+        return -(-lines // self.local_size) * LINE

@@ -1,21 +1,20 @@
-"""All that passes between ranks goes through one object, which knows the group, its generation, its timeout.
+"""Wraps a gloo group: the few collectives that gradients need, each of which ends within a timeout.
 
-`Transport` has the few collectives that the gradient plane needs, over a gloo group of its own, so that they never
-meet the trainer's. Every one of them ends within the timeout: with what was asked for, or with `PeerLostError`. A
-rank that is gone breaks the connection and is noticed at once; one that is stopped, or behind a cut line, only by its
-silence.
+`Transport` has a group of its own, so its collectives never meet the trainer's. Each ends within the timeout, with its
+result or with `PeerLostError`. A dead rank breaks the connection and is noticed at once; a stopped one, or one behind
+a cut line, is noticed by its silence.
 
-After the first failure the group is worth nothing, so every later call fails at once with the same words. To go on
-without the lost rank, `_elastic.membership` makes another exchange over the survivors with the next generation;
-messages name their generation, so that a late one of the old group is never taken for one of the new.
+After the first failure the group is unusable, so every later call fails at once with the same message.
+`_elastic.membership` makes another transport over the survivors, with the next generation. Messages name their
+generation, so a late one of the old group is never taken for one of the new.
 
-The price of a group of its own: W² connections. Ranks that wait for one another at other times too (one evaluates, the
-rest stand in the next step) need a timeout longer than that.
+Cost of a group of its own: W² connections. Ranks that wait for one another elsewhere (one evaluates, the others wait
+in the next step) need a timeout longer than that.
 
-Calls are made by one thread at a time, in the same order on every rank. Exchanges too: PyTorch tells groups apart by
-how many a rank has made before.
+One thread at a time makes calls, in the same order on every rank. Transports too are made in the same order: PyTorch
+distinguishes groups by how many a rank has made before.
 
-Legend: W world · N words.
+Legend: W world · N fields.
 """
 
 from __future__ import annotations
@@ -38,42 +37,43 @@ from shade.errors import ConfigError, PeerLostError
 from shade.types import Indices
 
 TIMEOUT_SECONDS = 60.0
-"""How long a rank waits for the others in one collective. Longer than a line is usually down, or a rank pauses."""
+"""The time for which a rank waits for the others in one collective: longer than a usual outage or pause."""
 
 Octets = npt.NDArray[np.uint8]
-Arrival = Callable[[], list[Octets]]
-"""Waits for what a gather that has begun will bring: the payloads, by rank. To be called once."""
+PendingGather = Callable[[], list[Octets]]
+"""A call that waits for a started gather and returns the payloads, by rank. Call it once."""
 _T = TypeVar("_T")
+# PyTorch 2.14 renamed both and warns about the old names, the only ones that 2.8 has.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""PyTorch 2.14 gave both new names, and warns whoever calls them by the old ones, which are all that 2.8 has."""
 
 
-class Formed(NamedTuple):
-    """A gloo group for one exchange alone, formed outside of torch.distributed's world."""
+class FormedGroup(NamedTuple):
+    """A gloo group for one transport, formed outside of torch.distributed's world."""
 
     group: dist.ProcessGroup | None
-    """None: nobody else is in it."""
+    """None: this rank is alone."""
     rank: int
     world_size: int
 
 
 class Transport:
-    """The ranks of a group, or this process alone where torch.distributed is not initialised. Collective to make.
+    """The ranks of a group, or this process alone where torch.distributed is not initialised. The constructor is
+    collective.
 
     Args:
-        group: Whose ranks, or a group that was formed for this exchange; None: all.
-        ranks: Instead of a group, its ranks; the same call on each of them.
-        timeout_seconds: Longest silence of a peer, > 0.
+        group: Its ranks take part, or the group was formed for this transport; None: all ranks.
+        ranks: The ranks, instead of a group; the same on each of them.
+        timeout_seconds: The longest silence of a peer, > 0.
         generation: Of the membership; grows by one when a group is formed anew.
 
     Raises:
-        ConfigError: A timeout of nothing, or this rank is not in the group.
+        ConfigError: The timeout is not > 0, or this rank is not in the group.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | Formed | None = None,
+        group: dist.ProcessGroup | FormedGroup | None = None,
         *,
         ranks: Sequence[int] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -87,7 +87,7 @@ class Transport:
         """Over this rank's link: in a ring each rank passes on all but one of the messages."""
         self.bytes_received = 0
         self.seconds = 0.0
-        """Spent in collectives, waiting for slower ranks included."""
+        """Time in collectives, waiting for slower ranks included."""
         self._counted_until = 0.0
         self._under_way: dict[int, dist.Work] = {}
         self._numbers = itertools.count()
@@ -96,7 +96,7 @@ class Transport:
         self.rank, self.world_size = 0, 1
         self.ranks: tuple[int, ...] = (0,)
         """The members, as torch.distributed numbers them."""
-        if isinstance(group, Formed):
+        if isinstance(group, FormedGroup):
             self._group, self.rank, self.world_size = group
             self.ranks = tuple(range(self.world_size))
         elif dist.is_available() and dist.is_initialized():
@@ -108,53 +108,30 @@ class Transport:
             self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
             self.ranks = tuple(dist.get_process_group_ranks(self._group))
 
-    # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def gather_words(self, words_N: Indices) -> Indices:
-        """Every rank's words on every rank.
-
-        Args:
-            words_N: int64 (N,); N is the same on every rank.
-
-        Returns:
-            int64 (W, N), by rank.
-
-        Raises:
-            PeerLostError: A rank is gone or silent.
-        """
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        """Gathers every rank's int64 (N,) on every rank; returns int64 (W, N), by rank."""
         if self.world_size == 1:
-            return words_N[None].copy()
-        all_WN = np.empty((self.world_size, len(words_N)), dtype=np.int64)
-        self._gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(words_N))
+            return fields_N[None].copy()
+        all_WN = np.empty((self.world_size, len(fields_N)), dtype=np.int64)
+        self._gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(fields_N))
         return all_WN
 
     def gather_bytes(self, payload: Octets, lengths_W: Sequence[int]) -> list[Octets]:
-        """Every rank's payload on every rank: `begin_gather` and its end in one.
-
-        Args:
-            payload: This rank's.
-            lengths_W: Of all ranks' payloads, from an exchange of words before.
-
-        Returns:
-            The payloads, by rank.
-
-        Raises:
-            PeerLostError: A rank is gone or silent.
-        """
+        """Gathers every rank's payload on every rank; see `begin_gather`."""
         return self.begin_gather(payload, lengths_W)()
 
-    def begin_gather(self, payload: Octets, lengths_W: Sequence[int]) -> Arrival:
-        """Sets out to bring every rank's payload to every rank; all are padded to the longest on the way.
+    def begin_gather(self, payload: Octets, lengths_W: Sequence[int]) -> PendingGather:
+        """Starts to gather every rank's payload on every rank; all are padded to the longest on the way.
 
-        Several may be begun before the first is waited for: the link never rests between them. They are waited for in
-        the order in which they were begun, and all of them before any other collective.
+        Several gathers may start before the first one is waited for, so that the link never rests. They must be waited
+        for in the order of their start, and before any other collective.
 
         Args:
             payload: This rank's.
-            lengths_W: Of all ranks' payloads, from an exchange of words before.
+            lengths_W: Of all ranks' payloads, from an earlier exchange of fields.
 
         Returns:
-            What waits for them; it fails as this does.
+            The call that waits for the payloads; it raises as this method does.
 
         Raises:
             PeerLostError: A rank is gone or silent.
@@ -176,61 +153,26 @@ class Transport:
         return arrive
 
     def gather_messages(self, message: Any) -> list[Any]:
-        """Every rank's JSON message on every rank. For what is said once, not once a step.
-
-        Args:
-            message: Whatever JSON has.
-
-        Returns:
-            The messages, by rank.
-
-        Raises:
-            PeerLostError: A rank is gone or silent.
-        """
+        """Gathers every rank's JSON message on every rank, in rank order. For setup, not for every step."""
         mine = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
-        lengths_W = self.gather_words(np.array([len(mine)], dtype=np.int64))[:, 0].tolist()
+        lengths_W = self.gather_fields(np.array([len(mine)], dtype=np.int64))[:, 0].tolist()
         return [json.loads(each.tobytes()) for each in self.gather_bytes(mine, lengths_W)]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Fills a contiguous CPU tensor with that of one rank.
-
-        Args:
-            tensor: Of the same shape and type on every rank.
-            source: Whose.
-
-        Raises:
-            PeerLostError: A rank is gone or silent.
-        """
+        """Fills a contiguous CPU tensor, of one shape and type on all ranks, with that of rank ``source``."""
         if self.world_size > 1:
             self._count(tensor.nbytes if self.rank == source else 0, tensor.nbytes if self.rank != source else 0)
             self._run(lambda: dist.broadcast(tensor, group=self._group, group_src=source))
 
     def add(self, tensor: Tensor) -> None:
-        """Replaces a contiguous CPU tensor by the sum over all ranks, the same bits on each.
-
-        Args:
-            tensor: Of the same shape and type on every rank.
-
-        Raises:
-            PeerLostError: A rank is gone or silent.
-        """
+        """Replaces a contiguous CPU tensor by the sum over all ranks, the same bits on each."""
         if self.world_size > 1:
             share = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
             self._count(share, share)
             self._run(lambda: dist.all_reduce(tensor, group=self._group))
 
     def add_parts(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, of which each gets only its own part.
-
-        Args:
-            tensor: float32 (W · n,) on the CPU; unchanged.
-
-        Returns:
-            This rank's (n,).
-
-        Raises:
-            PeerLostError: A rank is gone or silent.
-        """
+        """Sums float32 (W · n,) on the CPU over all ranks; returns this rank's (n,) of the sum."""
         if self.world_size == 1:
             return tensor
         part = torch.empty(tensor.numel() // self.world_size, dtype=tensor.dtype)
@@ -243,18 +185,16 @@ class Transport:
         """Frees the group. Later calls fail; safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
-            self._lost = self._lost or "the exchange is closed"
+            self._lost = self._lost or "the transport is closed"
             if dist.is_initialized():
-                with contextlib.suppress(ValueError):  # the trainer has destroyed all groups already
+                with contextlib.suppress(ValueError):  # the trainer has already destroyed all groups
                     dist.destroy_process_group(group)
-
-    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _gather(self, everything: Tensor, mine: Tensor) -> None:
         self._run(self._begin_gather(everything, mine))
 
     def _begin_gather(self, everything: Tensor, mine: Tensor) -> Callable[[], object]:
-        """Begins a gather and gives its end, which does not hold the group (see `_run`)."""
+        """Starts a gather and returns its end, which does not hold the group (see `_run`)."""
         share = mine.nbytes * (self.world_size - 1)
         self._count(share, share)
         work = self._run(lambda: _gather_single(everything, mine, group=self._group, async_op=True))
@@ -268,11 +208,11 @@ class Transport:
         self.bytes_received += received
 
     def _run(self, collective: Callable[[], _T], begun: float | None = None) -> _T:
-        """Runs a collective; whatever the backend says of a failure becomes `PeerLostError`, now and from now on.
+        """Runs a collective; any failure of the backend becomes `PeerLostError`, for this and all later calls.
 
-        What is spent in it counts from ``begun``, if it was begun before; time that others were under way, too, once.
-        The backend's own error is told and let go: its traceback would keep the group alive, and the end of a rank's
-        connections is what tells the others that it has given up.
+        Time counts from ``begun`` if the collective started earlier; overlapping time counts once. The backend's error
+        is quoted, not chained: its traceback would keep the group alive, and the end of a rank's connections is what
+        shows the others that it has given up.
         """
         if self._lost is not None:
             raise self._error()
@@ -280,9 +220,10 @@ class Transport:
         try:
             return collective()
         except (RuntimeError, ValueError) as error:
-            first = error.__context__ or error  # PyTorch looks up a failing group, and does not know one of ours
-            told = str(first).partition(". This is typically")[0].rpartition("] ")[2] or str(first)
-            self._lost = f"{type(first).__name__}: {told}"
+            # PyTorch looks up the failing group, does not find a formed one, and raises that as a second error.
+            first = error.__context__ or error
+            text = str(first).partition(". This is typically")[0].rpartition("] ")[2] or str(first)
+            self._lost = f"{type(first).__name__}: {text}"
             self._under_way.clear()
         finally:
             ended = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Chooses which elements of a bucket are sent, and keeps the rest for later steps.
+"""Chooses which elements of a bucket are sent, and keeps the others for later steps.
 
 Importing this package registers every compressor and quantiser.
 """

@@ -1,14 +1,14 @@
-"""Lays parameters one behind the other in flat buckets: one array to compress, one message to send, one step to apply.
+"""Packs parameters into flat buckets: one array to compress, one message to send, one step to apply.
 
-A network has hundreds of tensors, most of them small; a message each would cost a round trip each. So parameters of one
-optimizer group are packed, in the order of the model, into buckets of some megabytes. Short ones (biases, norms) go
-together into one bucket that is always sent whole: they are a thousandth of the bytes, and what is dropped there hurts
-most.
+A network has hundreds of tensors, most of them small; a message each would cost a round trip each. So the parameters
+of one optimizer group are packed, in the order of the model, into buckets of some megabytes. Short parameters (biases,
+norms) share a bucket that is always sent whole: they are a thousandth of the bytes, and dropped elements hurt most
+there.
 
-Parameters that are float32 on the CPU become views of their bucket: a sparse step changes them in place, nothing is
-copied back. All others (on a device, or in another type) have float32 *master weights* here, which is where the step
-happens, and `Bucket.publish` carries the changed places over. A view keeps its parameter's strides, so
-``channels_last`` stays what it was.
+float32 parameters on the CPU become views of their bucket: a sparse step changes them in place, without a copy. All
+others (on a device, or of another type) have float32 *master weights* in the bucket. The step changes the master
+weights, and `Bucket.publish` copies the changed places to the parameters. A view keeps its parameter's strides, so
+``channels_last`` survives.
 
 Invariant: after `publish`, every parameter equals its part of `Bucket.weights_D`, rounded to its own type.
 
@@ -29,19 +29,20 @@ from shade.errors import ConfigError
 from shade.types import Floats
 
 BUCKET_BYTES = 16 << 20
-"""Large enough that a message's latency is lost in it, small enough that the stages of several overlap."""
+"""Large enough to hide a message's latency, small enough for the stages of several buckets to overlap."""
 SHORT = 2048
-"""Parameters of fewer elements, and those of one dimension, are always sent whole."""
+"""Parameters with fewer elements, and those with one dimension, are always sent whole."""
 
 
 class Bucket:
-    """Some parameters of one optimizer group, as one flat array of float32 on the CPU. Takes them over when made.
+    """Some parameters of one optimizer group as one flat float32 array on the CPU. The constructor rebinds their
+    memory.
 
     Args:
-        parameters: Floating point, of one device and type, each once.
-        group: Number of their group in ``optimizer.param_groups``.
-        names: Theirs, for messages; none: by number.
-        is_dense: Whether it is always sent whole.
+        parameters: Floating point, of one device and type, without duplicates.
+        group: The index of their group in ``optimizer.param_groups``.
+        names: Their names, for messages; empty: numbers.
+        is_dense: Whether the bucket is always sent whole.
     """
 
     def __init__(
@@ -58,16 +59,16 @@ class Bucket:
         self.is_dense = is_dense
         sizes = [parameter.numel() for parameter in self.parameters]
         self.starts: tuple[int, ...] = tuple(int(start) for start in np.cumsum([0, *sizes[:-1]]))
-        """Where each parameter begins in the bucket."""
+        """The offset of each parameter in the bucket."""
         self.size = sum(sizes)
         """D."""
         self._layouts = [_layout(parameter) for parameter in self.parameters]
         first = self.parameters[0]
         self.device, self.dtype = first.device, first.dtype
         self.is_master = first.device.type != "cpu" or first.dtype != torch.float32
-        """Whether the weights here are a copy of the parameters, and not their memory."""
+        """Whether the weights here are a copy of the parameters, not their memory."""
         self.weights_D = torch.empty(self.size, dtype=torch.float32)
-        """The weights. What steps change; on the CPU."""
+        """The weights that steps change; on the CPU."""
         self._remote_D = torch.empty(self.size, dtype=self.dtype, device=self.device) if self.is_master else None
         home_D = self.weights_D if self._remote_D is None else self._remote_D
         with torch.no_grad():
@@ -77,7 +78,7 @@ class Bucket:
         self.refresh()
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat array of this bucket's size, in its own shape and strides."""
+        """Returns each parameter's part of a flat array of this bucket's size, in its own shape and strides."""
         return [
             flat_D[start : start + parameter.numel()].as_strided(
                 parameter.shape, layout, flat_D.storage_offset() + start
@@ -86,12 +87,8 @@ class Bucket:
         ]
 
     def gather(self, gradients: Sequence[Tensor | None], out_D: Tensor, scale: float = 1.0) -> None:
-        """Widens gradients into one flat array; a parameter without one counts as zero.
-
-        Args:
-            gradients: One for each parameter, any floating type and device, dense or ``torch.sparse``.
-            out_D: float32 (D,), on the CPU or on the parameters' device; overwritten.
-            scale: What they are multiplied with, once they are float32.
+        """Copies gradients, of any floating type and device, into float32 (D,), times ``scale``; a missing one is
+        zero.
         """
         with torch.no_grad():
             for gradient, view in zip(gradients, self.views(out_D), strict=True):
@@ -103,11 +100,7 @@ class Bucket:
                 out_D.mul_(scale)
 
     def publish(self, indices_K: npt.NDArray[np.uint32] | None = None) -> None:
-        """Carries changed weights to parameters that are not their memory.
-
-        Args:
-            indices_K: The places that changed; None: all.
-        """
+        """Copies changed master weights (None: all) to their parameters. Does nothing where parameters are views."""
         if self._remote_D is None:
             return
         with torch.no_grad():
@@ -119,12 +112,12 @@ class Bucket:
             self._remote_D.index_copy_(0, places_K.to(self.device), values_K.to(self.device))
 
     def refresh(self) -> None:
-        """Takes the weights from the parameters, after somebody else has changed those: a state that was loaded."""
+        """Copies the parameters to the master weights, after other code has changed the parameters (a loaded state)."""
         if self._remote_D is not None:
             self.weights_D.copy_(self._remote_D)
 
     def array(self) -> Floats:
-        """The weights as a numpy array of the same memory."""
+        """Returns the weights as a numpy array of the same memory."""
         array_D: Floats = self.weights_D.numpy()
         return array_D
 
@@ -135,21 +128,21 @@ def plan_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     short: int = SHORT,
 ) -> list[Bucket]:
-    """Packs what an optimizer trains into buckets, front layers first, and takes the parameters over.
+    """Packs an optimizer's trainable parameters into buckets, front layers first, and rebinds their memory.
 
-    Frozen parameters are left out. Parameters of different groups, devices or types never share a bucket.
+    Parameters of different groups, devices or types never share a bucket.
 
     Args:
         param_groups: As in ``optimizer.param_groups``.
-        names: Of the parameters, for messages.
-        bucket_bytes: What a bucket holds at most, unless a single parameter is larger.
-        short: Below that many elements, or with one dimension, a parameter is always sent whole.
+        names: The parameters' names, for messages.
+        bucket_bytes: The largest size of a bucket that holds more than one parameter.
+        short: Parameters with fewer elements, or with one dimension, are always sent whole.
 
     Returns:
-        The buckets, in the order of the first parameter in each.
+        The buckets, in the order of the first parameter of each.
 
     Raises:
-        ConfigError: There is nothing to train, or something that is not real floating point.
+        ConfigError: No parameter is trainable, or one is not real floating point.
     """
     if bucket_bytes < 1:
         raise ConfigError.of("bucket_bytes ≥ 1", bucket_bytes, "16 << 20 suits most links")
@@ -189,7 +182,7 @@ def _check(parameter: torch.nn.Parameter, name: str) -> None:
 
 
 def _layout(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides if it fills its memory without gaps or overlaps, else those of a contiguous one."""
+    """Returns the parameter's strides if it fills its memory without gaps or overlaps, else contiguous strides."""
     expected = 1
     for stride, length in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if length != 1 and stride != expected:

@@ -1,24 +1,19 @@
-"""What a compressor is: it adds a gradient to what was kept back so far, picks the places to send, and keeps the rest.
+"""Defines a compressor: it adds a gradient to the residual, picks the elements to send, and keeps the others.
 
-The sum is never formed on its own: sum, choice and rest are one walk over the bucket, because memory is what it costs
-(three streams of four bytes an element, the same as ``residual += gradient``). The rest goes to memory of its own, not
-over the old residual. That costs a second buffer, and buys the one thing that a distributed step cannot do without:
-until all ranks agree, the step has not happened. A NaN on a far rank, a peer that is lost, a scaler that skips: the old
-residual is still there, bit for bit.
+The sum never exists on its own: one pass over the bucket adds, picks and keeps, because memory traffic is the cost
+(three streams of four bytes an element, as ``residual += gradient``). The pass writes what is kept to a second buffer,
+not over the old residual. A distributed step needs that: it has not happened until all ranks agree. After a NaN on
+another rank, a lost peer or a skipped step, the old residual is still there, bit for bit.
 
-Every choice is a function of the arguments: whatever is drawn comes from a counter (`Key`), so that a resumed run, or a
-second look at the same step, chooses the same.
+Every choice is a function of the arguments. Random numbers come from a counter (`Key`), so a resumed run, or a second
+pass over the same step, picks the same elements.
+
+`Sparse` is the result that compressors make, messages carry, the merge adds up and optimizers apply. Its indices
+ascend: that makes the index code short, the merge a pass along lists, and the optimizer's memory accesses run forward.
+The maker of a `Sparse` guarantees the order; only the message decoder checks it, since a check at every hand-over
+would cost more than the work.
 
 Invariant: ``gradient + residual == picked + rest``, in float32, bit for bit.
-
-Legend: D bucket · K kept.
-
-What was chosen of a bucket: places and values, in the order of the places.
-
-One shape for all who pass it on: compressors make it, the wire carries it, the merge adds it up, optimizers apply it.
-Ascending places are what makes the index code short, the merge a walk along lists, and the optimizer's memory accesses
-run forward. That they are ascending and in range is promised by whoever makes one and checked where it comes from
-outside (the wire); looking again at every hand-over would cost more than the work itself.
 
 Legend: D bucket · K kept.
 """
@@ -42,17 +37,17 @@ _MASK = 2**64 - 1
 
 
 class Key(NamedTuple):
-    """Names one choice of one run: a random number generator without state."""
+    """The name of one choice of one run: a random number generator without state."""
 
     seed: int
     step: int
     bucket: int
 
     def draw(self, below: int, stream: int = 0) -> int:
-        """A number of 0 … below - 1; another for each stream (splitmix64 over the four words)."""
+        """Returns a number in 0 … below - 1, another one for each stream (splitmix64 over the four fields)."""
         state = 0
-        for word in (self.seed, self.step, self.bucket, stream):
-            state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        for field in (self.seed, self.step, self.bucket, stream):
+            state = (state ^ (field & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
             state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
             state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
             state ^= state >> 31
@@ -60,59 +55,45 @@ class Key(NamedTuple):
 
 
 class Compressor(ABC):
-    """Base of all compressors. One instance serves one thread at a time; what it keeps between calls is scratch."""
+    """Base class of all compressors. An instance serves one thread at a time; it keeps only scratch memory between
+    calls.
+    """
 
     @abstractmethod
     def select(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float, key: Key) -> Sparse:
-        """Picks from ``gradient + residual``; what is not picked goes to ``rest_D``.
+        """Picks elements of ``gradient + residual`` and writes the others to ``rest_D``.
 
         Args:
             gradient_D: float32, contiguous; unchanged.
-            residual_D: As long; unchanged.
-            rest_D: As long, from `aligned_zeros`, apart from the other two; becomes 0 where picked, the sum elsewhere.
+            residual_D: Of the same size; unchanged.
+            rest_D: Of the same size, from `aligned_zeros`, no alias of the others; becomes 0 where picked, the sum
+                elsewhere.
             density: The fraction to pick, 0 < density ≤ 1.
-            key: What is drawn is drawn from it.
+            key: The seed of random choices.
 
         Returns:
-            The picked places and their sums: ``density`` · D of them, or within a tenth of that, or all that is not 0.
-            They may lie in the compressor's own memory until it chooses again; `ErrorFeedback` hands on copies.
+            The picked indices and sums: ``density`` · D of them within a tenth, or all that are not 0. The arrays may
+                belong to the compressor and are valid until its next call; `ErrorFeedback` copies them.
 
         Raises:
-            NonFiniteGradientError: The sum holds NaN or infinity; ``rest_D`` is worth nothing.
-            ConfigError: A bad density, or arrays that do not fit each other.
+            NonFiniteGradientError: The sum holds NaN or infinity; the content of ``rest_D`` is undefined.
+            ConfigError: The density is out of range, or the arrays do not fit each other.
         """
 
 
 def wanted_count(size: int, density: float) -> int:
-    """How many of ``size`` places a density asks for: at least one of a bucket that has any."""
+    """Returns how many of ``size`` elements a density asks for: at least one if there are any."""
     return min(size, max(1, math.ceil(size * density)))
 
 
 def check_density(density: float) -> None:
-    """Looks at a fraction to send.
-
-    Args:
-        density: 0 < density ≤ 1.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Raises `ConfigError` unless 0 < density ≤ 1."""
     if not 0 < density <= 1:
         raise ConfigError.of("a density in (0, 1]", density, "0.01 sends one element in a hundred")
 
 
 def check(gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float) -> None:
-    """Looks at what `Compressor.select` was given.
-
-    Args:
-        gradient_D: See there.
-        residual_D: See there.
-        rest_D: See there.
-        density: See there.
-
-    Raises:
-        ConfigError: A bad density, or arrays that do not fit each other; the message names which.
-    """
+    """Raises `ConfigError`, which names the array, unless all arguments of `Compressor.select` fit."""
     check_density(density)
     for name, array_D in (("gradient", gradient_D), ("residual", residual_D), ("rest", rest_D)):
         if array_D.dtype != np.float32 or array_D.ndim != 1 or not array_D.flags.c_contiguous:
@@ -129,15 +110,8 @@ def check(gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float
         raise ConfigError.of("a bucket below 2**32 elements", gradient_D.size, "split it")
 
 
-def refuse_non_finite(sum_D: Floats) -> None:
-    """Looks for NaN and infinity.
-
-    Args:
-        sum_D: Gradient and residual, or what was picked of them.
-
-    Raises:
-        NonFiniteGradientError: There is one.
-    """
+def check_finite(sum_D: Floats) -> None:
+    """Raises `NonFiniteGradientError` if an array holds NaN or infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.add.reduce(sum_D, initial=np.float32(0)))
     if not math.isfinite(total) and not np.isfinite(sum_D).all():  # finite values may add up to infinity
@@ -145,32 +119,37 @@ def refuse_non_finite(sum_D: Floats) -> None:
 
 
 def non_finite() -> NonFiniteGradientError:
-    """What to raise where NaN or infinity was found."""
+    """Returns the error to raise for a gradient that holds NaN or infinity."""
     return NonFiniteGradientError(
-        "expected a finite gradient, got NaN or infinity; nothing was kept of it: skip the step on all ranks, or lower "
-        "the learning rate or the loss scale"
+        "expected a finite gradient, got NaN or infinity; the residual is unchanged: skip the step on all ranks, lower "
+        "the learning rate, or lower the loss scale"
     )
 
 
 COMPRESSORS: Registry[Compressor] = Registry("compressor")
-"""Name → class. Importing `shade.gradient` fills it."""
+"""Maps a name to a class. Importing `shade.gradient` fills it."""
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """A bucket's chosen coordinates; all others are zero."""
+    """The chosen elements of a bucket; all others are zero."""
 
     indices_K: npt.NDArray[np.uint32]
-    """Ascending, each once, all < `size`."""
+    """Ascending, distinct, all < `size`."""
     values_K: Floats
     size: int
     """D, the elements of the bucket, < 2**32."""
 
     def dense(self) -> Floats:
-        """The bucket it stands for, float32 (D,), new memory."""
+        """Returns the whole bucket, float32 (D,), in new memory."""
         dense_D = np.zeros(self.size, dtype=np.float32)
         dense_D[self.indices_K] = self.values_K
         return dense_D
+
+    @staticmethod
+    def empty(size: int) -> Sparse:
+        """Returns a bucket without chosen elements."""
+        return Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
 
     @property
     def count(self) -> int:

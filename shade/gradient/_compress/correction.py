@@ -1,22 +1,22 @@
-"""What a rank makes of its own gradient before anything is chosen of it: what an optimizer would have remembered.
+"""Corrects a rank's own gradient before elements are picked: momentum or Adam.
 
-Behind a sparse exchange an optimizer sees an element once in many steps, and then the sum of what it missed. Momentum
-comes too late then, and Adam divides a sum of 33 gradients by the size of such sums: what is common to them counts for
-a fifth of what it does in dense training. So what has a memory is done here, on every rank, where every gradient of
-this rank is seen; its result is what adds up in the residual, is chosen, sent and averaged. The optimizer behind only
-multiplies with the learning rate.
+Behind a sparse exchange an optimizer sees an element once in many steps, as the sum of what it missed. Momentum comes
+too late then, and Adam divides a sum of 33 gradients by the size of such sums: their common part counts for a fifth of
+what it does in dense training. So the moments live here, on every rank, which sees all of its own gradients. The
+corrected gradient adds up in the residual, is picked, sent and averaged. The optimizer behind only multiplies by the
+learning rate.
 
 ====================  ==============================================================================================
-`MomentumCorrection`  ``u ← m·u + g``, and u is 0 where something was picked: what was sent has no momentum left
-                      (Deep Gradient Compression, §3.2 and §3.3)
-`AdamCorrection`      Adam's two moments of this rank's gradient, and ``m̂ / (√v̂ + ε)`` for the gradient
-                      (Efficient-Adam, algorithm 1; its moments stay when something is picked). Without a first
-                      moment, unless it is asked for: what waits in the residual is averaged there
+`MomentumCorrection`  ``u ← m·u + g``; u becomes 0 where an element was picked, since what was sent has no momentum
+                      left (Deep Gradient Compression, §3.2 and §3.3)
+`AdamCorrection`      Adam's two moments of this rank's gradient, and ``m̂ / (√v̂ + ε)`` in place of the gradient
+                      (Efficient-Adam, algorithm 1; the moments stay when an element is picked). Without a first
+                      moment by default: the residual averages already
 ====================  ==============================================================================================
 
-A memory writes beside what it remembers, so that a step which shall never have been can be undone, bit for bit.
+New moments go to a second buffer, so that a cancelled step can be undone, bit for bit.
 
-Price in float32 buffers of the bucket's size: two with momentum, three with Adam, five if it has a first moment.
+Cost in float32 buffers of the bucket's size: two with momentum, three with Adam, five with a first moment.
 
 Legend: D bucket · K kept.
 
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._kernels.arrays import Places, aligned_zeros
@@ -42,75 +43,50 @@ from shade.types import Floats
 
 Tensors = dict[str, Tensor]
 STEPS = "steps"
-"""Key of a state: how many gradients its moments have seen; int64 (1,)."""
+"""The state's key for the number of gradients that the moments have seen; int64 (1,)."""
 
 
 class Correction(ABC):
-    """Base of both."""
+    """Base class of both corrections."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Keys of what is remembered, each of the bucket's size."""
+        """Keys of the moments, each of the bucket's size."""
 
     @abstractmethod
     def memory(self, size: int) -> CorrectionMemory:
-        """For a bucket of ``size`` elements on the host."""
+        """Returns empty moments for a bucket of ``size`` elements on the host."""
 
     @abstractmethod
-    def gain(self, known: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """What a memory on the host does, in torch's operations.
-
-        Args:
-            known: What is remembered; empty at first; unchanged.
-            gradient_D: On any device; unchanged.
-
-        Returns:
-            What to add in its place, and what is to be remembered.
+    def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
+        """Corrects a gradient in torch's operations, on any device; returns it and the new moments, and changes
+        nothing.
         """
 
     @abstractmethod
-    def forget(self, known: Tensors, places_K: Tensor) -> None:
-        """What was picked, in what was just gained."""
+    def forget(self, moments: Tensors, places_K: Tensor) -> None:
+        """Clears what picked elements must not keep in the new moments."""
 
     def read(self, state: Mapping[str, Any], size: int) -> Tensors:
-        """What is remembered in a bucket's state.
-
-        Args:
-            state: Of any kind; what is missing is 0, what is not known is left out.
-            size: D.
-
-        Returns:
-            Tensors on the CPU, by name.
-
-        Raises:
-            StateMismatchError: It does not fit.
-        """
+        """Reads the moments of a bucket's state, to the CPU: missing ones are 0, unknown ones are ignored."""
         return {name: torch.from_numpy(read_array(state, name, size)) for name in self.names}
 
-    def merged(self, known: Tensors, other: Tensors) -> Tensors:
-        """What is remembered once another rank has left what it had still to give.
-
-        Args:
-            known: This rank's.
-            other: From `read`.
-
-        Returns:
-            As ``known``.
-        """
+    def merged(self, moments: Tensors, other: Tensors) -> Tensors:
+        """Returns this rank's moments after it has taken over another rank's."""
         del other
-        return known
+        return moments
 
 
 @dataclass(frozen=True)
 class MomentumCorrection(Correction):
-    """SGD's momentum before the choice, for an optimizer that has none.
+    """SGD's momentum before the choice, for an optimizer without momentum.
 
     Args:
         momentum: 0 < momentum < 1.
 
     Raises:
-        ConfigError: Another one.
+        ConfigError: The momentum is out of range.
     """
 
     momentum: float = 0.9
@@ -120,39 +96,39 @@ class MomentumCorrection(Correction):
             raise ConfigError.of("a momentum in (0, 1)", self.momentum, "leave the correction out if there is none")
 
     @property
+    @override
     def names(self) -> tuple[str, ...]:
-        """See `Correction`."""
         return ("velocity",)
 
+    @override
     def memory(self, size: int) -> CorrectionMemory:
-        """See `Correction`."""
         return _MomentumMemory(size, self)
 
-    def gain(self, known: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """See `Correction`."""
-        velocity_D = self.momentum * known.get("velocity", torch.zeros_like(gradient_D)) + gradient_D
+    @override
+    def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
+        velocity_D = self.momentum * moments.get("velocity", torch.zeros_like(gradient_D)) + gradient_D
         return velocity_D, {"velocity": velocity_D}
 
-    def forget(self, known: Tensors, places_K: Tensor) -> None:
-        """See `Correction`: what was sent has no momentum left."""
-        known["velocity"][places_K] = 0
+    @override
+    def forget(self, moments: Tensors, places_K: Tensor) -> None:
+        moments["velocity"][places_K] = 0
 
-    def merged(self, known: Tensors, other: Tensors) -> Tensors:
-        """See `Correction`: velocity is gradient that is still to come."""
-        return {"velocity": known.get("velocity", 0) + other["velocity"]}
+    @override
+    def merged(self, moments: Tensors, other: Tensors) -> Tensors:
+        return {"velocity": moments.get("velocity", 0) + other["velocity"]}
 
 
 @dataclass(frozen=True)
 class AdamCorrection(Correction):
-    """Adam's direction before the choice, for plain SGD (with its weight decay: for AdamW's).
+    """Adam's direction before the choice, for plain SGD (with SGD's weight decay it becomes AdamW).
 
     Args:
-        betas: Of the moments, each 0 ≤ beta < 1. The first is 0, for the residual is a mean already, and a mean of
-            means only comes later (decision 0016); (0.9, 0.999) if nearly everything is sent.
+        betas: Decay of the moments, each 0 ≤ beta < 1. The first is 0, because the residual is a mean already and a
+            mean of means only comes later (decision 0016); use (0.9, 0.999) if nearly everything is sent.
         eps: Added to the denominator, > 0 in float32.
 
     Raises:
-        ConfigError: One of them out of its range.
+        ConfigError: One of them is out of range.
     """
 
     betas: tuple[float, float] = (0.0, 0.999)
@@ -160,43 +136,44 @@ class AdamCorrection(Correction):
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError.of("two betas in [0, 1)", self.betas, "(0, 0.999) suit what is sparse")
+            raise ConfigError.of("two betas in [0, 1)", self.betas, "(0, 0.999) suits sparse exchange")
         if not np.float32(self.eps) > 0:
             raise ConfigError.of("eps > 0", self.eps, "1e-8 is usual")
 
     @property
+    @override
     def names(self) -> tuple[str, ...]:
-        """See `Correction`; there is no first moment to keep where its beta is 0."""
         return ("first_moment", "second_moment") if self.betas[0] else ("second_moment",)
 
+    @override
     def memory(self, size: int) -> CorrectionMemory:
-        """See `Correction`."""
         return _AdamMemory(size, self)
 
-    def gain(self, known: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """See `Correction`."""
-        steps = _steps_of(known) + 1
+    @override
+    def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
+        steps = _steps_of(moments) + 1
         beta1, rest1, beta2, rest2, unbias1, unbias2, eps = self.coefficients(steps).tolist()
         none_D = torch.zeros_like(gradient_D)
-        second_D = known.get("second_moment", none_D) * beta2 + gradient_D * gradient_D * rest2
-        gained, first_D = {"second_moment": second_D, STEPS: torch.tensor([steps])}, gradient_D
+        second_D = moments.get("second_moment", none_D) * beta2 + gradient_D * gradient_D * rest2
+        corrected, first_D = {"second_moment": second_D, STEPS: torch.tensor([steps])}, gradient_D
         if beta1:
-            first_D = gained["first_moment"] = known.get("first_moment", none_D) * beta1 + gradient_D * rest1
-        return first_D * unbias1 / (second_D.sqrt() * unbias2 + eps), gained
+            first_D = corrected["first_moment"] = moments.get("first_moment", none_D) * beta1 + gradient_D * rest1
+        return first_D * unbias1 / (second_D.sqrt() * unbias2 + eps), corrected
 
-    def forget(self, known: Tensors, places_K: Tensor) -> None:
-        """See `Correction`: moments stay."""
+    @override
+    def forget(self, moments: Tensors, places_K: Tensor) -> None:
+        pass
 
+    @override
     def read(self, state: Mapping[str, Any], size: int) -> Tensors:
-        """See `Correction`; moments that nobody counted are none."""
         steps = _steps_of(state)
         return {**super().read(state if steps else {}, size), STEPS: torch.tensor([steps])}
 
     def coefficients(self, steps: int) -> Floats:
-        """β₁, 1 − β₁, β₂, 1 − β₂, what removes the moments' bias, and ε.
+        """Returns β₁, 1 − β₁, β₂, 1 − β₂, the two bias corrections, and ε.
 
         Args:
-            steps: How many gradients the moments have seen, this one included.
+            steps: The number of gradients that the moments have seen, this one included.
 
         Returns:
             float32 (7,): the fifth multiplies the first moment, the sixth the root of the second.
@@ -207,12 +184,7 @@ class AdamCorrection(Correction):
 
 
 class CorrectionMemory(ABC):
-    """What a correction remembers of one bucket on the host.
-
-    Args:
-        size: D.
-        correction: None: nothing.
-    """
+    """The moments of one bucket on the host; without a correction there are none."""
 
     def __init__(self, size: int, correction: Correction | None = None) -> None:
         self.size, self.correction = size, correction
@@ -220,56 +192,49 @@ class CorrectionMemory(ABC):
         self._arrays, self._others = ([aligned_zeros(size) for _ in self._names] for _ in range(2))
 
     @abstractmethod
-    def gain(self, gradient_D: Floats) -> Floats:
-        """Takes in a gradient; takes effect with `swap`.
-
-        Args:
-            gradient_D: Unchanged.
-
-        Returns:
-            What to add in its place; valid until the next call.
-        """
+    def correct(self, gradient_D: Floats) -> Floats:
+        """Returns the corrected gradient, valid until the next call; the new moments take effect with `swap`."""
 
     @abstractmethod
     def forget(self, indices_K: Places) -> None:
-        """What was picked, between `gain` and `swap`."""
+        """Clears the moments of picked elements, between `correct` and `swap`."""
 
     def swap(self) -> None:
-        """What was gained counts; once more: it never did."""
+        """Commits the new moments; a second call rolls them back."""
         self._arrays, self._others = self._others, self._arrays
 
     def state_dict(self) -> Tensors:
-        """Tensors on the live memory."""
+        """Returns tensors on the live memory."""
         return {name: torch.from_numpy(array_D) for name, array_D in zip(self._names, self._arrays, strict=True)}
 
     def read(self, state: Mapping[str, Any]) -> Tensors:
-        """See `Correction.read`."""
+        """Reads the moments of a state; see `Correction.read`."""
         return {} if self.correction is None else self.correction.read(state, self.size)
 
-    def load(self, known: Tensors) -> None:
-        """Goes on from what was read."""
+    def load(self, moments: Tensors) -> None:
+        """Loads moments that were read."""
         for name, array_D in zip(self._names, self._arrays, strict=True):
-            array_D[:] = known[name].numpy()
+            array_D[:] = moments[name].numpy()
 
-    def merge(self, known: Tensors) -> None:
-        """See `Correction.merged`."""
+    def merge(self, moments: Tensors) -> None:
+        """Takes over another rank's moments; see `Correction.merged`."""
         if self.correction is not None:
-            self.load(self.correction.merged(self.state_dict(), known))
+            self.load(self.correction.merged(self.state_dict(), moments))
 
 
 class _NoMemory(CorrectionMemory):
-    def gain(self, gradient_D: Floats) -> Floats:
+    def correct(self, gradient_D: Floats) -> Floats:
         return gradient_D
 
     def forget(self, indices_K: Places) -> None:
-        """There is nothing."""
+        """There is nothing to clear."""
 
 
 class _MomentumMemory(CorrectionMemory):
     correction: MomentumCorrection
 
-    def gain(self, gradient_D: Floats) -> Floats:
-        with np.errstate(over="ignore", invalid="ignore"):  # the sum will be looked at
+    def correct(self, gradient_D: Floats) -> Floats:
+        with np.errstate(over="ignore", invalid="ignore"):  # the sum is checked later
             prepare().gain_momentum(self._arrays[0], gradient_D, self.correction.momentum, self._others[0])
         return self._others[0]
 
@@ -285,21 +250,21 @@ class _AdamMemory(CorrectionMemory):
         self._direction_D = aligned_zeros(size)
         self._steps, self._other_steps = 0, 0
 
-    def gain(self, gradient_D: Floats) -> Floats:
+    def correct(self, gradient_D: Floats) -> Floats:
         self._other_steps = self._steps + 1
         coefficients = self.correction.coefficients(self._other_steps)
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # the sum will be looked at
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # the sum is checked later
             if self.correction.betas[0]:
                 (first_D, second_D), (new_first_D, new_second_D) = self._arrays, self._others
-                gain = prepare().gain_adam
-                gain(first_D, second_D, gradient_D, coefficients, new_first_D, new_second_D, self._direction_D)
+                correct = prepare().gain_adam
+                correct(first_D, second_D, gradient_D, coefficients, new_first_D, new_second_D, self._direction_D)
             else:
                 (second_D,), (new_second_D,) = self._arrays, self._others
                 prepare().gain_second(second_D, gradient_D, coefficients, new_second_D, self._direction_D)
         return self._direction_D
 
     def forget(self, indices_K: Places) -> None:
-        """Moments stay."""
+        """The moments stay."""
 
     def swap(self) -> None:
         super().swap()
@@ -308,37 +273,19 @@ class _AdamMemory(CorrectionMemory):
     def state_dict(self) -> Tensors:
         return {**super().state_dict(), STEPS: torch.tensor([self._steps])}
 
-    def load(self, known: Tensors) -> None:
-        super().load(known)
-        self._steps = _steps_of(known)
+    def load(self, moments: Tensors) -> None:
+        super().load(moments)
+        self._steps = _steps_of(moments)
 
 
 def make_correction_memory(correction: Correction | None, size: int) -> CorrectionMemory:
-    """A bucket's, on the host.
-
-    Args:
-        correction: None: gradients stay as they are.
-        size: D.
-
-    Returns:
-        Its memory, empty.
-    """
+    """Returns a bucket's empty moments on the host; without a correction the gradients stay as they are."""
     return _NoMemory(size) if correction is None else correction.memory(size)
 
 
 def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
-    """One array of a state.
-
-    Args:
-        state: Of a bucket.
-        name: Its key; 0 if it is not there.
-        size: D.
-
-    Returns:
-        float32 (D,).
-
-    Raises:
-        StateMismatchError: Of another size, or not finite.
+    """Reads a float32 array (size,) of a bucket's state, zeros if the key is missing; `StateMismatchError` if it does
+    not fit.
     """
     if name not in state:
         return np.zeros(size, dtype=np.float32)
@@ -347,10 +294,10 @@ def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
         cure = "flatten the same parameters into the same buckets"
         raise StateMismatchError.of(f"a {name} of {size} elements", array_D.shape, cure)
     if not np.isfinite(array_D).all():
-        raise StateMismatchError.of(f"a finite {name}", "NaN or infinity", "go on from an earlier snapshot")
+        raise StateMismatchError.of(f"a finite {name}", "NaN or infinity", "resume from an earlier snapshot")
     return array_D
 
 
 def _steps_of(state: Mapping[str, Any]) -> int:
-    """How many gradients the moments of a state have seen; 0 if it does not say."""
+    """Returns the number of gradients that a state's moments have seen; 0 if the state does not say."""
     return int(torch.as_tensor(state[STEPS]).reshape(-1)[0]) if STEPS in state else 0

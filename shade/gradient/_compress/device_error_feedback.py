@@ -1,15 +1,15 @@
-"""Error feedback where the gradient is: on an accelerator, in torch's operations, so that only what is picked travels.
+"""Runs error feedback on an accelerator, in torch's operations, so that only picked elements cross to the host.
 
-A bucket of 100 MB takes milliseconds to cross to the host, and its hundredth part next to nothing. So sum, threshold
-and choice happen on the device, and the K picked come over in one copy each. There is bandwidth to spare, so the passes
-are not fused: add, score, compare, gather. The threshold is a sample's percentile, as in `_compress.threshold`:
-too much is cut to the wanted number, and too little is done again exactly.
+A bucket of 100 MB takes milliseconds to cross to the host, a hundredth of it next to nothing. So sum, threshold and
+choice happen on the device, and the K picked elements cross in one copy each. The device has bandwidth to spare, so
+the passes are not fused: add, score, compare, gather. The threshold is a sample's percentile, as in
+`_compress.threshold`: too many elements are cut to the wanted number, too few are picked again exactly.
 
-Words, bookkeeping and states are those of `_compress.error_feedback.ErrorFeedback`: the old residual stays until
-the step has happened, what is not finite changes nothing, either loads the other's state. What is picked at a density
-may differ from the CPU's, since the samples do.
+Methods, bookkeeping and state are those of `_compress.error_feedback.ErrorFeedback`: the old residual stays until the
+step has happened, a non-finite gradient changes nothing, and each class loads the other's state. The picked elements
+may differ from the CPU's, since the samples differ.
 
-Price: three synchronisations a bucket. Two float32 of the bucket's size on the device, four with momentum, six with
+Cost: three synchronisations a bucket. Two float32 of the bucket's size on the device, four with momentum, six with
 Adam.
 
 Legend: D bucket · K kept · U units: elements, or lines of 16.
@@ -25,29 +25,17 @@ import torch
 from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._compress.compressor import Compressor, Key, Sparse, check_density, non_finite, wanted_count
 from shade.gradient._compress.correction import STEPS, Correction, Tensors, read_array
-from shade.gradient._compress.error_feedback import check_clip_norm, check_own
+from shade.gradient._compress.error_feedback import check_size
 from shade.gradient._compress.quantiser import Quantiser
 from shade.gradient._compress.random_k import RandomK, draw_places
 from shade.gradient._compress.threshold import ThresholdCompressor
 
 _SAMPLED = 2**17
-"""Units looked at for a threshold; of a bucket with fewer, all."""
+"""Units in the sample for a threshold; a smaller bucket is sampled whole."""
 
 
 class DeviceErrorFeedback:
-    """Adds, picks, rounds, keeps, on a device.
-
-    Args:
-        size: D, elements of the bucket.
-        compressor: Says how to pick; its own loops are not used.
-        quantiser: Rounds what was picked, on the host.
-        device: Where gradients will be.
-        correction: See `ErrorFeedback`.
-        clip_norm: See `ErrorFeedback`.
-
-    Raises:
-        ConfigError: One of them out of its range, or a compressor that is not known here.
-    """
+    """Adds, picks, rounds and keeps, on a device; the compressor says how to pick, its own loops are not used."""
 
     def __init__(
         self,
@@ -57,16 +45,14 @@ class DeviceErrorFeedback:
         device: torch.device,
         *,
         correction: Correction | None = None,
-        clip_norm: float | None = None,
     ) -> None:
         if not is_known(compressor):
             cure = "compress on the host, or use a threshold"
-            raise ConfigError.of("a compressor that devices know", type(compressor).__name__, cure)
-        check_clip_norm(clip_norm)
-        self.size, self.device, self.correction, self.clip_norm = size, device, correction, clip_norm
+            raise ConfigError.of("a compressor with a device version", type(compressor).__name__, cure)
+        self.size, self.device, self.correction = size, device, correction
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D = torch.zeros(size, device=device)
-        self._known: Tensors = {}
+        self._moments: Tensors = {}
         """What the correction remembers."""
         self._before: tuple[torch.Tensor, Tensors] | None = None
 
@@ -76,32 +62,16 @@ class DeviceErrorFeedback:
         return self._residual_D
 
     def compress(self, gradient_D: torch.Tensor, density: float, key: Key) -> Sparse:
-        """See `ErrorFeedback.compress`.
-
-        Args:
-            gradient_D: Flat, on the device; float32, bfloat16 or float16; unchanged.
-            density: The fraction to send, 0 < density ≤ 1.
-            key: Of this step and bucket.
-
-        Returns:
-            The picked places, with values as the receiver will see them, on the host.
-
-        Raises:
-            NonFiniteGradientError: NaN or infinity; nothing has changed.
-            ConfigError: A bad density or gradient; nothing has changed.
-        """
+        """Does what `ErrorFeedback.compress` does, with a gradient on the device; returns host memory."""
         check_density(density)
         if gradient_D.shape != (self.size,) or not gradient_D.is_floating_point():
             got = f"{gradient_D.dtype} {tuple(gradient_D.shape)}"
             raise ConfigError.of(f"a flat gradient of {self.size} elements", got, "flatten it into a bucket first")
         self._before = None
         added_D = gradient_D.detach().to(self.device, torch.float32)
-        if self.clip_norm is not None:
-            norm = torch.linalg.vector_norm(added_D, dtype=torch.float64)
-            added_D = added_D * (self.clip_norm / norm).clamp(max=1.0).to(torch.float32)
-        known: Tensors = {}
+        moments: Tensors = {}
         if self.correction is not None:
-            added_D, known = self.correction.gain(self._known, added_D)
+            added_D, moments = self.correction.correct(self._moments, added_D)
         rest_D = self._residual_D + added_D
         if self.size and not bool(torch.isfinite(rest_D).all()):
             raise non_finite()
@@ -110,78 +80,53 @@ class DeviceErrorFeedback:
         seen = self.quantiser.decode(self.quantiser.encode(values_K.numpy()), len(values_K))
         rest_D[places_K] = (values_K - torch.from_numpy(seen)).to(self.device)
         if self.correction is not None:
-            self.correction.forget(known, places_K)
-        self._before = self._residual_D, self._known
-        self._residual_D, self._known = rest_D, known
+            self.correction.forget(moments, places_K)
+        self._before = self._residual_D, self._moments
+        self._residual_D, self._moments = rest_D, moments
         return Sparse(places_K.cpu().numpy().astype("uint32"), seen, self.size)
 
     def undo(self) -> None:
-        """See `ErrorFeedback.undo`.
-
-        Raises:
-            ConfigError: There is none to undo.
-        """
+        """Does what `ErrorFeedback.undo` does."""
         if self._before is None:
-            raise ConfigError.of("a compress() to undo", "none", "undo each at most once, before anything else")
-        self._residual_D, self._known = self._before
+            raise ConfigError.of("a compress() to undo", "none", "undo each compress() at most once")
+        self._residual_D, self._moments = self._before
         self._before = None
 
     def absorb(self, sparse: Sparse) -> None:
-        """See `ErrorFeedback.absorb`.
-
-        Args:
-            sparse: What `compress` returned, or any part of it.
-
-        Raises:
-            ConfigError: It is of a bucket of another size.
-        """
-        check_own(sparse, self.size)
+        """Does what `ErrorFeedback.absorb` does."""
+        check_size(sparse, self.size)
         places_K = torch.from_numpy(sparse.indices_K.astype("int64")).to(self.device)
         self._residual_D[places_K] += torch.from_numpy(sparse.values_K).to(self.device)
         self._before = None
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ErrorFeedback.state_dict`; on the device."""
-        return {"residual": self._residual_D, **self._known}
+        """Returns the state, on the device; see `ErrorFeedback.state_dict`."""
+        return {"residual": self._residual_D, **self._moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `ErrorFeedback.load_state_dict`.
-
-        Args:
-            state: Of a bucket of the same size, on whatever device.
-
-        Raises:
-            StateMismatchError: It does not fit; nothing was loaded.
-        """
-        residual_D, known = self._read(state)
-        self._residual_D, self._known, self._before = residual_D, known, None
+        """Loads a state from any device; see `ErrorFeedback.load_state_dict`."""
+        residual_D, moments = self._read(state)
+        self._residual_D, self._moments, self._before = residual_D, moments, None
 
     def merge_from(self, state: Mapping[str, Any]) -> None:
-        """See `ErrorFeedback.merge_from`.
-
-        Args:
-            state: Another's `state_dict`.
-
-        Raises:
-            StateMismatchError: It does not fit; nothing was added.
-        """
-        residual_D, known = self._read(state)
+        """Does what `ErrorFeedback.merge_from` does."""
+        residual_D, moments = self._read(state)
         self._residual_D, self._before = self._residual_D + residual_D, None
         if self.correction is not None:
-            self._known = self.correction.merged(self._known, known)
+            self._moments = self.correction.merged(self._moments, moments)
 
     def _read(self, state: Mapping[str, Any]) -> tuple[torch.Tensor, Tensors]:
-        """Residual of a state, and what its memory is; copies."""
+        """Returns copies of the residual and the moments of a state."""
         if "residual" not in state:
-            raise StateMismatchError.of("a residual", sorted(state), "give what state_dict returned")
-        known = {} if self.correction is None else self.correction.read(state, self.size)
+            raise StateMismatchError.of("a residual", sorted(state), "pass what state_dict() returned")
+        moments = {} if self.correction is None else self.correction.read(state, self.size)
         residual_D = torch.from_numpy(read_array(state, "residual", self.size))
         return residual_D.to(self.device, copy=True), {
-            name: each if name == STEPS else each.to(self.device, copy=True) for name, each in known.items()
+            name: each if name == STEPS else each.to(self.device, copy=True) for name, each in moments.items()
         }
 
     def _pick(self, sum_D: torch.Tensor, density: float, key: Key) -> torch.Tensor:
-        """The places to send, int64 (K,), ascending."""
+        """Returns the indices to send, int64 (K,), ascending."""
         if not isinstance(self.compressor, ThresholdCompressor):
             return torch.from_numpy(draw_places(self.size, density, key)).to(self.device)
         unit, tolerance = self.compressor.unit, self.compressor.tolerance
@@ -195,12 +140,12 @@ class DeviceErrorFeedback:
 
 
 def is_known(compressor: Compressor) -> bool:
-    """Whether there is a way on a device to choose as this compressor does."""
+    """Returns whether the compressor has a device version."""
     return isinstance(compressor, (ThresholdCompressor, RandomK))
 
 
 def _scores(sum_D: torch.Tensor, unit: int) -> torch.Tensor:
-    """Magnitude of elements, or energy of lines after scaling by the largest element."""
+    """Returns magnitudes of elements, or energies of lines, scaled by the largest element."""
     if unit == 1 or not sum_D.numel():
         return sum_D.abs()
     filled = torch.nn.functional.pad(sum_D, (0, -len(sum_D) % unit)).view(-1, unit)
@@ -209,7 +154,7 @@ def _scores(sum_D: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 def _over_threshold(score_U: torch.Tensor, wanted: int, tolerance: float, key: Key) -> torch.Tensor:
-    """About as many of the largest as wanted, none of them 0, ascending."""
+    """Returns about the ``wanted`` largest units, none of them 0, ascending."""
     stride = max(1, len(score_U) // _SAMPLED)
     if stride > 1 and tolerance > 0:
         sample = score_U[key.draw(stride) :: stride]

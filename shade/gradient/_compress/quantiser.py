@@ -1,25 +1,20 @@
-"""What a quantiser is: it writes values in fewer bytes, and says what the receiver will read.
+"""Defines a quantiser: it encodes values in fewer bytes, and decodes what the receiver will see.
 
-What is lost on the way is not lost to the training: `_compress.error_feedback` keeps it in the residual. So a
-quantiser need not be unbiased, only deterministic (round to nearest, ties to even) and near: within half a step.
+`_compress.error_feedback` keeps the rounding errors in the residual. So a quantiser need not be unbiased, only
+deterministic (round to nearest, ties to even) and within half a step.
+
+========  ==============================================================================================
+``none``  4 bytes a value: float32, exact. For comparisons, and for links that are not the bottleneck
+``bf16``  2 bytes: float32 rounded to bfloat16. The whole exponent remains, so no scale is sent. A value
+          that would round up to infinity becomes the largest finite value
+``int8``  1.016 bytes: int8 and one float32 scale (largest magnitude / 127) for each 256 values. Neighbours
+          in a payload mostly belong to one row of one layer, so their magnitudes are similar. Values below
+          half a step become 0. Layout: scales, float32 little-endian; then values, int8
+========  ==============================================================================================
 
 Invariant: ``decode(encode(x), len(x))`` is the same on every machine, finite where x is, and encodes to itself.
 
 Legend: K kept.
-
-Four bytes a value: nothing is lost, nothing is saved. To compare with, and for links that are not the bottleneck.
-
-Two bytes a value: float32 cut to bfloat16, to the nearest, ties to even.
-
-The exponent stays whole, so values of any size keep 8 significant bits and no scale has to travel. What would round up
-to infinity becomes the largest finite value; the rest of it stays in the residual like any other rounding.
-
-One byte a value, and a float32 scale for each 256 of them: 1.016 bytes.
-
-A block's scale is its largest magnitude / 127. Neighbours in a payload are neighbours in the bucket, mostly of one row
-of one layer, so a block's values are of a size. Values below half a step become 0 and wait in the residual.
-
-Layout: the scales, float32 little-endian; then the values, int8.
 """
 
 from __future__ import annotations
@@ -38,33 +33,22 @@ Octets = npt.NDArray[np.uint8]
 
 
 class Quantiser(ABC):
-    """Base of all quantisers; without state."""
+    """Base class of all quantisers; without state."""
 
     @abstractmethod
     def num_bytes(self, count: int) -> int:
-        """Length of ``count`` encoded values."""
+        """Returns the length of ``count`` encoded values."""
 
     @abstractmethod
     def encode(self, values_K: Floats) -> Octets:
-        """Finite values as bytes, `num_bytes` long."""
+        """Encodes finite values; the result has `num_bytes`."""
 
     @abstractmethod
     def _decode(self, data: Octets, count: int) -> Floats:
-        """Hook: the values; ``data`` has the right length."""
+        """Decodes the values; ``data`` has the right length."""
 
     def decode(self, data: Octets, count: int) -> Floats:
-        """The values that bytes stand for.
-
-        Args:
-            data: uint8, contiguous.
-            count: How many.
-
-        Returns:
-            float32 (count,), new memory.
-
-        Raises:
-            PayloadError: Another length than ``count`` values have.
-        """
+        """Decodes ``count`` values to new float32 memory; `PayloadError` if the bytes have another length."""
         if count < 0 or len(data) != self.num_bytes(count):
             raise PayloadError(
                 f"expected the bytes of {count} values, got {len(data)} bytes; sender and receiver differ"
@@ -73,7 +57,7 @@ class Quantiser(ABC):
 
 
 QUANTISERS: Registry[Quantiser] = Registry("quantiser")
-"""Name → class. Importing `shade.gradient` fills it."""
+"""Maps a name to a class. Importing `shade.gradient` fills it."""
 
 
 @QUANTISERS.register("none")
@@ -81,11 +65,9 @@ class NoQuantiser(Quantiser):
     """float32, little-endian."""
 
     def num_bytes(self, count: int) -> int:
-        """Four each."""
         return 4 * count
 
     def encode(self, values_K: Floats) -> Octets:
-        """The bytes as they lie in memory; a copy."""
         return values_K.astype("<f4").view(np.uint8)
 
     def _decode(self, data: Octets, count: int) -> Floats:
@@ -101,11 +83,9 @@ class BFloat16(Quantiser):
     """bfloat16, little-endian."""
 
     def num_bytes(self, count: int) -> int:
-        """Two each."""
         return 2 * count
 
     def encode(self, values_K: Floats) -> Octets:
-        """Rounded; by PyTorch, whose loop for it is the fastest at hand."""
         short_K = torch.from_numpy(values_K).clamp(-_LARGEST, _LARGEST).to(torch.bfloat16).view(torch.int16).numpy()
         return short_K.astype("<i2", copy=False).view(np.uint8)
 
@@ -121,18 +101,17 @@ _MOST = np.float32(127)
 
 @QUANTISERS.register("int8")
 class Int8(Quantiser):
-    """Scaled int8, symmetric: -127 … 127."""
+    """Symmetric int8, -127 … 127, scaled by block."""
 
     def num_bytes(self, count: int) -> int:
-        """One each, four a block."""
         return count + 4 * -(-count // _BLOCK)
 
     def encode(self, values_K: Floats) -> Octets:
-        """Scaled by block and rounded."""
         count = len(values_K)
         blocks = np.zeros((-(-count // _BLOCK), _BLOCK), dtype=np.float32)
         blocks.reshape(-1)[:count] = values_K
         scales = np.abs(blocks).max(axis=1) / _MOST
+        # Rounding up may make the largest scale too large to be multiplied by 127 again.
         with np.errstate(over="ignore"):
             scales = np.where(np.isfinite(scales * _MOST), scales, np.nextafter(scales, np.float32(0)))
         divisors = np.where(scales > 0, scales, np.float32(1))

@@ -1,13 +1,14 @@
-"""Places drawn at random, whatever lies there: a lower bound to compare with, and nothing else to compute.
+"""Picks elements at random: a lower bound for comparisons.
 
-One place is drawn from each of K equal stretches of the bucket, so they are in order and apart without sorting or
-looking twice, and each place has the same chance, K / D. Error feedback makes it right in the long run, so values are
-not scaled by D / K: what was not drawn is not lost.
+One element is drawn from each of K equal stretches of the bucket. So the indices ascend and are distinct without
+sorting, and each element has the same chance, K / D. Values are not scaled by D / K: error feedback keeps what was not
+drawn.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from typing_extensions import override
 
 from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse, check, non_finite, wanted_count
 from shade.gradient._kernels.arrays import TILE
@@ -17,16 +18,16 @@ from shade.types import Floats, Indices
 
 @COMPRESSORS.register("random-k")
 class RandomK(Compressor):
-    """Drawn anew at every step, by the key."""
+    """Draws elements anew at every step, by the key."""
 
     def __init__(self) -> None:
         self._places = np.empty(TILE, dtype=np.uint32)
         self._values = np.empty(TILE, dtype=np.float32)
 
+    @override
     def select(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float, key: Key) -> Sparse:
-        """See `Compressor.select`."""
         check(gradient_D, residual_D, rest_D, density)
-        # Only infinity and NaN are not below infinity: the walk adds, and looks for them.
+        # The pass adds; with this threshold it picks infinity and NaN only, and so finds them.
         with np.errstate(over="ignore", invalid="ignore"):
             count = prepare().pick_elements(gradient_D, residual_D, rest_D, np.inf, self._places, self._values)
         if count:
@@ -38,7 +39,7 @@ class RandomK(Compressor):
 
 
 def draw_places(size: int, density: float, key: Key) -> Indices:
-    """One place from each of K equal stretches, ascending."""
+    """Draws one index from each of K equal stretches, ascending."""
     count = wanted_count(size, density)
     edges = np.arange(count + 1, dtype=np.int64) * size // max(count, 1)
     rng = np.random.Generator(np.random.Philox(key=key.draw(2**64)))

@@ -1,43 +1,29 @@
-"""Picks what is over a threshold, and finds the threshold by looking at a few lines of the bucket first.
+"""Picks what is above a threshold, and finds the threshold from a sample of the bucket.
 
-One element in a hundred is over its bucket's 99th percentile; nobody need sort the bucket to know about where that is.
-So a small sample, every so many cache lines from a drawn start, is sorted instead, and one walk picks what is over its
-percentile. The sample is fresh at every step: under error feedback the sum grows and is emptied at the threshold, so
-what held a step ago says little. (Published thresholds that move by a fixed increment fell behind for hundreds of
-steps, and then sent the head of each tensor only: research, decision 0015.)
+To pick one element in a hundred needs no sort of the bucket: the percentile of a small sample (every n-th cache line
+from a random start) is close. The sample is fresh at every step: with error feedback the sum grows and is emptied at
+the threshold, so an old threshold says little. (Published thresholds that move by a fixed increment fell behind for
+hundreds of steps, then sent the head of each tensor only: decision 0015.) The sum is written apart from the old
+residual, so a pass can be repeated. That makes the count a guarantee:
 
-The sum is written apart from the old residual, so a walk may be taken back. That makes the count a promise and not a
-hope:
+1. The sample is large enough for the count to be within its tolerance nearly always.
+2. Too many: the smallest picked ones are put back until the wanted number is left.
+3. Too few, or more than there is space for: once more, with a sample eight times as large.
+4. Still not: exactly, by partitioning all magnitudes. That takes ten times as long, on data with millions of equal
+   values. Small buckets start here.
 
-1. The sample is large enough that the count is within its tolerance nearly always.
-2. More than that: the smallest of what was picked are put back, until exactly the wanted number is left.
-3. Less, or more than there is room for: once more with a sample eight times as large.
-4. Still not: exactly, by partitioning all magnitudes. It takes ten times as long, on data with millions of equal
-   values.
+NaN and infinity are above every threshold, so only the picked values need a check.
 
-Small buckets go to 4 at once. NaN and infinity are over every threshold, so they are looked for among what was picked,
-for nothing.
+================  =================================================================================================
+``threshold-v``   Single elements: the exact top-k for its own count; the count is off by up to a tenth
+``threshold-v16`` Cache lines of 16 elements by energy. Picking needs only vector adds, an index costs a sixteenth,
+                  the optimizer touches 1/16 of the lines. It captures 0.9 of the energy of single elements on real
+                  networks' gradients, 0.6 on independent noise (decision 0015). Energy is the sum of squares: no
+                  other lines hold more of it. Lines below 1e-13 of the largest element may count as empty
+``topk``          The exact top-k: no tolerance; the sample is set to pick too many, and the smallest are put back
+================  =================================================================================================
 
-Legend: D bucket · K kept · U units: elements, or lines of 16.
-
-Every element for itself, over a sampled threshold: the most energy for a number of values.
-
-What is over a threshold is the exact top-k for its own count. Only the count is off, by up to a tenth.
-
-Cache lines of 16 elements by their energy, over a sampled threshold: cheap to pick, cheap to name.
-
-A line is picked whole. That needs no vector instructions beyond adding, so it is as fast on any processor; a place
-costs a sixteenth of an index on the wire; and the optimizer that applies it touches 1/16 of the cache lines. The price
-is energy: of a line's 16 elements some are small. On gradients of real networks, where neighbours are of a size, 0.9 of
-what single elements would capture at the same count; on independent noise 0.6 (decision 0015).
-
-By energy, the sum of squares, not the sum of magnitudes: at one count no other lines hold more of it. Lines whose
-elements are all below 1e-13 of the bucket's largest may count as empty.
-
-The exact top-k: `_compress.threshold` with no tolerance.
-
-The sampled threshold is set so low that too much is picked, and the smallest are put back; if it was too little, once
-more. So it is exact, equal ones apart (the first are taken), at little more than the price of a threshold.
+Legend: D bucket · K kept · U units: elements, or lines of 16 · L lines.
 """
 
 from __future__ import annotations
@@ -47,112 +33,105 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import numpy as np
+from typing_extensions import override
 
-from shade.gradient._compress.compressor import (
-    COMPRESSORS,
-    Compressor,
-    Key,
-    Sparse,
-    check,
-    refuse_non_finite,
-    wanted_count,
-)
+from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse, check, check_finite, wanted_count
 from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, as_lines
 from shade.gradient._kernels.choice import prepare
 from shade.types import Bools, Floats
 
 _SMALL = 2**16
-"""Elements, below which the exact way is fast enough; and so is a sample of so many."""
+"""Below so many elements the exact way is fast enough; also the smallest sample."""
 _LARGEST_SAMPLES = 1 / 64, 1 / 8
-"""Of a large bucket, at the first and the second look."""
+"""The largest share of a bucket in the first and the second sample."""
 _SIGMAS = 2.5
-"""Of the sample's error, that are allowed for: once in 160 the count is too low, and it is looked a second time."""
-_ROOM = 4
-"""Times the wanted number that can be picked in one walk."""
+"""Allowance for the sample's error: the count is too low once in 160 times, and a second sample follows."""
+_CAPACITY = 4
+"""Space for one pass, in multiples of the wanted number."""
 _LEAST = float(np.finfo(np.float32).smallest_subnormal)
-"""The threshold that picks whatever is not 0."""
+"""The threshold that picks everything except 0."""
 
 
 class ThresholdCompressor(Compressor):
-    """The order of events; a subclass says what a unit is."""
+    """Base class with the order of events; a subclass defines a unit."""
 
     unit: ClassVar[int]
     """Elements that are picked together."""
     tolerance: ClassVar[float]
-    """By which fraction the count may miss what is wanted."""
+    """The fraction by which the count may miss the wanted number."""
     tail: ClassVar[int] = 800
-    """Units wanted in the sample above the threshold; 800: a count is off by 1 / sqrt(800), a third of the allowed."""
+    """Units of the sample above the threshold; with 800 the count is off by 1 / sqrt(800), a third of the tolerance."""
 
     def __init__(self) -> None:
         self._places: Places = np.empty(0, dtype=np.uint32)
         self._values: Floats = np.empty(0, dtype=np.float32)
         self._sample: Floats = np.empty((0, LINE), dtype=np.float32)
 
+    @override
     def select(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float, key: Key) -> Sparse:
-        """See `Compressor.select`."""
         check(gradient_D, residual_D, rest_D, density)
         num_units = -(-gradient_D.size // self.unit)
         wanted = wanted_count(num_units, density)
-        room = self._make_room(min(_ROOM * wanted, num_units))
+        capacity = self._reserve(min(_CAPACITY * wanted, num_units))
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             count = OVERFLOW
             if gradient_D.size >= _SMALL:
-                count = self._pick_sampled(gradient_D, residual_D, rest_D, wanted, room, key)
+                count = self._pick_sampled(gradient_D, residual_D, rest_D, wanted, capacity, key)
             if count == OVERFLOW:
                 np.add(gradient_D, residual_D, out=rest_D)
-                refuse_non_finite(rest_D)
+                check_finite(rest_D)
                 count = self._pick_exactly(rest_D, wanted)
             return self._result(rest_D, count, wanted)
 
-    def _make_room(self, num_units: int) -> int:
-        """Sees to it that so many units may be picked, and a tile more; returns how many that makes."""
-        room = num_units + TILE // self.unit
-        if len(self._places) < room:
-            self._places = np.empty(room, dtype=np.uint32)
-            self._values = np.empty(room * self.unit, dtype=np.float32)
-        return room
+    def _reserve(self, num_units: int) -> int:
+        """Reserves space for so many units and one tile; returns its size in units."""
+        capacity = num_units + TILE // self.unit
+        if len(self._places) < capacity:
+            self._places = np.empty(capacity, dtype=np.uint32)
+            self._values = np.empty(capacity * self.unit, dtype=np.float32)
+        return capacity
 
     def _pick_sampled(
-        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, wanted: int, room: int, key: Key
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, wanted: int, capacity: int, key: Key
     ) -> int:
-        """Steps 1 to 3: how many were picked, enough or all there is; `OVERFLOW` if no threshold was found."""
+        """Does steps 1 to 3; returns the number of picked units, or `OVERFLOW` if no threshold was found."""
         num_units = -(-gradient_D.size // self.unit)
         for attempt, most in enumerate(_LARGEST_SAMPLES):
             stride = self._stride(gradient_D.size, wanted / num_units, most)
             self._take_sample(gradient_D, residual_D, stride, key.draw(stride, attempt))
             threshold = self._threshold(wanted / num_units)
-            count = self._walk(gradient_D, residual_D, rest_D, threshold, room)
+            count = self._pick_above(gradient_D, residual_D, rest_D, threshold, capacity)
             if count != OVERFLOW:
-                refuse_non_finite(self._values[: count * self.unit])
+                check_finite(self._values[: count * self.unit])
                 if count >= wanted * (1 - self.tolerance) or threshold == _LEAST:
                     return count
         return OVERFLOW
 
     def _stride(self, size: int, fraction: float, most: float) -> int:
-        """Every how many lines one is looked at: as few as give the tail, but not more than a part of the bucket."""
+        """Returns the distance of sampled lines: as few lines as give the tail, at most a part of the bucket."""
         enough = self.tail * self.unit / fraction / size
         return int(1 / min(enough, max(most, _SMALL / size)))
 
     def _take_sample(self, gradient_D: Floats, residual_D: Floats, stride: int, start: int) -> None:
-        """Adds every so many lines."""
+        """Adds gradient and residual of every ``stride``-th line."""
         num_lines = len(range(start, gradient_D.size // LINE, stride))
         if len(self._sample) != num_lines:
             self._sample = np.empty((num_lines, LINE), dtype=np.float32)
         prepare().add_sample(gradient_D, residual_D, start, stride, self._sample)
 
     def _threshold(self, fraction: float) -> float:
-        """What about that fraction of the units are over, by the sample; lower, if that may be too few by chance."""
+        """Returns the sample's threshold for a fraction of the units; lower, where chance may pick too few."""
         scores = self._score_sample(self._sample)
         if fraction == 1:
             return _LEAST
         tail = fraction * scores.size
-        aim = max(1.0, (1 - self.tolerance) / max(1 - _SIGMAS / math.sqrt(tail), 2 / _ROOM))
+        aim = max(1.0, (1 - self.tolerance) / max(1 - _SIGMAS / math.sqrt(tail), 2 / _CAPACITY))
         last = scores.size - min(max(1, round(tail * aim)), scores.size)
         scores.partition(last)
         return max(float(scores[last]), _LEAST)
 
     def _result(self, rest_D: Floats, count: int, wanted: int) -> Sparse:
-        """What was picked; if that is too much, the smallest are put back."""
+        """Returns the picked elements; if they are too many, puts the smallest back."""
         places, values = self._places[:count], self._values[: count * self.unit].reshape(count, self.unit)
         if count > wanted * (1 + self.tolerance):
             left = prepare().put_back(rest_D, places, values, are_largest(self._score(values), wanted))
@@ -162,27 +141,29 @@ class ThresholdCompressor(Compressor):
 
     @abstractmethod
     def _score_sample(self, sample_L: Floats) -> Floats:
-        """What a walk compares with the threshold, of each unit in a sample (L, 16); flat, may be overwritten."""
+        """Returns what a pass compares with the threshold, for each unit of a sample (L, 16); flat, scratch."""
 
     @abstractmethod
     def _score(self, values: Floats) -> Floats:
-        """The same of picked units (U, unit)."""
+        """Returns the same for picked units (U, unit)."""
 
     @abstractmethod
-    def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
-        """Adds, picks into `_places` and `_values`, keeps the rest; how many units, or `OVERFLOW`."""
+    def _pick_above(
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
+    ) -> int:
+        """Adds, picks into `_places` and `_values`, keeps the rest; returns the number of units, or `OVERFLOW`."""
 
     @abstractmethod
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
-        """Picks the largest units of a sum, as many as wanted and not 0, as a walk would; how many."""
+        """Picks the ``wanted`` largest units of a sum that are not 0; returns their number."""
 
     @abstractmethod
     def _flat(self, places: Places, values: Floats, size: int) -> tuple[Places, Floats]:
-        """Places and values of picked units, element by element; they need not be new memory."""
+        """Returns indices and values of picked units by element; they may be scratch memory."""
 
 
 def are_largest(scores: Floats, wanted: int) -> Bools:
-    """Which are the largest, exactly ``wanted`` of them or all; of equal ones the first."""
+    """Returns a mask of the ``wanted`` largest, or all; among equal ones the first."""
     if wanted >= scores.size:
         return np.ones(scores.size, dtype=np.bool_)
     last = np.partition(scores, scores.size - wanted)[scores.size - wanted]
@@ -194,7 +175,7 @@ def are_largest(scores: Floats, wanted: int) -> Bools:
 
 @COMPRESSORS.register("threshold-v")
 class ThresholdV(ThresholdCompressor):
-    """Elements by magnitude."""
+    """Single elements, by magnitude."""
 
     unit = 1
     tolerance = 0.1
@@ -205,9 +186,11 @@ class ThresholdV(ThresholdCompressor):
     def _score(self, values: Floats) -> Floats:
         return np.abs(values[:, 0])
 
-    def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
+    def _pick_above(
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
+    ) -> int:
         pick = prepare().pick_elements
-        return pick(gradient_D, residual_D, rest_D, threshold, self._places[:room], self._values[:room])
+        return pick(gradient_D, residual_D, rest_D, threshold, self._places[:capacity], self._values[:capacity])
 
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
         magnitude_D = np.abs(rest_D)
@@ -223,16 +206,16 @@ class ThresholdV(ThresholdCompressor):
 
 
 _LOWEST, _HIGHEST = 1e-12, 1e30
-"""Of the greatest energy: beyond, elements are scaled before they are squared."""
+"""The range of energies that need no scaling; elements outside of it are scaled before they are squared."""
 
 
 @COMPRESSORS.register("threshold-v16")
 class ThresholdV16(ThresholdCompressor):
-    """Lines by energy; the bucket's last one may be shorter."""
+    """Cache lines by energy; the bucket's last line may be shorter."""
 
     unit = LINE
     tolerance = 0.1
-    tail = 64  # a line looked at is one unit and not 16: rather pick a third too many, and put back the smallest
+    tail = 64  # a sampled line is one unit, not 16: picking a third too many and putting it back is cheaper
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,8 +235,10 @@ class ThresholdV16(ThresholdCompressor):
     def _score(self, values: Floats) -> Floats:
         return prepare().line_energy(values, np.float32(self._scale))
 
-    def _walk(self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, room: int) -> int:
-        places, values = self._places[:room], self._values[: room * LINE]
+    def _pick_above(
+        self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
+    ) -> int:
+        places, values = self._places[:capacity], self._values[: capacity * LINE]
         return prepare().pick_lines(gradient_D, residual_D, rest_D, self._scale, threshold, places, values)
 
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
@@ -270,7 +255,7 @@ class ThresholdV16(ThresholdCompressor):
         return indices_K, values.reshape(-1)[: len(indices_K)]
 
     def _elements(self, places: Places, size: int) -> Places:
-        """The elements of lines, in order."""
+        """Returns the elements of lines, in order."""
         if self._indices.size < places.size * LINE:
             self._indices = np.empty((len(self._places), LINE), dtype=np.uint32)
         indices = self._indices[: len(places)]
@@ -281,6 +266,6 @@ class ThresholdV16(ThresholdCompressor):
 
 @COMPRESSORS.register("topk")
 class TopK(ThresholdV):
-    """The K largest, no more and no fewer, unless fewer are not 0."""
+    """The K largest elements, exactly, unless fewer are not 0."""
 
     tolerance = 0.0

@@ -1,1 +1,1 @@
-"""Training that survives lost ranks: rendezvous, membership, reconciliation, the elastic engine."""
+"""Continues training after ranks are lost: rendezvous, membership, reconciliation, the elastic engine."""

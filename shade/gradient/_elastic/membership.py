@@ -1,20 +1,19 @@
-"""Who trains together: one generation after the other, each agreed on by those who are in it, at a third place.
+"""Agrees on who trains together: one generation after the other, through a third place that outlives its members.
 
-A generation is a list of processes, in the order of their ranks, written once and never changed; with it go the last
-words of those who are gone. To form the next one (a rank was lost, one wants in, one leaves) every process takes a
-*seat*, with what others have to know of it; whoever first sees that nobody is missing writes the list. Nobody is
-missing when each member of the generation before has taken a seat, or has been silent for `dead_seconds`, or has been
-waited for for `patience_seconds`. The list is written by compare-and-set: however many write it, all read the same.
+A generation is a list of processes in rank order, written once and never changed, with the last statuses of missing
+members. To form the next one (a rank was lost, joins or leaves) every process takes a *seat* with its own status. The
+first one that sees that no member is missing writes the list. A member of the previous generation is not missing if it
+has taken a seat, or has been silent for `dead_seconds`, or has been waited for for `patience_seconds`. The list is
+written by compare-and-set: however many processes write it, all read the same.
 
-Story of a rank that is slow. 1. Rank 2 stands still. 2. The others form generation 5 without it. 3. It wakes, finds its
-group broken, and asks for a seat in generation 5: the list is written, and it is not on it. So it takes a seat in
-generation 6, where the others see it wait, and at the next step they form generation 6 with it.
+A slow rank: 1. Rank 2 hangs. 2. The others form generation 5 without it. 3. It wakes, finds its group broken, and
+takes a seat in generation 5: the list is written without it. So it takes a seat in generation 6. The others see it
+wait, and form generation 6 with it at their next step.
 
-Story of a line that is cut. Only the side that reaches the meeting place can write a list, so there are never two
-trainings; the other side waits, comes back as in the story above, or says after `give_up_seconds` that it cannot.
+A cut line: only the side that reaches the rendezvous server can write a list, so there are never two trainings. The
+other side waits, and rejoins like a slow rank, or raises after `give_up_seconds`.
 
-A generation's groups are gloo groups of our own: PyTorch's world, if there is one, has no part in them and cannot lose
-a member.
+A generation's groups are gloo groups outside of torch.distributed's world, which cannot lose a member.
 
 Invariant: two processes that hold a generation of one number hold the same list.
 """
@@ -32,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from shade.errors import ConfigError, GradientError, PeerLostError
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Formed, Transport
+from shade.gradient._comm.transport import TIMEOUT_SECONDS, FormedGroup, Transport
 from shade.gradient._elastic.rendezvous import Rendezvous
 
 PATIENCE_SECONDS, DEAD_SECONDS, GIVE_UP_SECONDS = 30.0, 5.0, 600.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ class Member:
 
     id: str
     rank_before: int | None
-    """In the generation before; None: it was not in it."""
-    standing: Mapping[str, Any]
-    """What it said when it took its seat."""
+    """In the previous generation; None: it was not a member."""
+    status: Mapping[str, Any]
+    """What it published with its seat."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Those who train together, until somebody comes or goes."""
+    """The processes that train together, until the next change."""
 
     number: int
     members: tuple[Member, ...]
@@ -60,7 +59,9 @@ class Generation:
     rank: int
     """This process's."""
     gone: tuple[Mapping[str, Any], ...] = ()
-    """The last words of those of the generation before who are not in this one; empty: it left in good order."""
+    """Last statuses of the previous generation's members that are missing in this one; empty: the member left on
+    purpose.
+    """
 
     @property
     def world_size(self) -> int:
@@ -69,20 +70,20 @@ class Generation:
 
 
 class Membership:
-    """One process's place among those who train together. Close it at the end.
+    """One process's membership in a training. Close it at the end.
 
     Args:
-        address: ``host:port`` of the meeting place, see `_elastic.rendezvous`.
+        address: ``host:port`` of the rendezvous server, see `shade.gradient.rendezvous`.
         num_members: Processes that the first generation waits for; later there may be fewer, or more.
-        run: Name of the training, the same on all of them, another for each training at one place.
-        timeout_seconds: Longest silence of a rank in an exchange, > 0: how soon a loss is noticed.
-        patience_seconds: How long one that lives is waited for when a generation forms: longer than the longest time
-            between two steps. Later it has to join anew.
-        dead_seconds: After how long a silence it counts as dead.
+        run: Name of the training, the same on all members, unique at one server.
+        timeout_seconds: Longest silence of a rank in an exchange, > 0: the time to notice a loss.
+        patience_seconds: How long a new generation waits for a live member: longer than the longest time between two
+            steps. A later member has to join anew.
+        dead_seconds: The silence after which a member counts as dead.
         give_up_seconds: How long to wait for others in all.
 
     Raises:
-        ConfigError: One of these cannot be.
+        ConfigError: An argument is out of range.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Membership:
         give_up_seconds: float = GIVE_UP_SECONDS,
     ) -> None:
         if num_members < 1:
-            raise ConfigError.of("num_members ≥ 1", num_members, "count this process, too")
+            raise ConfigError.of("num_members ≥ 1", num_members, "count this process too")
         if not 0 < dead_seconds <= patience_seconds <= give_up_seconds:
             got = (dead_seconds, patience_seconds, give_up_seconds)
             cure = f"{DEAD_SECONDS:g}, {PATIENCE_SECONDS:g} and {GIVE_UP_SECONDS:g} are the defaults"
@@ -106,93 +107,76 @@ class Membership:
         self._num_members = num_members
         self._patience_seconds, self._dead_seconds = patience_seconds, dead_seconds
         self._give_up_seconds = give_up_seconds
-        self._meeting = Rendezvous(address, run)
+        self._rendezvous = Rendezvous(address, run)
         self._generation: Generation | None = None
 
     @property
     def generation(self) -> Generation:
-        """The one that this process is, or was last, in.
-
-        Raises:
-            ConfigError: There was none yet.
-        """
+        """The generation that this process is, or last was, a member of; `ConfigError` before the first."""
         if self._generation is None:
             raise ConfigError.of("a generation", None, "call form() first")
         return self._generation
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether somebody waits for the next generation."""
-        return self._meeting.is_rung
+    def is_join_requested(self) -> bool:
+        """Whether a process waits for the next generation."""
+        return self._rendezvous.is_join_requested
 
-    def say(self, **words: Any) -> None:
-        """What the others shall read if this process is never heard of again.
+    def publish(self, **status: Any) -> None:
+        """Publishes the status that the others read if this process is lost; JSON-plain."""
+        self._rendezvous.publish(**status)
 
-        Args:
-            **words: JSON-plain.
-        """
-        self._meeting.say(**words)
-
-    def form(self, standing: Mapping[str, Any]) -> Generation:
-        """Takes a seat in the next generation and waits until it is there. All members together.
+    def form(self, status: Mapping[str, Any]) -> Generation:
+        """Takes a seat in the next generation and waits until it has formed. Collective.
 
         Args:
-            standing: What the others have to know of this process; JSON-plain.
+            status: What the others need to know of this process; JSON-plain.
 
         Returns:
-            A generation with this process in it.
+            A generation that this process is a member of.
 
         Raises:
-            GradientError: There was none in time, or the meeting place is silent.
+            GradientError: None formed in time, or the rendezvous server does not answer.
         """
         deadline = time.monotonic() + self._give_up_seconds
         number = -1 if self._generation is None else self._generation.number
         while True:
-            number = self._ask(lambda store, after=number + 1: _first_open(store, after), deadline)
-            generation = self._sit(number, standing, deadline)
+            number = self._ask(lambda store, after=number + 1: _first_unwritten(store, after), deadline)
+            generation = self._wait_for_members(number, status, deadline)
             if generation is not None:
                 self._generation = generation
-                self._meeting.listen(f"{number + 1}/seats", [member.id for member in generation.members])
+                self._rendezvous.follow(f"{number + 1}/seats", [member.id for member in generation.members])
                 return generation
 
     def connect(self, purpose: str) -> Transport:
-        """A group of the generation. Collective; each member the same purposes in the same order.
+        """Makes a group of the generation. Collective; each member connects for the same purposes in the same order.
 
-        Args:
-            purpose: Each once in a generation.
-
-        Returns:
-            The exchange.
-
-        Raises:
-            PeerLostError: Somebody was lost meanwhile.
+        A purpose is unique in a generation. A rank that is lost meanwhile raises `PeerLostError`.
         """
         generation = self.generation
         settings: dict[str, Any] = {"timeout_seconds": self.timeout_seconds, "generation": generation.number}
         if generation.world_size == 1:
-            return Transport(Formed(None, 0, 1), **settings)
+            return Transport(FormedGroup(None, 0, 1), **settings)
         try:
             group = self._group(generation, purpose)
         except RuntimeError as error:
-            told = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise PeerLostError(
                 f"expected all {generation.world_size} ranks of generation {generation.number} to connect within "
-                f"{self.timeout_seconds:g} s, got on rank {generation.rank}: {told}; one was lost while they met"
+                f"{self.timeout_seconds:g} s, got on rank {generation.rank}: {reason}; a rank was lost meanwhile"
             ) from None
-        return Transport(Formed(group, generation.rank, generation.world_size), **settings)
+        return Transport(FormedGroup(group, generation.rank, generation.world_size), **settings)
 
     def close(self) -> None:
-        """Says good-bye, so that nobody waits for this process. Safe to call twice."""
-        self._meeting.close()
-
-    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+        """Announces the end, so that the others do not wait for this process. Safe to call twice."""
+        self._rendezvous.close()
 
     def _ask(self, question: Any, deadline: float) -> Any:
-        return self._meeting.ask(question, max(1.0, deadline - time.monotonic()))
+        return self._rendezvous.ask(question, max(1.0, deadline - time.monotonic()))
 
     def _group(self, generation: Generation, purpose: str) -> dist.ProcessGroup:
-        """A gloo group that torch.distributed's world does not know."""
-        client = self._meeting.client(self.timeout_seconds)
+        """Makes a gloo group that torch.distributed's world does not know."""
+        client = self._rendezvous.client(self.timeout_seconds)
         store = dist.PrefixStore(f"{generation.number}/{purpose}", client)  # type: ignore[attr-defined]
         rank, size = generation.rank, generation.world_size
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=self.timeout_seconds))
@@ -201,37 +185,41 @@ class Membership:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         return group
 
-    def _sit(self, number: int, standing: Mapping[str, Any], deadline: float) -> Generation | None:
-        """Waits in a seat for the list; None if it was written without this process."""
+    def _wait_for_members(self, number: int, status: Mapping[str, Any], deadline: float) -> Generation | None:
+        """Takes a seat and waits for the list; returns None if it was written without this process."""
         before = self._generation
         is_member = before is not None and before.number == number - 1
-        words = {"id": self._meeting.id, "before": before.rank if is_member and before else None, "standing": standing}
-        members_before = self._ask(lambda store: _take_seat(store, number, json.dumps(words)), deadline)
+        status = {
+            "id": self._rendezvous.id,
+            "before": before.rank if is_member and before else None,
+            "standing": status,
+        }
+        members_before = self._ask(lambda store: _take_seat(store, number, json.dumps(status)), deadline)
         if not is_member:
-            self._meeting.listen("", members_before)
+            self._rendezvous.follow("", members_before)
         since = time.monotonic()
         while True:
             is_late = time.monotonic() - since > self._patience_seconds
-            found = self._ask(lambda store, late=is_late: self._look(store, number, members_before, late), deadline)
+            found = self._ask(lambda store, late=is_late: self._poll(store, number, members_before, late), deadline)
             if found is not None:
                 break
             if time.monotonic() > deadline:
                 raise GradientError(
-                    f"expected {self._num_members} processes to meet at {self._meeting.address}, or one of a training "
-                    f"there to let this one in, got nobody within {self._give_up_seconds:.0f} s; start the others"
+                    f"expected {self._num_members} processes at {self._rendezvous.address}, or a running training that "
+                    f"admits this one, got neither within {self._give_up_seconds:.0f} s; start the others"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         members = tuple(Member(each["id"], each["before"], each["standing"]) for each in found["members"])
         ids = [member.id for member in members]
-        if self._meeting.id not in ids:
+        if self._rendezvous.id not in ids:
             return None
-        return Generation(number, members, ids.index(self._meeting.id), tuple(found["gone"]))
+        return Generation(number, members, ids.index(self._rendezvous.id), tuple(found["gone"]))
 
-    def _look(self, store: Any, number: int, members_before: list[str], is_late: bool) -> dict[str, Any] | None:
-        """The list; written by this process if nobody is missing. On the meeting's thread.
+    def _poll(self, store: Any, number: int, members_before: list[str], is_late: bool) -> dict[str, Any] | None:
+        """Returns the list, and writes it if no member is missing. Runs on the rendezvous thread.
 
-        The last words of those who are gone stand in it, as the writer has heard them: another may not yet have heard
-        that somebody said good-bye.
+        The list holds the last statuses of missing members as the writer has received them: another member may not yet
+        know that a process left on purpose.
         """
         written = f"{number}/members"
         if not store.check([written]):
@@ -242,38 +230,39 @@ class Membership:
             if not is_complete and not (old and is_late):
                 return None
             new = [each for each in seated if each not in members_before]
-            gone = [self._meeting.last_words(each) for each in members_before if each not in seated]
+            gone = [self._rendezvous.last_status(each) for each in members_before if each not in seated]
             generation = {"members": [seated[each] for each in (*old, *new)], "gone": gone}
+            # An empty expected value writes only if the key does not exist: the first writer wins.
             store.compare_set(written, "", json.dumps(generation))
         found: dict[str, Any] = json.loads(store.get(written))
         return found
 
     def _is_dead(self, other: str) -> bool:
-        return self._meeting.silence(other) > self._dead_seconds
+        return self._rendezvous.silence_seconds(other) > self._dead_seconds
 
 
-def _first_open(store: Any, number: int) -> int:
-    """The first generation from a number on that is not written."""
+def _first_unwritten(store: Any, number: int) -> int:
+    """Returns the first generation from a number on whose list is not written."""
     while store.check([f"{number}/members"]):
         number += 1
     return number
 
 
-def _take_seat(store: Any, number: int, words: str) -> list[str]:
-    """Sits down; the ids of the generation before, by rank."""
+def _take_seat(store: Any, number: int, status: str) -> list[str]:
+    """Takes a seat; returns the ids of the previous generation, by rank."""
     members: list[str] = []
     if number:
         members = [each["id"] for each in json.loads(store.get(f"{number - 1}/members"))["members"]]
     seat = store.add(f"{number}/seats", 1) - 1
-    store.set(f"{number}/seat/{seat}", words)
+    store.set(f"{number}/seat/{seat}", status)
     return members
 
 
 def _seated(store: Any, number: int) -> dict[str, Any]:
-    """Who sits, in the order of their seats; one that asked twice sits once."""
+    """Returns the processes in order of their seats; one that took two seats counts once."""
     found = {}
     for seat in range(store.add(f"{number}/seats", 0)):
-        if store.check([f"{number}/seat/{seat}"]):  # else it is about to say who it is, or never will
-            words = json.loads(store.get(f"{number}/seat/{seat}"))
-            found[words["id"]] = words
+        if store.check([f"{number}/seat/{seat}"]):  # else it has not written its seat yet, or never will
+            status = json.loads(store.get(f"{number}/seat/{seat}"))
+            found[status["id"]] = status
     return found

@@ -1,6 +1,6 @@
-"""What members of a new generation conclude from what each said of itself: who gives, who lacks, what became of whom.
+"""Draws the conclusions from the statuses of a new generation: who sends state, who lacks it, what has changed.
 
-All read the same words, so all conclude the same, without another.
+All members read the same statuses, so all conclude the same without another exchange.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _SAMPLED_LINES = 2**14
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """A generation that has formed after this process had come."""
+    """A generation that formed after this process had joined."""
 
     generation: int
     step: int
-    """The step that comes next."""
+    """The next step."""
     rank: int
     """This process's from now on."""
     world_size: int
     num_lost: int
-    """Ranks that were not heard of any more; one that was only slow may come back."""
+    """Ranks that fell silent; a slow one may return."""
     lost_share: float
-    """What they had kept back, in squared norm, as a share of what all had; by their last words."""
+    """The share of their residuals in the squared norm of all residuals, by their last statuses."""
     num_left: int
     num_joined: int
     num_repaired: int
-    """Buckets that were not the same on all ranks; there should be none."""
+    """Buckets that differed between ranks; there should be none."""
     seconds: float
     """From the loss to the next step."""
 
@@ -45,21 +45,10 @@ class MembershipChange:
     def of(
         cls, generation: Generation, size_before: int, step: int, num_repaired: int, seconds: float
     ) -> MembershipChange:
-        """What a generation changes.
-
-        Args:
-            generation: The new one.
-            size_before: Ranks in the one before.
-            step: The next.
-            num_repaired: See above.
-            seconds: See above.
-
-        Returns:
-            The change.
-        """
-        lost = [words for words in generation.gone if words]
-        energies = [float(words.get("kept", 0.0)) ** 2 for words in lost]
-        total = sum(energies) + sum(float(each.standing.get("kept", 0.0)) ** 2 for each in generation.members)
+        """Computes the change that a generation brings to a group of ``size_before`` ranks."""
+        lost = [status for status in generation.gone if status]
+        energies = [float(status.get("kept", 0.0)) ** 2 for status in lost]
+        total = sum(energies) + sum(float(each.status.get("kept", 0.0)) ** 2 for each in generation.members)
         num_stayed = sum(each.rank_before is not None for each in generation.members)
         return cls(
             generation=generation.number,
@@ -75,69 +64,44 @@ class MembershipChange:
         )
 
 
-def source_of(generation: Generation) -> int | None:
-    """Who gives to those who lack something.
+def source_rank(generation: Generation) -> int | None:
+    """Returns the rank that sends state to those that lack it; None if no rank has trained yet.
 
-    Args:
-        generation: With the standings of its members.
-
-    Returns:
-        The lowest of the ranks that have applied most. One that was taken for lost and comes back may have applied what
-        nobody else has: it counts only where there is nobody else. None: nobody has trained yet.
+    It is the lowest of the ranks that have applied most. A rank that was taken for lost and returns may have applied
+    what no other rank has: it counts only if there is no other.
     """
-    trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.standing]
+    trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.status]
     stayed = [rank for rank in trained if generation.members[rank].rank_before is not None]
-    applied = {rank: generation.members[rank].standing["applied"] for rank in stayed or trained}
+    applied = {rank: generation.members[rank].status["applied"] for rank in stayed or trained}
     return max(applied, key=lambda rank: (applied[rank], -rank), default=None)
 
 
-def lacking_of(generation: Generation) -> list[int]:
-    """Who does not have what the source has, and cannot catch up with it alone.
-
-    Args:
-        generation: With the standings of its members.
-
-    Returns:
-        Ranks.
-    """
-    source = source_of(generation)
+def lagging_ranks(generation: Generation) -> list[int]:
+    """Returns the ranks that lack state of the source and cannot catch up alone."""
+    source = source_rank(generation)
     if source is None:
         return list(range(generation.world_size))
-    aim = generation.members[source].standing["applied"]
+    aim = generation.members[source].status["applied"]
 
     def has(rank: int) -> bool:
         member = generation.members[rank]
-        stayed = member.rank_before is not None and "applied" in member.standing
-        return rank == source or (stayed and aim in (member.standing["applied"], member.standing["unvoted"]))
+        stayed = member.rank_before is not None and "applied" in member.status
+        return rank == source or (stayed and aim in (member.status["applied"], member.status["unvoted"]))
 
     return [rank for rank in range(generation.world_size) if not has(rank)]
 
 
 def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's settings by group, as far as JSON gives them back.
-
-    Args:
-        param_groups: Its.
-
-    Returns:
-        Learning rates and the like, without parameters.
-    """
+    """Returns an optimizer's settings by group, without parameters and all that JSON cannot hold."""
     return [
         {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
         for group in param_groups
     ]
 
 
-def kept_norm(lanes: Sequence[BucketState]) -> float:
-    """About the norm of what is kept back: of a large bucket a part is looked at.
-
-    Args:
-        lanes: All buckets.
-
-    Returns:
-        The norm over all.
-    """
-    return math.sqrt(sum(_energy(lane.feedback) for lane in lanes))
+def residual_norm(bucket_states: Sequence[BucketState]) -> float:
+    """Estimates the norm of all residuals, from a sample of each large bucket."""
+    return math.sqrt(sum(_energy(each.feedback) for each in bucket_states))
 
 
 def _energy(feedback: ErrorFeedback | DeviceErrorFeedback) -> float:

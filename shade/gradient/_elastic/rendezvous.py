@@ -1,18 +1,18 @@
-"""Where ranks find each other again: a key-value store on a machine that outlives them, asked through one thread.
+"""Connects ranks through a key-value store on a machine that outlives them, from one thread.
 
 Ranks that have lost one of them cannot ask each other who is left: they would need the group that has just broken. So
-they meet at a third place, PyTorch's ``TCPStore`` in a process that trains nothing::
+they use PyTorch's ``TCPStore`` in a process that does not train::
 
-    python -m shade.gradient._elastic.rendezvous 29600            # on the machine that is lost last
+    python -m shade.gradient.rendezvous 29600            # on the machine that fails last
 
-What is said there is little: a line a second from each rank (that it lives, and what it would take with it), and a few
-words when a group forms. Gradients never pass there, and while nobody comes or goes training needs it for nothing.
+It carries little: one heartbeat a second from each rank, with its status, and a few keys when a group forms. Gradients
+never pass through it, and without a change training does not need it.
 
-All questions go through one thread, for the store's client waits without limit: on a line that has been cut, for a
-quarter of an hour. Whoever asks waits for the thread, and no longer than he said.
+One thread makes all requests, because the store's client waits without limit: on a cut line, a quarter of an hour.
+Callers wait for the thread, with a limit of their own.
 
-A rank is *silent* when its line has not changed for some seconds by this rank's own clock; clocks are never compared.
-The store trusts whoever can reach it, as torch.distributed's own does: keep it on a network of your own.
+A rank is *silent* when its heartbeat has not changed for some seconds by the reader's own clock; clocks are never
+compared. The store trusts every client, as torch.distributed's own does: keep it on a private network.
 """
 
 from __future__ import annotations
@@ -35,91 +35,57 @@ import torch.distributed as dist
 
 from shade.errors import ConfigError, GradientError
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
-_GOOD_BYE_SECONDS = 2.0
-_SPEAK: Final = "speak"
-"""In the inbox: the next line shall not wait for its second."""
+_CLOSE_SECONDS = 2.0
+_PUBLISH: Final = "speak"
+"""In the inbox: publish now, not at the next heartbeat."""
 _T = TypeVar("_T")
 
 logger = logging.getLogger("shade.gradient")
 
 
 def serve(port: int = 0, host: str = "0.0.0.0") -> dist.TCPStore:  # type: ignore[name-defined]
-    """Opens a meeting place in this process; it is there as long as what this returns.
-
-    Args:
-        port: 0: any that is free.
-        host: Address to listen on.
-
-    Returns:
-        The store; its ``port`` says where.
-    """
+    """Starts a rendezvous server in this process (port 0: any free port); it lives as long as the returned store."""
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 class Rendezvous:
-    """One rank's line to the meeting place.
-
-    Args:
-        address: ``host:port``.
-        run: What keys begin with: runs with different names do not see each other.
-
-    Raises:
-        ConfigError: Not an address.
-    """
+    """One rank's connection to the server at ``host:port``; runs with different names do not see each other."""
 
     def __init__(self, address: str, run: str) -> None:
         self.id = secrets.token_hex(8)
-        """This process, for ever."""
+        """This process's, for good."""
         self.address = address
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            raise ConfigError.of("the meeting place as host:port", address, "10.0.0.1:29600, say")
+            raise ConfigError.of("the rendezvous server as host:port", address, "10.0.0.1:29600, say")
         self._host, self._port, self._run = host, int(port), run
         self._inbox: queue.SimpleQueue[tuple[Callable[[Any], Any], concurrent.futures.Future[Any]] | str | None] = (
             queue.SimpleQueue()
         )
-        self._words: dict[str, Any] = {}
-        self._is_ordered = False
-        """Whether the order to speak them lies in the inbox: one at a time, however long the line is cut."""
-        self._bell = ""
-        self._heard: dict[str, tuple[bytes, float]] = {}
-        """By rank: its last line, and since when."""
-        self._num_lines, self._looked_at = 0, 0.0
-        self.is_rung = False
-        """Whether somebody waits at the key that `listen` was told."""
-        self._thread = threading.Thread(target=self._attend, name="shade-gradient-meeting", daemon=True)
+        self._status: dict[str, Any] = {}
+        self._is_publish_queued = False
+        """Whether the inbox holds a request to publish: one at a time, however long the line is cut."""
+        self._join_key = ""
+        self._received: dict[str, tuple[bytes, float]] = {}
+        """By process: its last heartbeat, and since when."""
+        self._num_heartbeats, self._received_at = 0, 0.0
+        self.is_join_requested = False
+        """Whether the counter that `follow` named is above 0."""
+        self._thread = threading.Thread(target=self._serve, name="shade-gradient-rendezvous", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that comes back from the store's client into no interpreter aborts
+        atexit.register(self.close)  # a thread that outlives the interpreter in the store's client aborts
 
     def client(self, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
-        """A connection of its own: for what waits for others in the store, as groups do when they form.
-
-        Args:
-            timeout_seconds: Of each of its questions.
-
-        Returns:
-            The store, as far as this run sees it.
-
-        Raises:
-            RuntimeError: There is nobody.
-        """
+        """Opens another connection to this run's keys, for callers that wait for other ranks, as forming groups do."""
         store = dist.TCPStore(self._host, self._port, timeout=timedelta(seconds=timeout_seconds))  # type: ignore[attr-defined]
         return dist.PrefixStore(self._run, store)  # type: ignore[attr-defined]
 
     def ask(self, question: Callable[[Any], _T], seconds: float) -> _T:
-        """Has the thread ask the store something.
+        """Runs a question on the thread, again if the connection broke; `GradientError` without an answer in time.
 
-        Args:
-            question: Called with the store, again if the connection broke; must not wait for other ranks.
-            seconds: Longest time to wait.
-
-        Returns:
-            Its answer.
-
-        Raises:
-            GradientError: There was none in time.
+        The question gets the store, and must not wait for other ranks.
         """
         answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
         self._inbox.put((question, answer))
@@ -128,128 +94,117 @@ class Rendezvous:
         except concurrent.futures.TimeoutError:
             answer.cancel()
             raise GradientError(
-                f"expected the meeting place at {self.address} to answer within {seconds:.0f} s, got silence; "
-                "start it (python -m shade.gradient.rendezvous PORT), or look at the line to it"
+                f"expected the rendezvous server at {self.address} to answer within {seconds:.0f} s, got no answer; "
+                "start it (python -m shade.gradient.rendezvous PORT), or check the network"
             ) from None
 
-    def say(self, **words: Any) -> None:
-        """What others shall know of this rank if it is never heard again; goes out at once.
+    def publish(self, **status: Any) -> None:
+        """Publishes the status that others read if this rank is lost, now and with each heartbeat; JSON-plain.
 
-        Story: a rank was killed half a second after its first words, which were to go out with the next line. So what
-        it had kept back was lost, and nobody could say how much.
-
-        Args:
-            **words: JSON-plain.
+        Story: a rank was killed half a second after its first status, which waited for the next heartbeat. So its
+        residual was lost, and no other rank could say how much.
         """
-        self._words = words
-        if not self._is_ordered:
-            self._is_ordered = True
-            self._inbox.put(_SPEAK)
+        self._status = status
+        if not self._is_publish_queued:
+            self._is_publish_queued = True
+            self._inbox.put(_PUBLISH)
 
-    def listen(self, bell: str, ids: Iterable[str]) -> None:
-        """Follows other ranks' lines from now on.
-
-        Args:
-            bell: Key of a counter: above 0, `is_rung`.
-            ids: Whose lines.
-        """
+    def follow(self, join_key: str, ids: Iterable[str]) -> None:
+        """Follows other processes' heartbeats, and the counter ``join_key``, from now on."""
         now = time.monotonic()
-        self._heard = {each: self._heard.get(each, (b"", now)) for each in ids if each != self.id}
-        self._bell, self.is_rung = bell, False
+        self._received = {each: self._received.get(each, (b"", now)) for each in ids if each != self.id}
+        self._join_key, self.is_join_requested = join_key, False
 
-    def silence(self, other: str) -> float:
-        """Seconds for which a followed rank's line has been seen unchanged; infinite once it has said good-bye.
+    def silence_seconds(self, other: str) -> float:
+        """Returns for how long a followed heartbeat has not changed; infinity after a regular close.
 
-        Counted up to the last look: a rank that is cut off itself does not take the others for dead.
+        It counts up to the last reading: a rank that is cut off itself does not take the others for dead.
         """
         if other == self.id:
             return 0.0
-        line, since = self._heard[other]
-        return float("inf") if line == b"{}" else max(0.0, self._looked_at - since)
+        line, since = self._received[other]
+        return float("inf") if line == b"{}" else max(0.0, self._received_at - since)
 
-    def last_words(self, other: str) -> dict[str, Any]:
-        """What a followed rank said last; empty: nothing, or it said good-bye."""
-        words: dict[str, Any] = json.loads(self._heard[other][0] or b"{}")
-        return words
+    def last_status(self, other: str) -> dict[str, Any]:
+        """Returns a followed process's last status; empty if there is none, or after a regular close."""
+        status: dict[str, Any] = json.loads(self._received[other][0] or b"{}")
+        return status
 
     def close(self) -> None:
-        """Says good-bye and ends the thread; where the line is cut, it waits 2 seconds for that. Safe to call twice."""
+        """Publishes a regular close and ends the thread; waits at most 2 seconds. Safe to call twice."""
         atexit.unregister(self.close)
         self._inbox.put(None)
-        self._thread.join(_GOOD_BYE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
 
-    # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _attend(self) -> None:
-        """Answers, and speaks once a second, or when there is something to say; a question is asked again until it is
-        answered or nobody waits for it."""
+    def _serve(self) -> None:
+        """Publishes and answers; repeats a question until it is answered or its caller has given up."""
         store: Any = None
-        spoken_at = float("-inf")
+        published_at = float("-inf")
         while True:
-            if time.monotonic() - spoken_at >= BEAT_SECONDS:
-                spoken_at = time.monotonic()
+            if time.monotonic() - published_at >= HEARTBEAT_SECONDS:
+                published_at = time.monotonic()
                 store = store or self._connect()
-                if store is not None and self._try(store, self._speak) is None:
+                if store is not None and self._try(store, self._publish) is None:
                     store = None
             try:
-                asked = self._inbox.get(timeout=max(0.0, spoken_at + BEAT_SECONDS - time.monotonic()))
+                request = self._inbox.get(timeout=max(0.0, published_at + HEARTBEAT_SECONDS - time.monotonic()))
             except queue.Empty:
                 continue
-            if asked is None:
+            if request is None:
                 if store is not None:
-                    self._try(store, lambda store: store.set(self._line(self.id), "{}"))
+                    self._try(store, lambda store: store.set(self._heartbeat_key(self.id), "{}"))
                 return
-            if isinstance(asked, str):
-                self._is_ordered, spoken_at = False, float("-inf")
+            if isinstance(request, str):
+                self._is_publish_queued, published_at = False, float("-inf")
                 continue
-            question, answer = asked
+            question, answer = request
             store = store or self._connect()
             found = None if store is None else self._try(store, question)
             if found is None:
                 store = None
-                time.sleep(BEAT_SECONDS / 10)
+                time.sleep(HEARTBEAT_SECONDS / 10)
                 if not answer.cancelled():
-                    self._inbox.put(asked)
+                    self._inbox.put(request)
             elif answer.set_running_or_notify_cancel():
                 answer.set_result(found[0])
 
     def _connect(self) -> Any:
-        """A new connection; None if there is nobody."""
+        """Opens a connection; returns None if the server does not answer."""
         try:
             with socket.create_connection((self._host, self._port), _CONNECT_SECONDS):
-                pass  # the store's own way of trying is longer, and loud
+                pass  # the store's own attempt takes longer, and logs much
             return self.client(_CONNECT_SECONDS)
         except (OSError, RuntimeError) as error:
-            logger.info("the meeting place at %s does not answer: %s", self.address, error)
+            logger.info("the rendezvous server at %s does not answer: %s", self.address, error)
             return None
 
     def _try(self, store: Any, question: Callable[[Any], _T]) -> tuple[_T] | None:
-        """The answer; None if the connection is gone."""
+        """Returns the answer, or None if the connection is lost."""
         try:
             return (question(store),)
         except RuntimeError:
             return None
 
-    def _line(self, who: str) -> str:
+    def _heartbeat_key(self, who: str) -> str:
         return f"line/{who}"
 
-    def _speak(self, store: Any) -> None:
-        """This rank's line, and a look at the others'."""
-        self._num_lines += 1
-        store.set(self._line(self.id), json.dumps({"line": self._num_lines, **self._words}))
-        heard, bell = self._heard, self._bell
-        for other in heard:
-            if store.check([self._line(other)]):
-                line = store.get(self._line(other))
-                if heard[other][0] != line:
-                    heard[other] = line, time.monotonic()
-        self._looked_at = time.monotonic()
-        if bell and store.add(bell, 0) > 0 and bell == self._bell:
-            self.is_rung = True
+    def _publish(self, store: Any) -> None:
+        """Writes this rank's heartbeat and reads those of the others."""
+        self._num_heartbeats += 1
+        store.set(self._heartbeat_key(self.id), json.dumps({"line": self._num_heartbeats, **self._status}))
+        received, join_key = self._received, self._join_key
+        for other in received:
+            if store.check([self._heartbeat_key(other)]):
+                line = store.get(self._heartbeat_key(other))
+                if received[other][0] != line:
+                    received[other] = line, time.monotonic()
+        self._received_at = time.monotonic()
+        if join_key and store.add(join_key, 0) > 0 and join_key == self._join_key:
+            self.is_join_requested = True
 
 
 def main() -> None:
-    """Keeps a meeting place until it is ended."""
+    """Runs a rendezvous server until it is stopped."""
     if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
         sys.exit("usage: python -m shade.gradient.rendezvous PORT")
     store = serve(int(sys.argv[1]))

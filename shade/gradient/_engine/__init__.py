@@ -1,1 +1,1 @@
-"""The gradient engine: hooks, buckets, the pipeline of a step, and DDP's communication hook."""
+"""Runs a data-parallel step: hooks, buckets, the pipeline, and DDP's communication hook."""

@@ -1,13 +1,11 @@
-"""A bucket on this rank: its parameters, what is remembered of its gradient, and how its values are coded.
+"""Holds the state of an engine's buckets, and loads the residuals of a world of another size.
 
-What an engine's state consists of, and how the residuals of one world find their places in another.
+Residuals belong to ranks. When a run resumes with fewer ranks, the residuals of the missing ranks are added to those
+of the remaining ones, in turns; with more ranks, the new ones start with zero. So the sum of all residuals stays the
+same: no gradient is lost, and none counts twice. (A residual that was to be averaged over two ranks weighs more among
+one.)
 
-Residuals belong to ranks. When a run goes on with fewer ranks, those of the ranks that are gone are added to those of
-the ranks that are left, in turns; with more ranks, the new ones begin with none. So the sum of what is kept stays
-what it was: no gradient is lost, and none is counted twice. (One that was to be averaged over two ranks weighs more
-among one.)
-
-The sparse result that a late step has still to apply is part of the state too: the same on every rank.
+With staleness 1 the merged gradient that is still to be applied is part of the state; it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -31,57 +29,46 @@ from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import plain_decision, read_decision
 
 WHOLE = "none"
-"""How the values of buckets that are always sent whole are coded: not at all."""
+"""The quantiser of buckets that are always sent whole."""
 
 
 @dataclass(frozen=True)
 class BucketState:
-    """One bucket."""
+    """One bucket of this rank."""
 
     bucket: Bucket
     feedback: ErrorFeedback | DeviceErrorFeedback
-    """Of the part that this rank answers for; where its gradient is chosen from."""
-    coder: str
+    """For the part that this rank is responsible for, on the device that picks."""
+    quantiser: str
     """Name of its quantiser."""
 
 
 def make_bucket_states(
-    route: Topology,
+    topology: Topology,
     buckets: Sequence[Bucket],
     compressor: str,
     quantiser: str,
     corrections: Sequence[Correction | None] = (),
 ) -> tuple[BucketState, ...]:
-    """Gives each bucket its memory.
-
-    Args:
-        route: Says which part of a bucket this rank answers for.
-        buckets: Front layers first.
-        compressor: Name in `COMPRESSORS`.
-        quantiser: Name in `QUANTISERS`, for buckets that are not sent whole.
-        corrections: Of `ErrorFeedback`, by the optimizer's groups; empty: none.
-
-    Returns:
-        One lane for each bucket.
-    """
-    lanes = []
+    """Makes the state of each bucket; ``corrections`` has one for each optimizer group, or is empty."""
+    bucket_states = []
     for bucket in buckets:
-        part = route.part(bucket.size)
-        coder = WHOLE if bucket.is_dense else quantiser
+        part = topology.part(bucket.size)
+        name = WHOLE if bucket.is_dense else quantiser
         size = part.stop - part.start
-        parts = COMPRESSORS.get(compressor)(), QUANTISERS.get(coder)()
+        parts = COMPRESSORS.get(compressor)(), QUANTISERS.get(name)()
         correction = corrections[bucket.group] if corrections else None
         feedback: ErrorFeedback | DeviceErrorFeedback
         if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
             feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction)
-        else:  # also of what is summed over a node first: that sum is made on the host
+        else:  # also for sums over a node, which are made on the host
             feedback = ErrorFeedback(size, *parts, correction=correction)
-        lanes.append(BucketState(bucket, feedback, coder))
-    return tuple(lanes)
+        bucket_states.append(BucketState(bucket, feedback, name))
+    return tuple(bucket_states)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it is far from the host: what is chosen there is all that has to come over."""
+    """Returns whether a device is far from the host, so that only picked elements should cross."""
     return device.type == "cuda"
 
 
@@ -89,50 +76,31 @@ _CURE = "build the model, the optimizer and the engine as they were when it was 
 
 
 class EngineState:
-    """Takes and gives the state of an engine's buckets.
+    """Saves and loads the state of an engine's buckets."""
 
-    Args:
-        route: Says which rank this is.
-        lanes: The buckets.
-    """
+    def __init__(self, topology: Topology, bucket_states: Sequence[BucketState]) -> None:
+        self._world, self._bucket_states = topology.world, tuple(bucket_states)
+        self._parts = [[topology.part(each.bucket.size).start, each.feedback.size] for each in bucket_states]
 
-    def __init__(self, route: Topology, lanes: Sequence[BucketState]) -> None:
-        self._world, self._lanes = route.world, tuple(lanes)
-        self._parts = [[route.part(lane.bucket.size).start, lane.feedback.size] for lane in lanes]
-
-    def take(self, late: GradientStep | None) -> dict[str, Any]:
-        """Takes the state.
-
-        Args:
-            late: The step whose result is still to be applied; done.
-
-        Returns:
-            Plain values, and residuals as the live memory.
-        """
+    def state_dict(self, late: GradientStep | None) -> dict[str, Any]:
+        """Returns plain values, and residuals as the live memory; ``late`` is the step still to be applied, ended."""
         return {
             "rank": self._world.rank,
             "world_size": self._world.world_size,
-            "names": [list(lane.bucket.names) for lane in self._lanes],
+            "names": [list(each.bucket.names) for each in self._bucket_states],
             "parts": self._parts,
-            "residuals": [lane.feedback.state_dict() for lane in self._lanes],
+            "residuals": [each.feedback.state_dict() for each in self._bucket_states],
             "late": None if late is None else _pack_late(late),
         }
 
-    def give(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
-        """Puts residuals into their places.
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
+        """Loads residuals from the states of the previous world; returns the step that is still to be applied, if any.
 
-        Args:
-            states: Of some or all ranks of the world before.
-
-        Returns:
-            The step whose result is still to be applied.
-
-        Raises:
-            StateMismatchError: They do not fit; nothing was changed.
+        A state that does not fit raises `StateMismatchError`, before anything changes.
         """
         by_rank = {int(state["rank"]): state for state in states}
         mine = [state for rank, state in sorted(by_rank.items()) if self._is_mine(rank)]
-        expected = [list(lane.bucket.names) for lane in self._lanes]
+        expected = [list(each.bucket.names) for each in self._bucket_states]
         for state in states:
             if state["names"] != expected:
                 raise StateMismatchError.of(f"residuals of the parameters {expected}", state["names"], _CURE)
@@ -143,16 +111,17 @@ class EngineState:
                 got = torch.as_tensor(residual["residual"]).numel()
                 if got != size:
                     raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
-        late = _unpack_late(states[0]["late"], self._lanes)
-        for number, lane in enumerate(self._lanes):
-            found = [state["residuals"][number] for state in mine] or [{"residual": torch.zeros(lane.feedback.size)}]
-            lane.feedback.load_state_dict(found[0])
+        late = _unpack_late(states[0]["late"], self._bucket_states)
+        for number, bucket_state in enumerate(self._bucket_states):
+            feedback = bucket_state.feedback
+            found = [state["residuals"][number] for state in mine] or [{"residual": torch.zeros(feedback.size)}]
+            feedback.load_state_dict(found[0])
             for residual in found[1:]:
-                lane.feedback.merge_from(residual)
+                feedback.merge_from(residual)
         return late
 
     def _is_mine(self, rank: int) -> bool:
-        """This rank's own, or of one that is gone and whose turn it is to come here."""
+        """Returns whether a rank's residual belongs to this rank: it is the same rank, or a missing one's turn."""
         world = self._world
         return rank == world.rank if rank < world.world_size else rank % world.world_size == world.rank
 
@@ -169,21 +138,21 @@ def _pack_late(work: GradientStep) -> dict[str, Any]:
     }
 
 
-def _unpack_late(state: Mapping[str, Any] | None, lanes: Sequence[BucketState]) -> GradientStep | None:
+def _unpack_late(state: Mapping[str, Any] | None, bucket_states: Sequence[BucketState]) -> GradientStep | None:
     if state is None:
         return None
-    work = GradientStep(int(state["step"]), [1] * len(lanes), 1.0, int(state["num_samples"]))
+    work = GradientStep(int(state["step"]), [1] * len(bucket_states), 1.0, int(state["num_samples"]))
     work.norm = float(state["norm"])
     failure = None if state["overflow"] is None else NonFiniteGradientError(state["overflow"])
     if state["decision"] is not None:
         work.decision = read_decision(state["decision"])
-    for lane, indices, values in zip(lanes, state["indices"], state["values"], strict=False):
+    for bucket_state, indices, values in zip(bucket_states, state["indices"], state["values"], strict=False):
         indices_K = np.asarray(indices, dtype=np.int64)
-        if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < lane.bucket.size:
-            got = f"places up to {indices_K.max()}"
-            raise StateMismatchError.of(f"a late result of {lane.bucket.size} elements", got, _CURE)
+        if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < bucket_state.bucket.size:
+            got = f"indices up to {indices_K.max()}"
+            raise StateMismatchError.of(f"a late result of {bucket_state.bucket.size} elements", got, _CURE)
         values_K = np.ascontiguousarray(np.asarray(values, dtype=np.float32))
-        work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, lane.bucket.size))
+        work.merged.append(Sparse(indices_K.astype(np.uint32), values_K, bucket_state.bucket.size))
     if failure is None:
         work.advance(StepState.PACKED)
         work.advance(StepState.AGREED)

@@ -1,4 +1,4 @@
-"""The first door: DistributedDataParallel keeps its loop, its optimizer and its buckets, and sends a hundredth.
+"""Compresses gradients below DistributedDataParallel, which keeps its loop, its optimizer and its buckets.
 
 ::
 
@@ -8,25 +8,19 @@
 
 DDP hands over a bucket's gradient when the backward pass has filled it, and gets the averaged one back, dense, in the
 same memory: any optimizer, schedule and clipping works as before. A thread compresses and exchanges while the backward
-pass goes on. Against `_engine.engine` this costs a dense step and gives no staleness. Buckets are DDP's, and so
-is their order, the same on all ranks; what is kept back belongs to parameters (`_engine.comm_hook`).
+pass continues. Compared with `_engine.engine` this costs a dense step, and there is no staleness.
 
-An error on any rank comes out of ``backward()`` on all of them, after DDP has put its own things in order, so that
-training may go on after `NonFiniteGradientError`; gradients are NaN then, should somebody step all the same. With a
-``scaler`` NaN and infinity are no error: every rank's gradients are NaN, ``scaler.step`` skips on all, and the step is
-forgotten. What is kept is in unscaled units: a scale that changes does not spoil it.
+An error on any rank is raised by ``backward()`` on all of them, after DDP has cleaned up, so that training may
+continue after `NonFiniteGradientError`; the gradients are NaN then, in case a script steps anyway. With a ``scaler``
+NaN and infinity are no error: every rank's gradients are NaN, ``scaler.step`` skips on all, and the step is dropped.
+Residuals are in unscaled units, so a new scale does not spoil them.
 
-Invariant: per parameter, what was sent plus what is kept is the sum of the gradients.
+Residuals belong to parameters, because DDP rebuilds its buckets after the first step, and in another run. A bucket is
+known by the names of its parameters. When a new one comes, `ResidualStore` splits the old residuals by parameter and
+assembles the new bucket's residual. That changes no residual. But the choice of elements depends on the buckets, so a
+resumed run, whose first step has DDP's first buckets again, is not bit-identical to the uninterrupted one.
 
-Legend: D bucket.
-
-What DDP's buckets keep back, by parameter: DDP cuts its buckets anew after the first step, and in another run.
-
-A bucket is known by the names of its parameters. When one comes that was not there before, everything that is kept is
-taken apart into parameters, and the new bucket's memory is put together from those.
-
-Invariant: cutting anew changes nothing of what is kept. What is chosen does depend on the cut, so a resumed run, whose
-first step has DDP's first cut again, is not the uninterrupted one to the bit.
+Invariant: per parameter, what was sent plus the residual is the sum of the gradients.
 
 Legend: D bucket.
 """
@@ -55,7 +49,7 @@ from shade.gradient._compress.correction import STEPS, Correction
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
-from shade.gradient._engine.gradient_hooks import ScaleKeeper
+from shade.gradient._engine.gradient_hooks import LossScale
 
 _JOIN_SECONDS = 5.0
 
@@ -73,18 +67,18 @@ class _Job:
 
 
 class SparseState:
-    """What `sparse_hook` remembers between steps. Collective to make; `close` it at the end.
+    """The state of `sparse_hook` between steps. Its constructor is collective; `close` it at the end.
 
     Args:
-        model: The module, bare or wrapped: for its parameters' names.
+        model: The module, bare or wrapped, for its parameters' names.
         compressor: Name in `COMPRESSORS`.
         density: Kept fraction, or a `WarmUp` of it.
         quantiser: Name in `QUANTISERS`.
-        correction: Of `ErrorFeedback`, for torch.optim.SGD without momentum.
+        correction: Applied to each rank's gradient, for torch.optim.SGD without momentum.
         scaler: The script's; read, never changed.
         group: DDP's ranks; None: all.
         timeout_seconds: Longest silence of a rank.
-        seed: Of what compressors draw; the same on every rank.
+        seed: For the compressors' random choices; the same on every rank.
     """
 
     def __init__(
@@ -110,16 +104,16 @@ class SparseState:
         self.step = 0
         """Backward passes that were exchanged."""
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._keeper = ResidualStore(bare, make)
+        self._residual_store = ResidualStore(bare, make)
         self._warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
         self._quantiser, self._seed = quantiser, seed
-        self._scale = ScaleKeeper(scaler)
+        self._scale = LossScale(scaler)
         self._unscale = 1.0
         self._chosen: list[tuple[ErrorFeedback, Sparse]] = []
-        """In this step, so that all of it can be undone or taken back."""
+        """Of this step, so that all of it can be undone or absorbed."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
-        self._route = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
+        self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_run, args=(self._inbox, weakref.ref(self)), name="shade-gradient-hook", daemon=True
@@ -128,38 +122,31 @@ class SparseState:
         weakref.finalize(self, self._inbox.put, None).atexit = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept back, by parameter. Between two steps."""
+        """Returns the residuals by parameter. Call it between two steps."""
         self._settle()
-        return {"step": self.step, "kept": self._keeper.state_dict()}
+        return {"step": self.step, "kept": self._residual_store.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict` of this rank, whatever buckets DDP cuts now.
+        """Loads this rank's `state_dict`, whatever buckets DDP has now.
 
         Args:
             state: Of the same model.
 
         Raises:
-            StateMismatchError: Of other parameters; nothing was loaded.
+            StateMismatchError: It has other parameters; nothing was loaded.
         """
         self._settle()
-        self._keeper.load_state_dict(state["kept"])
+        self._residual_store.load_state_dict(state["kept"])
         self.step = int(state["step"])
 
     def close(self) -> None:
         """Ends the thread and frees the group. Safe to call twice."""
         self._inbox.put(None)
         self._thread.join(_JOIN_SECONDS)
-        self._route.close()
+        self._topology.close()
 
-    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        """For `sparse_hook`: takes a bucket.
-
-        Args:
-            bucket: As DDP hands it over.
-
-        Returns:
-            Its averaged gradient, some time.
-        """
+    def _submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        """Queues one of DDP's buckets; returns the future of its averaged gradient."""
         buffer_D = bucket.buffer()
         if bucket.index() == 0:
             self._settle()
@@ -176,11 +163,11 @@ class SparseState:
 
     # ── on the thread ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _work(self, job: _Job) -> None:
-        """One bucket: its error, or that of the step, is the future's."""
+    def _process(self, job: _Job) -> None:
+        """Averages one bucket; on an error fills it with NaN and records the error."""
         try:
             average_D = self._average(job)
-        except Exception as error:  # noqa: BLE001 - every rank is told, and DDP raises it
+        except Exception as error:  # noqa: BLE001 - all ranks have it, and _raise raises it
             self._error = self._error or error
             average_D = None
         if average_D is not None:
@@ -190,7 +177,7 @@ class SparseState:
         job.future.set_result(job.buffer_D)
 
     def _raise(self) -> None:
-        """When DDP has all results: the step's error, on all ranks."""
+        """Raises the step's error, on all ranks, when DDP has all results."""
         if self._error is not None and not (isinstance(self._error, NonFiniteGradientError) and self._scale.skips):
             raise self._error
 
@@ -200,31 +187,31 @@ class SparseState:
             job.computed.synchronize()
         gradient_D = job.buffer_D.detach().to("cpu", torch.float32, copy=True).mul_(self._unscale)
         size = gradient_D.numel()
-        trade = SparseAllReduce(self._route, [0] * job.number + [size], [self._quantiser] * (job.number + 1))
+        all_reduce = SparseAllReduce(self._topology, [0] * job.number + [size], [self._quantiser] * (job.number + 1))
         work = GradientStep(self.step, [], self._warm_up.at(self.step), self.num_samples)
         work.damage = self._damage
         try:
-            feedback = self._keeper.of(job.parameters)
-            chosen = Sparse(np.empty(0, np.uint32), np.empty(0, np.float32), size)
+            feedback = self._residual_store.of(job.parameters)
+            chosen = Sparse.empty(size)
             if self.num_samples:
                 chosen = feedback.compress(gradient_D, work.density, Key(self._seed, self.step, job.number))
                 self._chosen.append((feedback, chosen))
-            work.payloads[job.number] = trade.pack(work, job.number, chosen)
-        except Exception as error:  # noqa: BLE001 - told to all by the counts
+            work.payloads[job.number] = all_reduce.pack(work, job.number, chosen)
+        except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
             work.trouble.append(error)
-        weights_P, lengths = trade.count(work, [job.number])
+        weights_P, lengths = all_reduce.count(work, [job.number])
         average_D = np.zeros(size, dtype=np.float32)
         if sum(weights_P) > 0:
-            (average,) = trade.bring(work, [job.number], weights_P, lengths)
+            (average,) = all_reduce.exchange(work, [job.number], weights_P, lengths)
             average_D = average.dense()
         if job.is_last:
-            trade.vote(work, 0.0)
+            all_reduce.vote(work, 0.0)
         if self._unscale != 1.0:
             average_D *= np.float32(1.0 / self._unscale)
         return average_D
 
     def _settle(self) -> None:
-        """Between two steps: the residuals of a step that failed."""
+        """Between two steps, reverts or keeps the residuals of a failed one."""
         chosen, self._chosen = self._chosen, []
         error, self._error = self._error, None
         self._damage = []
@@ -238,7 +225,7 @@ class SparseState:
 
 
 def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """For ``ddp.register_comm_hook``: the ranks' weighted mean of a bucket, through a slow link.
+    """Averages a bucket over the ranks by samples; for ``ddp.register_comm_hook``.
 
     Args:
         state: This rank's.
@@ -247,100 +234,83 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
     Returns:
         The mean, in the bucket's memory.
     """
-    return state.submit(bucket)
+    return state._submit(bucket)
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Has something called at the end of the running backward pass, after DDP, which is still to queue its own end."""
+    """Queues a call for the end of the running backward pass, after DDP's own call, which DDP is still to queue."""
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
     queue_callback(lambda: queue_callback(call))
 
 
 def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState]) -> None:
-    """The thread; does not keep its owner alive."""
+    """Runs the thread; does not keep its owner alive."""
     while (job := inbox.get()) is not None:
         state = owner()
         if state is None:
             return
-        state._work(job)
+        state._process(job)
         del state
 
 
 class ResidualStore:
-    """One `ErrorFeedback` for each bucket that there is.
-
-    Args:
-        model: Its parameters' names.
-        make: Makes the memory of a bucket of a size.
-    """
+    """One `ErrorFeedback` for each of DDP's buckets; ``make`` makes one of a given size."""
 
     def __init__(self, model: nn.Module, make: Callable[[int], ErrorFeedback]) -> None:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         self._make = make
         self._buckets: dict[tuple[str, ...], ErrorFeedback] = {}
-        self._apart: dict[str, dict[str, Tensor]] = {}
+        self._by_parameter: dict[str, dict[str, Tensor]] = {}
 
     def of(self, parameters: Sequence[Tensor]) -> ErrorFeedback:
-        """The memory of a bucket.
-
-        Args:
-            parameters: In it, in order.
-
-        Returns:
-            Its memory, with whatever was kept of these parameters in other buckets.
-
-        Raises:
-            ConfigError: A parameter of another model.
-        """
+        """Returns the feedback of a bucket, with the residuals that its parameters had in other buckets."""
         unknown = [parameter for parameter in parameters if parameter not in self._names]
         if unknown:
             got = f"one of shape {tuple(unknown[0].shape)}"
             raise ConfigError.of("parameters of the state's model", got, "give SparseState the model that DDP wraps")
         key = tuple(self._names[parameter] for parameter in parameters)  # type: ignore[index]
         if key not in self._buckets:
-            self._take_apart(set(key))
+            self._split_buckets(set(key))
             feedback = self._make(sum(self._sizes[name] for name in key))
-            apart = {name: self._apart.pop(name, {}) for name in key}
-            kinds = {kind for kept in apart.values() for kind in kept}
+            by_parameter = {name: self._by_parameter.pop(name, {}) for name in key}
+            kinds = {kind for kept in by_parameter.values() for kind in kept}
             if kinds:
                 zeros = {name: torch.zeros(self._sizes[name]) for name in key}
                 whole = {
-                    kind: torch.cat([apart[name].get(kind, zeros[name]) for name in key]) for kind in kinds - {STEPS}
+                    kind: torch.cat([by_parameter[name].get(kind, zeros[name]) for name in key])
+                    for kind in kinds - {STEPS}
                 }
-                counted = [kept[STEPS] for kept in apart.values() if STEPS in kept]
+                counted = [kept[STEPS] for kept in by_parameter.values() if STEPS in kept]
                 feedback.load_state_dict(whole | ({STEPS: torch.stack(counted).amin(dim=0)} if counted else {}))
             self._buckets[key] = feedback
         return self._buckets[key]
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What is kept, by parameter; copies."""
-        state = {name: dict(kept) for name, kept in self._apart.items()}
+        """Returns copies of the residuals, by parameter."""
+        state = {name: dict(kept) for name, kept in self._by_parameter.items()}
         for key, feedback in self._buckets.items():
             state |= self._split(key, feedback)
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes `state_dict` back, whatever buckets there will be.
-
-        Args:
-            state: By parameter.
-
-        Raises:
-            StateMismatchError: Of other parameters; nothing was loaded.
-        """
-        apart = {name: {kind: torch.as_tensor(each).clone() for kind, each in k.items()} for name, k in state.items()}
-        for name, kept in apart.items():
+        """Loads a `state_dict`, whatever buckets there will be; `StateMismatchError` if it has other parameters."""
+        by_parameter = {
+            name: {kind: torch.as_tensor(each).clone() for kind, each in k.items()} for name, k in state.items()
+        }
+        for name, kept in by_parameter.items():
             got = {kind: each.numel() for kind, each in kept.items() if kind != STEPS}
-            if set(got.values()) - {self._sizes.get(name)}:
-                expected = f"what was kept of {name!r}: {self._sizes.get(name, 'no such parameter,')} elements"
+            size = self._sizes.get(name)
+            if set(got.values()) - {size}:
+                unknown = f"no residual of {name!r}: the model has no such parameter"
+                expected = unknown if size is None else f"a residual of {name!r} with {size} elements"
                 raise StateMismatchError.of(expected, got, "build the model as it was when it was saved")
-        self._buckets, self._apart = {}, apart
+        self._buckets, self._by_parameter = {}, by_parameter
 
-    def _take_apart(self, names: set[str]) -> None:
-        """Ends the buckets that hold any of these parameters."""
+    def _split_buckets(self, names: set[str]) -> None:
+        """Drops the buckets that hold any of these parameters, and keeps their residuals by parameter."""
         for key in [key for key in self._buckets if names & set(key)]:
-            self._apart |= self._split(key, self._buckets.pop(key))
+            self._by_parameter |= self._split(key, self._buckets.pop(key))
 
     def _split(self, key: tuple[str, ...], feedback: ErrorFeedback) -> dict[str, dict[str, Tensor]]:
         state = feedback.state_dict()

@@ -1,4 +1,4 @@
-"""GradientEngine: takes the place of ``optimizer.step()`` in a data-parallel loop whose link is slow.
+"""GradientEngine replaces ``optimizer.step()`` in a data-parallel loop whose link is slow.
 
 ::
 
@@ -11,26 +11,25 @@
             scheduler.step()
         engine.finish()                           # before an evaluation, a snapshot by hand, the end
 
-Every rank compresses its own gradient, exchanges what it chose, and applies the same merged, sparse gradient with a
-`shade.gradient.optim` optimizer. Any module will do. Gradients are taken out of ``p.grad`` as the backward pass
-produces them, without a copy: ``p.grad`` is None afterwards, and clipping is the engine's (``clip_norm``, of the
-merged gradient).
+Every rank compresses its own gradient, exchanges the chosen elements, and applies the same merged, sparse gradient
+with an optimizer of `shade.gradient.optim`. The backward pass moves gradients out of ``p.grad`` without a copy:
+``p.grad`` is None afterwards, and the engine does the clipping (``clip_norm``, of the merged gradient).
 
-* **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the gradient of the step
-  before, while this one's is exchanged behind the next forward and backward; the first step applies nothing, `finish`
-  the last.
-* **Shared** parameters are one parameter. **Frozen** ones (when the engine is made) stay as rank 0 had them. A
-  parameter that gets **no gradient** in a step counts as zero on this rank; the others' count.
-* **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` brings them together, see
+* **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the previous step's
+  gradient, while this one's is exchanged behind the next forward and backward; the first step applies nothing,
+  `finish` the last.
+* **Shared** parameters are one parameter. Parameters that are **frozen** at construction keep rank 0's values. A
+  parameter without a gradient in a step counts as zero on this rank; other ranks' gradients count.
+* **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` averages them, see
   `_engine.replica`.
-* **A look** every ``check_every`` steps finds a replica that has parted all the same, and repairs it.
+* **A check** every ``check_every`` steps finds a replica that has diverged, and repairs it.
 * **Accumulation**: backward passes inside ``with engine.accumulate():`` only add up.
-* **Errors** come out of `step` and `finish` on every rank, with weights and residuals as they were before the step.
-  After `NonFiniteGradientError` and `PayloadError` training may go on; after `PeerLostError` the group is lost, and
-  training goes on with whom is left only in an `ElasticEngine` (`_elastic.engine`).
+* **Errors** are raised by `step` and `finish` on every rank, with weights and residuals as before the step. Training
+  may continue after `NonFiniteGradientError` and `PayloadError`. After `PeerLostError` the group is lost; only an
+  `ElasticEngine` continues with the remaining ranks.
 
-Invariant: all ranks hold the same weights, bit for bit, after every step. What each rank chose, plus what its residuals
-hold, is the sum of its gradients.
+Invariant: all ranks hold the same weights, bit for bit, after every step. What each rank chose plus its residuals is
+the sum of its gradients.
 """
 
 from __future__ import annotations
@@ -54,39 +53,39 @@ from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import Correction
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
 from shade.gradient._engine.density import DensityPlan, WarmUp, check_decision, plain_decision, read_decision
-from shade.gradient._engine.gradient_hooks import GradientHooks, ScaleKeeper
+from shade.gradient._engine.gradient_hooks import GradientHooks, LossScale
 from shade.gradient._engine.meter import Meter
 from shade.gradient._engine.pipeline import GradientPipeline
-from shade.gradient._engine.replica import EVERY, Consistency, check_alike, share_weights, unite_buffers
+from shade.gradient._engine.replica import EVERY, Consistency, average_buffers, broadcast_weights, check_same_setup
 from shade.gradient._optim.base import SparseOptimizer, corrections_of
 from shade.types import Decision, StepReport
 
 
 class GradientEngine:
-    """One rank's part in training together. Making it, `step` and `finish` are collective; use as a context manager.
+    """One rank's part in a data-parallel training. The constructor, `step` and `finish` are collective; a context
+    manager.
 
     Args:
-        model: Any module; rank 0's parameters and buffers are given to all ranks.
+        model: Any module; all ranks start with rank 0's parameters and buffers.
         optimizer: One of `shade.gradient.optim` over its parameters.
-        compressor: Name in `_compress.compressor.COMPRESSORS`.
+        compressor: Name in `shade.gradient.COMPRESSORS`.
         density: Kept fraction of the gradient, or a `WarmUp` of it.
-        quantiser: Name in `_compress.quantiser.QUANTISERS`.
+        quantiser: Name in `shade.gradient.QUANTISERS`.
         staleness: 0 or 1: steps by which an update may be late.
-        local_size: Ranks in each node, for dense sums inside nodes (`_comm.topology`); 1: every rank for
-            itself.
-        clip_norm: Largest norm of the merged gradient; None: any.
-        correction: What every rank makes of its own gradient first (`_compress.correction`), for `SparseSGD`
-            without momentum. `LocalAdamW` brings its own.
-        scaler: Of mixed precision; see `_engine.gradient_hooks`.
+        local_size: Ranks in each node, for dense sums inside nodes; 1: no sums inside nodes.
+        clip_norm: Largest norm of the merged gradient; None: no limit.
+        correction: Applied to every rank's own gradient (`shade.gradient.correction`), for `SparseSGD` without
+            momentum. `LocalAdamW` has its own.
+        scaler: For mixed precision; the script calls only ``scaler.scale(loss)``, the engine does the rest.
         group: The ranks that train together; None: all.
         timeout_seconds: Longest silence of a rank in an exchange.
-        bucket_bytes: What a bucket holds at most, unless one parameter is larger.
-        seed: Of what compressors draw; the same on every rank.
-        generation: Of the membership; see `Transport`.
-        check_every: Steps after which all ranks compare their weights; see `_engine.replica`.
+        bucket_bytes: The largest size of a bucket that holds more than one parameter.
+        seed: For the compressors' random choices; the same on every rank.
+        generation: Of the membership.
+        check_every: Steps between two comparisons of all ranks' weights.
 
     Raises:
-        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
+        ConfigError: An argument is out of range, or differs between ranks; raised on all ranks.
     """
 
     def __init__(
@@ -127,17 +126,18 @@ class GradientEngine:
             "quantiser": quantiser,
             "staleness, local_size, seed, check_every": [staleness, local_size, seed, check_every],
             "clip_norm, corrections": [clip_norm, *map(repr, corrections)],
-            "optimizer, scaler": [type(optimizer).__name__, ScaleKeeper(scaler).skips],
+            "optimizer, scaler": [type(optimizer).__name__, LossScale(scaler).skips],
         }
-        self._grouping: dict[str, Any] = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
-        world, looking = self._connect("gradients"), self._connect("looks")
-        self._enter(world)
-        route: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
-        self._lanes = make_bucket_states(route, self._buckets, compressor, quantiser, corrections)
-        self._wire(route, looking)
-        self._plan, self._scale = DensityPlan(warm_up, staleness), ScaleKeeper(scaler)
-        self._meter = Meter(world.rank, sum(lane.feedback.size for lane in self._lanes))
-        self._intake = GradientHooks(self._lanes, optimizer.param_groups, self._scale)
+        self._group_settings: dict[str, Any]
+        self._group_settings = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
+        world, check_transport = self._connect("gradients"), self._connect("looks")
+        self._synchronise(world)
+        topology: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
+        self._bucket_states = make_bucket_states(topology, self._buckets, compressor, quantiser, corrections)
+        self._attach(topology, check_transport)
+        self._plan, self._scale = DensityPlan(warm_up, staleness), LossScale(scaler)
+        self._meter = Meter(world.rank, sum(each.feedback.size for each in self._bucket_states))
+        self._gradient_hooks = GradientHooks(self._bucket_states, optimizer.param_groups, self._scale)
         self._is_closed = False
         self._proposal: Decision | None = None
         """For the step after the open one."""
@@ -145,11 +145,11 @@ class GradientEngine:
         self._late: GradientStep | None = None
         """The step whose result is still to be applied."""
         self._settled: GradientStep | None = None
-        """The step that ended last, one way or the other."""
+        """The last step that has ended, in success or failure."""
         self._applied = (-1, 0.0)
-        """The step that was applied last, and its norm."""
+        """The last applied step, and its norm."""
         self._stepped_at = time.perf_counter()
-        """When a step last began to be applied: what follows until the next is this rank's own work."""
+        """When the last step began to be applied; from then until the next step this rank works for itself."""
         self._open = self._begin(0)
         self._hook: Any = model.register_load_state_dict_post_hook(lambda *_: self._refresh())  # type: ignore[no-untyped-call]
 
@@ -162,35 +162,38 @@ class GradientEngine:
 
     @num_samples.setter
     def num_samples(self, value: int) -> None:
+        """Samples that this rank's gradient is the mean of; its weight. Set it before the backward pass."""
         if value < 0:
-            raise ConfigError.of("num_samples ≥ 0", value, "0 says that this rank has nothing to add")
+            raise ConfigError.of("num_samples ≥ 0", value, "0 gives this rank no weight")
         if not self._open.is_untouched:
             raise ConfigError.of("num_samples before the backward pass", "after it", "set it when the batch is drawn")
         self._num_samples = self._open.num_samples = value
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes inside add to ``p.grad`` and start nothing; the last one of a step goes outside.
+        """Returns a context whose backward passes only add to ``p.grad``; the last one of a step goes outside.
 
-        Their gradients are summed, as everywhere in PyTorch: divide the loss by the number of passes for a mean.
+        Their gradients are summed, as usual in PyTorch: divide the loss by the number of passes for a mean.
         """
-        return self._intake.accumulate()
+        return self._gradient_hooks.accumulate()
 
     def step(self) -> None:
-        """Ends this step's backward pass and applies what is due: this step's gradient, or the one before.
+        """Ends this step's backward pass and applies the due gradient: this step's, or the previous one's.
 
         Raises:
-            NonFiniteGradientError: NaN or infinity on some rank, without a scaler. The step never was.
-            PayloadError: Ranks are not in the same step, or a payload came damaged. What was chosen is kept.
-            PeerLostError: A rank is gone or silent. What was chosen is kept.
+            NonFiniteGradientError: A rank's gradient holds NaN or infinity, and there is no scaler. The step is
+                dropped.
+            PayloadError: Ranks are not in the same step, or a payload arrived damaged. The residuals keep what was
+                chosen.
+            PeerLostError: A rank is gone or silent. The residuals keep what was chosen.
             GradientError: A rank failed; see its log.
         """
         self._check_open()
         work = self._open
         work.costs.compute_seconds = time.perf_counter() - self._stepped_at
         self._stepped_at = time.perf_counter()
-        self._intake.seal(work)
+        self._gradient_hooks.seal(work)
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
-        self._optimizer._opt_called = True  # schedulers ask for a step, and the first late one applies nothing
+        self._optimizer._opt_called = True  # schedulers check for a step, and the first late one applies none
         try:
             if due is not None:
                 self._settle(due)
@@ -198,28 +201,28 @@ class GradientEngine:
             self._open = self._begin(work.step + 1)
 
     def finish(self) -> None:
-        """Brings everything up to date: the last gradient, weights that lag, buffers. Collective; fails as `step`."""
+        """Applies the last gradient, flushes lagging weights, averages buffers. Collective; raises as `step`."""
         self._check_between_steps()
         due, self._late = self._late, None
         if due is not None:
             self._settle(due)
         self._optimizer.flush()
-        unite_buffers(self._route.world, self._model)
+        average_buffers(self._topology.world, self._model)
 
-    # ── what a controller says and sees ─────────────────────────────────────────────────────────────────────────────
+    # ── decisions and reports ───────────────────────────────────────────────────────────────────────────────────────
 
     def propose(self, decision: Decision) -> None:
-        """Rank 0 decides for all: rides in the coming step's exchange, takes effect at one step on every rank.
+        """Proposes a density and batch sizes for all ranks; they take effect at the same step on every rank.
 
-        If that step's backward pass has begun, or the step fails, it rides in the next.
+        The proposal travels with the next step, or with a later one if that step has begun or fails.
 
         Args:
-            decision: Not before its ``effective_step``, and not before every rank can know of it.
+            decision: Takes effect at its ``effective_step``, or at the first later step that all ranks can reach.
 
         Raises:
-            ConfigError: On another rank, or one that cannot be.
+            ConfigError: This is not rank 0, or a value is out of range.
         """
-        check_decision(decision, self._route.world.rank, self._route.world.world_size)
+        check_decision(decision, self._topology.world.rank, self._topology.world.world_size)
         if self._open.is_untouched:
             self._open.proposal, self._proposal = decision, None
         else:
@@ -227,9 +230,9 @@ class GradientEngine:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples that this rank shall take in the coming step; None: nobody has decided."""
+        """The samples that rank 0 decided for this rank in the coming step; None: no decision."""
         decision = self._plan.at(self._open.step)
-        return decision.batch_sizes[self._route.world.rank] if decision and decision.batch_sizes else None
+        return decision.batch_sizes[self._topology.world.rank] if decision and decision.batch_sizes else None
 
     @property
     def density(self) -> float:
@@ -238,29 +241,29 @@ class GradientEngine:
 
     @property
     def step_count(self) -> int:
-        """Steps taken; with staleness 1 the last of them is applied by the next, or by `finish`."""
+        """Steps taken; with staleness 1 the last one is applied by the next, or by `finish`."""
         return self._open.step
 
     def report(self) -> StepReport | None:
-        """What the last step that ended cost this rank; None before the first."""
+        """Returns the cost of the last ended step on this rank; None before the first."""
         return self._meter.latest
 
     @property
     def counts(self) -> dict[str, float]:
-        """Totals of this process by name; `_engine.meter.COUNTS` says how to read each."""
+        """Totals of this process by name, the ``gradient_…`` counters of the metrics."""
         return dict(self._meter.totals)
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, what is still to be applied, the plan; between two steps. Weights are the model's."""
+        """Returns this rank's residuals, late gradient and plan, between two steps. The model holds the weights."""
         self._check_between_steps()
         if self._late is not None:
             self._late.wait(StepState.MERGED)
         self._pipeline.reclaim()
         proposal = self._proposal or self._open.proposal
         return {
-            **self._states.take(self._late),
+            **self._states.state_dict(self._late),
             "proposal": None if proposal is None else plain_decision(proposal),
             "step": self._open.step,
             "plan": self._plan.state_dict(),
@@ -268,7 +271,7 @@ class GradientEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict` of this rank. Of another rank's (a rank that joins) residuals are left out.
+        """Loads this rank's `state_dict`. From another rank's (a rank that joins) it takes all but the residuals.
 
         Args:
             state: Of an engine over the same model.
@@ -279,24 +282,24 @@ class GradientEngine:
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Goes on from the states of all ranks of a world that may have had another size.
+        """Loads the states of all ranks of a world that may have had another size.
 
-        A rank that there was before gets its own residuals. Those of ranks that are gone are added to those that are
-        left, in turns, so that nothing is lost; a rank that is new begins with none.
+        Each rank gets its own residuals. Those of missing ranks are added to the remaining ones, in turns, so that
+        nothing is lost; a new rank starts with none.
 
         Args:
-            states: Those of the ranks before, in any order; the same on every rank.
+            states: Of all previous ranks, in any order; the same on every rank.
 
         Raises:
             StateMismatchError: They do not fit; nothing was changed.
         """
         self._check_between_steps()
         if not states:
-            raise StateMismatchError.of("at least one state", "none", "give what state_dict() returned")
-        late = self._states.give(states)
-        self._plan.load_state_dict(states[0]["plan"], self._route.world.world_size)
+            raise StateMismatchError.of("at least one state", "none", "pass what state_dict() returned")
+        late = self._states.load_state_dicts(states)
+        self._plan.load_state_dict(states[0]["plan"], self._topology.world.world_size)
         self._scale.load_state_dict(states[0]["scaling"])
-        proposal = states[0]["proposal"] if self._route.world.rank == 0 else None
+        proposal = states[0]["proposal"] if self._topology.world.rank == 0 else None
         self._proposal = None if proposal is None else read_decision(proposal)
         self._open.abandon()
         self._late = late
@@ -304,12 +307,26 @@ class GradientEngine:
         self._refresh()
 
     def close(self) -> None:
-        """Ends the threads and the group; a step under way is dropped. Safe to call twice."""
+        """Ends the threads and frees the group; drops a step in progress. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
             self._hook.remove()
-            self._intake.close()
-            self._unwire()
+            self._gradient_hooks.close()
+            self._detach()
+
+    def __repr__(self) -> str:
+        world, num_parameters = self._topology.world, sum(bucket.size for bucket in self._buckets)
+        shown = [
+            f"{num_parameters:,} parameters in {len(self._buckets)} buckets",
+            f"{self._settings['compressor']} at density {self.density:g}",
+            f"quantiser {self._settings['quantiser']}",
+            f"staleness {self._staleness}",
+            f"rank {world.rank} of {world.world_size}",
+            f"step {self.step_count}",
+            f"{self._meter.totals['gradient_bytes_sent'] / 1e6:,.1f} MB sent",
+            *(["closed"] if self._is_closed else []),
+        ]
+        return f"<{type(self).__name__} of {', '.join(shown)}>"
 
     def __enter__(self) -> GradientEngine:
         return self
@@ -317,47 +334,47 @@ class GradientEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _connect(self, purpose: str) -> Transport:
-        """A group for one purpose. Collective."""
-        del purpose  # PyTorch tells groups apart by their order
-        return Transport(**self._grouping)
+        """Makes a group for one purpose. Collective."""
+        del purpose  # torch.distributed distinguishes groups by their order
+        return Transport(**self._group_settings)
 
-    def _enter(self, world: Transport) -> None:
-        """Makes this rank one of those in a group: the same model, settings and weights. Collective."""
-        check_alike(world, self._model, self._buckets, self._settings)
-        share_weights(world, self._model, self._buckets)
+    def _synchronise(self, world: Transport) -> None:
+        """Gives this rank the same model, settings and weights as the group. Collective."""
+        check_same_setup(world, self._model, self._buckets, self._settings)
+        broadcast_weights(world, self._model, self._buckets)
 
-    def _wire(self, route: Topology, looking: Transport) -> None:
-        """Takes up what knows who is in the group."""
-        self._route, self._looking = route, looking
-        self._watch = Consistency(looking, self._optimizer, self._buckets, every=self._check_every)
-        self._states = EngineState(route, self._lanes)
-        self._pipeline = GradientPipeline(route, self._lanes, self._seed, is_late=self._staleness == 1)
+    def _attach(self, topology: Topology, check_transport: Transport) -> None:
+        """Builds what depends on the members of the group."""
+        self._topology, self._check_transport = topology, check_transport
+        self._consistency = Consistency(check_transport, self._optimizer, self._buckets, every=self._check_every)
+        self._states = EngineState(topology, self._bucket_states)
+        self._pipeline = GradientPipeline(topology, self._bucket_states, self._seed, is_late=self._staleness == 1)
 
-    def _unwire(self) -> None:
-        """Lets go of it; a step under way is dropped."""
+    def _detach(self) -> None:
+        """Closes what depends on the members of the group; drops a step in progress."""
         self._open.abandon()
         self._pipeline.close()
-        self._route.close()
-        self._looking.close()
+        self._topology.close()
+        self._check_transport.close()
 
     def _begin(self, step: int) -> GradientStep:
-        sizes = [len(lane.bucket.parameters) for lane in self._lanes]
+        sizes = [len(each.bucket.parameters) for each in self._bucket_states]
         proposal, self._proposal = self._proposal, None
         work = GradientStep(step, sizes, self._plan.density(step), self._num_samples, self._late, proposal)
         self._pipeline.submit(work)
-        self._intake.work = work
+        self._gradient_hooks.work = work
         return work
 
     def _refresh(self) -> None:
-        """Takes weights from the parameters, where those are not views of ours and somebody has loaded them."""
-        for lane in self._lanes:
-            lane.bucket.refresh()
+        """Updates master weights after a loaded state changed the parameters."""
+        for bucket_state in self._bucket_states:
+            bucket_state.bucket.refresh()
 
     def _settle(self, work: GradientStep) -> None:
-        """Waits for a step's end and applies it, or says on all ranks why not."""
+        """Waits for a step's end and applies it, or raises its error on all ranks."""
         started = time.perf_counter()
         work.wait(StepState.MERGED)
         self._settled, self._stepped_at = work, time.perf_counter()
@@ -366,22 +383,23 @@ class GradientEngine:
         outcome = "steps" if work.error is None else "skipped_steps" if is_overflow else "failed_steps"
         self._meter.add(work, outcome)
         if work.error is not None and not is_overflow:
-            self._proposal = self._proposal or self._open.proposal or work.proposal  # the newest; told twice, no harm
+            # The newest proposal travels again; if the failed step has delivered it, that does no harm.
+            self._proposal = self._proposal or self._open.proposal or work.proposal
             raise work.error
         self._scale.stepped(work.error is None)
         if work.decision is not None:
             self._plan.adopt(work.decision, work.step)
         if work.error is None:
             self._apply(work)
-            self._watch.after_step(work.step + 1)
+            self._consistency.after_step(work.step + 1)
 
     def _apply(self, work: GradientStep) -> None:
-        """The sparse step, on the training thread: weights change nowhere else."""
-        self._optimizer.step()  # no parameter has a gradient: all it does is to call who asked to be told of steps
+        """Applies the sparse step, on the training thread: no other place changes weights."""
+        self._optimizer.step()  # without gradients it only runs the registered step hooks
         factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
-        for lane, merged in zip(self._lanes, work.merged, strict=False):
+        for bucket_state, merged in zip(self._bucket_states, work.merged, strict=False):
             scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
-            self._optimizer.apply(lane.bucket, scaled)
+            self._optimizer.apply(bucket_state.bucket, scaled)
         self._applied = work.step, work.norm
 
     def _check_open(self) -> None:
@@ -390,5 +408,5 @@ class GradientEngine:
 
     def _check_between_steps(self) -> None:
         self._check_open()
-        if not self._intake.is_empty:
+        if not self._gradient_hooks.is_empty:
             raise ConfigError.of("to be between two steps", "gradients of a step", "call engine.step() first")

@@ -1,15 +1,13 @@
-"""Takes gradients out of ``p.grad`` as the backward pass completes them, and lays them into the step that is open.
+"""Moves gradients from ``p.grad`` to the open step as the backward pass completes them.
 
-Taken without a copy: ``p.grad`` is None afterwards, and the next backward pass cannot write into what is still being
-sent. A parameter that takes part twice in a backward pass is one parameter, and is taken when both parts are added up.
+Gradients move without a copy: ``p.grad`` is None afterwards, so the next backward pass cannot overwrite a gradient
+that is still being sent. A parameter used twice in a backward pass is moved once, after its gradients are summed.
 
-Mixed precision: a step whose gradient overflowed on any rank is skipped on all, and all lower the scale together.
-
-``torch.amp.GradScaler`` looks for infinities in ``p.grad``, each rank in its own. Here gradients leave ``p.grad``
-during the backward pass, and every rank learns of every rank's overflow from the exchange. So the engine unscales
-while it gathers (by the scale of that backward pass), and does what ``scaler.update()`` would do through the scaler's
-public setters: back off after an overflow, grow after ``growth_interval`` good steps. The script keeps
-``scaler.scale(loss)`` and leaves out ``unscale_``, ``step`` and ``update``.
+Mixed precision: ``torch.amp.GradScaler`` looks for infinities in ``p.grad``, on each rank alone. Here gradients leave
+``p.grad`` early, and the exchange reports every rank's overflow to all. So the engine unscales while it gathers, by
+the scale of that backward pass, and `LossScale` does what ``scaler.update()`` would do, through the scaler's public
+setters: back off after an overflow, grow after ``growth_interval`` good steps. A step that overflows on any rank is
+skipped on all. The script keeps ``scaler.scale(loss)`` and omits ``unscale_``, ``step`` and ``update``.
 """
 
 from __future__ import annotations
@@ -27,40 +25,34 @@ from shade.gradient._engine.bucket_state import BucketState
 
 
 class GradientHooks:
-    """The hooks on all parameters of an engine, until `close`.
-
-    Args:
-        lanes: The buckets.
-        param_groups: Of the optimizer, with parameters that are frozen.
-        scale: What gradients have to be multiplied with.
-    """
+    """The hooks on all parameters of an engine, until `close`; ``param_groups`` includes frozen parameters."""
 
     def __init__(
-        self, lanes: Sequence[BucketState], param_groups: Sequence[Mapping[str, Any]], scale: ScaleKeeper
+        self, bucket_states: Sequence[BucketState], param_groups: Sequence[Mapping[str, Any]], scale: LossScale
     ) -> None:
-        self._lanes, self._scale = lanes, scale
+        self._bucket_states, self._scale = bucket_states, scale
         self._places = {
             parameter: (number, position)
-            for number, lane in enumerate(lanes)
-            for position, parameter in enumerate(lane.bucket.parameters)
+            for number, bucket_state in enumerate(bucket_states)
+            for position, parameter in enumerate(bucket_state.bucket.parameters)
         }
         trained = [each for entry in param_groups for each in entry["params"]]
         self._frozen = [each for each in trained if each not in self._places]
         self._is_accumulating = False
         self.work: GradientStep | None = None
-        """The step that is open."""
+        """The open step."""
         take: Any = self._take
         self._hooks: list[Any] = [each.register_post_accumulate_grad_hook(take) for each in self._places]  # type: ignore[no-untyped-call]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the open step has no gradient yet, taken or to be taken."""
+        """Whether the open step has no gradient yet, neither moved nor in ``p.grad``."""
         is_untouched = self.work is None or self.work.is_untouched
         return is_untouched and all(parameter.grad is None for parameter in self._places)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Leaves gradients where they are meanwhile; they add up there."""
+        """Leaves gradients in ``p.grad`` inside the context, where they add up."""
         before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
@@ -68,13 +60,8 @@ class GradientHooks:
             self._is_accumulating = before
 
     def seal(self, work: GradientStep) -> None:
-        """Ends a step's backward pass: what has come no gradient yet comes without one.
-
-        Args:
-            work: The step.
-
-        Raises:
-            ConfigError: A parameter that was frozen has a gradient.
+        """Ends a step's backward pass: a missing gradient counts as zero, one of a frozen parameter raises
+        `ConfigError`.
         """
         if any(parameter.grad is not None for parameter in self._frozen):
             raise ConfigError.of("frozen parameters to stay frozen", "a gradient", "make a new engine to train them")
@@ -84,18 +71,18 @@ class GradientHooks:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Takes the hooks off. Safe to call twice."""
+        """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
 
     def _take(self, parameter: Tensor) -> None:
-        """Hook: a parameter's gradient is complete."""
+        """Hook: moves a complete gradient to the open step."""
         if self._is_accumulating or self.work is None:
             return
         number, position = self._places[parameter]  # type: ignore[index]
         work = self.work
         if work.has(number, position):
-            name = self._lanes[number].bucket.names[position]
+            name = self._bucket_states[number].bucket.names[position]
             cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
             raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
         if work.is_untouched:
@@ -104,12 +91,8 @@ class GradientHooks:
         work.put(number, position, gradient)
 
 
-class ScaleKeeper:
-    """Keeps the scale of a scaler; without a scaler, or with one that is disabled, a scale of 1.
-
-    Args:
-        scaler: The script's.
-    """
+class LossScale:
+    """The scale of the script's GradScaler; 1 without one, or with a disabled one."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -118,20 +101,16 @@ class ScaleKeeper:
 
     @property
     def skips(self) -> bool:
-        """Whether an overflow is a step to be skipped, and not an error."""
+        """Whether an overflow skips the step instead of raising an error."""
         return self._scaler is not None
 
     @property
     def unscale(self) -> float:
-        """What gradients have to be multiplied with."""
+        """The factor for gradients."""
         return 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
 
     def stepped(self, is_good: bool) -> None:
-        """Follows one step.
-
-        Args:
-            is_good: Whether it was finite on every rank.
-        """
+        """Adapts the scale after one step that was finite on every rank, or was not."""
         if self._scaler is None:
             return
         self.num_good_steps = self.num_good_steps + 1 if is_good else 0
@@ -142,20 +121,20 @@ class ScaleKeeper:
             self._scaler.update(scale * self._scaler.get_growth_factor())
             self.num_good_steps = 0
 
-    def standing(self) -> dict[str, Any]:
-        """All that a rank which joins has to take over: `state_dict`, and the scale."""
+    def status(self) -> dict[str, Any]:
+        """Returns what a joining rank takes over: `state_dict` and the scale."""
         return {**self.state_dict(), "scale": None if self._scaler is None else self._scaler.get_scale()}
 
-    def take(self, standing: Mapping[str, Any]) -> None:
-        """Takes over another rank's `standing`."""
-        self.load_state_dict(standing)
-        if self._scaler is not None and standing["scale"] is not None:
-            self._scaler.update(standing["scale"])
+    def load_status(self, status: Mapping[str, Any]) -> None:
+        """Takes over another rank's `status`."""
+        self.load_state_dict(status)
+        if self._scaler is not None and status["scale"] is not None:
+            self._scaler.update(status["scale"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the scaler itself does not save for us."""
+        """Returns what the scaler's own state does not hold."""
         return {"num_good_steps": self.num_good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict` back."""
+        """Loads a `state_dict`."""
         self.num_good_steps = int(state["num_good_steps"])

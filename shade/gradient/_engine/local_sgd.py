@@ -1,4 +1,4 @@
-"""Infrequent synchronisation, for links so slow that even a hundredth of every step is too much.
+"""Synchronises every H steps, for links that are too slow even for a hundredth of every step.
 
 ::
 
@@ -10,15 +10,15 @@
             optimizer.zero_grad()
             outer.step()                                       # every 100th synchronises
 
-Each rank takes H steps of its own from common weights, the *anchor*. How far it came, anchor - weights, is then treated
-as a gradient: averaged over the ranks by samples, and applied to the anchor by an outer optimizer. With rate 1 and no
-momentum that is the mean of all ranks' weights (`LocalSGD`); with Nesterov's momentum it is DiLoCo, which holds its
-quality up to hundreds of inner steps. What is averaged goes the same way as a gradient: it can be sparse, with error
+Each rank takes H steps of its own from common weights, the *anchor*. The distance, anchor - weights, is treated as a
+gradient: averaged over the ranks by samples, and applied to the anchor by an outer optimizer. With rate 1 and no
+momentum that is the mean of all ranks' weights (`LocalSGD`); with Nesterov's momentum it is DiLoCo, which keeps its
+quality up to hundreds of inner steps. The distance is exchanged as a gradient is: it can be sparse, with error
 feedback; it is checked, merged in rank order, and applied on all ranks or on none.
 
-The price: two more copies of the weights on the host (anchor and momentum), one more for error feedback. Sent whole,
-an element is 5 bytes. Between synchronisations ranks differ: evaluate and save after one (`synchronise` makes one).
-Buffers are brought together at every synchronisation.
+Cost: two more copies of the weights on the host (anchor and momentum), one more for error feedback. Sent whole, an
+element is 5 bytes. Ranks differ between synchronisations: evaluate and save after one (call `synchronise`). Each
+synchronisation also averages the buffers.
 
 Invariant: after a synchronisation all ranks hold the same weights, bit for bit.
 
@@ -44,27 +44,27 @@ from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
-from shade.gradient._engine.replica import check_alike, share_weights, unite_buffers
+from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_same_setup
 
 
 class DiLoCo:
-    """Averages how far the ranks came in H steps, and steps the common weights that way. Collective to make.
+    """Averages the ranks' distances after H steps, and steps the common weights. The constructor is collective.
 
     Args:
-        model: Any module; rank 0's parameters and buffers are given to all ranks. Trainable ones are synchronised.
+        model: Any module; all ranks start with rank 0's parameters and buffers. Trainable ones are synchronised.
         every: H, inner steps between two synchronisations, ≥ 1.
         lr: Rate of the outer step, > 0.
         momentum: Nesterov's, of the outer step, 0 ≤ momentum < 1.
-        density: Kept fraction of what is averaged; 1: all.
-        compressor: Name in `_compress.compressor.COMPRESSORS`.
-        quantiser: Name in `_compress.quantiser.QUANTISERS`.
+        density: Kept fraction of the distance; 1: all.
+        compressor: Name in `shade.gradient.COMPRESSORS`.
+        quantiser: Name in `shade.gradient.QUANTISERS`.
         group: The ranks that train together; None: all.
-        timeout_seconds: Longest silence of a rank: longer than H steps of the slowest differ from those of the fastest.
-        bucket_bytes: What a bucket holds at most.
-        seed: Of what compressors draw; the same on every rank.
+        timeout_seconds: Longest silence of a rank; must exceed the difference of two ranks' times for H steps.
+        bucket_bytes: The largest size of a bucket that holds more than one parameter.
+        seed: For the compressors' random choices; the same on every rank.
 
     Raises:
-        ConfigError: Something of this cannot be, or differs between ranks; on all ranks.
+        ConfigError: An argument is out of range, or differs between ranks; raised on all ranks.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DiLoCo:
             if not is_right:
                 raise ConfigError.of(expected, got, "every=100, lr=0.7, momentum=0.9, density=1 are usual")
         self.num_samples = 1
-        """Weight of this rank's part: samples since the last synchronisation."""
+        """Weight of this rank: samples since the last synchronisation."""
         self.step_count = 0
         """Inner steps."""
         self._model, self._every, self._lr, self._momentum = model, every, lr, momentum
@@ -100,19 +100,20 @@ class DiLoCo:
         buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
         world = Transport(group, timeout_seconds=timeout_seconds)
         settings = {"every, lr, momentum": [every, lr, momentum], "density": density, "seed": seed}
-        check_alike(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
-        share_weights(world, model, buckets)
-        self._route = FlatTopology(world)
-        self._lanes = make_bucket_states(self._route, buckets, compressor, quantiser)
-        self._trade = SparseAllReduce(
-            self._route, [each.size for each in buckets], [lane.coder for lane in self._lanes]
+        check_same_setup(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
+        broadcast_weights(world, model, buckets)
+        self._topology = FlatTopology(world)
+        self._bucket_states = make_bucket_states(self._topology, buckets, compressor, quantiser)
+        self._all_reduce = SparseAllReduce(
+            self._topology, [each.size for each in buckets], [each.quantiser for each in self._bucket_states]
         )
-        self._states = EngineState(self._route, self._lanes)
+        self._states = EngineState(self._topology, self._bucket_states)
         self._anchors: list[Tensor] = [bucket.weights_D.clone() for bucket in buckets]
         self._velocities: list[Tensor] = [torch.zeros_like(anchor_D) for anchor_D in self._anchors]
 
     def step(self) -> bool:
-        """After each inner optimizer step, on every rank.
+        """Counts an inner step, and synchronises after every H of them. Call it after each optimizer step, on every
+        rank.
 
         Returns:
             Whether it synchronised.
@@ -130,32 +131,34 @@ class DiLoCo:
         """Makes all ranks' weights the same, now. Collective.
 
         Raises:
-            NonFiniteGradientError: Some rank's weights hold NaN or infinity. All ranks keep their own.
-            PayloadError: Ranks are not in the same step, or a payload came damaged. All ranks keep their own.
+            NonFiniteGradientError: A rank's weights hold NaN or infinity. All ranks keep their own.
+            PayloadError: Ranks are not in the same step, or a payload arrived damaged. All ranks keep their own.
             PeerLostError: A rank is gone or silent.
         """
         merged = self._average()
-        for lane, anchor_D, velocity_D, each in zip(self._lanes, self._anchors, self._velocities, merged, strict=True):
+        for bucket_state, anchor_D, velocity_D, each in zip(
+            self._bucket_states, self._anchors, self._velocities, merged, strict=True
+        ):
             distance_D = torch.from_numpy(each.dense())
             if self._momentum:
                 velocity_D.mul_(self._momentum).add_(distance_D)
                 distance_D.add_(velocity_D, alpha=self._momentum)
             anchor_D.sub_(distance_D, alpha=self._lr)
-            lane.bucket.weights_D.copy_(anchor_D)
-            lane.bucket.publish()
-        unite_buffers(self._route.world, self._model)
+            bucket_state.bucket.weights_D.copy_(anchor_D)
+            bucket_state.bucket.publish()
+        average_buffers(self._topology.world, self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchor, momentum and residuals; the inner optimizer and the weights are saved by themselves."""
+        """Returns anchor, momentum and residuals; save the inner optimizer and the weights separately."""
         return {
-            **self._states.take(None),
+            **self._states.state_dict(None),
             "step": self.step_count,
             "anchors": list(self._anchors),
             "velocities": list(self._velocities),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict` of this rank; load the model's and the inner optimizer's, too.
+        """Loads this rank's `state_dict`; load the model and the inner optimizer separately.
 
         Args:
             state: Of the same model.
@@ -168,7 +171,7 @@ class DiLoCo:
             got = [torch.as_tensor(each).numel() for each in state[name]]
             if got != sizes:
                 raise StateMismatchError.of(f"{name} of {sizes} elements", got, "build the model as it was")
-        self._states.give([state])
+        self._states.load_state_dicts([state])
         self.step_count = int(state["step"])
         for mine, theirs in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
             for own_D, loaded_D in zip(mine, theirs, strict=True):
@@ -176,7 +179,7 @@ class DiLoCo:
 
     def close(self) -> None:
         """Frees the group. Safe to call twice."""
-        self._route.close()
+        self._topology.close()
 
     def __enter__(self) -> DiLoCo:
         return self
@@ -185,35 +188,37 @@ class DiLoCo:
         self.close()
 
     def _average(self) -> list[Sparse]:
-        """How far all ranks came, on the mean; or an error on all ranks, and the residuals as they were."""
-        numbers = list(range(len(self._lanes)))
+        """Returns the mean distance of all ranks; on an error, raised on all ranks, reverts the residuals."""
+        numbers = list(range(len(self._bucket_states)))
         work = GradientStep(self.step_count, [], self._density, self.num_samples)
-        for number, (lane, anchor_D) in enumerate(zip(self._lanes, self._anchors, strict=True)):
-            lane.bucket.refresh()
+        for number, (bucket_state, anchor_D) in enumerate(zip(self._bucket_states, self._anchors, strict=True)):
+            bucket_state.bucket.refresh()
             try:
-                density = 1.0 if lane.bucket.is_dense else self._density
+                density = 1.0 if bucket_state.bucket.is_dense else self._density
                 key = Key(self._seed, self.step_count, number)
-                work.chosen[number] = lane.feedback.compress(anchor_D - lane.bucket.weights_D, density, key)
-                work.payloads[number] = self._trade.pack(work, number, work.chosen[number])
-            except Exception as error:  # noqa: BLE001 - told to all by the counts
+                work.chosen[number] = bucket_state.feedback.compress(
+                    anchor_D - bucket_state.bucket.weights_D, density, key
+                )
+                work.payloads[number] = self._all_reduce.pack(work, number, work.chosen[number])
+            except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
                 work.trouble.append(error)
         try:
-            weights_P, lengths = self._trade.count(work, numbers)
-            merged = self._trade.bring(work, numbers, weights_P, lengths)
-            self._trade.vote(work, 0.0)
+            weights_P, lengths = self._all_reduce.count(work, numbers)
+            merged = self._all_reduce.exchange(work, numbers, weights_P, lengths)
+            self._all_reduce.vote(work, 0.0)
         except Exception as error:
             own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
             for number in work.chosen:
-                self._lanes[number].feedback.undo()
+                self._bucket_states[number].feedback.undo()
             raise error from (own or error.__cause__)
         return merged
 
 
 class LocalSGD(DiLoCo):
-    """The mean of all ranks' weights, every H steps.
+    """Averages all ranks' weights every H steps.
 
     Args:
-        model: As of `DiLoCo`.
+        model: As in `DiLoCo`.
         every: H.
         **settings: The others of `DiLoCo`, without ``lr`` and ``momentum``.
     """

@@ -1,9 +1,10 @@
-"""What the gradient plane counted: totals of the run for a sink, and the last step's report for the controller."""
+"""Counts what the engine does: totals of the run for a sink, and the last step's report for the controller."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -18,26 +19,21 @@ COUNTS: dict[str, str] = {
     "gradient_bytes_sent": "bytes this rank sent over its link, payloads of others that a ring passes on included",
     "gradient_bytes_received": "bytes this rank received over its link",
     "gradient_chosen": "elements this rank sent",
-    "gradient_elements": "elements its gradients had; chosen / elements is the density that came to be",
-    "gradient_compute_seconds": "a step without waiting: applying, forward, backward, and what else the script does",
+    "gradient_elements": "elements of its gradients; chosen / elements is the real density",
+    "gradient_compute_seconds": "a step without waiting: applying, forward, backward, and all else the script does",
     "gradient_compress_seconds": "time for choosing, coding, decoding and merging, hidden behind the compute or not",
     "gradient_exchange_seconds": "time in collectives, waiting for slower ranks included, hidden or not",
     "gradient_wait_seconds": "time the training thread stood still for an exchange; near 0: the link is hidden",
-    "gradient_generations": "times the group has formed anew, because a rank was lost, came or left",
-    "gradient_lost_ranks": "ranks that were lost; what they had kept back is lost with them",
-    "gradient_caught_up_steps": "steps this rank applied late, as a rank was lost in the middle of the vote on them",
-    "gradient_repaired_buckets": "buckets that differed after the group had formed anew; more than 0: look at the log",
+    "gradient_generations": "times the group has formed anew, because a rank was lost, joined or left",
+    "gradient_lost_ranks": "ranks that were lost, and their residuals with them",
+    "gradient_caught_up_steps": "steps this rank applied late, because a rank was lost during their vote",
+    "gradient_repaired_buckets": "buckets that differed after the group had formed anew; above 0: see the log",
 }
 """Every counter, and how to read it; for `shade.telemetry.prometheus_text`."""
 
 
 class Meter:
-    """Adds up steps.
-
-    Args:
-        rank: This rank.
-        num_elements: Of all that this rank compresses in a step.
-    """
+    """Adds up the steps of one rank; ``num_elements`` is what it compresses in a step."""
 
     def __init__(self, rank: int, num_elements: int) -> None:
         self.rank, self._num_elements = rank, num_elements
@@ -45,50 +41,26 @@ class Meter:
         self.latest: StepReport | None = None
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Adds to one total.
-
-        Args:
-            name: One of `COUNTS`, without its beginning.
-            amount: How much.
-        """
+        """Adds to one total; ``name`` is one of `COUNTS` without its prefix."""
         self.totals[f"gradient_{name}"] += amount
 
     def add(self, work: GradientStep, outcome: str) -> None:
-        """Takes in a step that has ended.
-
-        Args:
-            work: The step.
-            outcome: ``steps``, ``skipped_steps`` or ``failed_steps``.
-        """
-        costs = work.costs
+        """Adds a step that has ended; ``outcome`` is ``steps``, ``skipped_steps`` or ``failed_steps``."""
+        costs = asdict(work.costs)
+        num_chosen = costs.pop("num_chosen")
         self.latest = StepReport(
             step=work.step,
             rank=self.rank,
             num_samples=work.num_samples,
-            compute_seconds=costs.compute_seconds,
-            compress_seconds=costs.compress_seconds,
-            exchange_seconds=costs.exchange_seconds,
-            wait_seconds=costs.wait_seconds,
-            bytes_sent=costs.bytes_sent,
-            bytes_received=costs.bytes_received,
-            density=costs.num_chosen / max(1, self._num_elements),
+            density=num_chosen / max(1, self._num_elements),
             gradient_norm=work.norm,
+            **costs,
         )
-        amounts = {
-            outcome: 1,
-            "bytes_sent": costs.bytes_sent,
-            "bytes_received": costs.bytes_received,
-            "chosen": costs.num_chosen,
-            "elements": self._num_elements,
-            "compute_seconds": costs.compute_seconds,
-            "compress_seconds": costs.compress_seconds,
-            "exchange_seconds": costs.exchange_seconds,
-            "wait_seconds": costs.wait_seconds,
-        }
+        amounts = {outcome: 1, "chosen": num_chosen, "elements": self._num_elements, **costs}
         for name, amount in amounts.items():
             self.count(name, amount)
 
 
 def norm_of(merged: Sequence[Sparse]) -> float:
-    """The norm of a merged gradient over all buckets; the same bits on every rank."""
+    """Returns the norm of a merged gradient over all buckets."""
     return math.sqrt(sum(float(np.dot(each.values_K, each.values_K.astype(np.float64))) for each in merged))

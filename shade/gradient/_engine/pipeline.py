@@ -1,22 +1,21 @@
-"""Two threads that carry a step's gradient from the backward pass to the merged result, bucket by bucket.
+"""Carries a step's gradient from the backward pass to the merged result, bucket by bucket, in two threads.
 
 ::
 
     backward (training thread)   hooks hand over gradients; no copy, no wait
-    compress (thread 1)          device → host, widen, sum over the node, choose, code; or choose there, and what is
-                                 chosen → host
+    compress (thread 1)          device → host, widen, sum over the node, pick, encode; or pick on the device, and
+                                 copy what was picked
     exchange (thread 2)          counts, payloads, merge, vote                       → `StepState.MERGED`
     apply    (training thread)   sparse step, host → device, at one fixed point
 
-Every stage takes the buckets in one order that is fixed beforehand, whatever order the backward pass fills them in,
-so that ranks never wait crosswise and two runs do the same. Without staleness it is the order in which the backward
-pass usually fills them, back layers first, and each bucket has its own round of counts, so that its exchange overlaps
-with the rest of the backward pass. With staleness 1 one round of counts serves all buckets, and front layers go
-first.
+Every stage takes the buckets in one fixed order, whatever order the backward pass fills them in, so that ranks never
+wait crosswise and two runs do the same. Without staleness it is the order in which the backward pass usually fills
+them, back layers first, and each bucket has its own round of counts, so that its exchange overlaps with the rest of
+the backward pass. With staleness 1 one round of counts serves all buckets, front layers first.
 
-Nothing is applied before the whole step is known to be good, and a residual keeps its old content until then. That is
-what makes "on all ranks or on none" true: of a step that fails its gradient is forgotten (NaN), or what was chosen goes
-back into the residuals (a lost peer, a damaged payload).
+Nothing is applied before the whole step succeeds, and a residual's old content stays until then. So a step happens on
+all ranks or on none: a failed step's gradient is dropped (NaN), or its chosen elements go back into the residuals (a
+lost peer, a damaged payload).
 
 Legend: D bucket · B buckets.
 """
@@ -31,7 +30,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from shade.errors import NonFiniteGradientError, PeerLostError
@@ -48,48 +46,42 @@ _JOIN_SECONDS = 5.0
 
 
 class GradientPipeline:
-    """The two threads, which end when this is closed or collected.
+    """The two threads, which end when this object is closed or collected; ``is_late`` means staleness 1."""
 
-    Args:
-        route: Which way gradients take.
-        lanes: The buckets, front layers first.
-        seed: Of what compressors draw; the same on every rank.
-        is_late: Whether a step's result is waited for only in the next step.
-    """
-
-    def __init__(self, route: Topology, lanes: Sequence[BucketState], seed: int, is_late: bool) -> None:
-        self._stages = _Stages(route, tuple(lanes), seed, is_late)
-        self.undelivered = self._stages.undelivered
+    def __init__(self, topology: Topology, bucket_states: Sequence[BucketState], seed: int, is_late: bool) -> None:
+        self._stages = _Stages(topology, tuple(bucket_states), seed, is_late)
         weakref.finalize(self, self._stages.stop).atexit = False
 
     def submit(self, work: GradientStep) -> None:
-        """Takes a step that is about to begin; steps are worked off in this order."""
+        """Queues a step that is about to begin; steps are processed in this order."""
         self._stages.inbox.put(work)
 
     def reclaim(self) -> None:
-        """Puts what never arrived back into the residuals. While nothing is under way."""
+        """Puts undelivered elements back into the residuals. No step may be in progress."""
         self._stages.reclaim()
 
     def close(self) -> None:
-        """Ends the threads. What is under way gets 5 seconds; safe to call twice."""
+        """Ends the threads; a step in progress gets 5 seconds. Safe to call twice."""
         self._stages.stop()
         self._stages.join(_JOIN_SECONDS)
 
 
 class _Stages:
-    """The threads' side; does not know the pipeline, so that one can be collected."""
+    """The threads' side; it does not refer to the pipeline, so that the pipeline can be collected."""
 
-    def __init__(self, route: Topology, lanes: tuple[BucketState, ...], seed: int, is_late: bool) -> None:
+    def __init__(self, topology: Topology, bucket_states: tuple[BucketState, ...], seed: int, is_late: bool) -> None:
         self.inbox: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
-        self.undelivered = Undelivered()
-        self._route, self._lanes, self._seed = route, lanes, seed
-        self._trade = SparseAllReduce(route, [lane.bucket.size for lane in lanes], [lane.coder for lane in lanes])
-        everything = range(len(lanes))
+        self._undelivered = Undelivered()
+        self._topology, self._bucket_states, self._seed = topology, bucket_states, seed
+        self._all_reduce = SparseAllReduce(
+            topology, [each.bucket.size for each in bucket_states], [each.quantiser for each in bucket_states]
+        )
+        everything = range(len(bucket_states))
         self._compress_order = tuple(reversed(everything))
         self._rounds = (tuple(everything),) if is_late else tuple((number,) for number in reversed(everything))
         self._packed: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
-        is_pinned = any(lane.bucket.device.type == "cuda" for lane in lanes)
-        largest = max(lane.bucket.size for lane in lanes)
+        is_pinned = any(each.bucket.device.type == "cuda" for each in bucket_states)
+        largest = max(each.bucket.size for each in bucket_states)
         self._gradient_D = torch.empty(largest, dtype=torch.float32, pin_memory=is_pinned)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads = [
@@ -107,24 +99,25 @@ class _Stages:
             thread.join(timeout_seconds)
 
     def reclaim(self) -> None:
-        for number, sparse in self.undelivered.take():
-            lane = self._lanes[number]
-            with self._on_stream(lane.bucket.device):
-                lane.feedback.absorb(sparse)
+        for number, sparse in self._undelivered.take():
+            bucket_state = self._bucket_states[number]
+            with self._on_stream(bucket_state.bucket.device):
+                bucket_state.feedback.absorb(sparse)
 
     # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_compress(self) -> None:
-        with contextlib.suppress(Exception):  # what is wrong with it is said in the first step, on all ranks
-            prepare()  # compiles, while the first forward pass runs
+        with contextlib.suppress(Exception):  # the first step reports the error, on all ranks
+            prepare()  # compiles during the first forward pass
         while (work := self.inbox.get()) is not None:
+            # Thread 2 gets the step first: it sends bucket by bucket, before all are packed.
             self._packed.put(work)
             if work.before is not None:
-                work.before.wait(StepState.AGREED)  # until then its residuals may have to be undone
+                work.before.wait(StepState.AGREED)  # its residuals may be reverted until then
                 work.before = None
             try:
                 self._compress(work)
-            except Exception as error:  # noqa: BLE001 - every rank is told by the next counts
+            except Exception as error:  # noqa: BLE001 - the next counts report it to all ranks
                 work.trouble.append(error)
             work.advance(StepState.PACKED)
             for event in work.packed:
@@ -139,41 +132,40 @@ class _Stages:
                 return
             if place == 0:
                 self.reclaim()
-                share, weight = self._route.begin(work.num_samples)
+                share, weight = self._topology.begin(work.num_samples)
             started = time.perf_counter()
-            bucket = self._lanes[number].bucket
+            bucket = self._bucket_states[number].bucket
             with self._on_stream(bucket.device):
                 gradient_D = self._gather(work, number, share * work.scale)
                 if gradient_D.device.type == "cpu":
-                    gradient_D = self._route.reduce(gradient_D)
+                    gradient_D = self._topology.reduce(gradient_D)
                 if weight and not work.trouble:
                     density = 1.0 if bucket.is_dense else work.density
                     self._choose(work, number, gradient_D, density)
             if not weight and not work.trouble:
-                size = self._lanes[number].feedback.size
-                nothing = Sparse(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.float32), size)
-                work.payloads[number] = self._trade.pack(work, number, nothing)
+                nothing = Sparse.empty(self._bucket_states[number].feedback.size)
+                work.payloads[number] = self._all_reduce.pack(work, number, nothing)
             work.costs.compress_seconds += time.perf_counter() - started
             work.packed[number].set()
 
     def _choose(self, work: GradientStep, number: int, gradient_D: torch.Tensor, density: float) -> None:
-        """Chooses and codes; what goes wrong is kept for the counts, so that all ranks hear of it."""
-        feedback = self._lanes[number].feedback
+        """Picks and encodes; records an error for the counts, which report it to all ranks."""
+        feedback = self._bucket_states[number].feedback
         try:
             chosen = feedback.compress(gradient_D, density, Key(self._seed, work.step, number))
             work.chosen[number] = chosen
-            work.payloads[number] = self._trade.pack(work, number, chosen)
+            work.payloads[number] = self._all_reduce.pack(work, number, chosen)
             work.costs.num_chosen += chosen.count
         except Exception as error:  # noqa: BLE001 - see above
             work.trouble.append(error)
 
     def _gather(self, work: GradientStep, number: int, scale: float) -> torch.Tensor:
-        """The bucket's gradient, where it is chosen from: on the host, or where it is; its tensors are given up."""
-        lane, gradients, computed = self._lanes[number], work.gradients[number], work.copied[number]
-        bucket, host_D = lane.bucket, self._gradient_D[: lane.bucket.size]
+        """Returns the bucket's gradient where it is picked, on the host or its device, and frees its tensors."""
+        bucket_state, gradients, computed = self._bucket_states[number], work.gradients[number], work.copied[number]
+        bucket, host_D = bucket_state.bucket, self._gradient_D[: bucket_state.bucket.size]
         if computed is not None:
             torch.cuda.current_stream(bucket.device).wait_event(computed)
-        if isinstance(lane.feedback, DeviceErrorFeedback):
+        if isinstance(bucket_state.feedback, DeviceErrorFeedback):
             gradient_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
             bucket.gather(gradients, gradient_D, scale)
         elif bucket.device.type == "cuda":
@@ -188,7 +180,7 @@ class _Stages:
         return gradient_D
 
     def _on_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """A stream of our own, beside the one that the model computes on."""
+        """Uses a stream of our own, beside the one that the model computes on."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if device not in self._streams:
@@ -199,12 +191,12 @@ class _Stages:
 
     def _run_exchange(self) -> None:
         while (work := self._packed.get()) is not None:
-            link = self._route.link
+            link = self._topology.link
             before = (link.seconds, link.bytes_sent, link.bytes_received)
             failure: Exception | None = None
             try:
                 self._exchange(work)
-            except Exception as error:  # noqa: BLE001 - raised by the training thread
+            except Exception as error:  # noqa: BLE001 - the training thread raises it
                 self._restore_residuals(work, error)
                 failure = error
             work.costs.exchange_seconds = link.seconds - before[0]
@@ -224,18 +216,19 @@ class _Stages:
                 work.wait(StepState.PACKED)
             if work.state is StepState.ABANDONED:
                 return
-            weights_P, lengths = self._trade.count(work, numbers)
+            weights_P, lengths = self._all_reduce.count(work, numbers)
             if numbers is self._rounds[-1]:
                 work.advance(StepState.AGREED)
             if sum(weights_P) > 0:
-                merged.update(zip(numbers, self._trade.bring(work, numbers, weights_P, lengths), strict=True))
+                merged.update(zip(numbers, self._all_reduce.exchange(work, numbers, weights_P, lengths), strict=True))
         everything = [merged[number] for number in sorted(merged)]
+        # If the vote loses a rank, others may have applied the step: an elastic engine then needs the result.
         work.unvoted = None if work.damage else everything
-        work.norm = self._trade.vote(work, norm_of(everything))
+        work.norm = self._all_reduce.vote(work, norm_of(everything))
         work.merged, work.unvoted = everything, None
 
     def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
-        """Of a failed step: undoes its residuals, or keeps what was picked to be added to them again."""
+        """After a failed step, reverts the residuals, or keeps its chosen elements to be put back."""
         own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
         if own is not None and work.state < StepState.AGREED:
             error.__cause__ = own
@@ -244,6 +237,6 @@ class _Stages:
             work.unvoted = None
         if isinstance(error, NonFiniteGradientError):
             for number in work.chosen:
-                self._lanes[number].feedback.undo()
+                self._bucket_states[number].feedback.undo()
         else:
-            self.undelivered.put(work)
+            self._undelivered.put(work)

@@ -1,4 +1,4 @@
-"""What DDP's buckets keep back, by parameter. What ranks do together is in tests/integration."""
+"""Residuals follow parameters through DDP's buckets. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def model() -> nn.Sequential:
 
 
 def test_what_is_kept_moves_with_its_parameters(model: nn.Sequential) -> None:
-    keeper, first = ResidualStore(model, make), list(model[0].parameters())
+    store, first = ResidualStore(model, make), list(model[0].parameters())
     generator = np.random.default_rng(0)
-    keeper.of(first).compress(generator.standard_normal(144).astype(np.float32), 0.1, Key(0, 0, 0))
-    before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in keeper.state_dict().items()}
+    store.of(first).compress(generator.standard_normal(144).astype(np.float32), 0.1, Key(0, 0, 0))
+    before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in store.state_dict().items()}
     assert set(before) == {"0.weight", "0.bias"}
     assert set(before["0.bias"]) == {"residual", "velocity"}
-    moved = keeper.of([model[1].bias, model[0].bias])
+    moved = store.of([model[1].bias, model[0].bias])
     assert moved.residual_D[:4].tolist() == [0.0] * 4
     assert torch.equal(torch.from_numpy(moved.residual_D[4:].copy()), before["0.bias"]["residual"])
-    assert keeper.of([model[1].bias, model[0].bias]) is moved
-    after = keeper.state_dict()
+    assert store.of([model[1].bias, model[0].bias]) is moved
+    after = store.state_dict()
     for name, kept in before.items():
         assert all(torch.equal(each, after[name][kind]) for kind, each in kept.items())
 
 
 def test_a_state_fits_its_model_or_is_refused(model: nn.Sequential) -> None:
-    keeper = ResidualStore(model, make)
-    keeper.load_state_dict({"1.bias": {"residual": torch.arange(4.0)}})
-    with pytest.raises(StateMismatchError, match=r"'0\.bias': 16 elements"):
-        keeper.load_state_dict({"0.bias": {"residual": torch.zeros(3)}})
+    store = ResidualStore(model, make)
+    store.load_state_dict({"1.bias": {"residual": torch.arange(4.0)}})
+    with pytest.raises(StateMismatchError, match=r"'0\.bias' with 16 elements"):
+        store.load_state_dict({"0.bias": {"residual": torch.zeros(3)}})
     with pytest.raises(StateMismatchError, match="no such parameter"):
-        keeper.load_state_dict({"2.bias": {"residual": torch.zeros(3)}})
-    assert keeper.of([model[1].bias]).residual_D.tolist() == [0, 1, 2, 3]
+        store.load_state_dict({"2.bias": {"residual": torch.zeros(3)}})
+    assert store.of([model[1].bias]).residual_D.tolist() == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="the model that DDP wraps"):
-        keeper.of([torch.zeros(3)])
+        store.of([torch.zeros(3)])

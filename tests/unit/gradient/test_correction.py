@@ -1,4 +1,4 @@
-"""What a rank makes of its gradient first: Adam's direction as torch.optim's, states of both, what cannot be."""
+"""Corrections: Adam's direction equals torch.optim's; states of both; settings that are refused."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def device_feedback(**settings: Any) -> DeviceErrorFeedback:
     )
 
 
-def test_a_first_moment_is_kept_by_who_has_one() -> None:
-    """And a state that has one too many, or too few, goes on with the other."""
+def test_a_first_moment_is_loaded_only_where_the_correction_has_one() -> None:
+    """A state with a moment too many or too few is loaded without it."""
     kinds = {betas: feedback(correction=AdamCorrection(betas)) for betas in ((0.0, 0.99), (0.9, 0.99))}
     for memory in kinds.values():
         memory.compress(gradients(1)[0], 0.1, Key(0, 0, 0))
@@ -112,7 +112,7 @@ def test_a_first_moment_is_kept_by_who_has_one() -> None:
     assert not kinds[0.9, 0.99].state_dict()["first_moment"].any()
 
 
-def test_moments_that_nobody_counted_are_none() -> None:
+def test_uncounted_moments_are_ignored() -> None:
     memory = feedback(correction=ADAM)
     memory.compress(gradients(1)[0], 0.1, Key(0, 0, 0))
     memory.load_state_dict({"residual": torch.zeros(SIZE), "first_moment": torch.ones(SIZE)})
@@ -126,15 +126,15 @@ def test_moments_that_nobody_counted_are_none() -> None:
 def test_moments_move_with_their_parameters() -> None:
     """As DDP cuts its buckets anew; a parameter of one element is no count of steps."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
-    keeper = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
+    store = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
     everything = list(model.parameters())
     rng = np.random.default_rng(0)
     for step in range(3):
-        keeper.of(everything).compress(rng.standard_normal(161).astype(np.float32), 0.1, Key(0, step, 0))
-    before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in keeper.state_dict().items()}
-    halves = keeper.of(everything[:2]), keeper.of(everything[2:])
+        store.of(everything).compress(rng.standard_normal(161).astype(np.float32), 0.1, Key(0, step, 0))
+    before = {name: {kind: each.clone() for kind, each in kept.items()} for name, kept in store.state_dict().items()}
+    halves = store.of(everything[:2]), store.of(everything[2:])
     assert [half.state_dict()["steps"].tolist() for half in halves] == [[3], [3]]
-    for name, kept in keeper.state_dict().items():
+    for name, kept in store.state_dict().items():
         assert all(torch.equal(each, before[name][kind]) for kind, each in kept.items())
     again = ResidualStore(model, lambda size: feedback(size, correction=ADAM))
     again.load_state_dict(before)
@@ -180,7 +180,7 @@ def test_it_learns_faster_than_an_adam_behind_the_exchange() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_saved_run_goes_on_bit_for_bit(staleness: int) -> None:
+def test_a_saved_run_resumes_bit_for_bit(staleness: int) -> None:
     def build() -> tuple[nn.Module, LocalAdamW, GradientEngine]:
         model = network()
         optimizer = LocalAdamW(model.parameters(), lr=1e-2)
@@ -222,7 +222,7 @@ def test_the_launcher_s_adams_are_local() -> None:
     assert {kind: sparse_optimizer(kind) for kind in kinds} == kinds
 
 
-def test_what_cannot_be_is_said_at_once() -> None:
+def test_impossible_settings_are_refused_at_construction() -> None:
     model = network()
     for make, complaint in (
         (lambda: AdamCorrection((0.9, 1.0)), r"two betas in \[0, 1\)"),

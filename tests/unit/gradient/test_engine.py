@@ -1,4 +1,4 @@
-"""One rank's engine: what it does with gradients, samples, state. What ranks do together is in tests/integration."""
+"""The engine of a single rank: gradients, samples, state. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 
@@ -82,17 +82,17 @@ def test_accumulated_backward_passes_are_one_step() -> None:
 def test_all_payloads_that_are_ready_set_out_before_the_first_is_waited_for(staleness: int) -> None:
     model, seen = network(), []
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=staleness) as engine:
-        trade = engine._route.trade
+        exchange = engine._topology.exchange
 
         def watched(payload: Any, lengths: Any) -> Any:
-            arrive = trade(payload, lengths)
+            arrive = exchange(payload, lengths)
             seen.append("sent")
             return lambda: [seen.append("waited for"), arrive()][1]
 
-        engine._route.trade = watched  # type: ignore[method-assign]
+        engine._topology.exchange = watched  # type: ignore[method-assign]
         train(engine, model, range(1))
         engine.finish()
-        num_buckets = len(engine._lanes)
+        num_buckets = len(engine._bucket_states)
     assert num_buckets > 2
     together = ["sent"] * num_buckets + ["waited for"] * num_buckets
     assert seen == (together if staleness else ["sent", "waited for"] * num_buckets)
@@ -166,13 +166,13 @@ def test_weights_of_half_precision_follow_float32_ones() -> None:
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
             model(inputs).square().mean().backward()
             engine.step()
-        masters = torch.cat([each.weights_D for each in (bucket_state.bucket for bucket_state in engine._lanes)])
+        masters = torch.cat([each.weights_D for each in (each.bucket for each in engine._bucket_states)])
         assert masters.dtype == torch.float32
         assert not torch.equal(masters, masters.bfloat16().float())  # steps too small for bfloat16 are not lost
         model.load_state_dict(
             {name: each.clone() for (name, _), each in zip(model.named_parameters(), before, strict=True)}
         )
-        for bucket_state in engine._lanes:
+        for bucket_state in engine._bucket_states:
             for parameter, view in zip(
                 bucket_state.bucket.parameters, bucket_state.bucket.views(bucket_state.bucket.weights_D), strict=True
             ):
@@ -193,7 +193,7 @@ def test_samples_belong_to_the_batch_that_is_drawn() -> None:
         assert 0.05 <= report.density < 0.2
         engine.num_samples = 0
         before = parameters(model)
-        engine.step()  # nobody has samples: a step without a gradient
+        engine.step()  # no rank has samples: a step without a gradient
         assert_same(parameters(model), before)
         with pytest.raises(ConfigError, match="num_samples ≥ 0"):
             engine.num_samples = -1
@@ -239,7 +239,7 @@ def test_nan_leaves_everything_as_it_was(staleness: int) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_saved_run_goes_on_as_if_nothing_had_been(staleness: int, tmp_path: Path) -> None:
+def test_a_saved_run_resumes_bit_for_bit(staleness: int, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, SparseAdamW, GradientEngine]:
         model = network()
         optimizer = SparseAdamW(model.parameters(), lr=1e-3)
@@ -277,12 +277,12 @@ def test_a_saved_run_goes_on_as_if_nothing_had_been(staleness: int, tmp_path: Pa
 def test_a_snapshot_still_being_copied_is_waited_for_before_weights_change() -> None:
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.1)
-    told, moved = [], network()
-    optimizer.register_step_pre_hook(lambda *_: told.append(parameters(model)))
+    seen, moved = [], network()
+    optimizer.register_step_pre_hook(lambda *_: seen.append(parameters(model)))
     with GradientEngine(model, optimizer, **SPARSE) as engine:
         train(engine, model, range(1))
-    assert len(told) == 1
-    assert_same(told[0], parameters(moved))
+    assert len(seen) == 1
+    assert_same(seen[0], parameters(moved))
 
 
 def test_a_state_of_another_model_changes_nothing() -> None:
@@ -326,10 +326,10 @@ def test_counters_reach_a_page_of_prometheus() -> None:
     assert engine.counts["gradient_chosen"] < 0.2 * engine.counts["gradient_elements"]
 
 
-def test_what_cannot_be_is_said_at_once() -> None:
+def test_impossible_settings_are_refused_at_construction() -> None:
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.1)
-    for settings, told in (
+    for settings, expected in (
         ({"staleness": 2}, "staleness 0 or 1"),
         ({"clip_norm": 0.0}, "clip_norm > 0"),
         ({"density": 0.0}, "density"),
@@ -337,7 +337,7 @@ def test_what_cannot_be_is_said_at_once() -> None:
         ({"timeout_seconds": 0}, "timeout_seconds > 0"),
         ({"compressor": "topp"}, "did you mean 'topk'"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=expected):
             GradientEngine(model, optimizer, **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="sparse_hook"):
         GradientEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
@@ -367,7 +367,7 @@ def test_a_model_on_a_gpu_trains_as_on_the_cpu(staleness: int) -> None:
 
 
 def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU's gradient through lanes and pipeline, with the host playing the GPU."""
+    """The path of a GPU's gradient through buckets and pipeline, with the host in the place of the GPU."""
 
     def build() -> tuple[nn.Module, GradientEngine]:
         model = network()
@@ -382,7 +382,7 @@ def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.
     monkeypatch.setattr(bucket_state, "is_accelerator", lambda device: True)
     far, far_engine = build()
     with far_engine:
-        kinds = [(each.bucket.is_dense, type(each.feedback)) for each in far_engine._lanes]
+        kinds = [(each.bucket.is_dense, type(each.feedback)) for each in far_engine._bucket_states]
         assert {DeviceErrorFeedback, ErrorFeedback} == {kind for _, kind in kinds}
         assert all(
             is_dense == (kind is ErrorFeedback) for is_dense, kind in kinds
@@ -404,11 +404,11 @@ def test_a_gradient_far_from_the_host_is_chosen_where_it_is(monkeypatch: pytest.
     near, near_engine = build()
     with near_engine:
         near.load_state_dict(far.state_dict())
-        near_engine.load_state_dict(state)  # a run on GPUs goes on without
+        near_engine.load_state_dict(state)  # a run on GPUs resumes on the host
         train(near_engine, near, range(9, 11))
 
 
-def test_kernels_that_nobody_can_prepare_are_an_error_of_the_step_and_not_a_hang(
+def test_kernels_that_cannot_be_prepared_are_an_error_of_the_step_and_not_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken() -> None:
@@ -420,10 +420,30 @@ def test_kernels_that_nobody_can_prepare_are_an_error_of_the_step_and_not_a_hang
     before = parameters(model)
     settings = EXACT | {"correction": MomentumCorrection(0.9)}
     with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **settings) as engine:
-        with pytest.raises(GradientError, match="failed on rank 0") as told:
+        with pytest.raises(GradientError, match="failed on rank 0") as caught:
             train(engine, model, range(1))
-        assert "no such kernel" in str(told.value.__cause__)
+        assert "no such kernel" in str(caught.value.__cause__)
         assert_same(before, parameters(model))
         monkeypatch.undo()
         train(engine, model, range(1, 3))
         assert not all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+
+
+def test_its_repr_says_what_it_is_doing() -> None:
+    model = network()
+    engine = GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=1)
+    train(engine, model, range(3))
+    assert repr(engine) == (
+        f"<GradientEngine of {sum(each.numel() for each in model.parameters()):,} parameters in {len(engine._buckets)} "
+        "buckets, topk at density 0.05, quantiser bf16, staleness 1, rank 0 of 1, step 3, 0.0 MB sent>"
+    )
+    engine.close()
+    assert repr(engine).endswith("0.0 MB sent, closed>")
+
+
+def test_its_public_attributes_are_those_that_users_need() -> None:
+    model = network()
+    expected = {"accumulate", "batch_size", "close", "counts", "density", "finish", "load_state_dict"}
+    expected |= {"load_state_dicts", "num_samples", "propose", "report", "state_dict", "step", "step_count"}
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1)) as engine:
+        assert {name for name in (*dir(GradientEngine), *vars(engine)) if not name.startswith("_")} == expected

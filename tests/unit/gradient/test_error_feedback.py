@@ -44,35 +44,9 @@ def test_momentum_is_corrected_and_masked_as_in_the_paper() -> None:
         np.testing.assert_array_equal(memory.state_dict()["velocity"].numpy(), velocity_D)
 
 
-def test_a_long_gradient_is_shortened_and_a_short_one_left() -> None:
-    for norm, expected in ((10.0, 2.0), (1.5, 1.5)):
-        gradient_D = gradients(1)[0]
-        gradient_D *= np.float32(norm / np.linalg.norm(gradient_D))
-        before = gradient_D.copy()
-        sent = feedback(clip_norm=2.0).compress(gradient_D, 1.0, Key(0, 0, 0))
-        assert np.linalg.norm(sent.values_K) == pytest.approx(expected, rel=1e-5)
-        np.testing.assert_array_equal(gradient_D, before)
-
-
-def test_what_adds_up_is_not_shortened_again() -> None:
-    memory = feedback(clip_norm=1.0)
-    for step, gradient_D in enumerate(gradients(20)):
-        memory.compress(gradient_D, 0.001, Key(0, step, 0))
-    assert np.linalg.norm(memory.residual_D) > 3.0
-
-
-def test_a_clipped_gradient_is_looked_at_for_nan() -> None:
-    memory = feedback(clip_norm=1.0)
-    gradient_D = gradients(1)[0]
-    gradient_D[3] = np.inf
-    with pytest.raises(NonFiniteGradientError):
-        memory.compress(gradient_D, 0.01, Key(0, 0, 0))
-    assert not memory.residual_D.any()
-
-
 @pytest.mark.parametrize("size", [0, 1, SIZE - 1, SIZE + 1])
 def test_a_gradient_of_another_size_changes_nothing(size: int) -> None:
-    memory = feedback(correction=MomentumCorrection(0.9), clip_norm=1.0)
+    memory = feedback(correction=MomentumCorrection(0.9))
     first, second = gradients(2)
     memory.compress(first, 0.01, Key(0, 0, 0))
     before = {key: tensor.clone() for key, tensor in memory.state_dict().items()}
@@ -102,7 +76,7 @@ def test_what_rounding_loses_stays(quantiser: str) -> None:
 
 
 def test_a_gradient_is_never_written_to() -> None:
-    memory = feedback(correction=MomentumCorrection(0.9), clip_norm=0.5)
+    memory = feedback(correction=MomentumCorrection(0.9))
     gradient_D = torch.from_numpy(gradients(1)[0]).requires_grad_()
     before = gradient_D.detach().clone()
     memory.compress(gradient_D, 0.1, Key(0, 0, 0))
@@ -155,9 +129,3 @@ def test_what_is_given_back_must_come_from_here() -> None:
     elsewhere = Sparse(np.zeros(0, np.uint32), np.zeros(0, np.float32), SIZE + 1)
     with pytest.raises(ConfigError, match="a bucket of 1000 elements, got 1001"):
         memory.absorb(elsewhere)
-
-
-@pytest.mark.parametrize("norm", [0.0, -1.0])
-def test_settings_are_checked(norm: float) -> None:
-    with pytest.raises(ConfigError, match="clip_norm"):
-        feedback(clip_norm=norm)

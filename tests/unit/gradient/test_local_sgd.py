@@ -1,4 +1,4 @@
-"""DiLoCo of one rank: the outer step by itself. What ranks do together is in tests/integration."""
+"""DiLoCo's outer step on a single rank. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_local_sgd_of_one_rank_changes_nothing() -> None:
         assert torch.allclose(weights(model), before, atol=1e-6)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_settings_are_refused() -> None:
     for settings in (
         {"every": 0},
         {"every": 1, "lr": 0.0},

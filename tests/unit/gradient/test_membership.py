@@ -1,4 +1,4 @@
-"""Who trains together is agreed on at the meeting place: here its members are threads, which fail more exactly."""
+"""Members agree through the rendezvous server; here they are threads, which can fail at an exact place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICK: dict[str, Any] = {"timeout_seconds": 5.0, "patience_seconds": 8.0, "dead_
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -69,13 +69,13 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 def fall_silent(member: Membership) -> None:
     """As a process does that is killed, or whose line is cut."""
-    member._meeting._speak = lambda store: None  # type: ignore[method-assign]
+    member._rendezvous._publish = lambda store: None  # type: ignore[method-assign]
 
 
-def formed(members: list[Membership], *standings: Any) -> list[Generation]:
+def formed(members: list[Membership], *statuses: Any) -> list[Generation]:
     """All form the next generation together."""
-    told = standings or [{"name": number} for number in range(len(members))]
-    calls = [lambda each=each, words=words: each.form(words) for each, words in zip(members, told, strict=True)]
+    statuses = statuses or [{"name": number} for number in range(len(members))]
+    calls = [lambda each=each, status=status: each.form(status) for each, status in zip(members, statuses, strict=True)]
     return at_once(*calls)  # type: ignore[return-value]
 
 
@@ -83,12 +83,12 @@ def ids(generation: Generation) -> list[str]:
     return [each.id for each in generation.members]
 
 
-def gather(member: Membership, purpose: str, word: int) -> list[int]:
-    exchange = member.connect(purpose)
+def gather(member: Membership, purpose: str, field: int) -> list[int]:
+    transport = member.connect(purpose)
     try:
-        return [int(each) for each in exchange.gather_words(np.array([word], dtype=np.int64))[:, 0]]
+        return [int(each) for each in transport.gather_fields(np.array([field], dtype=np.int64))[:, 0]]
     finally:
-        exchange.close()
+        transport.close()
 
 
 def test_all_hold_one_list_and_reach_each_other(members: Callable[..., Membership]) -> None:
@@ -98,15 +98,15 @@ def test_all_hold_one_list_and_reach_each_other(members: Callable[..., Membershi
     assert sorted(each.rank for each in first) == [0, 1, 2]
     assert [each.number for each in first] == [0, 0, 0]
     by_rank = sorted(zip(first, three, strict=True), key=lambda pair: pair[0].rank)
-    assert all(each.standing == first[0].members[rank].standing for rank, each in enumerate(first[1].members))
-    words = at_once(*[lambda m=member, g=generation: gather(m, "a", 10 + g.rank) for generation, member in by_rank])
-    assert words == [[10, 11, 12]] * 3
+    assert all(each.status == first[0].members[rank].status for rank, each in enumerate(first[1].members))
+    fields = at_once(*[lambda m=member, g=generation: gather(m, "a", 10 + g.rank) for generation, member in by_rank])
+    assert fields == [[10, 11, 12]] * 3
 
 
-def test_a_silent_member_is_not_waited_for_and_its_last_words_are_known(members: Callable[..., Membership]) -> None:
+def test_a_silent_member_is_dropped_and_its_last_status_is_known(members: Callable[..., Membership]) -> None:
     three = [members() for _ in range(3)]
     for number, each in enumerate(three):
-        each.say(kept=float(number))
+        each.publish(kept=float(number))
     first = formed(three)
     time.sleep(0.5)
     lost = three[2]
@@ -117,24 +117,24 @@ def test_a_silent_member_is_not_waited_for_and_its_last_words_are_known(members:
     for before, now in zip(first, second, strict=False):
         assert (now.number, now.world_size) == (1, 2)
         assert now.members[now.rank].rank_before == before.rank
-        assert [words["kept"] for words in now.gone] == [2.0]
-    assert ids(second[0]) == [each for each in ids(first[0]) if each != lost._meeting.id]  # ranks keep their order
+        assert [status["kept"] for status in now.gone] == [2.0]
+    assert ids(second[0]) == [each for each in ids(first[0]) if each != lost._rendezvous.id]  # ranks keep their order
 
 
 def test_words_go_out_at_once(members: Callable[..., Membership], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank may be killed within a second of its first words."""
-    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 600.0)
+    """A rank may be killed within a second of its first status."""
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_SECONDS", 600.0)
     one = members(1)
-    line = f"line/{one._meeting.id}"
+    line = f"line/{one._rendezvous.id}"
     for kept in (1.5, 2.5):
-        one.say(kept=kept)
+        one.publish(kept=kept)
         deadline = time.monotonic() + 30
-        while one._meeting.ask(lambda store: json.loads(store.get(line)), 5).get("kept") != kept:
+        while one._rendezvous.ask(lambda store: json.loads(store.get(line)), 5).get("kept") != kept:
             assert time.monotonic() < deadline, "it waits for its next line"
             time.sleep(0.05)
 
 
-def test_one_that_lives_is_waited_for_but_not_for_ever(members: Callable[..., Membership]) -> None:
+def test_a_live_member_is_waited_for_within_a_limit(members: Callable[..., Membership]) -> None:
     three = [members(patience_seconds=2.0) for _ in range(3)]
     formed(three)
     began = time.monotonic()
@@ -149,7 +149,7 @@ def test_one_that_lives_is_waited_for_but_not_for_ever(members: Callable[..., Me
     assert back[0].rank == 2  # behind those who stayed
 
 
-def test_who_leaves_in_good_order_is_not_lost(members: Callable[..., Membership]) -> None:
+def test_a_member_that_leaves_on_purpose_is_not_lost(members: Callable[..., Membership]) -> None:
     two = [members(2) for _ in range(2)]
     formed(two)
     time.sleep(0.3)
@@ -162,32 +162,32 @@ def test_who_leaves_in_good_order_is_not_lost(members: Callable[..., Membership]
 def test_whoever_has_not_heard_the_good_bye_counts_it_as_the_others_do(members: Callable[..., Membership]) -> None:
     three = [members() for _ in range(3)]
     for each in three:
-        each.say(kept=1.0)
+        each.publish(kept=1.0)
     formed(three)
     time.sleep(0.5)
-    assert three[1]._meeting.last_words(three[2]._meeting.id)["kept"] == 1.0
+    assert three[1]._rendezvous.last_status(three[2]._rendezvous.id)["kept"] == 1.0
     fall_silent(three[1])  # it does not look at the others' lines any more, either
     time.sleep(0.2)
     three[2].close()
     assert [each.gone for each in formed(three[:2])] == [({},), ({},)]
 
 
-def test_one_that_comes_later_rings_and_is_let_in(members: Callable[..., Membership]) -> None:
+def test_a_late_process_requests_to_join_and_is_admitted(members: Callable[..., Membership]) -> None:
     two = [members(2) for _ in range(2)]
     formed(two)
-    assert not two[0].is_wanted
+    assert not two[0].is_join_requested
     late = members(2)
     waiting = threading.Thread(target=lambda: late.form({"name": "late"}))
     waiting.start()
     deadline = time.monotonic() + 10
-    while not all(each.is_wanted for each in two) and time.monotonic() < deadline:
+    while not all(each.is_join_requested for each in two) and time.monotonic() < deadline:
         time.sleep(0.05)
     second = formed(two)
     waiting.join(20)
     assert [each.world_size for each in second] == [3, 3]
-    assert second[0].members[2].standing == {"name": "late"}
+    assert second[0].members[2].status == {"name": "late"}
     assert late.generation.rank == 2
-    assert not two[0].is_wanted
+    assert not two[0].is_join_requested
 
 
 def test_a_generation_whose_members_are_all_gone_is_followed_by_a_first_one(members: Callable[..., Membership]) -> None:
@@ -201,7 +201,7 @@ def test_a_generation_whose_members_are_all_gone_is_followed_by_a_first_one(memb
     assert all(member.rank_before is None for member in fresh[0].members)
 
 
-def test_who_is_lost_while_a_group_connects_is_told_in_time(members: Callable[..., Membership]) -> None:
+def test_a_loss_while_a_group_connects_is_reported_in_time(members: Callable[..., Membership]) -> None:
     two = [members(2, timeout_seconds=1.5) for _ in range(2)]
     formed(two)
     began = time.monotonic()
@@ -210,12 +210,12 @@ def test_who_is_lost_while_a_group_connects_is_told_in_time(members: Callable[..
     assert time.monotonic() - began < 15
 
 
-def test_nobody_and_nowhere_are_said_in_time(members: Callable[..., Membership]) -> None:
-    with pytest.raises(GradientError, match="expected 3 processes to meet at"):
+def test_missing_members_and_a_missing_server_are_reported_in_time(members: Callable[..., Membership]) -> None:
+    with pytest.raises(GradientError, match="expected 3 processes at"):
         members(3, dead_seconds=0.1, patience_seconds=0.5, give_up_seconds=1.0).form({})
     nowhere = Membership("127.0.0.1:9", 1, **{**QUICK, "patience_seconds": 0.6, "give_up_seconds": 1.0})
     began = time.monotonic()
-    with pytest.raises(GradientError, match=r"meeting place at .* to answer"):
+    with pytest.raises(GradientError, match=r"rendezvous server at .* to answer"):
         nowhere.form({})
     nowhere.close()
     assert time.monotonic() - began < 5
@@ -234,7 +234,7 @@ def test_the_thread_has_ended_when_its_member_is_closed(
     monkeypatch.setattr(rendezvous.Rendezvous, "_try", slowly)
     member = members(1)
     member.close()
-    assert not member._meeting._thread.is_alive()
+    assert not member._rendezvous._thread.is_alive()
 
 
 def test_a_process_that_closes_nothing_says_good_bye_all_the_same(place: str) -> None:
@@ -242,17 +242,17 @@ def test_a_process_that_closes_nothing_says_good_bye_all_the_same(place: str) ->
 from shade.gradient._elastic.membership import Membership
 member = Membership({place!r}, 1)
 member.form({{}})
-print(member._meeting.id)
+print(member._rendezvous.id)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     (other,) = done.stdout.split()
     member = Membership(place, 1, **QUICK)
-    member._meeting.listen("", [other])
+    member._rendezvous.follow("", [other])
     deadline = time.monotonic() + 10
-    while member._meeting.silence(other) != float("inf") and time.monotonic() < deadline:
+    while member._rendezvous.silence_seconds(other) != float("inf") and time.monotonic() < deadline:
         time.sleep(0.05)
     member.close()
-    assert member._meeting.silence(other) == float("inf")
+    assert member._rendezvous.silence_seconds(other) == float("inf")
 
 
 def test_runs_at_one_place_do_not_see_each_other(members: Callable[..., Membership]) -> None:
@@ -261,7 +261,7 @@ def test_runs_at_one_place_do_not_see_each_other(members: Callable[..., Membersh
 
 
 @pytest.mark.parametrize(
-    ("address", "settings", "told"),
+    ("address", "settings", "expected"),
     [
         ("somewhere", {}, "host:port"),
         ("127.0.0.1:x", {}, "host:port"),
@@ -269,6 +269,6 @@ def test_runs_at_one_place_do_not_see_each_other(members: Callable[..., Membersh
         ("127.0.0.1:1", {"dead_seconds": 99.0}, "dead_seconds ≤ patience_seconds"),
     ],
 )
-def test_what_cannot_be_is_refused(address: str, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_settings_are_refused(address: str, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         Membership(address, **{"num_members": 2, **settings})

@@ -1,4 +1,4 @@
-"""Random places: each with the same chance, in order, and as the key says."""
+"""Random elements: each with the same chance, in order, determined by the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled thresholds: as much energy as the best choice of as many, and as many as wanted, at every step."""
+"""Sampled thresholds pick the wanted number at every step, with nearly the energy of the best choice."""
 
 from __future__ import annotations
 
@@ -135,38 +135,38 @@ class Misled(COMPRESSORS.get("threshold-v")):  # type: ignore[misc]
     """One whose sample says nothing about the bucket, and that counts its walks."""
 
     factor = 1.0
-    num_walks = 0
+    num_passes = 0
 
     def _threshold(self, fraction: float) -> float:
         return float(super()._threshold(fraction)) * self.factor
 
-    def _walk(self, *arguments: object) -> int:
-        self.num_walks += 1
-        return int(super()._walk(*arguments))
+    def _pick_above(self, *arguments: object) -> int:
+        self.num_passes += 1
+        return int(super()._pick_above(*arguments))
 
 
-@pytest.mark.parametrize(("factor", "num_walks"), [(1.0, 1), (3.0, 2), (0.9, 1), (0.0, 2)])
-def test_a_bad_sample_costs_time_and_nothing_else(factor: float, num_walks: int) -> None:
+@pytest.mark.parametrize(("factor", "num_passes"), [(1.0, 1), (3.0, 2), (0.9, 1), (0.0, 2)])
+def test_a_bad_sample_costs_time_and_nothing_else(factor: float, num_passes: int) -> None:
     compressor, rest_D = Misled(), aligned_zeros(SIZE)
     compressor.factor = factor
     gradient_D = next(stream("independent"))
     picked = compressor.select(gradient_D, np.zeros_like(gradient_D), rest_D, 0.01, Key(3, 0, 0))
-    assert compressor.num_walks == num_walks
+    assert compressor.num_passes == num_passes
     assert 1800 <= picked.count <= 2200
     assert energy(picked.values_K) == pytest.approx(best_elements(gradient_D, picked.count), rel=1e-6)
     np.testing.assert_array_equal(picked.dense() + rest_D, gradient_D)
 
 
 @pytest.mark.parametrize("name", ["topk", "threshold-v", "threshold-v16"])
-def test_one_walk_is_nearly_always_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_is_nearly_always_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compressor, rest_D = COMPRESSORS.get(name)(), aligned_zeros(SIZE)
-    walked: list[int] = []
-    walk = compressor._walk
-    monkeypatch.setattr(compressor, "_walk", lambda *arguments: walked.append(walk(*arguments)) or walked[-1])
+    counts: list[int] = []
+    pick = compressor._pick_above
+    monkeypatch.setattr(compressor, "_pick_above", lambda *arguments: counts.append(pick(*arguments)) or counts[-1])
     gradient_D = next(stream("stationary"))
     for step in range(100):
         compressor.select(gradient_D, np.zeros_like(gradient_D), rest_D, 0.01, Key(3, step, 0))
-    assert 100 <= len(walked) <= 105
+    assert 100 <= len(counts) <= 105
 
 
 def test_scratch_is_kept_between_choices() -> None:

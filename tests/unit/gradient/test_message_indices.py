@@ -1,4 +1,4 @@
-"""Whatever ascending indices go in come out, in few bytes; whatever else comes in is refused before it costs memory."""
+"""Ascending indices survive the code, in few bytes; other bytes are refused before they cost memory."""
 
 from __future__ import annotations
 

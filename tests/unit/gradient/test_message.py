@@ -61,8 +61,8 @@ def test_a_message_comes_back(quantiser: str, size: int, density: float) -> None
         header = dataclasses.replace(header, is_finite=flag)
         data = pack(header, sparse, coder)
         for form in (data, data.tobytes()):
-            told, again = unpack(form, size)
-            assert told == header
+            found, again = unpack(form, size)
+            assert found == header
             assert again.size == size
             np.testing.assert_array_equal(again.indices_K, sparse.indices_K)
             np.testing.assert_array_equal(again.values_K, coder.decode(coder.encode(sparse.values_K), sparse.count))
@@ -89,7 +89,7 @@ def test_every_length_but_the_right_one_is_noticed() -> None:
     for length in range(len(data)):
         with pytest.raises(PayloadError, match="bytes"):
             unpack(data[:length])
-    with pytest.raises(PayloadError, match=f"expected {len(data)} bytes, as it says, got {len(data) + 1}"):
+    with pytest.raises(PayloadError, match=f"expected {len(data)} bytes, as the header says, got {len(data) + 1}"):
         unpack(np.append(data, np.uint8(0)))
 
 
@@ -124,8 +124,8 @@ def test_noise_is_no_message() -> None:
         ({"size": 2**32 - 1, "count": 2**32 - 1}, "indices and values of 4294967295 elements"),
         ({"count": 1}, "indices and values of 1 elements"),
         ({"size": 10, "count": 10}, "indices and values of 10 elements"),
-        ({"num_indices": 2**62, "num_values": 2**62}, "as it says"),
-        ({"num_indices": 0}, "as it says"),
+        ({"num_indices": 2**62, "num_values": 2**62}, "as the header says"),
+        ({"num_indices": 0}, "as the header says"),
         ({"weight": float("nan")}, "finite weight"),
         ({"weight": -1.0}, "finite weight"),
         ({"density": float("inf")}, "finite density"),

@@ -87,7 +87,7 @@ def test_a_threshold_catches_the_energy_of_the_best(name: str, device: str) -> N
 @every_place
 @every_compressor
 def test_what_is_not_finite_changes_nothing(name: str, device: str) -> None:
-    feedback = memory(name, 1000, device, correction=MomentumCorrection(0.5), clip_norm=10.0)
+    feedback = memory(name, 1000, device, correction=MomentumCorrection(0.5))
     first, second = gradients(1000, 2, device)
     feedback.compress(first, 0.01, Key(5, 0, 0))
     before = {key: tensor.clone() for key, tensor in feedback.state_dict().items()}
@@ -122,5 +122,3 @@ def test_bad_arguments_are_named() -> None:
         feedback.undo()
     with pytest.raises(StateMismatchError, match="8 elements"):
         feedback.load_state_dict({"residual": torch.zeros(9)})
-    with pytest.raises(ConfigError, match="clip_norm"):
-        memory("topk", 8, "cpu", clip_norm=0.0)

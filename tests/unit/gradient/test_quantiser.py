@@ -1,4 +1,4 @@
-"""What each quantiser does to a value, bit for bit, and to bytes that are not its own."""
+"""Each quantiser's result, bit for bit, and its error for bytes that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small words of the room: keys, densities, sparse buckets, aligned memory."""
+"""Keys, densities, sparse buckets and aligned memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_key_draws_evenly_and_always_the_same() -> None:
     assert Key(1, 2, 3).draw(1) == 0
     assert Key(-1, 2**70, 3).draw(5) in range(5)
     assert len({Key(1, 2, 3).draw(2**64, stream) for stream in range(100)}) == 100
-    assert len({Key(*words).draw(2**64) for words in ((1, 2, 3), (3, 2, 1), (2, 1, 3), (1, 3, 2))}) == 4
+    assert len({Key(*fields).draw(2**64) for fields in ((1, 2, 3), (3, 2, 1), (2, 1, 3), (1, 3, 2))}) == 4
 
 
 def test_at_least_one_place_is_wanted_of_a_bucket_that_has_any() -> None:

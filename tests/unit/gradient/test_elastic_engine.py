@@ -1,4 +1,4 @@
-"""Ranks that come and go, as threads of one process, over real gloo groups: a thread fails at the very word it shall.
+"""Ranks join, leave and die, as threads of one process over real gloo groups: a thread can fail at an exact call.
 
 Real processes that are killed and stopped are in tests/faults/test_gradient_elastic.py.
 """
@@ -21,6 +21,7 @@ from shade.gradient._elastic import rendezvous
 from shade.gradient._elastic.engine import ElasticEngine
 from shade.gradient._elastic.membership import Membership
 from shade.gradient._elastic.reconcile import MembershipChange
+from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
 
@@ -31,7 +32,7 @@ QUICK: dict[str, Any] = {
     "dead_seconds": 0.5,
     "give_up_seconds": 40.0,
 }
-VOTE_WORDS = 4
+VOTE_FIELDS = 4
 
 
 class Killed(Exception):
@@ -43,12 +44,12 @@ class Books:
 
     def __init__(self, engine: ElasticEngine) -> None:
         self._engine = engine
-        self.gradients = [np.zeros(lane.bucket.size) for lane in engine._lanes]
-        self.applied = [np.zeros(lane.bucket.size) for lane in engine._lanes]
+        self.gradients = [np.zeros(each.bucket.size) for each in engine._bucket_states]
+        self.applied = [np.zeros(each.bucket.size) for each in engine._bucket_states]
         self._chosen: dict[int, dict[int, Any]] = {}
         apply = engine._apply
-        for number, lane in enumerate(engine._lanes):
-            self._follow(number, lane.feedback)
+        for number, bucket_state in enumerate(engine._bucket_states):
+            self._follow(number, bucket_state.feedback)
 
         def spy(work: Any) -> None:
             for number, chosen in self._chosen.get(work.step, {}).items():
@@ -129,10 +130,10 @@ def train(place: str, plan: Rank, outcomes: list[Outcome | Exception]) -> None:
         if not engine.has_left:
             engine.finish()
     except Killed as error:
-        engine._unwire()
+        engine._detach()
         outcomes.append(error)
         return
-    zeros = [np.zeros(lane.bucket.size) for lane in engine._lanes]
+    zeros = [np.zeros(each.bucket.size) for each in engine._bucket_states]
     outcomes.append(
         Outcome(
             digest=digest(model),
@@ -159,8 +160,8 @@ def digest_of_moments(optimizer: Any) -> str:
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr("shade.gradient._elastic.engine._SAY_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("shade.gradient._elastic.engine._PUBLISH_SECONDS", 0.0)
     store = rendezvous.serve()
 
     def run(*plans: Rank) -> list[Any]:
@@ -187,18 +188,18 @@ def shade_threads() -> list[str]:
 
 
 def die(engine: ElasticEngine) -> None:
-    """As a killed process: no word to the meeting place, connections gone."""
-    meet = engine._membership._meeting
-    meet._line = lambda who: "line/nobody"  # type: ignore[method-assign]
-    meet._inbox.put(None)
-    engine._unwire()
-    engine._intake.close()
+    """As a killed process: no good-bye at the rendezvous, connections gone."""
+    rendezvous_client = engine._membership._rendezvous
+    rendezvous_client._heartbeat_key = lambda _: "line/unknown"  # type: ignore[method-assign]
+    rendezvous_client._inbox.put(None)
+    engine._detach()
+    engine._gradient_hooks.close()
 
 
 def dying(rank: int, step: int) -> Callable[[ElasticEngine, int], None]:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if (engine.rank, now) == (rank, step) and not engine.changes:
-            time.sleep(0.5)  # so that its last words are out
+            time.sleep(0.5)  # until its last status is published
             die(engine)
             raise Killed
 
@@ -217,7 +218,7 @@ def largest(arrays: list[np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_training_goes_on_without_a_rank_that_is_lost_and_keeps_all_but_what_that_one_had(
+def test_training_continues_without_a_lost_rank_and_loses_only_its_residual(
     play: Any, staleness: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"staleness": staleness}
@@ -233,23 +234,23 @@ def test_training_goes_on_without_a_rank_that_is_lost_and_keeps_all_but_what_tha
         assert (each.counts["gradient_generations"], each.counts["gradient_lost_ranks"]) == (1, 1)
         assert largest(each.missing()) < 1e-4
         assert largest(each.kept) > 1e-3
-    assert "2 ranks go on from step" in caplog.text
-    assert "of the squared norm of what was kept back" in caplog.text
+    assert "2 ranks continue from step" in caplog.text
+    assert "of the squared norm of the residuals" in caplog.text
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, staleness: int) -> None:
+def test_survivors_one_step_apart_agree_before_they_continue(play: Any, staleness: int) -> None:
     """Rank 2 dies when it has voted on step 5; rank 0 gets all votes and applies the step, rank 1 gets none."""
 
     def at_step(engine: ElasticEngine, now: int) -> None:
-        world = engine._route.world
+        world = engine._topology.world
         if now != 0 or engine.changes:
             return
-        gather, rank = world.gather_words, world.rank
+        gather, rank = world.gather_fields, world.rank
 
-        def hooked(words_N: Any) -> Any:
-            is_vote = len(words_N) == VOTE_WORDS and int(words_N[1]) == 5
-            everything = gather(words_N)
+        def hooked(fields_N: Any) -> Any:
+            is_vote = len(fields_N) == VOTE_FIELDS and int(fields_N[1]) == 5
+            everything = gather(fields_N)
             if is_vote and rank == 2:
                 time.sleep(0.5)
                 die_in_vote(engine)
@@ -258,14 +259,14 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
                 raise world._error()
             return everything
 
-        world.gather_words = hooked  # type: ignore[method-assign]
+        world.gather_fields = hooked  # type: ignore[method-assign]
 
     def die_in_vote(engine: ElasticEngine) -> None:
-        meet = engine._membership._meeting
-        meet._line = lambda who: "line/nobody"  # type: ignore[method-assign]
-        meet._inbox.put(None)
-        engine._route.close()
-        engine._looking.close()
+        rendezvous_client = engine._membership._rendezvous
+        rendezvous_client._heartbeat_key = lambda _: "line/unknown"  # type: ignore[method-assign]
+        rendezvous_client._inbox.put(None)
+        engine._topology.close()
+        engine._check_transport.close()
         raise Killed
 
     outcomes = play(*[Rank(12, at_step, settings={"staleness": staleness, "clip_norm": 0.2}) for _ in range(3)])
@@ -275,10 +276,10 @@ def test_survivors_that_stand_one_step_apart_agree_before_they_go_on(play: Any, 
     assert sorted(each.counts["gradient_caught_up_steps"] for each in survivors) == [0, 1]
     for each in survivors:
         assert [change.num_repaired for change in each.changes] == [0]
-        assert largest(each.missing()) < 1e-4  # nobody's part of step 5 is lost, or goes out twice
+        assert largest(each.missing()) < 1e-4  # no part of step 5 is lost, or sent twice
 
 
-def test_what_a_rank_that_leaves_has_kept_back_is_handed_over(play: Any) -> None:
+def test_a_leaving_rank_hands_over_its_residual(play: Any) -> None:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if (engine.rank, now) == (2, 6) and not engine.changes:
             engine.leave()
@@ -298,7 +299,7 @@ def test_what_a_rank_that_leaves_has_kept_back_is_handed_over(play: Any) -> None
     assert min(own) < 1e-4, "and the other has not"
 
 
-def test_one_that_joins_gets_weights_moments_rates_and_step(play: Any) -> None:
+def test_a_joining_rank_gets_weights_moments_rates_and_step(play: Any) -> None:
     def build(model: nn.Module) -> SparseAdamW:
         return SparseAdamW(model.parameters(), lr=1e-3)
 
@@ -326,7 +327,7 @@ def test_one_that_joins_gets_weights_moments_rates_and_step(play: Any) -> None:
             assert change.step == joined.first_step
 
 
-def test_one_that_joins_with_another_model_goes_again_and_the_others_go_on(play: Any) -> None:
+def test_a_rank_that_joins_with_another_model_is_refused_and_the_others_continue(play: Any) -> None:
     def other() -> nn.Module:
         time.sleep(1.0)
         return nn.Linear(32, 64)
@@ -342,7 +343,7 @@ def test_one_that_joins_with_another_model_goes_again_and_the_others_go_on(play:
     assert all(largest(each.missing()) < 1e-4 for each in stayed)
 
 
-def test_replicas_that_have_parted_are_found_and_repaired_when_a_generation_forms(play: Any) -> None:
+def test_diverged_replicas_are_repaired_when_a_generation_forms(play: Any) -> None:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if (engine.rank, now) == (1, 5) and not engine.changes:
             with torch.no_grad():
@@ -356,7 +357,7 @@ def test_replicas_that_have_parted_are_found_and_repaired_when_a_generation_form
         assert each.counts["gradient_repaired_buckets"] == 1
 
 
-def test_a_rank_that_is_lost_while_all_finish_is_no_hindrance(play: Any) -> None:
+def test_finish_survives_a_lost_rank(play: Any) -> None:
     def at_step(engine: ElasticEngine, now: int) -> None:
         if now == 6 and not engine.changes:
             if engine.rank == 1:
@@ -370,7 +371,7 @@ def test_a_rank_that_is_lost_while_all_finish_is_no_hindrance(play: Any) -> None
     assert [each.changes[0].num_lost for each in survivors] == [1, 1]
 
 
-def test_the_last_one_trains_alone_and_lets_others_in_again(play: Any) -> None:
+def test_the_last_rank_trains_alone_and_admits_others_again(play: Any) -> None:
     def late() -> nn.Module:
         time.sleep(3.0)
         return network()
@@ -391,9 +392,19 @@ def test_the_last_one_trains_alone_and_lets_others_in_again(play: Any) -> None:
     assert sizes == [1, 2]
 
 
-def test_settings_that_are_the_membership_s_are_refused() -> None:
+def test_settings_of_the_membership_are_refused() -> None:
     model = network()
     membership = Membership("127.0.0.1:9", 1, **QUICK)
     with pytest.raises(ConfigError, match="timeout_seconds"):
         ElasticEngine(model, SparseSGD(model.parameters(), lr=0.1), membership, timeout_seconds=3)
     membership.close()
+
+
+def test_its_repr_names_the_generation_and_its_public_attributes_are_those_that_users_need() -> None:
+    model, store = network(), rendezvous.serve()
+    membership = Membership(f"127.0.0.1:{store.port}", 1, **QUICK)
+    with ElasticEngine(model, SparseSGD(model.parameters(), lr=0.1), membership) as engine:
+        assert repr(engine).startswith("<ElasticEngine of ")
+        assert repr(engine).endswith("rank 0 of 1, step 0, 0.0 MB sent, generation 0>")
+        added = {name for name in (*dir(ElasticEngine), *vars(engine)) if not name.startswith("_")}
+        assert added - set(dir(GradientEngine)) == {"changes", "has_left", "leave", "rank", "world_size"}

@@ -1,4 +1,4 @@
-"""Which part of a bucket each rank of a node answers for. What ranks do together is in tests/integration."""
+"""The part of a bucket that each rank of a node is responsible for. Several ranks are in tests/integration."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_parts_cover_a_bucket_once_in_whole_lines(size: int, local_size: int) ->
 
 
 def test_peers_are_nodes() -> None:
-    route = NodeTopology(Place(5, 6), 2)
-    assert route.peers == ((0, 1), (2, 3), (4, 5))
-    assert route.place == 2
+    topology = NodeTopology(Place(5, 6), 2)
+    assert topology.peers == ((0, 1), (2, 3), (4, 5))
+    assert topology.place == 2
     straight = FlatTopology(Place(1, 3))
     assert (straight.peers, straight.place) == (((0,), (1,), (2,)), 1)
     assert straight.part(10) == slice(0, 10)

@@ -1,4 +1,4 @@
-"""Which density holds when."""
+"""The density of each step, with and without decisions of rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer ranks take over what the others had kept back: through the checkpoint's own way of taking states apart."""
+"""Fewer ranks take over the residuals of more, through the checkpoint's own flattening of states."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class Run:
         self.packer.committed(packed, record.digest, buffer)
         return packed.base
 
-    def decode_items(self) -> ReadSnapshot:
+    def restored(self) -> ReadSnapshot:
         found = read_newest(Reader([self.tier]), OneRank())
         assert found is not None
         assert found.record.sequence == self.sequence

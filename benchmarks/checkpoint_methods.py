@@ -4,9 +4,9 @@ A method has three verbs. `begin` takes the snapshot; what it needs until it ret
 the optimizer may step: a method that copies in the background waits there, which blocks as well. `finish` returns when
 everything begun is on the disk. What a library leaves in the page cache is synced for it, so that all reach the same.
 
-Every strategy of the package is a method by the name `shade, <strategy>`, with its own terms but for the interval: what
-sync, fastpersist and the like wait for beyond the copy is waited for here as in a training. torchsnapshot is here and
-is no strategy: it is the package as it is, with its own format (decision 0027).
+Every strategy of the package is a method by the name `shade, <strategy>`, with its own config but for the interval.
+What sync, fastpersist and the like wait for beyond the copy is waited for here as in a training. torchsnapshot is here
+and is no strategy: it is the package as it is, with its own format (decision 0027).
 """
 
 from __future__ import annotations

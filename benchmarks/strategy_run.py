@@ -202,7 +202,7 @@ def restore(name: str, given: Any, folder: Path, reference: Path) -> dict[str, A
 
 def is_exact(method: Any) -> bool:
     """Whether it promises that every bit comes back."""
-    return not hasattr(method, "strategy") or STRATEGIES.get(method.strategy).terms.is_exact
+    return not hasattr(method, "strategy") or STRATEGIES.get(method.strategy).config.is_exact
 
 
 def digest(tensor: torch.Tensor) -> str:

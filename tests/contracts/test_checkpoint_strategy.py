@@ -1,5 +1,5 @@
 """What every checkpoint strategy promises: it restores every bit (or within the bound that it tells), is never torn or
-half written, and keeps its terms.
+half written, and keeps its config.
 
 (That it commits no torn snapshot under somebody who never stops writing: tests/faults/test_checkpoint_adversary.py.)
 """
@@ -32,7 +32,7 @@ from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveH
 from shade.checkpoint._session import open_tiers as tiers_module
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._session.open_tiers import Tiers
-from shade.checkpoint._strategies import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies import STRATEGIES, Strategy, StrategyConfig
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import CheckpointError, ConfigError, ShadeError
 from shade.storage.directory import DirectoryVolume
@@ -42,7 +42,7 @@ from tests.simulation.torture.world import NOTHING, Act, CrashedError, Fault, Wo
 from tests.support.strategy_ranks import train_on_two_ranks
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
+EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).config.is_exact]
 PATIENCE_SECONDS = 30.0
 WIDTH = 1030
 """A layer of so many squared float32 is a little longer than a chunk."""
@@ -279,7 +279,7 @@ def test_killed_at_every_write_the_snapshot_before_loads(
             assert_holds(found, saved[found.record.step - 1], strategy, said)
 
 
-# ── budgets and terms ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── budgets and config ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Gate:
@@ -332,17 +332,17 @@ def test_the_training_waits_for_what_the_terms_say_and_for_no_more(
 ) -> None:
     training = Training()
     checkpointer = begin(training, strategy=strategy)
-    terms = checkpointer.config
+    config = checkpointer.config
     training.step()
     saving = in_thread(checkpointer.save)
-    waits_in_save = terms.save_waits_for in ("committed", "durable")
+    waits_in_save = config.save_waits_for in ("committed", "durable")
     if not waits_in_save:
         saving.join(PATIENCE_SECONDS)
     assert eventually(lambda: gate.num_waiting == 1)
     saving.join(REST_SECONDS)
     assert saving.is_alive() == waits_in_save
     stepping = in_thread(lambda: (saving.join(), training.step()))
-    waits_in_step = waits_in_save or terms.step_waits_for in ("committed", "durable")
+    waits_in_step = waits_in_save or config.step_waits_for in ("committed", "durable")
     stepping.join(REST_SECONDS if waits_in_step else PATIENCE_SECONDS)
     assert stepping.is_alive() == waits_in_step
     gate.open()
@@ -357,30 +357,30 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
 ) -> None:
     training = Wide()
     checkpointer = begin(training, strategy=strategy)
-    terms = checkpointer.config
+    config = checkpointer.config
     begun: list[SaveHandle] = []
 
     def save() -> None:
-        for number in range(terms.in_flight + 2):
+        for number in range(config.in_flight + 2):
             checkpointer.step_count = number
             begun.append(checkpointer.save())
             training.optimizer.step()
 
     saving = in_thread(save)
-    goes_on = terms.save_waits_for in ("begun", "copied") and terms.step_waits_for == "copied"
-    possible = terms.in_flight if goes_on else 0
+    goes_on = config.save_waits_for in ("begun", "copied") and config.step_waits_for == "copied"
+    possible = config.in_flight if goes_on else 0
     if possible:
         assert eventually(lambda: len(begun) == possible)
     saving.join(REST_SECONDS)
     assert len(begun) <= max(possible, 1)
     gate.open()
     saving.join(PATIENCE_SECONDS)
-    assert len(begun) == terms.in_flight + 2
+    assert len(begun) == config.in_flight + 2
     checkpointer.wait_durable()
     buffers = list(own_folder(run).glob("*.data"))
     state_bytes = sum(len(each) for each in training.tensors().values())
-    assert 1 <= len(buffers) <= terms.buffers
-    assert sum(path.stat().st_blocks * 512 for path in buffers) <= terms.buffers * (state_bytes + 4 * 2**20)
+    assert 1 <= len(buffers) <= config.buffers
+    assert sum(path.stat().st_blocks * 512 for path in buffers) <= config.buffers * (state_bytes + 4 * 2**20)
 
 
 @every_strategy
@@ -396,7 +396,7 @@ def test_a_tighter_budget_is_kept(begin: Callable[..., Checkpointer], run: str, 
         assert len(list(own_folder(run).glob("*.data"))) == 1
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if STRATEGIES.get(name).terms.streams])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if STRATEGIES.get(name).config.streams])
 def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
     begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
@@ -435,30 +435,30 @@ def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
 @every_strategy
 def test_its_terms_are_terms_that_can_be_had(strategy: str) -> None:
     made: type[Strategy] = STRATEGIES.get(strategy)
-    terms = made.terms
-    assert terms.agreed() == terms, "it proposes what it gets"
-    assert terms.in_flight <= terms.buffers
-    assert terms.in_flight < terms.slots
+    config = made.config
+    assert config.agreed() == config, "it proposes what it gets"
+    assert config.in_flight <= config.buffers
+    assert config.in_flight < config.slots
 
 
 # ── whose word counts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_the_user_says_has_the_last_word() -> None:
-    proposed = Terms(every="profiled", replicas=1, buffers=2, in_flight=2, streams=True)
-    assert proposed.agreed(every=5, replicas=0, buffers=3, slots=9) == Terms(
+    proposed = StrategyConfig(every="profiled", replicas=1, buffers=2, in_flight=2, streams=True)
+    assert proposed.agreed(every=5, replicas=0, buffers=3, slots=9) == StrategyConfig(
         every=5, replicas=0, buffers=3, slots=9, in_flight=2, streams=True
     )
     assert proposed.agreed(buffers=1).in_flight == 1
     assert proposed.agreed(slots=2).in_flight == 1
-    more = Terms().agreed(in_flight=4)
+    more = StrategyConfig().agreed(in_flight=4)
     assert (more.in_flight, more.buffers, more.slots) == (4, 4, 5)
     assert not proposed.agreed(codec="zstd").streams, "chunks of a codec go as a whole"
     with pytest.raises(ConfigError, match="4 buffers and 5 slots for 4 saves in flight"):
-        Terms().agreed(in_flight=4, buffers=2)
+        StrategyConfig().agreed(in_flight=4, buffers=2)
     for wrong in ({"in_flight": 0}, {"buffers": 0}):
         with pytest.raises(ConfigError, match="one buffer and one save in flight"):
-            Terms().agreed(**wrong)
+            StrategyConfig().agreed(**wrong)
 
 
 def test_the_newest_of_several_in_flight_is_what_comes_back_whichever_lands_last(

@@ -30,7 +30,7 @@ SIZES = (2_000_000, 500, 300_000, 7)
 PATIENCE = 20
 """Times as many saves as are asked for, until the adversary must have met one: short saves and its rests miss."""
 KINDS = ("operation", "data", "numpy")
-EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).terms.is_exact]
+EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).config.is_exact]
 """What is near to a number looks torn; whoever stores that copies as one of these does."""
 
 

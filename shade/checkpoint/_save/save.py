@@ -34,7 +34,7 @@ from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
 from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter, cpu_seconds
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
-from shade.checkpoint._strategies.base import Moment, Strategy, Terms
+from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 
 DURABLE_PATIENCE_SECONDS: Final = 600.0
@@ -63,7 +63,7 @@ class Saver:
         app_state: AppState,
         shared_memory: SharedMemoryTier,
         strategy: Strategy,
-        config: Terms,
+        config: StrategyConfig,
         writer: AsyncWriter,
         group: ProcessGroup,
         sequence: int,
@@ -293,10 +293,10 @@ class WaitPolicy:
     """
 
     def __init__(
-        self, saver: Saver, config: Terms, wait_durable: Callable[[CommitResult, int, float], None] | None
+        self, saver: Saver, config: StrategyConfig, wait_durable: Callable[[CommitResult, int, float], None] | None
     ) -> None:
         self._saver, self._wait_durable = saver, wait_durable
-        after_copy: Mapping[Moment, Callable[[SaveHandle], None]] = {
+        after_copy: Mapping[DurabilityLevel, Callable[[SaveHandle], None]] = {
             "begun": lambda _: None,
             "copied": lambda _: None,
             "committed": self._until_committed,

@@ -34,7 +34,7 @@ from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveH
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
-from shade.checkpoint._strategies import STRATEGIES, Terms
+from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
 from shade.types import Stateful
 
@@ -98,7 +98,7 @@ class Checkpointer:
     ) -> None:
         self._run, self._strategy_name = run, strategy
         self._strategy = STRATEGIES.get(strategy)()
-        self._config = config = self._strategy.terms.agreed(
+        self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
         self._strategy.open(config)
@@ -181,7 +181,7 @@ class Checkpointer:
         return self._run
 
     @property
-    def config(self) -> Terms:
+    def config(self) -> StrategyConfig:
         """The strategy's config that holds: its own values, and what was passed instead."""
         return self._config
 

@@ -1,4 +1,4 @@
-"""Strategies: when a snapshot's bytes are copied, and on what terms; `auto` chooses among them.
+"""Strategies: when a snapshot's bytes are copied, and with what config; `auto` chooses among them.
 
 In reading order: `base` (what a strategy is), `copy` and `overlap` (the two simple ones), `published` (one row a
 paper), `windows`, `deepfreeze`, `asymmetric`, `gemini` (those that copy or send in a way of their own); then what
@@ -7,13 +7,13 @@ next).
 """
 
 from shade.checkpoint._strategies import asymmetric, auto, copy, deepfreeze, gemini, overlap, published
-from shade.checkpoint._strategies.base import STRATEGIES, Moment, Strategy, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, DurabilityLevel, Strategy, StrategyConfig
 
 __all__ = [
     "STRATEGIES",
-    "Moment",
+    "DurabilityLevel",
     "Strategy",
-    "Terms",
+    "StrategyConfig",
     "asymmetric",
     "auto",
     "copy",

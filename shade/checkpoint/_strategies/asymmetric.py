@@ -39,7 +39,7 @@ import torch
 from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint._strategies.base import STRATEGIES, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
 from shade.checkpoint._strategies.deepfreeze import Pooled
 from shade.checkpoint._strategies.windows import Windows, partition
 
@@ -59,7 +59,7 @@ _PASSES: Final = 2
 class Asymmetric(Pooled):
     """Copying threads, paced by the training."""
 
-    terms = Terms(streams=True, batches=True)
+    config = StrategyConfig(streams=True, batches=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _Beside(Asymmetric):
 class AsymmetricNaive(_Beside):
     """Equal partitions."""
 
-    terms = Terms()
+    config = StrategyConfig()
 
     @override
     def _shares(self, windows: Sequence[float]) -> list[float]:
@@ -200,11 +200,11 @@ class AsymmetricNaive(_Beside):
 class AsymmetricSnapshot(_Beside):
     """Partitions by time; nothing else."""
 
-    terms = Terms()
+    config = StrategyConfig()
 
 
 @STRATEGIES.register("asymmetric-S+O")
 class AsymmetricSnapshotFlush(_Beside):
     """Partitions by time, written in batches."""
 
-    terms = Terms(streams=True, batches=True)
+    config = StrategyConfig(streams=True, batches=True)

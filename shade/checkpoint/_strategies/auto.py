@@ -1,7 +1,7 @@
 """Auto: every save is left to the strategy that costs this training least, on this machine, within a budget.
 
 A thin coat over the others: it passes calls on to the one that is chosen, and between two saves it may choose another.
-What to choose is the business of `_strategies.pilot`; how often to save is the schedule's, whose terms
+What to choose is the business of `_strategies.pilot`; how often to save is the schedule's, whose config
 ``"2% mtbf 6h"`` mean the best interval for a failure every six hours, and never more than 2 % of the time.
 
 All ranks fly the same: rank 0 chooses, and its wish travels with the pace of its saves, so a choice holds two saves
@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._pacing.schedule import Pace, budget_of
-from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig
 from shade.checkpoint._strategies.measure import MemoryRates, costs_of, memory_rates
 from shade.checkpoint._strategies.pilot import Pilot, candidates
 from shade.checkpoint._strategies.predict import Choice
@@ -48,7 +48,7 @@ logger = logging.getLogger("shade.checkpoint")
 class Auto(Strategy):
     """Delegates each save to the strategy with the lowest predicted cost."""
 
-    terms = Terms(every="5% mtbf 24h", batches=True)
+    config = StrategyConfig(every="5% mtbf 24h", batches=True)
 
     def __init__(self) -> None:
         self._flown: dict[str, Strategy] = {}
@@ -68,9 +68,9 @@ class Auto(Strategy):
         self._is_of_devices = False
 
     @override
-    def open(self, terms: Terms) -> None:
-        budget, mtbf_seconds = budget_of(terms.every)
-        able = {name: each for name, each in candidates().items() if _can_fly(name, each, terms)}
+    def open(self, config: StrategyConfig) -> None:
+        budget, mtbf_seconds = budget_of(config.every)
+        able = {name: each for name, each in candidates().items() if _can_fly(name, each, config)}
         # What a codec takes is in what the first save takes to land: the prediction need not know of it.
         self._pilot = Pilot(
             {name: dataclasses.replace(each, codec="none") for name, each in able.items()}, FIRST, budget, mtbf_seconds
@@ -192,15 +192,16 @@ class Auto(Strategy):
             strategy.close()
 
 
-def _can_fly(name: str, terms: Terms, opened: Terms) -> bool:
-    """Whether a strategy does something of its own, its terms are met by what is open, and nothing but a copy waits."""
+def _can_fly(name: str, config: StrategyConfig, opened: StrategyConfig) -> bool:
+    """Whether a strategy does something of its own, the open tiers meet its config, and nothing but a copy
+    waits."""
     strategy = STRATEGIES.get(name)
     parent = strategy.__mro__[1]
     of_its_own = any(callable(each) for each in vars(strategy).values())
-    streams_anew = issubclass(parent, Strategy) and terms.streams != parent.terms.streams
-    is_free = terms.save_waits_for in ("begun", "copied") and terms.step_waits_for in ("begun", "copied")
-    fits = terms.in_flight <= opened.in_flight and terms.buffers <= opened.buffers and terms.slots <= opened.slots
-    is_plain = terms.codec in ("none", opened.codec) and terms.replicas <= opened.replicas
+    streams_anew = issubclass(parent, Strategy) and config.streams != parent.config.streams
+    is_free = config.save_waits_for in ("begun", "copied") and config.step_waits_for in ("begun", "copied")
+    fits = config.in_flight <= opened.in_flight and config.buffers <= opened.buffers and config.slots <= opened.slots
+    is_plain = config.codec in ("none", opened.codec) and config.replicas <= opened.replicas
     return (of_its_own or streams_anew) and is_free and fits and is_plain
 
 

@@ -3,9 +3,9 @@
 A strategy sees the tensors as a `Copying` and decides which are copied when; the one promise it makes is about
 `Strategy.wait`. What else sets the published ways of checkpointing apart is no code of theirs: how often they save, how
 many saves are under way at once, whether chunks leave while others are still being copied, what the training waits for.
-Those are *terms*, a row of plain values that the rest of this package honours for all of them alike; so a strategy is
-mostly a choice among parts that are there already. Whatever is in a snapshot, where it lies and when it counts is the
-same for every strategy, and so is how it is restored.
+Those are its *config*, a row of plain values that the rest of this package honours for all of them alike; so a strategy
+is mostly a choice among parts that are there already. Whatever is in a snapshot, where it lies and when it counts is
+the same for every strategy, and so is how it is restored.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shade.checkpoint._pacing.schedule import Pace
 from shade.errors import ConfigError
 from shade.registry import Registry
 
-Moment = Literal["begun", "copied", "committed", "durable"]
+DurabilityLevel = Literal["begun", "copied", "committed", "durable"]
 """How far a save has come: nothing is certain yet; the state may change again; it outlives this machine; it is in
 storage. Where there is no storage, what waits for *durable* waits for *committed*."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class StrategyConfig:
     """What a strategy proposes; an argument of `Checkpointer` of the same name has the last word."""
 
     every: str | int = "30s"
@@ -49,9 +49,9 @@ class Terms:
     """Whether chunks are hashed and sent while others are still being copied. What has a codec goes as a whole."""
     batches: bool = False
     """Whether streamed chunks go to storage in batches of the length that ends soonest."""
-    save_waits_for: Moment = "begun"
+    save_waits_for: DurabilityLevel = "begun"
     """Before `Checkpointer.save` returns."""
-    step_waits_for: Moment = "copied"
+    step_waits_for: DurabilityLevel = "copied"
     """Before an attached optimizer steps; never less than *copied*."""
 
     @property
@@ -68,7 +68,7 @@ class Terms:
         replicas: int | None = None,
         buffers: int | None = None,
         in_flight: int | None = None,
-    ) -> Terms:
+    ) -> StrategyConfig:
         """What is proposed, with what the user has said in its place.
 
         A save in flight needs a buffer, and a slot beside that of the newest snapshot. So fewer buffers or slots mean
@@ -83,7 +83,7 @@ class Terms:
             in_flight: Saves under way at once.
 
         Returns:
-            The terms that hold.
+            The config that holds.
 
         Raises:
             ConfigError: No buffer, or more saves in flight than there is room for, or a codec that is none.
@@ -122,24 +122,24 @@ class Terms:
 class Strategy(ABC):
     """When the bytes are copied. Called on the training thread, but for `before_chunk`."""
 
-    terms: ClassVar[Terms] = Terms()
+    config: ClassVar[StrategyConfig] = StrategyConfig()
     """What it proposes."""
     is_ablation: ClassVar[bool] = False
     """Whether it is another one less a part, to measure what that part brings: nobody's choice for a training."""
     is_for_devices: ClassVar[bool] = False
     """Whether what sets it apart from its parent is done on a device, so that a state on the host is saved alike."""
 
-    def open(self, terms: Terms) -> None:  # noqa: B027 - most strategies ask no more than their class proposes
+    def open(self, config: StrategyConfig) -> None:  # noqa: B027 - most strategies ask no more than their class proposes
         """Learns what holds, before anything else.
 
         Args:
-            terms: Agreed.
+            config: The config that holds.
         """
 
     @property
     def streams(self) -> bool:
-        """Whether the next save is streamed; where the terms that hold let nothing stream, none is."""
-        return self.terms.streams
+        """Whether the next save is streamed; if the config that holds forbids streaming, it is not."""
+        return self.config.streams
 
     def steer(self, mine: Pace, agreed: Pace) -> Pace:
         """Before each save, when the one before is copied: what this rank tells with it. Most tell what was measured.

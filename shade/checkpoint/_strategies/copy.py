@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig
 from shade.errors import TornSnapshotError
 
 
@@ -19,7 +19,7 @@ from shade.errors import TornSnapshotError
 class Copy(Strategy):
     """Everything at once, in `begin`."""
 
-    terms = Terms(save_waits_for="copied")
+    config = StrategyConfig(save_waits_for="copied")
 
     def __init__(self) -> None:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="shade-copy")

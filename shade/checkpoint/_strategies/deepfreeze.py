@@ -28,7 +28,7 @@ from typing import Final
 from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig
 from shade.errors import TornSnapshotError
 
 NUM_THREADS: Final = min(4, os.cpu_count() or 1)
@@ -97,7 +97,7 @@ def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
 class DeepFreeze(Pooled):
     """Layers, in the order of the shard."""
 
-    terms = Terms(streams=True)
+    config = StrategyConfig(streams=True)
 
     @override
     def _num_threads(self) -> int:

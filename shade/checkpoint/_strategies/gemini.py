@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
-from shade.checkpoint._strategies.base import STRATEGIES, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
 from shade.checkpoint._strategies.overlap import Overlap
 from shade.checkpoint._strategies.windows import PROFILED_STEPS, first_tensor
 
@@ -153,7 +153,7 @@ class Gaps:
 class Gemini(Overlap):
     """Copies in a thread, sends in gaps."""
 
-    terms = Terms(every="profiled", replicas=1, buffers=2)
+    config = StrategyConfig(every="profiled", replicas=1, buffers=2)
 
     def __init__(self) -> None:
         super().__init__()

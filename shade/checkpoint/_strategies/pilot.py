@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Final
 
 from shade.checkpoint._pacing.schedule import Pace
-from shade.checkpoint._strategies.base import STRATEGIES, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
 from shade.checkpoint._strategies.measure import Costs
 from shade.checkpoint._strategies.predict import Choice, Prediction, judge, predict, ranked
 
@@ -56,13 +56,15 @@ class Pilot:
     """Chooses among strategies.
 
     Args:
-        candidates: Their terms, by name.
+        candidates: Configs of the candidates, by name.
         first: Of them, the one that takes saves until something is known.
         budget: Share of the training that saving may add.
         mtbf_seconds: Mean time between failures.
     """
 
-    def __init__(self, candidates: Mapping[str, Terms], first: str, budget: float, mtbf_seconds: float) -> None:
+    def __init__(
+        self, candidates: Mapping[str, StrategyConfig], first: str, budget: float, mtbf_seconds: float
+    ) -> None:
         self._candidates, self._budget, self._mtbf_seconds = dict(candidates), budget, mtbf_seconds
         self.chosen = first
         """Of the next save."""
@@ -83,7 +85,7 @@ class Pilot:
         """
         known = {"none", *costs.codecs}
         able = {name: each for name, each in self._candidates.items() if each.codec in known and name not in without}
-        self.predicted = {name: predict(costs, terms) for name, terms in able.items()}
+        self.predicted = {name: predict(costs, config) for name, config in able.items()}
         self._step_seconds = self._step_seconds or costs.step_seconds
 
     def saw(self, strategy: str, pace: Pace) -> None:
@@ -225,11 +227,11 @@ def _mean(paces: Collection[Pace]) -> Pace:
     )
 
 
-def candidates() -> dict[str, Terms]:
+def candidates() -> dict[str, StrategyConfig]:
     """The registered strategies that restore bit for bit, no ablations, by name; where two name a class the first."""
-    found: dict[type[object], tuple[str, Terms]] = {}
+    found: dict[type[object], tuple[str, StrategyConfig]] = {}
     for name in STRATEGIES:
         strategy = STRATEGIES.get(name)
-        if name != AUTO and strategy.terms.is_exact and not strategy.is_ablation:
-            found.setdefault(strategy, (name, strategy.terms))
+        if name != AUTO and strategy.config.is_exact and not strategy.is_ablation:
+            found.setdefault(strategy, (name, strategy.config))
     return dict(found.values())

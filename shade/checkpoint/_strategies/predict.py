@@ -6,10 +6,10 @@ is which of them the training waits for, and which merely drag on it:
 * Where saving waits for the copy, that stops the training for S / burst_rate. Otherwise it takes S / copy_rate,
   stretched by the drag, of which the forward and backward pass hide as much as they last; the rest is waited for, and
   what was hidden is paid as drag.
-* Packing and sending are behind the training unless `Terms.save_waits_for` or `step_waits_for` says otherwise. Then
-  what is waited for costs time, but drags on nothing.
-* Chunks that leave while others are copied (`Terms.streams`) take as long as the slowest part; otherwise the parts
-  follow on each other. Restoring is reading, then hashing what was read.
+* Packing and sending are behind the training unless `StrategyConfig.save_waits_for` or `step_waits_for` says otherwise.
+  Then what is waited for costs time, but drags on nothing.
+* Chunks that leave while others are copied (`StrategyConfig.streams`) take as long as the slowest part; otherwise the
+  parts follow on each other. Restoring is reading, then hashing what was read.
 
 To compare strategies, each gets its own best interval: the exact optimum of `_pacing.schedule.best_cycle`, and
 no shorter one than its budget and its landing allow: C ≤ budget · f · t, and a save has landed before the next one
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shade.checkpoint._pacing.schedule import MTBF_SECONDS, best_cycle, goodput
-from shade.checkpoint._strategies.base import Moment, Terms
+from shade.checkpoint._strategies.base import DurabilityLevel, StrategyConfig
 from shade.checkpoint._strategies.measure import Costs
 from shade.errors import ConfigError
 
@@ -75,12 +75,12 @@ class Prediction:
         return self.recover_own_seconds if self.recover_storage_seconds is None else self.recover_storage_seconds
 
 
-def predict(costs: Costs, terms: Terms) -> Prediction:
+def predict(costs: Costs, config: StrategyConfig) -> Prediction:
     """What a strategy's saves will be like.
 
     Args:
         costs: Of the machine and the model.
-        terms: Of the strategy, as agreed.
+        config: Of the strategy, as agreed.
 
     Returns:
         The prediction.
@@ -89,8 +89,8 @@ def predict(costs: Costs, terms: Terms) -> Prediction:
         ConfigError: Its codec has not been measured.
     """
     state = costs.state_bytes
-    at_once = terms.save_waits_for != "begun"
-    ratio, encode = _codec(costs, terms.codec)
+    at_once = config.save_waits_for != "begun"
+    ratio, encode = _codec(costs, config.codec)
     stored = round(state / ratio)
     copied = state / (costs.burst_rate if at_once else costs.copy_rate)
     if not at_once:
@@ -98,7 +98,7 @@ def predict(costs: Costs, terms: Terms) -> Prediction:
     packed = state * encode + stored / costs.hash_rate
     first = costs.write_rate if costs.send_rate is None else costs.send_rate
     sent = 0.0 if first is None else stored / first
-    is_streamed = terms.streams and terms.codec == "none"
+    is_streamed = config.streams and config.codec == "none"
     kept = copied + packed
     landed = max(copied, packed, sent) if is_streamed else kept + sent
     landed += 0.0 if first is None else costs.commit_seconds
@@ -107,13 +107,15 @@ def predict(costs: Costs, terms: Terms) -> Prediction:
     if costs.write_rate is not None:
         flushed = 0.0 if committed is None else stored / costs.write_rate + costs.commit_seconds
         durable = landed + flushed
-    reached: dict[Moment, float] = {
+    reached: dict[DurabilityLevel, float] = {
         "begun": 0.0,
         "copied": copied,
         "committed": landed,
         "durable": landed if durable is None else durable,
     }
-    stall = _stall(reached, terms.save_waits_for, terms.step_waits_for, copied if at_once else 0.0, costs.pass_seconds)
+    stall = _stall(
+        reached, config.save_waits_for, config.step_waits_for, copied if at_once else 0.0, costs.pass_seconds
+    )
     hidden_copy = 0.0 if at_once else max(0.0, min(copied, copied - stall))
     hidden_work = max(0.0, packed + sent - max(0.0, stall - copied))
     return Prediction(
@@ -126,7 +128,7 @@ def predict(costs: Costs, terms: Terms) -> Prediction:
         recover_cluster_seconds=_recovery(costs, stored, costs.fetch_rate or costs.send_rate),
         recover_storage_seconds=_recovery(costs, stored, costs.read_rate or costs.write_rate),
         stored_bytes=stored,
-        in_flight=terms.in_flight,
+        in_flight=config.in_flight,
     )
 
 
@@ -139,7 +141,9 @@ def _codec(costs: Costs, name: str) -> tuple[float, float]:
     return costs.codecs[name].ratio, 1 / costs.codecs[name].encode_rate
 
 
-def _stall(reached: dict[Moment, float], save: Moment, step: Moment, at_once: float, passing: float) -> float:
+def _stall(
+    reached: dict[DurabilityLevel, float], save: DurabilityLevel, step: DurabilityLevel, at_once: float, passing: float
+) -> float:
     """What the training waits for: within the save, and before the step, which comes a pass later."""
     in_save = max(at_once, reached[save])
     needed = max(reached[step], reached["copied"])

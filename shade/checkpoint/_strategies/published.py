@@ -1,7 +1,7 @@
-"""The published systems that differ from `copy` and `overlap` in their terms alone: one row a paper.
+"""The published systems that differ from `copy` and `overlap` in their configs alone: one row a paper.
 
-A row gives the names, the paper, the class that copies and the terms; `about` says what the paper does and where we
-differ. The strategy of a row is a subclass with those terms and no code. CheckFreq needs two lines of code, and so has
+A row gives the names, the paper, the class that copies and the config; `about` says what the paper does and where we
+differ. The strategy of a row is a subclass with that config and no code. CheckFreq needs two lines of code, and so has
 a class. Systems that copy or send in a way of their own have a module: `asymmetric`, `deepfreeze`, `gemini`.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 from typing_extensions import override
 
 from shade.checkpoint._buffer.copy import Copying
-from shade.checkpoint._strategies.base import STRATEGIES, Strategy, Terms
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig
 from shade.checkpoint._strategies.copy import Copy
 from shade.checkpoint._strategies.overlap import Overlap
 
@@ -28,7 +28,7 @@ class PublishedSystem:
     """Authors or project, venue and year."""
     parent: type[Strategy]
     """Which copies."""
-    terms: Terms
+    config: StrategyConfig
     about: str
     """What the paper does, and where we differ."""
 
@@ -38,7 +38,7 @@ PUBLISHED: Final = (
         ("sync",),
         "torch.save and fsync",
         Copy,
-        Terms(save_waits_for="durable"),
+        StrategyConfig(save_waits_for="durable"),
         "Training continues when the snapshot is in storage, and not before. Every other strategy is measured against "
         "it: its cost is the whole way to the disk, each time.",
     ),
@@ -46,7 +46,7 @@ PUBLISHED: Final = (
         ("mlc-base",),
         "the baseline of ACUTE and DASH, IEEE Access 12, 2024",
         Copy,
-        Terms(save_waits_for="committed"),
+        StrategyConfig(save_waits_for="committed"),
         "Multi-level checkpointing: a blocking copy, a blocking transfer to the remote node's memory, and only the way "
         "to storage behind the training. Where we differ: every rank sends its share, and not rank 0 the whole state; "
         "and a save sends one copy (the published baseline loops over the number of saves in each of them, and hangs "
@@ -56,7 +56,7 @@ PUBLISHED: Final = (
         ("acute", "dash"),
         "ACUTE, and DASH, which is the same under another name, IEEE Access 12, 2024",
         Overlap,
-        Terms(slots=2),
+        StrategyConfig(slots=2),
         "Three threads: one copies the state while training computes the next gradients, one sends it, one on the "
         "remote node flushes it from a circular buffer with a dirty bit a slot. Here the first is `overlap`, the "
         "second the async writer, the third the flusher, a process on the memory node; two slots are the fewest that "
@@ -69,7 +69,7 @@ PUBLISHED: Final = (
         ("datastates",),
         "DataStates-LLM: Maurya et al., HPDC 2024",
         Overlap,
-        Terms(streams=True),
+        StrategyConfig(streams=True),
         "Parameters and optimizer state do not change during a forward and a backward pass, so a thread copies them "
         "then (`overlap`, which has the idea from there), and what has been copied is written while the rest is still "
         "coming. Where we differ: the buffer is not a ring of a few gigabytes that blocks when it is full, but as long "
@@ -82,7 +82,7 @@ PUBLISHED: Final = (
         ("excp",),
         "ExCP: Li et al., ICML 2024",
         Overlap,
-        Terms(codec="excp"),
+        StrategyConfig(codec="excp"),
         "Stores of each snapshot what has changed, pruned together with its moments and clustered to sixteen values. "
         "Not exact. All that sets it apart is in its codec; the paper compresses while training waits. Where we "
         "differ: a thread copies and compresses, what was lost is measured and reported with every snapshot, and a "
@@ -93,7 +93,7 @@ PUBLISHED: Final = (
         ("fastpersist",),
         "FastPersist: Wang et al. (DeepSpeed), 2024",
         Overlap,
-        Terms(streams=True, step_waits_for="durable"),
+        StrategyConfig(streams=True, step_waits_for="durable"),
         "Written past the page cache by all data-parallel ranks. A save is decoupled by one step: it begins after step "
         "i, and step i + 1 may not change the state before it is durable, so nothing but that one step is ever at "
         "risk. What makes this bearable is speed: while one part of the buffer is written with O_DIRECT the next is "
@@ -106,7 +106,7 @@ PUBLISHED: Final = (
         ("pccheck",),
         "PCcheck: Strati et al., ASPLOS 2025",
         Overlap,
-        Terms(every="profiled 5%", in_flight=2, buffers=2, streams=True),
+        StrategyConfig(every="profiled 5%", in_flight=2, buffers=2, streams=True),
         "Where storage is slower than the interval, one save at a time means that training waits for the disk; N at a "
         "time mean that each may take N intervals. The interval is bounded by that, f ≥ T / (N·q·t): see "
         "`_pacing.schedule`; N is `in_flight`. Memory is that of N snapshots, the cluster keeps N + 1. The "
@@ -117,7 +117,7 @@ PUBLISHED: Final = (
 )
 
 for _row in PUBLISHED:
-    _documented = {"__doc__": f"{_row.paper}. {_row.about}", "__module__": __name__, "terms": _row.terms}
+    _documented = {"__doc__": f"{_row.paper}. {_row.about}", "__module__": __name__, "config": _row.config}
     _strategy: type[Strategy] = type(_row.names[0], (_row.parent,), _documented)
     for _name in _row.names:
         STRATEGIES.register(_name)(_strategy)
@@ -135,7 +135,7 @@ class CheckFreq(Overlap):
     data loader's position is in the snapshot if it is attached, as anything that has a state.
     """
 
-    terms = Terms(every="profiled 5%")
+    config = StrategyConfig(every="profiled 5%")
     is_for_devices = True
 
     @override

@@ -196,14 +196,14 @@ def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str
     from shade.checkpoint._strategies.predict import predict
 
     if names is not None:
-        found = {name.strip(): STRATEGIES.get(name.strip()).terms for name in names.split(",")}
+        found = {name.strip(): STRATEGIES.get(name.strip()).config for name in names.split(",")}
     else:
         found = candidates()
-    chosen = {name: terms.agreed(codec=codec) for name, terms in found.items()}
+    chosen = {name: config.agreed(codec=codec) for name, config in found.items()}
     if codec is not None and codec not in ("none", *costs.codecs):
         costs = dataclasses.replace(costs, codecs={**costs.codecs, codec: codec_cost(codec, _weights())})
-    known = {"none", *costs.codecs} if names is None else {terms.codec for terms in chosen.values()}
-    return {name: predict(costs, terms) for name, terms in chosen.items() if terms.codec in known}
+    known = {"none", *costs.codecs} if names is None else {config.codec for config in chosen.values()}
+    return {name: predict(costs, config) for name, config in chosen.items() if config.codec in known}
 
 
 def _weights() -> memoryview:

@@ -17,7 +17,7 @@ from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._strategies import STRATEGIES
 from shade.checkpoint._strategies.auto import FIRST, Auto
-from shade.checkpoint._strategies.base import Terms
+from shade.checkpoint._strategies.base import StrategyConfig
 from shade.errors import ConfigError
 
 CHOSEN_AND_MEASURED = re.compile(r"> \S+ +every \d+ steps; predicted: stall .* cost .* measured \d+ times: stall")
@@ -92,7 +92,7 @@ def test_those_that_are_not_flown_any_more_let_go(training: Training) -> None:
 
 def test_it_takes_up_what_the_ranks_agreed_on() -> None:
     auto = Auto()
-    auto.open(Auto.terms)
+    auto.open(Auto.config)
     told = auto.steer(Pace(), Pace(strategy="copy"))
     assert auto.chosen == "copy"
     assert told.strategy == FIRST  # what it would like itself, with nothing measured
@@ -103,7 +103,7 @@ def test_it_takes_up_what_the_ranks_agreed_on() -> None:
 
 def test_the_one_that_began_a_copy_is_waited_for() -> None:
     auto, begun = Auto(), []
-    auto.open(Auto.terms)
+    auto.open(Auto.config)
 
     class Copied(Copying):
         def __init__(self) -> None:
@@ -127,14 +127,14 @@ def test_the_one_that_began_a_copy_is_waited_for() -> None:
 
 def test_what_cannot_be_changed_in_flight_is_not_flown() -> None:
     auto = Auto()
-    auto.open(Auto.terms)
+    auto.open(Auto.config)
     assert auto._pilot is not None
     able = set(auto._pilot._candidates)
     assert {"overlap", "copy", "asymmetric", "datastates"} <= able
     assert not able & {"auto", "sync", "mlc-base", "fastpersist", "pccheck", "acute", "dash"}
     auto.close()
     roomy = Auto()
-    roomy.open(Terms(every="2% mtbf 1h", in_flight=2, buffers=2, slots=4, batches=True))
+    roomy.open(StrategyConfig(every="2% mtbf 1h", in_flight=2, buffers=2, slots=4, batches=True))
     assert roomy._pilot is not None
     assert "pccheck" in roomy._pilot._candidates
     roomy.close()
@@ -143,7 +143,7 @@ def test_what_cannot_be_changed_in_flight_is_not_flown() -> None:
 def test_a_budget_can_be_left_out_and_so_can_the_failures() -> None:
     for every in ("5%", "60s", 50, "never", "2% mtbf 6h"):
         auto = Auto()
-        auto.open(Terms(every=every))
+        auto.open(StrategyConfig(every=every))
         auto.close()
 
 

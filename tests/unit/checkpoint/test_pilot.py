@@ -10,7 +10,7 @@ import pytest
 
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._strategies import STRATEGIES
-from shade.checkpoint._strategies.base import Terms
+from shade.checkpoint._strategies.base import StrategyConfig
 from shade.checkpoint._strategies.measure import Costs, MemoryRates, costs_of
 from shade.checkpoint._strategies.pilot import AUTO, TRIALS, Pilot, candidates
 
@@ -26,11 +26,15 @@ COSTS = Costs(
     work_drag=0.3,
     write_rate=1e9,
 )
-TERMS = {"overlap": Terms(), "copy": Terms(save_waits_for="copied"), "streamed": Terms(streams=True)}
+CONFIGS = {
+    "overlap": StrategyConfig(),
+    "copy": StrategyConfig(save_waits_for="copied"),
+    "streamed": StrategyConfig(streams=True),
+}
 
 
 def pilot() -> Pilot:
-    return Pilot(TERMS, "overlap", budget=0.05, mtbf_seconds=3600.0)
+    return Pilot(CONFIGS, "overlap", budget=0.05, mtbf_seconds=3600.0)
 
 
 def pace(cost: float, *, blocked: float = 0.01, landed: float = 1.2) -> Pace:
@@ -56,13 +60,13 @@ def test_until_something_is_measured_the_first_goes_on() -> None:
 
 
 def test_the_best_is_found_whatever_was_predicted() -> None:
-    for best in TERMS:
+    for best in CONFIGS:
         made = pilot()
         made.learn(COSTS)
-        true_costs = dict.fromkeys(TERMS, 0.4) | {best: 0.2}
+        true_costs = dict.fromkeys(CONFIGS, 0.4) | {best: 0.2}
         flown = fly(made, true_costs, 30)
         assert set(flown[-15:]) == {best}
-        assert max(flown.count(name) for name in TERMS if name != best) <= 2 * TRIALS
+        assert max(flown.count(name) for name in CONFIGS if name != best) <= 2 * TRIALS
 
 
 def test_whoever_was_predicted_to_be_free_is_not_believed_once_another_was_dear() -> None:
@@ -75,10 +79,10 @@ def test_whoever_was_predicted_to_be_free_is_not_believed_once_another_was_dear(
     assert made.cost_seconds("copy") == pytest.approx(0.3)
     made.saw("copy", pace(0.5))  # predicted not to be free, so there is a factor; it is none of the free ones'
     assert made.cost_seconds("streamed") == pytest.approx(0.4)
-    for best in TERMS:
+    for best in CONFIGS:
         made = pilot()
         made.learn(replace(COSTS, copy_drag=0.0, work_drag=0.0))
-        flown = fly(made, dict.fromkeys(TERMS, 0.4) | {best: 0.2}, 30)
+        flown = fly(made, dict.fromkeys(CONFIGS, 0.4) | {best: 0.2}, 30)
         assert set(flown[-15:]) == {best}
 
 
@@ -93,7 +97,7 @@ def test_a_trial_does_not_go_on_while_its_answers_are_under_way() -> None:
         under_way.append(made.decide())
     turns = [len(list(turn)) for _, turn in itertools.groupby(flown)]
     assert turns[1:-1] == [TRIALS + 1] * (len(turns) - 2)
-    assert len(turns) >= len(TERMS)
+    assert len(turns) >= len(CONFIGS)
 
 
 def test_what_the_first_saves_cost_is_learned_from_several_the_cheap_and_the_dear() -> None:
@@ -212,16 +216,16 @@ def test_the_report_has_predicted_beside_measured() -> None:
     made.learn(COSTS)
     fly(made, {"overlap": 0.2, "copy": 0.5, "streamed": 0.3}, 20)
     lines = made.report().splitlines()
-    assert len(lines) == len(TERMS)
+    assert len(lines) == len(CONFIGS)
     assert lines[0].startswith("> overlap")
     assert "predicted: stall" in lines[0]
     assert "measured 10 times: stall 0.010 s, cost 0.200 s, safe in 1.20 s" in lines[0]
 
 
 def test_a_candidate_whose_codec_was_not_measured_is_dropped() -> None:
-    made = Pilot(TERMS | {"packed": Terms(codec="zstd")}, "overlap", budget=0.05, mtbf_seconds=3600.0)
+    made = Pilot(CONFIGS | {"packed": StrategyConfig(codec="zstd")}, "overlap", budget=0.05, mtbf_seconds=3600.0)
     made.learn(COSTS)
-    assert set(made.predicted) == set(TERMS)
+    assert set(made.predicted) == set(CONFIGS)
 
 
 def test_candidates_are_the_registered_ones_that_are_exact() -> None:
@@ -237,6 +241,6 @@ def test_costs_from_a_save_predict_that_save_again() -> None:
 
     rates = MemoryRates(copy=4e9, burst=8e9, hashing=20e9)
     costs = costs_of(10**9, rates, 0.45, pace(0.35, blocked=0.05, landed=1.3))
-    again = predict(costs, Terms())
+    again = predict(costs, StrategyConfig())
     assert again.landed_seconds == pytest.approx(1.3, rel=0.1)
     assert again.cost_seconds == pytest.approx(0.35, rel=0.25)

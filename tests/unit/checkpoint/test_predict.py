@@ -1,4 +1,4 @@
-"""What is predicted follows from the rates and the terms, and what the training does not wait for costs it little."""
+"""What is predicted follows from the rates and the config, and what the training does not wait for costs it little."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._strategies.base import Terms
+from shade.checkpoint._strategies.base import StrategyConfig
 from shade.checkpoint._strategies.measure import CodecCost, Costs
 from shade.checkpoint._strategies.predict import predict
 from shade.errors import ConfigError
@@ -27,7 +27,7 @@ COSTS = Costs(
 
 
 def test_stop_and_copy() -> None:
-    found = predict(COSTS, Terms(save_waits_for="copied"))
+    found = predict(COSTS, StrategyConfig(save_waits_for="copied"))
     assert found.stall_seconds == pytest.approx(0.25)
     assert found.drag_seconds == pytest.approx(0.1 * (0.1 + 1.0))
     assert found.kept_seconds == pytest.approx(0.35)
@@ -38,36 +38,36 @@ def test_stop_and_copy() -> None:
 
 
 def test_a_copy_behind_the_training_is_hidden_by_the_pass_and_drags() -> None:
-    found = predict(COSTS, Terms())
+    found = predict(COSTS, StrategyConfig())
     assert found.stall_seconds == 0.0
     assert found.drag_seconds == pytest.approx(0.2 * 0.6 + 0.1 * 1.1)
-    short = predict(dataclasses.replace(COSTS, pass_seconds=0.2), Terms())
+    short = predict(dataclasses.replace(COSTS, pass_seconds=0.2), StrategyConfig())
     assert short.stall_seconds == pytest.approx(0.5 * 1.2 - 0.2)
     assert short.drag_seconds < found.drag_seconds
 
 
 def test_what_is_waited_for_does_not_drag() -> None:
-    found = predict(COSTS, Terms(save_waits_for="durable"))
+    found = predict(COSTS, StrategyConfig(save_waits_for="durable"))
     assert found.stall_seconds == pytest.approx(0.25 + 0.1 + 1.0 + 0.02)
     assert found.drag_seconds == 0.0
-    later = predict(COSTS, Terms(step_waits_for="durable"))
+    later = predict(COSTS, StrategyConfig(step_waits_for="durable"))
     assert later.stall_seconds == pytest.approx(0.6 + 0.1 + 1.0 + 0.02 - 0.8)
 
 
 def test_streamed_chunks_take_as_long_as_the_slowest_part() -> None:
-    assert predict(COSTS, Terms(streams=True)).landed_seconds == pytest.approx(1.02)
-    assert predict(COSTS, Terms()).landed_seconds == pytest.approx(0.6 + 0.1 + 1.0 + 0.02)
+    assert predict(COSTS, StrategyConfig(streams=True)).landed_seconds == pytest.approx(1.02)
+    assert predict(COSTS, StrategyConfig()).landed_seconds == pytest.approx(0.6 + 0.1 + 1.0 + 0.02)
 
 
 def test_with_a_cluster_memory_comes_first() -> None:
-    found = predict(dataclasses.replace(COSTS, send_rate=0.5e9, fetch_rate=2e9), Terms())
+    found = predict(dataclasses.replace(COSTS, send_rate=0.5e9, fetch_rate=2e9), StrategyConfig())
     assert found.committed_seconds == found.landed_seconds == pytest.approx(0.6 + 0.1 + 2.0 + 0.02)
     assert found.durable_seconds == pytest.approx(found.landed_seconds + 1.0 + 0.02)
     assert found.recover_seconds == found.recover_cluster_seconds == pytest.approx(0.5 + 0.1)
 
 
 def test_own_memory_alone() -> None:
-    found = predict(dataclasses.replace(COSTS, write_rate=None), Terms())
+    found = predict(dataclasses.replace(COSTS, write_rate=None), StrategyConfig())
     assert found.landed_seconds == found.kept_seconds == pytest.approx(0.7)
     assert found.recover_seconds == found.recover_own_seconds
     assert found.durable_seconds is None
@@ -75,12 +75,12 @@ def test_own_memory_alone() -> None:
 
 def test_a_codec_costs_time_and_saves_bytes() -> None:
     slow = dataclasses.replace(COSTS, write_rate=0.1e9, codecs={"zstd": CodecCost(1e9, 2.0)})
-    plain, packed = predict(slow, Terms()), predict(slow, Terms(codec="zstd"))
+    plain, packed = predict(slow, StrategyConfig()), predict(slow, StrategyConfig(codec="zstd"))
     assert packed.stored_bytes == plain.stored_bytes / 2
     assert plain.landed_seconds == pytest.approx(0.6 + 0.1 + 10.0 + 0.02)
     assert packed.landed_seconds == pytest.approx(0.6 + 1.0 + 0.05 + 5.0 + 0.02)
     with pytest.raises(ConfigError, match="codec 'zstd' to be measured"):
-        predict(COSTS, Terms(codec="zstd"))
+        predict(COSTS, StrategyConfig(codec="zstd"))
 
 
 def test_costs_come_back_from_their_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from shade.train.snapshots import Snapshots
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [(None, STRATEGIES.get("pccheck").terms.every), ("7", "7")], ids=["none", "given"]
+    ("given", "expected"), [(None, STRATEGIES.get("pccheck").config.every), ("7", "7")], ids=["none", "given"]
 )
 def test_where_no_interval_is_given_the_strategys_own_holds(
     tmp_path: Path, run: str, given: str | None, expected: str

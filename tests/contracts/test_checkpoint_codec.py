@@ -273,7 +273,7 @@ class Run:
 
     def check(self) -> dict[str, float]:
         """Compares what comes back with what was to be saved; what is off, by tensor."""
-        found, off = self.decode_items(), {}
+        found, off = self.restored(), {}
         _, tensors = flatten(self.state)
         assert found.tensors.keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -265,7 +265,7 @@ class Run:
         self.packer.committed(packed, record.digest, buffer)
         return packed.base
 
-    def decode_items(self) -> ReadSnapshot:
+    def restored(self) -> ReadSnapshot:
         found = read_newest(Reader([self.tier]), OneRank())
         assert found is not None
         assert found.record.sequence == self.sequence
@@ -273,7 +273,7 @@ class Run:
 
     def check(self) -> dict[str, float]:
         """Compares what comes back with what was to be saved; what is off, by tensor."""
-        found, off = self.decode_items(), {}
+        found, off = self.restored(), {}
         _, tensors = flatten(self.state)
         assert found.tensors.keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -110,7 +110,7 @@ def test_after_a_release_it_is_free(keep: Callable[[], Keeper]) -> None:
         lease.check()
         lease.release()
         lease.release()
-    assert not [thread for thread in threading.enumerate() if thread.name == "shade-lease"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "shade-run-lock"]
 
 
 def test_a_killed_process_of_this_machine_is_succeeded_at_once(

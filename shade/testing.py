@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from shade.store.base import Store, StoreStats
 from shade.types import Bytes
 
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 
 class ManualClock:
-    """A clock that stands still until told otherwise.
+    """A clock that moves only when `advance` is called.
 
     Args:
         now: Where it starts, in seconds.
@@ -94,56 +96,56 @@ class FaultyStore(Store):
                     raise error
         return action()
 
+    @override
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store`."""
         return self._call("get_many", lambda: self.inner.get_many(keys))
 
+    @override
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        """See `Store`."""
         return self._call("get_many_into", lambda: self.inner.get_many_into(items))
 
+    @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         return self._call("set_many", lambda: self.inner.set_many(items))
 
+    @override
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        """See `Store`."""
         return self._call("add_many", lambda: self.inner.add_many(items))
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
-        """See `Store`."""
         return self._call("delete_many", lambda: self.inner.delete_many(keys))
 
+    @override
     def increment(self, key: str, by: int) -> int:
-        """See `Store`."""
         return self._call("increment", lambda: self.inner.increment(key, by))
 
+    @override
     def scan(self, prefix: str) -> Iterator[str]:
-        """See `Store`."""
         return self._call("scan", lambda: self.inner.scan(prefix))
 
+    @override
     def stored_bytes(self, key_length: int, value_length: int) -> int:
-        """See `Store`; arithmetic does not fail."""
         return self.inner.stored_bytes(key_length, value_length)
 
+    @override
     def placement(self) -> list[str]:
-        """See `Store`."""
         return self._call("placement", self.inner.placement)
 
+    @override
     def homes(self, keys: Sequence[str]) -> list[str]:
-        """See `Store`."""
         return self._call("homes", lambda: self.inner.homes(keys))
 
+    @override
     def stats(self) -> StoreStats:
-        """See `Store`."""
         return self._call("stats", self.inner.stats)
 
+    @override
     def ping(self) -> None:
-        """See `Store`."""
         self._call("ping", self.inner.ping)
 
+    @override
     def close(self) -> None:
-        """See `Store`; closing does not fail."""
         self.inner.close()
 
 

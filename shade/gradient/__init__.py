@@ -26,7 +26,7 @@ __all__ = [
 if TYPE_CHECKING:
     from shade.gradient._compress.compressor import COMPRESSORS
     from shade.gradient._compress.quantiser import QUANTISERS
-    from shade.gradient._elastic.engine import ElasticEngine
+    from shade.gradient._elastic.elastic_engine import ElasticEngine
     from shade.gradient._elastic.membership import Membership
     from shade.gradient._engine.comm_hook import SparseState, sparse_hook
     from shade.gradient._engine.engine import GradientEngine
@@ -37,7 +37,7 @@ else:
         {
             "shade.gradient._compress.compressor": ["COMPRESSORS"],
             "shade.gradient._compress.quantiser": ["QUANTISERS"],
-            "shade.gradient._elastic.engine": ["ElasticEngine"],
+            "shade.gradient._elastic.elastic_engine": ["ElasticEngine"],
             "shade.gradient._elastic.membership": ["Membership"],
             "shade.gradient._engine.comm_hook": ["SparseState", "sparse_hook"],
             "shade.gradient._engine.engine": ["GradientEngine"],

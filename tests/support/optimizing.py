@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._kernels import step_arrays
+from shade.gradient._kernels import arrays
 from shade.gradient._optim import adam, sgd
 from shade.gradient._optim.base import SparseOptimizer
 
@@ -23,7 +23,7 @@ SIZE = 203
 def use_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces the loops in numpy."""
     for module in (sgd, adam):
-        monkeypatch.setattr(module, "loops", lambda: step_arrays)
+        monkeypatch.setattr(module, "loops", lambda: arrays)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -39,7 +39,7 @@ from shade.errors import ConfigError, GradientError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import AdamCorrection, Correction
-from shade.gradient._kernels import step_arrays
+from shade.gradient._kernels import arrays
 from shade.gradient._kernels.choice import choose
 from shade.gradient._optim.memory import OptimizerMemory
 
@@ -50,7 +50,7 @@ _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_ev
 @functools.cache
 def loops() -> Any:
     """Returns the loops in use: compiled, or in numpy."""
-    return choose("shade.gradient._kernels.step_loops", step_arrays)
+    return choose("shade.gradient._kernels.step_loops", arrays)
 
 
 class SparseOptimizer(Optimizer, ABC):

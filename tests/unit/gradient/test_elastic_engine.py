@@ -18,9 +18,8 @@ from torch import nn
 
 from shade.errors import ConfigError
 from shade.gradient._elastic import rendezvous
-from shade.gradient._elastic.engine import ElasticEngine
+from shade.gradient._elastic.elastic_engine import ElasticEngine, MembershipChange
 from shade.gradient._elastic.membership import Membership
-from shade.gradient._elastic.reconcile import MembershipChange
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
@@ -161,7 +160,7 @@ def digest_of_moments(optimizer: Any) -> str:
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
     monkeypatch.setattr(rendezvous, "HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr("shade.gradient._elastic.engine._PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr("shade.gradient._elastic.elastic_engine._PUBLISH_SECONDS", 0.0)
     store = rendezvous.serve()
 
     def run(*plans: Rank) -> list[Any]:

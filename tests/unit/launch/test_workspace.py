@@ -13,7 +13,7 @@ from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._format.manifest import Commit
 from shade.config import RunConfig
 from shade.errors import ConfigError
-from shade.launch.workspace import Workspace
+from shade.launch.run import Workspace
 
 
 @pytest.fixture

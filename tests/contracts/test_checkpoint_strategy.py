@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint._pacing.schedule import Pace

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shade.checkpoint._buffer import torn_read
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.restore import read_newest

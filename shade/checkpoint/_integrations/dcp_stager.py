@@ -8,9 +8,9 @@ With optimizers it returns before the copy: a thread copies what only their step
 state, while forward and backward run; everything else is copied at once. Their steps wait for the copy, by a hook.
 
 A block is reused when nothing holds what was staged in it; while a save is in progress the next one takes a second
-block. A tensor that changes during the copy is detected (`_buffer.copy`). An exception here would leave the other ranks
-waiting in DCP's collectives, so the stager returns an object that raises when DCP plans the save, which DCP reports to
-all ranks. Invariant: what is saved did not change during the copy, or the save fails on every rank.
+block. A tensor that changes during the copy is detected (`_buffer.tensor_copy`). An exception here would leave the
+other ranks waiting in DCP's collectives, so the stager returns an object that raises when DCP plans the save, which DCP
+reports to all ranks. Invariant: what is saved did not change during the copy, or the save fails on every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._buffer.torn_read import Comparison
 from shade.checkpoint._capture.flatten import SPELLINGS, escape
 from shade.checkpoint._capture.layout import TensorSpec, lay_out

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from shade.checkpoint._buffer.copy import copy_bytes
+from shade.checkpoint._buffer.tensor_copy import copy_bytes
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._commit.protocol import ProcessGroup

@@ -38,7 +38,7 @@ from typing import Final
 import torch
 from typing_extensions import override
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
 from shade.checkpoint._strategies.deepfreeze import Pooled
 from shade.checkpoint._strategies.windows import Windows, partition

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._pacing.schedule import Pace, budget_of
 from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig
 from shade.checkpoint._strategies.measure import MemoryRates, costs_of, memory_rates

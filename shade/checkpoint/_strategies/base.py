@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._codecs.base import CODECS, is_delta
 from shade.checkpoint._pacing.schedule import Pace
 from shade.errors import ConfigError

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from typing_extensions import override
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig
 from shade.errors import TornSnapshotError
 

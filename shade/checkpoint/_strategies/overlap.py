@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from typing_extensions import override
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._strategies.base import STRATEGIES, Strategy
 from shade.errors import TornSnapshotError
 

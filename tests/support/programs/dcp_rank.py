@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._integrations.dcp_shard import PackedState
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.checkpoint._strategies.asymmetric import (
     Asymmetric,

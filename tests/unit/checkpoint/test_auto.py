@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shade import Checkpointer
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._strategies import STRATEGIES
 from shade.checkpoint._strategies.auto import FIRST, Auto

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._session import open_tiers as tiers_module
 from shade.checkpoint._session.checkpointer import Checkpointer

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from shade.checkpoint._buffer import copy as copy_module
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer import tensor_copy
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._buffer.torn_read import Comparison, _ends_of_parts
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import TornSnapshotError
@@ -86,7 +86,7 @@ def test_nothing_of_a_tensor_is_copied_after_its_body(monkeypatch: pytest.Monkey
         ctypes.memmove(target, source, num_bytes)
         live.data[overtaken_at:] = 1  # before this thread gets to its next word
 
-    monkeypatch.setattr(copy_module, "_stream", stream)
+    monkeypatch.setattr(tensor_copy, "_stream", stream)
     copying = copying_of(live)
     with pytest.raises(TornSnapshotError, match="'x'"):
         copying.finish()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shade.checkpoint._buffer import copy as copy_module
+from shade.checkpoint._buffer import tensor_copy
 
 LENGTHS = [0, 1, 63, 64, 65, 255, 256, 2**18 - 1, 2**18, 2**18 + 1, 2**18 + 255, 2**18 + 4097, 2**20 + 77]
 
@@ -16,7 +16,7 @@ LENGTHS = [0, 1, 63, 64, 65, 255, 256, 2**18 - 1, 2**18, 2**18 + 1, 2**18 + 255,
 @pytest.fixture(scope="module")
 def compiled() -> Callable[[int, int, int], None]:
     pytest.importorskip("numba")
-    return copy_module._compile()
+    return tensor_copy._compile()
 
 
 @pytest.mark.parametrize("way", ["library", "stream"])
@@ -25,12 +25,12 @@ def test_every_byte_and_no_other(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, way: str, num_bytes: int
 ) -> None:
     stream = request.getfixturevalue("compiled") if way == "stream" else None
-    monkeypatch.setattr(copy_module, "_stream", stream)
+    monkeypatch.setattr(tensor_copy, "_stream", stream)
     rng = np.random.default_rng(num_bytes)
     source = rng.integers(0, 256, num_bytes + 128, dtype=np.uint8)
     for at, of in ((0, 0), (1, 0), (0, 7), (63, 33), (64, 1)):
         target = np.full(num_bytes + 256, 7, dtype=np.uint8)
-        copy_module.copy_bytes(target.ctypes.data + at, source.ctypes.data + of, num_bytes)
+        tensor_copy.copy_bytes(target.ctypes.data + at, source.ctypes.data + of, num_bytes)
         assert (target[at : at + num_bytes] == source[of : of + num_bytes]).all()
         assert (target[:at] == 7).all()
         assert (target[at + num_bytes :] == 7).all()
@@ -40,21 +40,21 @@ def test_without_a_compiler_the_c_library_copies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(copy_module, "_is_prepared", False)
-    monkeypatch.setattr(copy_module, "_stream", None)
+    monkeypatch.setattr(tensor_copy, "_is_prepared", False)
+    monkeypatch.setattr(tensor_copy, "_stream", None)
     with caplog.at_level("INFO"):
-        copy_module.prepare()
+        tensor_copy.prepare()
     assert "by the C library" in caplog.text
-    assert copy_module._stream is None
+    assert tensor_copy._stream is None
 
 
 def test_the_faster_way_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(target: int, source: int, num_bytes: int) -> None:
         for _ in range(20):
-            copy_module.ctypes.memmove(target, source, num_bytes)
+            tensor_copy.ctypes.memmove(target, source, num_bytes)
 
-    monkeypatch.setattr(copy_module, "_is_prepared", False)
-    monkeypatch.setattr(copy_module, "_compile", lambda: slow)
-    monkeypatch.setattr(copy_module, "_stream", None)
-    copy_module.prepare()
-    assert copy_module._stream is None
+    monkeypatch.setattr(tensor_copy, "_is_prepared", False)
+    monkeypatch.setattr(tensor_copy, "_compile", lambda: slow)
+    monkeypatch.setattr(tensor_copy, "_stream", None)
+    tensor_copy.prepare()
+    assert tensor_copy._stream is None

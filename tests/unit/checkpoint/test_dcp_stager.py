@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._integrations import dcp_stager
 from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shade.checkpoint._buffer.copy import Copying
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._strategies.deepfreeze import DeepFreeze, layers
 from shade.errors import TornSnapshotError

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shade.checkpoint._buffer.copy import Copying
 from shade.checkpoint._buffer.stream_hash import StreamHash
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.checkpoint._format.digest import digest_of
 

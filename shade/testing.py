@@ -19,6 +19,8 @@ from typing_extensions import override
 from shade.store.base import Store, StoreStats
 from shade.types import Bytes
 
+__all__ = ["CountingDataset", "FaultyStore", "ManualClock"]
+
 T = TypeVar("T")
 
 

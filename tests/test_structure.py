@@ -131,11 +131,15 @@ def repeated_classes(package: Path) -> list[str]:
 
 
 def repeated_stems(package: Path) -> list[str]:
-    """Files of one name within two levels: in a package, or in two sub-packages of one package."""
+    """Files of one name within two levels: in a package, or in two sub-packages of one package.
+
+    A public module that only re-exports the names of a private one may have its name.
+    """
     homes = defaultdict(list)
-    for name, path, _ in modules(package):
+    for name, path, tree in modules(package):
         parts = name.split(".")
-        if path.name not in ("__init__.py", "base.py") and len(parts) > 2:
+        defines = any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in tree.body)
+        if path.name not in ("__init__.py", "base.py") and len(parts) > 2 and defines:
             homes[parts[1], parts[-1]].append(name)
     return [f"{' and '.join(found)} have one name" for found in homes.values() if len(found) > 1]
 
@@ -203,7 +207,7 @@ PLANTED: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (forbidden_words, "shade/store/b.py", DOC + "try:\n    x = 1\nexcept:\n    x = 2\n", "bare except"),
     (forbidden_words, "shade/store/b.py", DOC + "def f(): raise NotImplementedError\n", "NotImplemented"),
     (repeated_classes, "shade/cache.py", DOC + "class B: ...\n", "class B stands in shade.cache and shade.store.b"),
-    (repeated_stems, "shade/store/_x/b.py", DOC, "shade.store._x.b and shade.store.b have one name"),
+    (repeated_stems, "shade/store/_x/b.py", DOC + "def f(): ...\n", "shade.store._x.b and shade.store.b have one name"),
     (
         counted_folders,
         "shade/store/b.py",

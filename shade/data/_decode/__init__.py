@@ -1,1 +1,1 @@
-"""JPEG files to pixels."""
+"""Decodes JPEG files to pixels, and holds the format in which decoded pictures lie in the cache."""

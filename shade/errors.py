@@ -18,7 +18,7 @@
     ├── CheckpointError               a snapshot cannot be taken, found or trusted; never silent, never half done
     │   ├── TornSnapshotError         a tensor changed while it was copied; the message names it
     │   ├── CorruptCheckpointError    its bytes do not match their checksums, in no copy that is left
-    │   ├── StateMismatchError        it does not fit what it shall be loaded into; the message names what differs
+    │   ├── StateMismatchError        it does not fit the attached objects; the message names what differs
     │   └── RunInUseError             another live process saves under this run id
     └── GradientError                 a step's gradient cannot be exchanged or applied; raised on all ranks or on none
         ├── PayloadError              bytes that are no payload: wrong magic, version, length, checksum or content
@@ -139,7 +139,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class StateMismatchError(CheckpointError):
-    """A snapshot does not fit the state it shall be loaded into. Nothing was loaded; the message names what differs."""
+    """A snapshot does not fit the attached objects. Nothing was loaded; the message names what differs."""
 
 
 class RunInUseError(CheckpointError):

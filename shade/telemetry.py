@@ -235,7 +235,7 @@ def join_pages(pages: Iterable[str]) -> str:
     rank that trains.
 
     Args:
-        pages: From `prometheus_text`, with labels that tell the ranks apart.
+        pages: From `prometheus_text`, with labels that identify the ranks.
 
     Returns:
         One page.

@@ -1,7 +1,7 @@
 """Fault doubles for tests of training code: a clock, a store that fails on command, a data set that counts.
 
-Shipped, so that a user can ask of their own loop what our tests ask of ours: does it go on, with the same samples, when
-the cache does not? Each double records what it did, because a fault test must first show that its fault happened.
+Shipped, so that a user can ask of their own loop what our tests ask of ours: does it continue, with the same samples,
+when the cache does not? Each double records what it did, because a fault test must first show that its fault happened.
 
 Example: ``FaultyStore(open_store("local://")).fail_from("get_many", 3, StoreUnavailableError("gone"))``
 """

@@ -27,7 +27,7 @@ class Stateful(Protocol):
     """Something whose state can be saved and brought back: the only thing a checkpoint knows of its contents."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on from here: plain numbers, strings, lists, dicts, arrays and tensors."""
+        """Everything needed to continue from here: plain numbers, strings, lists, dicts, arrays and tensors."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class StepReport:
     num_samples: int
     """In this rank's part of the batch."""
     compute_seconds: float
-    """On the training thread, without waiting for anybody: applying what is due, forward and backward."""
+    """On the training thread, without waiting for other ranks: applying what is due, forward and backward."""
     compress_seconds: float
     """Choosing, coding, decoding and merging, on whatever thread."""
     exchange_seconds: float
@@ -79,7 +79,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Decision:
-    """What every rank shall do from one step on, the same on all ranks; JSON-plain."""
+    """What every rank does from one step on, the same on all ranks; JSON-plain."""
 
     density: float
     """Kept fraction of the gradient, 0 < density ≤ 1."""

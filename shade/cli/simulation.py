@@ -150,7 +150,7 @@ def measure(run: Run) -> tuple[MeasuredEpoch, int]:
         The epoch, and the cache's capacity in bytes.
 
     Raises:
-        DataError: Its rows do not tell what their epochs took.
+        DataError: Its rows do not say how long their epochs took.
         ConfigError: It had no cache.
     """
     later = [each for each in run.epochs if each.epoch_seconds and each.counts.get("samples")]

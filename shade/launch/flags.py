@@ -1,7 +1,7 @@
 """Defines the launcher's command line: every flag of SHADE's original launcher in its spellings, and ours.
 
-No flag has a default here. A flag that was not typed stays absent, so that `resolve` can tell what the user said from
-what it may choose.
+No flag has a default here. A flag that was not typed stays absent, so that `resolve` can distinguish what the user
+said from what it may choose.
 
 The script and its paths may stand before, between and after the flags. argparse cannot know that a flag which takes
 several values, or perhaps none, must not take the script for one of them. So a list of values ends at a word that ends

@@ -8,7 +8,7 @@ leaves. Importance is that of the latest `begin_epoch`, when the queue is rebuil
 
 Differences from the released code: importance belongs to the sample that the loss came from; capacity is kept in bytes;
 all ranks share one queue because they walk the same order; and uses choose a victim but do not admit a newcomer. In the
-release they did: where all are equally important, the sample just read has always been used once more than those
+release they did: where all are equally important, the sample just read has always been used one time more than those
 waiting for their turn, which is `lru`, with 0.5 % hits at f = 0.1 instead of 10 %.
 
 Price: two numbers a sample, a heap over the residents; about 1 µs an access.

@@ -4,7 +4,7 @@ A reader can mail it, archive it and open it years later. It is light or dark as
 SVG in the page, and the contact sheet of `shade quality`, where there is one, is a picture in it.
 
 This module computes; the templates in ``templates/`` say what the page looks like. jinja2 escapes all that they print
-(paths, settings, class names): a page that somebody sends you shows what a run was called, and does not run it. A chart
+(paths, settings, class names): a page that you receive shows what a run was called, and does not run it. A chart
 names classes instead of colours: ``style.css`` has two sets of them. Every mark has a ``<title>``, which browsers show
 under the pointer and screen readers read aloud. The price of charts without a script is that nothing can be zoomed; the
 numbers stand in the table below the charts and in ``epochs.csv``.

@@ -7,7 +7,8 @@ the median of the class, 1 where the model gave the label no probability at all.
 are three or more, because every sample has a large loss then.
 
 This is no verdict: a rare view, a hard class or a broken file look the same. The contact sheet is for that. Nothing is
-flagged in a class that is not learned itself. The flags assume cross-entropy; for another loss the order still tells.
+flagged in a class that is not learned itself. The flags assume cross-entropy; for another loss the order is still
+informative.
 
 Price: nothing while training, for the losses are computed anyway; here a pass over two bytes a sample and epoch.
 

@@ -4,7 +4,7 @@
 every sample in a table, the most suspicious first; a contact sheet; and a page of text about them.
 
 The contact sheet is one picture of the most suspicious samples, each over its label and its confidence: a person sees
-in a second what no statistic can tell, a wrong label, a broken scan, or a picture that is just hard.
+in a second what no statistic can, a wrong label, a broken scan, or a picture that is just hard.
 
 Duplicates are files that are equal byte for byte, by a 128-bit hash: such a sample counts twice, or, under two labels,
 contradicts itself. Only files of equal length are opened, the most suspicious first, so that a data set on slow storage

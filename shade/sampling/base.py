@@ -146,7 +146,7 @@ class Purpose(IntEnum):
     TIES = 4
     """Which of several equals comes first."""
     REPLICATE = 5
-    """Which samples are repeated once more if a replication factor is not whole."""
+    """Which samples are repeated one time more if a replication factor is not whole."""
 
 
 def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:

@@ -88,7 +88,7 @@ class Store(ABC):
     @abstractmethod
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         """Writes values, replacing old ones. False where the server has no memory left, or is unreachable while others
-        answer; `refusals` tells the two apart."""
+        answer; `refusals` distinguishes the two."""
 
     def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
         """Writes as `set_many` does, and returns in the order of ``items`` None where it was written, `StoreFullError`

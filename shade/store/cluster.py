@@ -241,7 +241,7 @@ class ClusterStore(RemoteStore):
         candidates = dict.fromkeys((*known, *self._url.addresses))
         resting = self._health.resting()
         ready = [address for address in candidates if address not in resting]
-        if not ready:  # with a map at hand one try is enough: each is waited for, one after the other
+        if not ready:  # with a known map one try is enough: each is waited for, one after the other
             ready = list(candidates)[: 1 if self._map else None]
         failure: StoreError | None = None
         for address in ready:

@@ -72,7 +72,7 @@ class StreamHash:
             self._missing[first // self.chunk_bytes] -= last - first
 
     def end(self) -> None:
-        """Reports that no more bytes will be copied."""
+        """Reports that all bytes have been copied."""
         with self._turn:
             self._ended = True
             self._turn.notify()

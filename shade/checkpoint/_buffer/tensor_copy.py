@@ -48,7 +48,7 @@ from shade.checkpoint._format.manifest import TensorEntry
 from shade.errors import ConfigError, TornSnapshotError
 
 _SMALL_BYTES: Final = 2**18
-"""State on the host, beside one on devices, is copied at once if it is no more than this."""
+"""State on the host, beside one on devices, is copied at once up to this size."""
 _ROOM_FACTOR: Final = 1.5
 """A device has room for a clone if so many times its bytes are free: the next step needs memory, too."""
 

@@ -5,7 +5,7 @@ middle of an operation does neither, for as long as others want its processor: t
 So `wait_for_others` waits for each other thread until it has slept, since no thread sleeps in the middle of writing
 memory, or has run for `REST_SECONDS`. Asking whether a thread sleeps costs ten microseconds, how long it has run, one.
 The looks are bursts of ctypes calls that keep the interpreter's lock: to get it back each time could take 5 ms. Where
-the system cannot tell (only Linux can), a fixed rest must do.
+the system cannot say (only Linux can), a fixed pause must do.
 
 A virtual machine's processor was once taken by its host for two milliseconds. Its kernel cannot know, so the clock of
 the thread on it continued, and a snapshot of half a write was committed: three times in a thousand saves beside a

@@ -404,7 +404,7 @@ class _FlushService:
     def is_finished(self, run: str, patience_seconds: float) -> bool:
         """Returns whether a run has ended and is durable, or cannot be saved; its lock is then released.
 
-        The end mark is read once more after the release, for a run that restarted while it still saw the lock.
+        The end mark is read again after the release, for a run that restarted while it still saw the lock.
         """
         each = self.served[run]
         if not each.has_ended(patience_seconds):

@@ -6,7 +6,7 @@ DCP's metadata. The root of each tree has the key ``dcp``; a rank's tree has ``t
 
 Data that lies in memory as it is stored is not copied: chunks are views of the live tensors, and only a chunk that
 spans two allocations is joined in a buffer. (What `dcp_stager` staged lies in one allocation, in the order of the
-shard.) So the same memory is read twice, to hash and to write, and `PackedState.check` reads it once more.
+shard.) So the same memory is read twice, to hash and to write, and `PackedState.check` reads it a third time.
 Invariant: data that passes did not change from the first read to the last, or 128 bits collided.
 
 DCP's metadata, which DCP itself pickles, becomes dicts, lists, strings and numbers, so that `_capture.flatten` makes

@@ -6,7 +6,7 @@ known, saves are `WARM_UP_STEPS` apart; these saves measure the cost.
 
 *Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do, for one save in flight and for N: the
 next save begins when its buffer is free. A save takes T seconds, of which training waits o; a step takes t, and q·t
-during a save. So k = max(⌈(T − o) / (N·q·t)⌉, 1). With q − 1 as a budget, saves are also no more frequent than the
+during a save. So k = max(⌈(T − o) / (N·q·t)⌉, 1). With q − 1 as a budget, saves are also at most as frequent as the
 budget allows. CheckFreq approaches that by two steps at a time; here step and cost are measured all the time, and the
 interval follows them in both directions.
 
@@ -85,8 +85,8 @@ class Schedule:
 
     Args:
         every: ``50`` or ``"50"`` (steps), ``"30s"``, ``"5m"``, ``"1h"``, ``"2%"`` (of the time), ``"never"``;
-            ``"profiled"``: as soon as a save finds room; ``"profiled 5%"``: and for no more than 5% of the time;
-            ``"2% mtbf 6h"``: what is best if something fails every six hours, and no more than 2% of the time.
+            ``"profiled"``: as soon as a save finds room; ``"profiled 5%"``: and for at most 5% of the time;
+            ``"2% mtbf 6h"``: what is best if something fails every six hours, and at most 2% of the time.
         in_flight: Saves that may be in flight at once.
 
     Raises:
@@ -147,7 +147,7 @@ def budget_of(every: str | int) -> tuple[float, float]:
 
 
 def _best(share: float, mtbf_seconds: float) -> _Interval:
-    """Returns the interval that loses the least training time, while saving adds no more than that share of it."""
+    """Returns the interval that loses the least training time, while saving adds at most that share of it."""
 
     def steps(pace: Pace) -> float:
         if pace.step_seconds <= 0 or pace.cost_seconds <= 0:

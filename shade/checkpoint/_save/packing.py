@@ -14,7 +14,7 @@ so does the first save after a failure. Each chunk is stored in the first of the
    there.
 4. Any other chunk stands alone, compressed if that makes it smaller.
 
-Invariant: the buffer holds what any tier gives back, and is off from the state by no more than `Manifest.bounds` says.
+Invariant: the buffer holds what any tier gives back, and is off from the state by at most `Manifest.bounds` says.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Saver:
 
         Raises:
             ConfigError: Something attached, or a metric, cannot be saved.
-            TornSnapshotError: Something changed while it was copied, and again when it was copied once more.
+            TornSnapshotError: Something changed while it was copied, and again during a second copy.
             StorageFullError: There is not enough shared memory for the buffer.
         """
         begun = time.monotonic()
@@ -186,7 +186,7 @@ class Saver:
         return handle
 
     def _copy_again(self, step: int, copying: Copying) -> Future[None]:
-        """Copies once more, at once, what was torn."""
+        """Copies torn tensors again, at once."""
         try:
             self._strategy.wait()
         except TornSnapshotError as error:

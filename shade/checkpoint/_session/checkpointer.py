@@ -248,7 +248,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: An attached object cannot be saved.
-            TornSnapshotError: A tensor changed while it was copied, and again when it was copied once more.
+            TornSnapshotError: A tensor changed while it was copied, and again during a second copy.
             StorageFullError: There is not enough shared memory for the buffer.
         """
         if not self._saves:

@@ -75,7 +75,7 @@ class LockRecord:
     host: str
     process_id: int
     started: str
-    """Start time of the process as the kernel counts it: tells a reused process id apart."""
+    """Start time of the process as the kernel counts it: distinguishes a reused process id."""
     beat_seconds: float
     beat: int
 

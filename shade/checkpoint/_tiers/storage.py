@@ -94,7 +94,7 @@ class StorageTier(Tier):
 
     @override
     def commit(self, place: str, record: Commit) -> None:
-        # Lists the files once more: another process may have swept them meanwhile.
+        # Lists the files again: another process may have swept them meanwhile.
         names = self._volume.list(f"{place}/rank-")
         written = Counter(name.rpartition(".")[0] for name in names)
         missing = [rank for rank in range(record.world_size) if written[f"{place}/rank-{rank}"] < 2]

@@ -3,7 +3,7 @@
 A snapshot enters every tier in the same four steps:
 
 1. `Tier.prepare`, on one rank: chooses a *place* (a slot, a folder), removes what lay there, and raises if there is no
-   room. All ranks are told the place.
+   room. All ranks receive the place.
 2. `Tier.put`, on every rank: writes its shard, chunks first, then the manifest. It is not visible yet.
 3. The ranks vote. If one failed: `Tier.discard`.
 4. `Tier.commit`, on one rank (on each, if the tier belongs to a machine): writes the record. Now the snapshot exists.

@@ -8,7 +8,7 @@ residual, so a pass can be repeated. That makes the count a guarantee:
 
 1. The sample is large enough for the count to be within its tolerance nearly always.
 2. Too many: the smallest picked ones are put back until the wanted number is left.
-3. Too few, or more than there is space for: once more, with a sample eight times as large.
+3. Too few, or more than there is space for: again, with a sample eight times as large.
 4. Still not: exactly, by partitioning all magnitudes. That takes ten times as long, on data with millions of equal
    values. Small buckets start here.
 

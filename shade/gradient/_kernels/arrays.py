@@ -7,7 +7,7 @@ The sparse optimizers' loops follow, the same to the last bit as `_kernels.step_
 elements. ``last_L`` holds the step up to which each line has moved. A line that lags is brought up to date as a whole.
 Tables have a column for each lag; ``rows_F9`` has a step's coefficients at ``step % F``.
 
-Legend: D bucket · L lines of 16 · n lines at hand · F longest lag + 1.
+Legend: D bucket · L lines of 16 · n given lines · F longest lag + 1.
 """
 
 from __future__ import annotations

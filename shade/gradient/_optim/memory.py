@@ -48,7 +48,7 @@ class OptimizerMemory:
         self.parameter_steps = torch.full((len(bucket.parameters),), float(step))
         """The step, one for each parameter, as PyTorch's optimizers keep it."""
         self.counted = np.zeros(1, dtype=np.int64)
-        """The step once more, where the step of another rank can be written to."""
+        """A second copy of the step, to which another rank's step can be written."""
         self.step = step
 
     def advance(self) -> None:

@@ -4,7 +4,7 @@ Without a gradient, a step of SGD is a linear map of an element's weight and mom
 elements. So any number of skipped steps is one such map, the product of theirs, whatever the schedulers did in between.
 Kept are the products of the last 1 … ``flush_every`` steps, in float64, as ``x += xx·x + xb·b`` and
 ``b = bx·x + bb·b``: xx is the difference to 1, which float32 could not hold next to 1. A step multiplies each of them
-once more. The gradient enters linearly, so it is added after the map.
+again. The gradient enters linearly, so it is added after the map.
 
 Price at 25 million parameters and 1 % touched: benchmarks/results/gradient-apply.md. With neither momentum nor weight
 decay nothing lags, nothing is kept, and only the touched elements move.

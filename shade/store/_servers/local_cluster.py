@@ -138,7 +138,7 @@ def read_slot_map(node: Endpoint) -> SlotMap:
 
 
 def num_listed(node: Endpoint) -> int:
-    """Returns how many nodes it tells clients of."""
+    """Returns how many nodes it announces to clients."""
     slot_map = read_slot_map(node)
     return len({*slot_map.primaries, *slot_map.replicas})
 

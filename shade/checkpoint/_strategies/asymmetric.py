@@ -1,29 +1,28 @@
-"""Asymmetric: a little is copied in each window of the next pass, as much as the window has time for.
+"""Asymmetric: copies a part of the state in each window of the next pass, as much as the window has time for.
 
-As `overlap`, but evenly spread. `overlap` begins when the optimizer's step has ended and copies as fast as it can: so
-it takes all its bandwidth from the first layers of the forward pass, which are short. Here every window releases its
-partition, small ones in the forward pass and large ones in the backward pass, and no more is copied than
-has been released. All is released a little before the pass ends, because the copy is checked when it is done; what is
-left when the optimizer wants to step is copied at once.
+`overlap` begins after the optimizer's step and copies as fast as it can, so it takes its bandwidth from the first
+layers of the forward pass, which are short. Here every window releases its partition, small in the forward pass and
+large in the backward pass, and the copy never runs ahead of what is released. The last partition is released a little
+before the pass ends, because the finished copy is checked; what is left when the optimizer wants to step is copied at
+once.
 
-That is for windows in which somebody has time: a device computes, or cores are left alone. Where the training computes
-on all of them, no window has any, and all partitions are empty: the training stands still, every thread copies, and
-hashes what it has in its cache; the check that follows is little, and nobody stands still for it. Beside the training
-the same work costs up to three times as much: an operation of several threads ends with its slowest, so what is taken
-from one core is lost on all.
+This pays in windows with spare time: a device computes, or cores are idle. Where the training computes on all cores,
+no window has spare time and all partitions are empty: then the training stands still, all threads copy, and each
+hashes what is in its cache; only the short check runs beside the training. Beside such a training the same work costs
+up to three times as much, because an operation of several threads ends with its slowest, so time taken from one core
+is lost on all.
 
-What has been copied is written while the rest follows, in batches of the length that ends soonest
-(`_pacing.batching`).
+Copied bytes are written while the rest follows, in batches of the best length (`_pacing.batching`).
 
-AsymCheck (DAC 2026, §3), its snapshot and its flushing module. Where we differ: partitions are byte ranges of the shard
-as it will be stored, not slices of a second flat state, so nothing is joined afterwards; windows are measured all the
-time, and so is what they leave; what has not been measured yet (the first save of a run) is copied as `overlap` does.
-Invariant: as for all strategies, the buffer holds one moment, or the snapshot is refused.
+AsymCheck (DAC 2026, §3): its snapshot and flushing modules. Differences: partitions are byte ranges of the shard as it
+is stored, not slices of a second flat state, so nothing is joined afterwards; windows and idle cores are measured all
+the time; the first save of a run, before any measurement, is copied as `overlap` does. Invariant: as for all
+strategies, the buffer holds the state of one moment, or the snapshot is refused.
 
-Three variants show what each module of AsymCheck brings, as in the paper: ``asymmetric-naive`` copies a little in every
-window, too, but the same in each; ``asymmetric-S`` as much as the window has time for (asymmetric snapshotting);
-``asymmetric-S+O`` also writes what has been copied, in batches of the best length (optimal flushing). All copy beside
-the training, whatever it leaves them; `asymmetric` looks before. (Decisions 0020, 0027.)
+Three ablations show what each module of AsymCheck brings, as in the paper: ``asymmetric-naive`` copies an equal part
+in each window; ``asymmetric-S`` as much as the window has time for (asymmetric snapshotting); ``asymmetric-S+O`` also
+writes in batches of the best length (optimal flushing). All three copy beside the training, whether or not cores are
+idle (decisions 0020, 0027).
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Asymmetric(Pooled):
     def begin(self, copying: Copying) -> Future[None]:
         snapshot = super().begin(copying)
         if self._stands_still():
-            wait(self._copied)  # nobody has to stand still for the check
+            wait(self._copied)  # the check runs beside the training
         return snapshot
 
     @override
@@ -104,11 +103,11 @@ class Asymmetric(Pooled):
         return [partial(self._copy, copying, num_threads)] * num_threads
 
     def _stands_still(self) -> bool:
-        """Whether the training had better wait: it leaves nobody alone who could copy."""
+        """Returns whether the training waits for the copy, because it leaves no core idle."""
         return self._windows.cores_left() == 0
 
     def _shares(self, windows: Sequence[float]) -> list[float]:
-        """What part of the state each window shall release: as much as it has time for, short of the tail.
+        """Returns the part of the state that each window releases: as much as it has time for, without the tail.
 
         Args:
             windows: Seconds of each.

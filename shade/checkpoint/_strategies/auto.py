@@ -1,16 +1,15 @@
-"""Auto: every save is left to the strategy that costs this training least, on this machine, within a budget.
+"""Auto: delegates each save to the strategy that costs this training least, on this machine, within a budget.
 
-A thin coat over the others: it passes calls on to the one that is chosen, and between two saves it may choose another.
-What to choose is the business of `_strategies.pilot`; how often to save is the schedule's, whose config
-``"2% mtbf 6h"`` mean the best interval for a failure every six hours, and never more than 2 % of the time.
+It forwards calls to the chosen strategy, and may choose another between two saves. `_strategies.pilot` chooses; how
+often to save is the schedule's, where ``"2% mtbf 6h"`` means the best interval for a failure every six hours, with at
+most 2 % of the time.
 
-All ranks fly the same: rank 0 chooses, and its wish travels with the pace of its saves, so a choice holds two saves
-later everywhere. What cannot be changed once a run's tiers are open (codec, slots, buffers, saves in flight) is as with
-`overlap`, and strategies that want it otherwise are no candidates; nor are those that make the training wait for more
-than the copy, because waiting for what happens behind it anyway never costs less. Price: a probe of memory with the
-second save, for which the training waits a tenth of a second, as beside it memory seems half as fast; and a few saves
-by strategies that turn out dearer. What was predicted and what was measured stands in the log whenever the choice
-changes, and at the end.
+Rank 0 chooses for all: its choice travels with the pace of its saves and takes effect two saves later on every rank.
+What cannot change once a run's tiers are open (codec, slots, buffers, saves in flight) is as with `overlap`, and
+strategies that need it otherwise are no candidates; nor are those that make the training wait for more than the copy,
+which never costs less. Cost: a probe of memory at the second save, for which the training waits a tenth of a second,
+because beside the training memory seems half as fast; and a few saves by strategies that turn out dearer. The log
+shows predictions and measurements whenever the choice changes, and at the end.
 """
 
 from __future__ import annotations
@@ -185,9 +184,9 @@ class Auto(Strategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        told, self._pilot = self.report, None
-        if told:
-            logger.info("autopilot, at the end:\n%s", told)
+        report, self._pilot = self.report, None
+        if report:
+            logger.info("autopilot, at the end:\n%s", report)
         for strategy in self._flown.values():
             strategy.close()
 

@@ -1,11 +1,10 @@
-"""What a strategy is: when a snapshot's bytes are copied, and what it asks of those who take them from there.
+"""Defines a strategy: when a snapshot's bytes are copied, and how often, how far and with what it is saved.
 
-A strategy sees the tensors as a `Copying` and decides which are copied when; the one promise it makes is about
-`Strategy.wait`. What else sets the published ways of checkpointing apart is no code of theirs: how often they save, how
-many saves are under way at once, whether chunks leave while others are still being copied, what the training waits for.
-Those are its *config*, a row of plain values that the rest of this package honours for all of them alike; so a strategy
-is mostly a choice among parts that are there already. Whatever is in a snapshot, where it lies and when it counts is
-the same for every strategy, and so is how it is restored.
+A strategy sees the tensors as a `Copying` and decides when each is copied; its one promise is about `Strategy.wait`.
+What else distinguishes the published methods needs no code of theirs: how often they save, how many saves are in
+flight, whether chunks leave while others are still being copied, what the training waits for. Those are values of the
+*strategy config*, which the rest of the package honours for all strategies alike. What is in a snapshot, where it
+lies, when it counts and how it is restored is the same for every strategy.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from shade.errors import ConfigError
 from shade.registry import Registry
 
 DurabilityLevel = Literal["begun", "copied", "committed", "durable"]
-"""How far a save has come: nothing is certain yet; the state may change again; it outlives this machine; it is in
-storage. Where there is no storage, what waits for *durable* waits for *committed*."""
+"""How far a save has come: it is under way; the state may change again; it survives this machine; it is in storage.
+Without storage, *durable* means *committed*."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +119,17 @@ class StrategyConfig:
 
 
 class Strategy(ABC):
-    """When the bytes are copied. Called on the training thread, but for `before_chunk`."""
+    """Copies snapshots. All methods but `before_chunk` are called on the training thread."""
 
     config: ClassVar[StrategyConfig] = StrategyConfig()
     """What it proposes."""
     is_ablation: ClassVar[bool] = False
-    """Whether it is another one less a part, to measure what that part brings: nobody's choice for a training."""
+    """Whether it is another strategy without one part, made to measure that part and not to train with."""
     is_for_devices: ClassVar[bool] = False
-    """Whether what sets it apart from its parent is done on a device, so that a state on the host is saved alike."""
+    """Whether it differs from its parent class on a device only, so that a state on the host is saved alike."""
 
-    def open(self, config: StrategyConfig) -> None:  # noqa: B027 - most strategies ask no more than their class proposes
-        """Learns what holds, before anything else.
+    def open(self, config: StrategyConfig) -> None:  # noqa: B027 - most strategies need only their class's config
+        """Receives the config that holds, before anything else.
 
         Args:
             config: The config that holds.
@@ -142,21 +141,21 @@ class Strategy(ABC):
         return self.config.streams
 
     def steer(self, mine: Pace, agreed: Pace) -> Pace:
-        """Before each save, when the one before is copied: what this rank tells with it. Most tell what was measured.
+        """Returns the pace that this rank sends with a save; called before each, when the previous one is copied.
 
         Args:
             mine: As this rank has measured it.
             agreed: The newest that every rank knows, rank 0's.
 
         Returns:
-            What rank 0 tells all, once this save has landed.
+            The pace that all ranks adopt from rank 0 once this save is committed; by default as measured.
         """
         return mine
 
     def attach(  # noqa: B027 - most strategies hang no hooks
         self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Learns what is trained: a place to hang hooks on. Called before the first `begin`, perhaps more than once.
+        """Receives the trained objects, to register hooks. Called before the first `begin`, perhaps more than once.
 
         Args:
             modules: Attached modules.
@@ -183,7 +182,7 @@ class Strategy(ABC):
         """
 
     def before_chunk(self, num_bytes: int) -> None:  # noqa: B027 - most strategies send as fast as they can
-        """Returns when a chunk may be sent: called by whoever carries snapshots, in a thread, before each of them.
+        """Returns when a chunk may be sent: the async writer's thread calls it before each.
 
         Args:
             num_bytes: Length of the chunk.

@@ -1,17 +1,16 @@
-"""DeepFreeze: layer by layer, each copied by whichever thread is free and on its way as soon as it is copied.
+"""DeepFreeze: copies layer by layer with several threads, and sends each layer as soon as it is copied.
 
-Nicolae et al., CCGrid 2020. The state is not one thing but hundreds of tensors that become final one after the other;
-each layer's are copied by themselves, serialised in threads of their own, and shared out among the ranks that hold the
-same. Here a layer is what one module owns, or what the optimizer keeps for one parameter; a few threads copy layers in
-the order in which they lie in the shard, so that its first chunks are complete, hashed and sent while the last are
-still being copied; and every rank has its share of the layers anyway.
+Nicolae et al., CCGrid 2020. The state consists of hundreds of tensors; each layer's are copied on their own,
+serialised in threads of their own, and divided among the ranks that hold the same. Here a layer is what one module
+owns, or what the optimizer keeps for one parameter. A few threads copy layers in the order of the shard, so its first
+chunks are complete, hashed and sent while the last are still being copied; every rank has its share of the layers
+anyway.
 
-Where we differ: the paper hangs its copies into TensorFlow's graph, where a layer's update is final before the backward
-pass has reached the layers below. PyTorch updates all parameters in one call of the optimizer, so all are final at the
-same moment: when `step` has returned, which is when a save is begun. What is overlapped is the next pass.
+Difference: the paper inserts its copies into TensorFlow's graph, where a layer's update is final before the backward
+pass reaches the layers below. PyTorch updates all parameters in one call of the optimizer, so all are final when
+`step` has returned, which is when a save begins. The next pass is what the copy overlaps with.
 
-`Pooled` is the part that `asymmetric` has in common with it: a pool of copying threads, and one check of the copy when
-all have come back.
+`Pooled` is shared with `asymmetric`: a pool of copying threads, and one check of the copy when all have finished.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Pooled(Strategy):
 
     @abstractmethod
     def _num_threads(self) -> int:
-        """Of the pool, which is made with the first save."""
+        """Returns the size of the pool, which is made with the first save."""
 
     @abstractmethod
     def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
-        """What the threads shall do; what they leave is copied with the check.
+        """Returns the threads' work; what they leave is copied with the check.
 
         Args:
             copying: What is not steady is copied already.
@@ -87,7 +86,7 @@ class Pooled(Strategy):
 
 
 def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
-    """Checks what the others have copied. Story: it is submitted last, so whoever runs it waits for nobody queued."""
+    """Checks the whole copy. It is submitted last, so the thread that runs it waits for no queued part."""
     for each in copied:
         each.result()
     copying.finish()

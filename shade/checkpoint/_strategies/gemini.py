@@ -58,7 +58,7 @@ class Gaps:
         self._gap_seconds: deque[float] = deque(maxlen=PROFILED_STEPS)
         self._step_seconds: deque[float] = deque(maxlen=PROFILED_STEPS)
         self._passed: list[tuple[float, int]] = []
-        """When something was let through, and how long it was, since somebody last had to wait."""
+        """Times and lengths of the chunks that passed since a sender last had to wait."""
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)
         """Bytes a second."""
         self._closed = False

@@ -1,14 +1,14 @@
 """Measures what the parts of a save cost on this machine, its storage and its store, and keeps the rates as `Costs`.
 
-Every prediction is made from one page of rates (`Costs`). Rates are bytes a second of one rank, state bytes, everything
-else seconds. *Drag* is what the training loses while another thread works for it: seconds a second, 0 on a machine with
-cores and bandwidth to spare, near 1 where the thread takes a core that the training had. It is what makes a copy behind
-the training's back cheap or dear, and no data sheet has it. `Costs` is kept as JSON, so that `shade checkpoint
-simulate` can ask what another strategy or interval would have cost the same run.
+Every prediction is made from one set of rates (`Costs`). Rates are state bytes a second of one rank; everything else
+is in seconds. *Drag* is what the training loses while another thread works: seconds a second, 0 on a machine with
+spare cores and bandwidth, near 1 where the thread takes a core from the training. It decides whether a copy beside the
+training is cheap, and no data sheet has it. `Costs` is kept as JSON, so that `shade checkpoint simulate` can ask what
+another strategy or interval would have cost the same run.
 
 Each rate is the median of three tries on a sample that is large enough to leave the caches. Storage is written to and
-synced, and what was written is removed again. How fast it reads is not measured: what was just written comes out of the
-page cache, so a restore is taken to be as fast as a save, which is on the safe side of most disks.
+synced, and the file is removed. Its reading speed is not measured, because the file would come out of the page cache:
+a restore is assumed to be as fast as a save, which is the safe side for most disks.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class StoreRates(NamedTuple):
 
 
 def memory_rates(num_bytes: int = SAMPLE_BYTES) -> MemoryRates:
-    """Of this process, now; whoever else works takes its share.
+    """Measures this process's memory rates now, while other processes take their share.
 
     Args:
         num_bytes: Of the sample.
@@ -247,11 +247,11 @@ def store_rates(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreRates:
 
 
 def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace) -> Costs:
-    """Costs, from the rates of memory and from what saves behind the training have come to.
+    """Derives costs from the rates of memory and from measured saves.
 
-    What a save took beyond its copy and its hashes is sending: to wherever it lands. What it cost beyond its stall is
-    drag: of the work that was done behind the training, where that is known, else of all that went on there alike. (To
-    wait for a disk is no work, so sending drags less than copying.)
+    A save's time beyond its copy and its hashes is sending. Its cost beyond its stall is drag: per second of processor
+    time where that is known, else per second of all work behind the training. (Waiting for a disk is no work, so
+    sending drags less than copying.)
 
     Args:
         num_bytes: Of the state.

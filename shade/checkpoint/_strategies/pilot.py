@@ -1,23 +1,23 @@
-"""Decides, save by save, which strategy the next one is left to: predicts all, tries the promising, keeps the best.
+"""Decides for each save which strategy performs it: predicts all, tries the promising ones, keeps the best.
 
-Story of a run. The first save goes the usual way; behind it the machine's rates are measured, and every candidate is
-predicted. The next saves go to whichever candidate promises to keep most of the time, and what they cost is measured
-where it counts, in the training. A measurement replaces the prediction; what has not been tried is predicted anew, by
-what the tried ones were off by. So a candidate that only looked good is found out by its first saves, one that
-might still be better gets its turn, and after `TRIALS` saves of each that comes near the best the choice stands. It is
-looked at again with every save: when the training or the machine changes, so does the choice.
+Course of a run. The first save is an ordinary one; behind it the machine's rates are measured, and every candidate is
+predicted. The next saves go to the candidate that promises to keep most of the training time, and their cost is
+measured in the training. A measurement replaces the prediction; a candidate without one is predicted anew, corrected
+by the factor by which the tried ones were off. So the first saves expose a candidate that only looked good, every
+candidate that could still be the best gets a turn, and after `TRIALS` saves of each candidate near the best the choice
+stands. Every later save reviews it, so it follows a training or a machine that changes.
 
-What a save costs is measured in two ways. The steps behind it are longer: that is the truth, but steps differ by as
-much without a save. And a save waits, and its threads work: both are known exactly, save by save, and what a second of
-their work costs the training is the same whoever has them do it, so all saves of all candidates together tell it. The
-two are weighed by what each is off by: at first the parts decide, in the long run the steps.
+A save's cost is measured in two ways. The steps behind it are longer: that is the true cost, but steps vary by as much
+without a save. And its wait and its threads' processor time are known exactly; what a second of their work costs the
+training is the same for all strategies, so all saves together determine it. The two are weighted by their errors: at
+first the parts decide, in the long run the steps.
 
-A choice holds two saves later. So what has been asked for counts as tried before it is measured; else each trial would
-go on for as long again as the answers take.
+A choice takes effect two saves later. So a requested candidate counts as tried before it is measured; otherwise each
+trial would last twice as long.
 
-Candidates are the registered strategies that restore bit for bit: whoever wants less says so. Arithmetic only; on rank
-0, whose choice travels to the others with the pace of its saves. Price: a few saves by strategies that turn out dearer;
-they count against the budget, as the interval follows from what the last save has cost.
+Candidates are the registered strategies that restore bit for bit; a lossy one must be requested by name. Arithmetic
+only; rank 0's choice reaches the other ranks with the pace of its saves. Cost: a few saves by strategies that turn out
+dearer; they count against the budget, because the interval follows from the cost of the last save.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class Pilot:
         return replace(found, kept_seconds=landing)
 
     def _weighed(self, measured: Collection[Pace]) -> float:
-        """What a save of one strategy costs, by the parts of those that were measured and by the steps behind them."""
+        """Returns the cost of one strategy's save, weighted from its measured parts and the steps behind them."""
         mean = _mean(measured)
-        if mean.worked_seconds <= 0:  # nobody has worked, or the system does not tell
+        if mean.worked_seconds <= 0:  # no thread worked, or the system has no such clock
             return mean.cost_seconds
         parts = mean.blocked_seconds + self._drag() * mean.worked_seconds
         parts_error, steps_error = (PARTS_ERROR * parts) ** 2, self._noise() / len(measured)
@@ -163,8 +163,7 @@ class Pilot:
         return max(mean.blocked_seconds, parts + weight * (mean.cost_seconds - parts))
 
     def _drag(self) -> float:
-        """Seconds that the training loses for each that saves work behind it: by least squares, of all that was
-        measured and of what is known beforehand."""
+        """Returns the seconds that training loses per second of work behind it (least squares, with a prior)."""
         noise = self._noise()
         prior = noise / DRAG_ERROR**2
         lost, worked = prior * DRAG, prior
@@ -174,17 +173,17 @@ class Pilot:
         return max(0.0, lost / worked)
 
     def _noise(self) -> float:
-        """Variance of what a single save is measured to cost, about the mean of its strategy; 0: not known yet."""
+        """Returns the variance of a single save's measured cost about its strategy's mean; 0 while unknown."""
         several = [[pace.cost_seconds for pace in each] for each in self._measured.values() if len(each) > 1]
         degrees = sum(len(each) - 1 for each in several)
         return sum(statistics.variance(each) * (len(each) - 1) for each in several) / degrees if degrees else 0.0
 
     def _corrected(self, prediction: Prediction) -> Prediction:
-        """By the factor that those which were tried were off, in the middle.
+        """Returns a prediction, corrected by the median factor by which the tried candidates were off.
 
-        Where that says nothing, because all that is known of is predicted to be free, it costs no less than others have
-        in the middle. (So it is where the save that rates are learned from happened to cost nothing: no factor makes
-        zero more, and whoever had not been tried would seem free for ever.)
+        If all candidates are predicted to be free, there is no factor; then the median measured cost is its minimum.
+        (This happens when the save from which rates are learned cost nothing: an untried candidate would seem free for
+        ever.)
         """
         costs = {name: self._weighed(measured) for name, measured in self._measured.items() if name in self.predicted}
         before = {name: self.predicted[name].cost_seconds for name in costs}
@@ -197,21 +196,21 @@ class Pilot:
         return replace(prediction, drag_seconds=max(prediction.drag_seconds, least - prediction.stall_seconds))
 
     def report(self) -> str:
-        """Predicted against measured: a line for each candidate, the best first."""
+        """Returns predicted and measured costs, one line per candidate, the best first."""
         lines = []
         for choice in self.choices():
             name, before = choice.strategy, self.predicted[choice.strategy]
             planned = judge(name, before, choice.every_steps, self._step_seconds, self._mtbf_seconds)
-            told = f"{'>' if name == self.chosen else ' '} {name:<14} every {choice.every_steps} steps; predicted: "
-            told += f"stall {before.stall_seconds:.3f} s, cost {before.cost_seconds:.3f} s, "
-            told += f"safe in {before.landed_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
+            line = f"{'>' if name == self.chosen else ' '} {name:<14} every {choice.every_steps} steps; predicted: "
+            line += f"stall {before.stall_seconds:.3f} s, cost {before.cost_seconds:.3f} s, "
+            line += f"safe in {before.landed_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
             if self._num_measured(name):
                 mean, now = _mean(self._measured[name]), choice.prediction
-                told += f"; measured {self._num_measured(name)} times: stall {now.stall_seconds:.3f} s, "
-                told += f"cost {mean.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
-                told += f"work {mean.worked_seconds:.3f} s; held to cost {now.cost_seconds:.3f} s, "
-                told += f"overhead {100 * choice.overhead:.2f} %"
-            lines.append(told)
+                line += f"; measured {self._num_measured(name)} times: stall {now.stall_seconds:.3f} s, "
+                line += f"cost {mean.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
+                line += f"work {mean.worked_seconds:.3f} s; held to cost {now.cost_seconds:.3f} s, "
+                line += f"overhead {100 * choice.overhead:.2f} %"
+            lines.append(line)
         return "\n".join(lines)
 
 

@@ -12,8 +12,8 @@ is which of them the training waits for, and which merely drag on it:
   parts follow on each other. Restoring is reading, then hashing what was read.
 
 To compare strategies, each gets its own best interval: the exact optimum of `_pacing.schedule.best_cycle`, and
-no shorter one than its budget and its landing allow: C ≤ budget · f · t, and a save has landed before the next one
-needs its place. Then the strategies are ranked by what each keeps of a run's time. A budget of 2 % with a failure a day
+not shorter than its budget and its commit allow: C ≤ budget · f · t, and a save is committed before the next one
+needs its slot. Then the strategies are ranked by what each keeps of a run's time. A budget of 2 % with a failure a day
 is often not used up: saving more often than is best costs more than it brings. Invariant: a choice never plans to be
 over the budget. Arithmetic only: the same rates give the same ranking.
 """

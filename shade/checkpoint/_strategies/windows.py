@@ -3,10 +3,10 @@
 A window begins where a module's forward begins, and where the gradient of its output has come, which is where its
 backward begins. So forward and backward together are a sequence of marks, the same in every step of a model that does
 the same in every step. The lengths are measured in steps in which nothing is copied, all the time: the median of the
-last few is what a plan is made from, so it follows the training when that changes. (AsymCheck profiles ten steps once.)
+last few is what a plan is made from, so it follows a training that changes. (AsymCheck profiles ten steps once.)
 
-The hooks are put on modules without children, which do nearly all the work; what is compiled has none. Backward marks
-hang on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, as an
+The hooks are put on modules without children, which do nearly all the work; compiled modules have none. Backward marks
+are hooks on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, as an
 in-place ReLU is one. Price: two calls a module and step, some microseconds each; and a module with hooks of ours can be
 copied, but not pickled whole. On a device the marks are events on the current stream: a hook sees there when work is
 submitted, not when it is done.
@@ -54,7 +54,7 @@ class Windows:
     def __init__(self, on_mark: Callable[[int], None]) -> None:
         self._on_mark = on_mark
         self.is_watched = False
-        """Whether marks are told; such a step is not measured: the copy would be measured along."""
+        """Whether `on_mark` is called; such a step is not measured, since the copy would be measured too."""
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
         self._marks: list[_Mark] = []
@@ -111,7 +111,7 @@ class Windows:
         return medians[:num_forward], medians[num_forward:]
 
     def cores_left(self) -> int | None:
-        """Processor cores that nobody uses while the windows last.
+        """Returns the processor cores that are idle during the windows.
 
         Returns:
             None: not known yet; or the training is on a device, which copies by itself.
@@ -126,7 +126,7 @@ class Windows:
 
     # ── hooks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # Functions, not methods: whoever copies a module copies its hooks along, and us with a method.
+    # Functions, not methods: a copied module copies its hooks too, and a bound method would copy this object.
 
     def _forward(self) -> None:
         if torch.compiler.is_compiling():  # then the hook is left out, instead of cutting the graph in two
@@ -237,10 +237,10 @@ class CoresLeft:
             self._next = ended[1] + _PAUSE_SECONDS
 
     def number(self) -> int | None:
-        """Cores that nobody used, on average, rounded.
+        """Returns the idle cores, on average, rounded.
 
         Returns:
-            None: nothing has been measured, or the system does not tell.
+            None: nothing has been measured, or the system does not say.
         """
         seconds = sum(length for _, length in self._measured)
         return round(sum(idle for idle, _ in self._measured) / seconds) if seconds > 0 else None

@@ -13,7 +13,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,27 @@ from tests.support.strategy_ranks import train_on_two_ranks
 
 every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 EXACT = [name for name in sorted(STRATEGIES) if STRATEGIES.get(name).config.is_exact]
+
+
+def code_of(strategy: type[Strategy]) -> type[Strategy]:
+    """The class whose code a strategy runs: itself, or the nearest parent if it differs in its config alone."""
+    return next(each for each in strategy.__mro__ if any(callable(value) for value in vars(each).values()))
+
+
+def different_in(*fields: str, among: Sequence[str] | None = None) -> pytest.MarkDecorator:
+    """Runs a test once for each difference that it can see: the strategy's code, and these fields of its config.
+
+    The strategies that differ from one of those in nothing that matters here run it with the slow tests.
+    """
+    seen, values = set(), []
+    for name in among or sorted(STRATEGIES):
+        made: type[Strategy] = STRATEGIES.get(name)
+        difference = (code_of(made), *(getattr(made.config, field) for field in fields))
+        values.append(pytest.param(name, marks=[pytest.mark.slow] if difference in seen else []))
+        seen.add(difference)
+    return pytest.mark.parametrize("strategy", values)
+
+
 PATIENCE_SECONDS = 30.0
 WIDTH = 1030
 """A layer of so many squared float32 is a little longer than a chunk."""
@@ -112,7 +133,7 @@ def crash(checkpointer: Checkpointer) -> None:
 # ── every bit comes back ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("strategy", EXACT)
+@different_in("codec", "streams", "in_flight", among=EXACT)
 @pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
 def test_a_run_goes_on_as_if_it_had_never_ended(
     begin: Callable[..., Checkpointer], request: pytest.FixtureRequest, where: str, strategy: str
@@ -140,7 +161,7 @@ def test_a_run_goes_on_as_if_it_had_never_ended(
         assert (random.random(), np.random.random()) == numbers
 
 
-@every_strategy
+@different_in("codec", "streams", "in_flight")
 def test_a_state_of_many_chunks_is_saved_while_training_goes_on(
     begin: Callable[..., Checkpointer], strategy: str
 ) -> None:
@@ -252,7 +273,7 @@ def two_saves(place: Place, run: str, strategy: str, fault: Fault) -> tuple[list
     return saved, landed
 
 
-@every_strategy
+@different_in("codec", "streams", "in_flight")
 @pytest.mark.parametrize("one_in", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_write_the_snapshot_before_loads(
     strategy: str, one_in: int, run: str, mortal: Callable[[], Place]
@@ -326,8 +347,8 @@ REST_SECONDS = 0.15
 """Enough for what does not wait to have ended, on a machine that does nothing else; a slow one only tests less."""
 
 
-@every_strategy
-def test_the_training_waits_for_what_the_terms_say_and_for_no_more(
+@different_in("save_waits_for", "step_waits_for", "streams")
+def test_the_training_waits_for_what_the_config_says_and_for_no_more(
     begin: Callable[..., Checkpointer], gate: Gate, strategy: str
 ) -> None:
     training = Training()
@@ -351,8 +372,8 @@ def test_the_training_waits_for_what_the_terms_say_and_for_no_more(
     assert checkpointer.wait_committed() == "storage"
 
 
-@every_strategy
-def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
+@different_in("buffers", "in_flight", "save_waits_for", "step_waits_for")
+def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_config_says(
     begin: Callable[..., Checkpointer], run: str, gate: Gate, strategy: str
 ) -> None:
     training = Wide()
@@ -383,7 +404,7 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_terms_say(
     assert sum(path.stat().st_blocks * 512 for path in buffers) <= config.buffers * (state_bytes + 4 * 2**20)
 
 
-@every_strategy
+@different_in("buffers", "in_flight", "codec")
 def test_a_tighter_budget_is_kept(begin: Callable[..., Checkpointer], run: str, strategy: str) -> None:
     training = Wide()
     with begin(training, strategy=strategy, buffers=1) as checkpointer:
@@ -433,7 +454,7 @@ def test_what_streams_is_on_its_way_before_the_last_byte_is_copied(
 
 
 @every_strategy
-def test_its_terms_are_terms_that_can_be_had(strategy: str) -> None:
+def test_its_config_can_be_had(strategy: str) -> None:
     made: type[Strategy] = STRATEGIES.get(strategy)
     config = made.config
     assert config.agreed() == config, "it proposes what it gets"

@@ -248,7 +248,10 @@ class Link:
         return self.replies
 
     def advance(self) -> bool:
-        """Waits for bytes, and takes the replies that are complete; returns True when all have arrived.
+        """Waits for bytes, and takes the replies that are complete.
+
+        Returns:
+            Whether all replies have arrived.
 
         Raises:
             StoreUnavailableError: The server hung up, was silent, or does not speak Redis; the link is closed.

@@ -1,4 +1,4 @@
-"""A rank is killed, stands still, or is cut off: the others go on without it, and with it, or another, once it comes.
+"""A rank is killed, hangs, or is cut off: the others continue without it, and with it or another once it comes.
 
 Real processes, over real links where the machine can make them. What is lost and kept to the last element is in
 tests/unit/gradient/test_elastic_engine.py.
@@ -36,9 +36,9 @@ class Cast:
         self.ranks: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, **plan: Any) -> None:
-        words = [PROGRAM, f"127.0.0.1:{self.store.port}", self.folder, name, json.dumps(plan)]
+        arguments = [PROGRAM, f"127.0.0.1:{self.store.port}", self.folder, name, json.dumps(plan)]
         with (self.folder / f"{name}.err").open("wb") as said:
-            self.ranks[name] = subprocess.Popen([sys.executable, *map(str, words)], env=ENVIRONMENT, stderr=said)
+            self.ranks[name] = subprocess.Popen([sys.executable, *map(str, arguments)], env=ENVIRONMENT, stderr=said)
 
     def reached(self, name: str, generation: int) -> None:
         """Returns when a rank has taken a step of a generation."""
@@ -50,10 +50,10 @@ class Cast:
 
         self.until(has, f"{name} in generation {generation}")
 
-    def until(self, what: Callable[[], bool], told: str) -> None:
+    def until(self, what: Callable[[], bool], expected: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not what():
-            assert time.monotonic() < deadline, f"not in time: {told}\n{self.said()}"
+            assert time.monotonic() < deadline, f"not in time: {expected}\n{self.said()}"
             time.sleep(0.1)
 
     def said(self) -> str:
@@ -140,8 +140,8 @@ def test_a_line_that_is_cut_for_20_seconds(bed: Bed, tmp_path: Path, timeout_sec
     plan = {"num_members": 2, "timeout_seconds": timeout_seconds, "goal": None if is_patient else 2}
     plan["until"] = 1500 if is_patient else None
     for host in (0, 1):
-        words = [PROGRAM, "10.77.0.1:29600", tmp_path, f"host{host}", json.dumps(plan)]
-        bed.start(host, sys.executable, *map(str, words))
+        arguments = [PROGRAM, "10.77.0.1:29600", tmp_path, f"host{host}", json.dumps(plan)]
+        bed.start(host, sys.executable, *map(str, arguments))
     logs = [tmp_path / f"host{host}.log" for host in (0, 1)]
 
     def steps(log: Path) -> int:

@@ -102,9 +102,9 @@ def test_every_survivor_hears_of_a_lost_rank_in_time(fault: int, staleness: int,
     for each in survivors:
         steps = [step for step, _, _ in each["raised"]]
         assert steps == list(range(first_failed, FAULT_STEP + 3))
-        _, waited, told = each["raised"][0]
+        _, waited, message = each["raised"][0]
         assert waited < 3 * TIMEOUT_SECONDS
-        assert "3 ranks of generation 0" in told
+        assert "3 ranks of generation 0" in message
         assert each["closing"] < 3 * TIMEOUT_SECONDS
         assert each.get("lost", 0.0) < 1e-6  # what was chosen for the lost rank is kept
     assert survivors[0]["digest"] == survivors[1]["digest"]

@@ -16,7 +16,7 @@ from shade.gradient._compress.bucket import Bucket, plan_buckets
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._engine.replica import Consistency
 from shade.gradient.optim import SparseSGD
-from tests.support.gradient_ranks import digest, network, play, told
+from tests.support.gradient_ranks import digest, network, play, results_of
 
 
 class _Lines(logging.Handler):
@@ -85,7 +85,7 @@ def story_of_another_form(rank: int, world_size: int) -> str:
 
 def test_drift_is_found_and_repaired_by_what_most_ranks_hold(tmp_path: Path) -> None:
     outcomes = play([story_of_drift, story_of_another_form], 3, tmp_path)
-    stories = told(outcomes, story_of_drift)
+    stories = results_of(outcomes, story_of_drift)
     for found, drifted, clean, counts, lines in stories:
         num_buckets = counts[2]
         assert num_buckets >= 3
@@ -94,7 +94,7 @@ def test_drift_is_found_and_repaired_by_what_most_ranks_hold(tmp_path: Path) -> 
         assert drifted == clean, "the rank that drifted was not taken for the right one, and all went on alike"
         assert counts[:2] == [4, sum(map(len, found))]
         assert lines == ["bucket 0 of rank [2] is not what rank 0 has; repaired"]
-    for message in told(outcomes, story_of_another_form):
+    for message in results_of(outcomes, story_of_another_form):
         assert "state of the same form in bucket 0 on every rank" in message
 
 

@@ -15,7 +15,7 @@ from shade.errors import ConfigError, GradientError, NonFiniteGradientError, Pay
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.types import Decision
-from tests.support.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, told
+from tests.support.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, results_of
 
 SMALL: dict[str, Any] = {"bucket_bytes": 4 * 4000, "timeout_seconds": 30.0, "density": 0.05}
 EXACT: dict[str, Any] = {**SMALL, "density": 1.0, "quantiser": "none"}
@@ -442,23 +442,23 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_replicas_stay_alike_to_the_bit_and_two_runs_are_the_same(pair: Any) -> None:
-    first, second = told(pair, story_of_replicas)
+    first, second = results_of(pair, story_of_replicas)
     assert first == second
     assert all(once == again for once, again in first)
     assert len({once for once, _ in first}) == 3
 
 
 def test_all_sent_it_is_ddp_with_a_dense_optimizer_and_late_it_is_a_loop_one_step_behind(pair: Any) -> None:
-    for plain, clipped, late in told(pair, story_of_ddp):
+    for plain, clipped, late in results_of(pair, story_of_ddp):
         assert max(plain, clipped, late) < 1e-5
 
 
 def test_what_was_sent_and_what_is_kept_is_what_the_gradients_were(pair: Any) -> None:
-    assert max(max(each) for each in told(pair, story_of_mass)) < 1e-5
+    assert max(max(each) for each in results_of(pair, story_of_mass)) < 1e-5
 
 
 def test_nan_on_one_rank_is_raised_on_all_and_the_step_never_was(pair: Any) -> None:
-    first, second = told(pair, story_of_nan)
+    first, second = results_of(pair, story_of_nan)
     assert first == second
     for raised, stood, _, failed in first:
         assert "NaN or infinity on rank 1" in raised
@@ -467,7 +467,7 @@ def test_nan_on_one_rank_is_raised_on_all_and_the_step_never_was(pair: Any) -> N
 
 
 def test_an_overflow_on_one_rank_skips_on_all_and_halves_the_scale(pair: Any) -> None:
-    first, second = told(pair, story_of_overflow)
+    first, second = results_of(pair, story_of_overflow)
     assert first == second
     scales, _, skipped, off = first
     assert scales == [2.0**10] * 3 + [2.0**11] * 2 + [2.0**10] * 4 + [2.0**11]
@@ -476,7 +476,7 @@ def test_an_overflow_on_one_rank_skips_on_all_and_halves_the_scale(pair: Any) ->
 
 
 def test_a_damaged_payload_on_one_rank_is_raised_on_all_and_nothing_is_lost(pair: Any) -> None:
-    first, second = told(pair, story_of_damage)
+    first, second = results_of(pair, story_of_damage)
     for mine, theirs in zip(first, second, strict=True):
         for raised, stood, lost, _ in (mine, theirs):
             assert "damaged one on rank 0" in raised
@@ -486,17 +486,17 @@ def test_a_damaged_payload_on_one_rank_is_raised_on_all_and_nothing_is_lost(pair
 
 
 def test_ranks_in_different_steps_hear_of_it(pair: Any) -> None:
-    assert all("same step, got [2, 7]" in each for each in told(pair, story_of_steps_apart))
+    assert all("same step, got [2, 7]" in each for each in results_of(pair, story_of_steps_apart))
 
 
 def test_a_rank_that_fails_tells_the_others(pair: Any) -> None:
-    first, second = told(pair, story_of_a_defect)
+    first, second = results_of(pair, story_of_a_defect)
     assert first == "NoneType: step 0 failed on rank 1 before it was sent; see the log of that rank"
     assert second == first.replace("NoneType", "TypeError")
 
 
 def test_a_decision_takes_effect_at_one_step_on_all_ranks(pair: Any) -> None:
-    first, second = told(pair, story_of_decisions)
+    first, second = results_of(pair, story_of_decisions)
     for staleness, (mine, theirs) in enumerate(zip(first, second, strict=True)):
         assert [density for density, _ in mine] == [density for density, _ in theirs]
         assert [density for density, _ in mine][:6] == [0.05] * 6
@@ -506,18 +506,18 @@ def test_a_decision_takes_effect_at_one_step_on_all_ranks(pair: Any) -> None:
 
 
 def test_unequal_batches_weigh_by_their_samples(pair: Any, four: Any) -> None:
-    assert max(told(pair, story_of_samples)) < 1e-5
-    assert max(told(four, story_of_samples)) < 1e-5
+    assert max(results_of(pair, story_of_samples)) < 1e-5
+    assert max(results_of(four, story_of_samples)) < 1e-5
 
 
 def test_buffers_are_brought_together_when_the_engine_finishes(pair: Any) -> None:
-    first, second = told(pair, story_of_buffers)
+    first, second = results_of(pair, story_of_buffers)
     assert first == second
     assert first[:2] == [True, True]
 
 
 def test_unequal_models_and_settings_are_named_on_all_ranks(pair: Any) -> None:
-    first, second = told(pair, story_of_unequal_models)
+    first, second = results_of(pair, story_of_unequal_models)
     assert first == second
     shape, setting, frozen = first
     assert "parameter weight of rank 1" in shape
@@ -528,7 +528,7 @@ def test_unequal_models_and_settings_are_named_on_all_ranks(pair: Any) -> None:
 
 
 def test_what_is_kept_survives_a_change_of_the_world(pair: Any) -> None:
-    first, second = told(pair, story_of_other_worlds)
+    first, second = results_of(pair, story_of_other_worlds)
     two, one, later, again = first[0]
     assert one == pytest.approx(two, abs=1e-4)
     assert abs(two) > 1e-3
@@ -538,11 +538,11 @@ def test_what_is_kept_survives_a_change_of_the_world(pair: Any) -> None:
 
 
 def test_a_replica_that_has_parted_is_found_and_repaired(pair: Any) -> None:
-    assert told(pair, story_of_a_flipped_bit) == [[False, True]] * 2
+    assert results_of(pair, story_of_a_flipped_bit) == [[False, True]] * 2
 
 
 def test_nodes_sum_densely_and_exchange_sparsely(four: Any) -> None:
-    outcomes = told(four, story_of_nodes)
+    outcomes = results_of(four, story_of_nodes)
     for off, before, _, raised, after in outcomes:
         assert off < 1e-5
         assert "NaN or infinity" in raised
@@ -558,6 +558,6 @@ def test_no_thread_is_left(pair: Any, four: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_replicas_are_alike_to_the_bit_after_a_thousand_steps(world_size: int, tmp_path: Path) -> None:
-    outcomes = told(play([story_of_a_thousand_steps], world_size, tmp_path), story_of_a_thousand_steps)
+    outcomes = results_of(play([story_of_a_thousand_steps], world_size, tmp_path), story_of_a_thousand_steps)
     assert all(each == outcomes[0] for each in outcomes)
     assert len(set(outcomes[0])) == 20

@@ -12,7 +12,7 @@ from torch import nn
 from shade.errors import NonFiniteGradientError, PayloadError, StateMismatchError
 from shade.gradient._engine.comm_hook import SparseState, sparse_hook
 from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
-from tests.support.gradient_ranks import damage, digest, distance, loss_of, network, play, told
+from tests.support.gradient_ranks import damage, digest, distance, loss_of, network, play, results_of
 
 
 def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.parallel.DistributedDataParallel, SparseState]:
@@ -106,7 +106,7 @@ def story_of_resuming(rank: int, world_size: int) -> list[Any]:
 
 
 def story_of_hook_nan(rank: int, world_size: int) -> list[Any]:
-    """NaN on rank 1: raised on all without a scaler, skipped on all with one; then training goes on."""
+    """NaN on rank 1: raised on all without a scaler, skipped on all with one; then training continues."""
     outcomes: list[Any] = []
     for scaled in (False, True):
         model = network()
@@ -241,25 +241,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_all_sent_the_hook_is_plain_ddp(pair: Any) -> None:
-    assert max(told(pair, story_of_all_sent)) < 1e-5
+    assert max(results_of(pair, story_of_all_sent)) < 1e-5
 
 
 def test_what_is_kept_follows_parameters_into_new_buckets(pair: Any) -> None:
-    first, second = told(pair, story_of_new_buckets)
+    first, second = results_of(pair, story_of_new_buckets)
     assert first[0] > len(list(network().parameters())) // 3  # some before the first step, others after it
     assert max(first[1], second[1]) < 1e-5
     assert first[2] == second[2]
 
 
 def test_a_resumed_hook_continues_where_it_was(pair: Any) -> None:
-    first, second = told(pair, story_of_resuming)
+    first, second = results_of(pair, story_of_resuming)
     assert first == second
     assert first[:2] == [True, 10]
     assert "'0.weight': 3072 elements" in first[3]
 
 
 def test_nan_under_the_hook_is_raised_or_skipped_on_all_ranks(pair: Any) -> None:
-    first, second = told(pair, story_of_hook_nan)
+    first, second = results_of(pair, story_of_hook_nan)
     assert first == second
     (raised, stood, _, _), (skipped, stood_too, scale, _) = first
     assert "rank 1" in raised
@@ -269,7 +269,7 @@ def test_nan_under_the_hook_is_raised_or_skipped_on_all_ranks(pair: Any) -> None
 
 
 def test_a_damaged_payload_under_the_hook_is_raised_on_all_ranks(pair: Any) -> None:
-    first, second = told(pair, story_of_hook_damage)
+    first, second = results_of(pair, story_of_hook_damage)
     assert len(first[0]) == len(second[0]) == 1
     assert first[0][0].startswith("2: ")
     assert "rank 1" in first[0][0]
@@ -277,14 +277,14 @@ def test_a_damaged_payload_under_the_hook_is_raised_on_all_ranks(pair: Any) -> N
 
 
 def test_local_sgd_at_every_step_is_the_mean_of_the_weights(pair: Any) -> None:
-    first, second = told(pair, story_of_local_sgd)
+    first, second = results_of(pair, story_of_local_sgd)
     assert max(first[0], second[0]) < 1e-5
     assert first[1] == second[1]
     assert first[2] == [False, False, True] * 2
 
 
 def test_diloco_learns_stays_alike_and_resumes(pair: Any) -> None:
-    first, second = told(pair, story_of_diloco)
+    first, second = results_of(pair, story_of_diloco)
     assert first == second
     for before, after, (whole, resumed) in first:
         assert after < 0.8 * before
@@ -292,7 +292,7 @@ def test_diloco_learns_stays_alike_and_resumes(pair: Any) -> None:
 
 
 def test_weights_that_are_nan_are_not_averaged(pair: Any) -> None:
-    for raised, stood in told(pair, story_of_diloco_nan):
+    for raised, stood in results_of(pair, story_of_diloco_nan):
         assert "rank 0" in raised
         assert stood
 

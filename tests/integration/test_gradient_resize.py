@@ -1,4 +1,4 @@
-"""Three ranks save, and one, two or four go on: what all had kept back is still there."""
+"""Three ranks save, and one, two or four resume: the residuals of all are still there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseSGD
-from tests.support.gradient_ranks import digest, loss_of, network, play, told
+from tests.support.gradient_ranks import digest, loss_of, network, play, results_of
 
 PLACE = "SHADE_TEST_PLACE"
 
@@ -41,7 +41,7 @@ def story_of_saving(rank: int, world_size: int) -> list[float]:
         return kept(engine)
 
 
-def story_of_going_on(rank: int, world_size: int) -> list[Any]:
+def story_of_resuming_in_another_world(rank: int, world_size: int) -> list[Any]:
     model, optimizer, engine = build()
     with engine, Checkpointer(persist_to=os.environ[PLACE], every=1000) as keeping:
         keeping.attach(model=model, optimizer=optimizer, engine=engine)
@@ -62,8 +62,10 @@ def test_what_three_ranks_kept_back_is_there_after_a_restart_with_others(
     monkeypatch.setenv(PLACE, str(tmp_path / "snapshots"))
     for folder in ("three", "then"):
         (tmp_path / folder).mkdir()
-    before = told(play([story_of_saving], 3, tmp_path / "three"), story_of_saving)
-    after = told(play([story_of_going_on], world_size, tmp_path / "then"), story_of_going_on)
+    before = results_of(play([story_of_saving], 3, tmp_path / "three"), story_of_saving)
+    after = results_of(
+        play([story_of_resuming_in_another_world], world_size, tmp_path / "then"), story_of_resuming_in_another_world
+    )
     had, has = np.sum(before, axis=0), np.sum([taken for taken, _, _ in after], axis=0)
     assert float(np.abs(had).max()) > 1e-3
     np.testing.assert_allclose(has, had, atol=1e-4)

@@ -37,17 +37,17 @@ def environment(**more: str) -> dict[str, str]:
 
 def finish(ranks: list[subprocess.Popen[str]]) -> Rows:
     """What rank 0 printed, once all have ended well."""
-    told = []
+    outputs = []
     try:
-        told = [rank.communicate(timeout=GUARD_SECONDS) for rank in ranks]
+        outputs = [rank.communicate(timeout=GUARD_SECONDS) for rank in ranks]
     finally:
         for rank in ranks:
             rank.terminate()  # torchrun ends its workers
         for rank in ranks:
             rank.communicate(timeout=GUARD_SECONDS)
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), told[0][1][-3000:]
-    assert all(not out for out, _ in told[1:])
-    return [json.loads(line) for line in told[0][0].splitlines()]
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), outputs[0][1][-3000:]
+    assert all(not out for out, _ in outputs[1:])
+    return [json.loads(line) for line in outputs[0][0].splitlines()]
 
 
 def launch(script: Path, *flags: str, addresses: tuple[str, str] = ("127.0.0.1", "127.0.0.1"), bed: str = "") -> Rows:
@@ -56,8 +56,8 @@ def launch(script: Path, *flags: str, addresses: tuple[str, str] = ("127.0.0.1",
     ranks = []
     for rank, address in enumerate(addresses):
         place = [sys.executable, str(TESTBED), "exec", "--name", bed, str(rank), "--"] if bed else []
-        words = ["--master-ip-address", addresses[0], "--my-ip-address", address, "--world-size", "2"]
-        command = [*place, str(script), *words, "--num-gpus", "0", "--rank", str(rank), *flags]
+        arguments = ["--master-ip-address", addresses[0], "--my-ip-address", address, "--world-size", "2"]
+        command = [*place, str(script), *arguments, "--num-gpus", "0", "--rank", str(rank), *flags]
         pipe = subprocess.PIPE
         ranks.append(
             subprocess.Popen(command, env=environment(MASTER_PORT=port), stdout=pipe, stderr=pipe, text=True, cwd="/")
@@ -185,16 +185,18 @@ def test_a_quick_look_measures_writes_and_cleans_up(bed: str, tmp_path: Path, fl
 
 
 def test_help_teaches() -> None:
-    for script, words in (
+    for script, arguments in (
         (
             TEST_SCRIPT,
             ("--master-ip-address", "--my-ip-address", "--world-size", "--num-gpus", "--rank", "MASTER_PORT"),
         ),
         (TEST_SCRIPT_IMAGENET, ("--data FOLDER", "val/CLASS", "--world-size")),
     ):
-        told = subprocess.run([str(script), "--help"], capture_output=True, text=True, timeout=60, check=True, cwd="/")
-        for word in words:
-            assert word in told.stdout
+        outputs = subprocess.run(
+            [str(script), "--help"], capture_output=True, text=True, timeout=60, check=True, cwd="/"
+        )
+        for argument in arguments:
+            assert argument in outputs.stdout
 
 
 @pytest.mark.parametrize(
@@ -211,9 +213,11 @@ def test_help_teaches() -> None:
 def test_a_mistake_is_one_line_with_its_cure(script: Path, changed: dict[str, str | None], sentence: str) -> None:
     flags = {"--master-ip-address": "127.0.0.1", "--my-ip-address": "127.0.0.1", "--world-size": "2"}
     flags |= {"--num-gpus": "1", "--rank": "0"} | changed
-    words = [word for name, value in flags.items() if value is not None for word in (name, value)]
-    told = subprocess.run([str(script), *words], capture_output=True, text=True, timeout=60, check=False, cwd="/")
-    assert told.returncode == 2
-    assert sentence in told.stderr
-    assert told.stderr.startswith(f"{script.name}: ")
-    assert told.stderr.count("\n") == 1
+    arguments = [argument for name, value in flags.items() if value is not None for argument in (name, value)]
+    outputs = subprocess.run(
+        [str(script), *arguments], capture_output=True, text=True, timeout=60, check=False, cwd="/"
+    )
+    assert outputs.returncode == 2
+    assert sentence in outputs.stderr
+    assert outputs.stderr.startswith(f"{script.name}: ")
+    assert outputs.stderr.count("\n") == 1

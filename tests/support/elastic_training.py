@@ -30,8 +30,8 @@ MORE_STEPS = 20
 
 def main() -> None:
     """Trains."""
-    address, folder, name, words = sys.argv[1:]
-    plan = {"until": None, "goal": None, "fault": None, "fault_step": None, "staleness": 0, **json.loads(words)}
+    address, folder, name, plan_json = sys.argv[1:]
+    plan = {"until": None, "goal": None, "fault": None, "fault_step": None, "staleness": 0, **json.loads(plan_json)}
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     membership = Membership(
@@ -54,7 +54,7 @@ def main() -> None:
         while until is None or engine.step_count < until:
             step, began = engine.step_count, time.monotonic()
             if step == plan["fault_step"] and plan["fault"]:
-                time.sleep(2.0)  # its last words are out
+                time.sleep(2.0)  # its last status is published
                 os.kill(os.getpid(), getattr(signal, plan["fault"]))
             loss_of(model, engine.rank, step).backward()
             engine.step()

@@ -43,7 +43,7 @@ def play(stories: Sequence[Story], world_size: int, folder: Path) -> list[dict[s
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def told(outcomes: Sequence[dict[str, Any]], story: Story) -> list[Any]:
+def results_of(outcomes: Sequence[dict[str, Any]], story: Story) -> list[Any]:
     """What all ranks returned from one story; fails with the traceback if one raised."""
     found = [each[story.__name__] for each in outcomes]
     for each in found:
@@ -60,7 +60,7 @@ def digest(model: nn.Module) -> str:
 
 
 def damage(world: Transport, hurt: Callable[[list[Any]], None]) -> None:
-    """From now on payloads that come in at this rank are changed before anybody looks at them."""
+    """From now on payloads that come in at this rank are damaged before they are decoded."""
     begin = world.begin_gather
 
     def begin_damaged(payload: Any, lengths: Any) -> PendingGather:

@@ -25,7 +25,7 @@ Invariant: per parameter, what was sent plus the residual is the sum of the grad
 Legend: D bucket.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 
 import queue
 import threading

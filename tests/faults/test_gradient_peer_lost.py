@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shade.errors import PeerLostError
+from shade.gradient._comm.step import StepState
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
@@ -42,7 +43,7 @@ def _train(rank: int, world_size: int, folder: str, fault: int, staleness: int) 
     for step in range(FAULT_STEP + 3):
         if (rank, step) == (world_size - 1, FAULT_STEP):
             if engine._late is not None:
-                engine._late.done.wait()  # else it depends on the moment whether the step before counts
+                engine._late.wait(StepState.MERGED)  # else it depends on the moment whether the step before counts
             time.sleep(0.5)
             Path(folder, "fault").touch()
             os.kill(os.getpid(), fault)

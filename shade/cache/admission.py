@@ -69,32 +69,38 @@ class Admission:
         self,
         store: Store,
         slots: EntryNames,
-        board: ResidencyMap,
+        residency: ResidencyMap,
         ledger: Ledger,
         *,
-        form: int,
+        cached_format: int,
         largest_bytes: int,
     ) -> None:
-        self._store, self._slots, self._board, self._ledger, self._form = store, slots, board, ledger, form
+        self._store, self._slots, self._residency, self._ledger, self._cached_format = (
+            store,
+            slots,
+            residency,
+            ledger,
+            cached_format,
+        )
         self._largest_bytes = largest_bytes
-        self._tallies: dict[str, SharedCounter] = {}
+        self._counters: dict[str, SharedCounter] = {}
         self._owed: dict[int, None] = {}
         self._waiting: dict[int, bytes] = {}
         self._unreturned_bytes = 0
         self._full = self._gave_up = False
-        self._generation = board.generation
+        self._generation = residency.generation
         self.waited_seconds = 0.0
         """Spent waiting for room, in all: a neighbour's slowness and not the store's."""
 
     @property
-    def _tally(self) -> SharedCounter:
+    def _counter(self) -> SharedCounter:
         keys = self._slots.keys
-        return self._tallies.setdefault(keys.namespace, SharedCounter(self._store, keys, COUNTER))
+        return self._counters.setdefault(keys.namespace, SharedCounter(self._store, keys, COUNTER))
 
     def catch_up(self) -> None:
         """Forgets what was owed or held for a plan that is no more: the residents were counted afresh since."""
-        if self._generation != self._board.generation:
-            self._generation, self._full, self._gave_up = self._board.generation, False, False
+        if self._generation != self._residency.generation:
+            self._generation, self._full, self._gave_up = self._residency.generation, False, False
             self._owed.clear()
             self._unreturned_bytes = 0
             self.decline(0)
@@ -127,7 +133,7 @@ class Admission:
             StoreError: The store does not answer.
             ValueError: Under its name there is something else.
         """
-        return self._tally.value()
+        return self._counter.value()
 
     def recount(self, used_bytes: int) -> bool:
         """Sets the counter to what the entries really occupy; while nobody else admits or removes.
@@ -141,7 +147,7 @@ class Admission:
         Raises:
             StoreError: The store failed. The counter is as it was, or right; so it is on a server that is full.
         """
-        return self._tally.put(used_bytes)
+        return self._counter.put(used_bytes)
 
     def repair(self, payloads: Mapping[int, Any], others: Mapping[int, Any]) -> tuple[int, int]:
         """Puts damaged entries right. They have their room already, whatever their length is now.
@@ -159,7 +165,7 @@ class Admission:
         written = []
         if payloads:
             keys = self._slots.keys.many(list(payloads))
-            entries = [seal(index, payload, self._form) for index, payload in payloads.items()]
+            entries = [seal(index, payload, self._cached_format) for index, payload in payloads.items()]
             written = self._store.set_many(dict(zip(keys, entries, strict=True)))
         lengths = self._store.delete_many(self._slots.keys.many(list(others))) if others else []
         self._ledger.add(evicted=sum(length >= 0 for length in lengths))
@@ -183,11 +189,11 @@ class Admission:
         Raises:
             StoreError: The store failed. What was to leave is still owed, what was to arrive is declined.
         """
-        if self._full and not self._board.planned:
+        if self._full and not self._residency.planned:
             arrivals = {}
         if self._owed:
             lengths = self._store.delete_many(self._slots.owned_names(list(self._owed)))
-            self._board.held_N[list(self._owed)] = 0
+            self._residency.held_N[list(self._owed)] = 0
             self._owed.clear()
             gone = [length for length in lengths if length >= 0]
             freed_bytes += sum(self.size_bytes(length - HEADER_BYTES) for length in gone)
@@ -198,10 +204,10 @@ class Admission:
         try:
             if not self._waiting:
                 if freed_bytes:
-                    self._tally.add(-freed_bytes)
+                    self._counter.add(-freed_bytes)
                 return 0
             written = self._admit(freed_bytes)
-            if self._waiting and self._board.ending and not self._gave_up:
+            if self._waiting and self._residency.ending and not self._gave_up:
                 written += self._wait_for_room()
         except StoreFullError:
             self._unreturned_bytes += freed_bytes
@@ -220,7 +226,7 @@ class Admission:
         (a reservation was lost with its process), it is waited for once and no more, and no longer than it is worth.
         """
         num_written, begun = 0, time.monotonic()
-        again_seconds = len(self._waiting) * self._board.origin_seconds
+        again_seconds = len(self._waiting) * self._residency.origin_seconds
         patience_seconds = min(max(again_seconds, LEAST_PATIENCE_SECONDS), MOST_PATIENCE_SECONDS)
         while self._waiting and time.monotonic() < begun + patience_seconds:
             time.sleep(PAUSE_SECONDS)
@@ -231,11 +237,11 @@ class Admission:
 
     def _take_in_hand(self, arrivals: Mapping[int, Any]) -> None:
         """Seals what arrives; lets go of what waited and is not wanted any more."""
-        for index in [i for i in self._waiting if not self._board.flag_N[i] & STAY]:
+        for index in [i for i in self._waiting if not self._residency.flag_N[i] & STAY]:
             del self._waiting[index]
         for index, payload in arrivals.items():
-            if self.size_bytes(len(payload)) <= min(self._largest_bytes, self._board.capacity_bytes):
-                self._waiting[index] = seal(index, payload, self._form)
+            if self.size_bytes(len(payload)) <= min(self._largest_bytes, self._residency.capacity_bytes):
+                self._waiting[index] = seal(index, payload, self._cached_format)
             else:
                 self._ledger.add(declined=1)
 
@@ -243,7 +249,7 @@ class Admission:
         """Writes those in hand that find room; how many were written."""
         sizes = {index: self.size_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
         wanted = sum(sizes.values())
-        excess = self._tally.add(wanted - freed_bytes) - self._board.capacity_bytes
+        excess = self._counter.add(wanted - freed_bytes) - self._residency.capacity_bytes
         chosen = dict(self._waiting)
         for index in reversed(self._waiting):
             if excess <= 0:
@@ -255,11 +261,11 @@ class Admission:
         kept = sum(sizes[index] for index, ok in written.items() if ok)
         if kept < wanted:
             try:
-                self._tally.add(kept - wanted)
+                self._counter.add(kept - wanted)
             except StoreFullError:
                 self._unreturned_bytes = wanted - kept
         num_written = sum(written.values())
-        self._board.held_N[[index for index, ok in written.items() if ok]] = 1
+        self._residency.held_N[[index for index, ok in written.items() if ok]] = 1
         self._ledger.add(
             admitted=num_written,
             admitted_bytes=sum(len(chosen[index]) - HEADER_BYTES for index, ok in written.items() if ok),
@@ -270,7 +276,7 @@ class Admission:
         return num_written
 
     def _decline_excess(self) -> None:
-        if self._waiting and not self._board.planned:
+        if self._waiting and not self._residency.planned:
             self._full = True
             self.decline(0)
         held = sum(map(len, self._waiting.values()))

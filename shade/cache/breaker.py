@@ -38,7 +38,7 @@ SLOW_SECONDS = 0.1
 """A batch below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
 SLOW_BATCHES = 2
 SIGNING_SECONDS = 0.02
-NOBODY, TOLD_BACK = 0, -1
+NOT_LOGGED, LOGGED_RECOVERY = 0, -1
 """Of the board's ``told_by``, beside process ids: nothing was told yet; the end of it was told too."""
 _READY = 1e-9
 """As ``open_until``: the question was answered well, the next batch may try."""
@@ -64,30 +64,30 @@ class Breaker:
 
     def __init__(
         self,
-        board: ResidencyMap,
+        residency: ResidencyMap,
         ask: Callable[[], object],
         clock: Clock = time.monotonic,
         background: Callable[[Callable[[], None]], threading.Thread | None] = in_thread,
     ) -> None:
-        self._board = board
+        self._residency = residency
         self._ask = ask
         self._clock = clock
         self._background = background
         self._thread: threading.Thread | None = None
-        self._probing = False
+        self._is_probing = False
         self._batch = 1
 
     @property
     def is_open(self) -> bool:
         """True while the store is left alone."""
-        return self._board.open_until > 0.0
+        return self._residency.open_until > 0.0
 
     def allows(self) -> bool:
         """True when this batch may go to the store. Asks, in the background, when it is time to ask again.
 
         Whoever asks, and whoever is let through half-open, pushes the others back first.
         """
-        until = self._board.open_until
+        until = self._residency.open_until
         if until == 0.0:
             return True
         now = self._clock()
@@ -96,23 +96,23 @@ class Breaker:
         self._push_back(now)
         if until == _READY:
             return True
-        self._thread = self._background(self._inquire)
+        self._thread = self._background(self._probe)
         return False
 
     def answers(self) -> bool:
         """True when the store may be asked, or says now that it may: like `allows`, without regard to the pause, and
         waiting for the answer. For what an epoch depends on: it costs a dead cache one timeout an epoch."""
         self.close()
-        if self._board.open_until not in (0.0, _READY):
+        if self._residency.open_until not in (0.0, _READY):
             self._push_back(self._clock())
-            self._inquire()
+            self._probe()
         return self.allows()
 
     def _push_back(self, now: float) -> None:
-        self._board.open_until = now + self._board.backoff_seconds
-        self._probing = True
+        self._residency.open_until = now + self._residency.backoff_seconds
+        self._is_probing = True
 
-    def _inquire(self) -> None:
+    def _probe(self) -> None:
         """Asks the store, and opens again or lets the next batch through."""
         begun = self._clock()
         try:
@@ -124,13 +124,13 @@ class Breaker:
         if self.is_slow(seconds, self._batch):
             self._open(f"slower than the origin: {seconds:.2f} s for one answer")
         else:
-            self._board.open_until = _READY
+            self._residency.open_until = _READY
 
     def origin_took(self, seconds: float, num_samples: int) -> None:
         """Tells the breaker what the origin costs."""
         self._batch = num_samples
-        cost, known = seconds / num_samples, self._board.origin_seconds
-        self._board.origin_seconds = _MEMORY * known + (1 - _MEMORY) * cost if known else cost
+        cost, known = seconds / num_samples, self._residency.origin_seconds
+        self._residency.origin_seconds = _MEMORY * known + (1 - _MEMORY) * cost if known else cost
 
     def is_slow(self, seconds: float, num_samples: int) -> bool:
         """True when the origin would have been faster.
@@ -142,22 +142,22 @@ class Breaker:
         Returns:
             False while nothing is known of the origin.
         """
-        return seconds > SLOW_SECONDS and 0 < self._board.origin_seconds * max(1, num_samples) < seconds
+        return seconds > SLOW_SECONDS and 0 < self._residency.origin_seconds * max(1, num_samples) < seconds
 
     def store_took(self, seconds: float, num_samples: int) -> None:
         """A batch went well; arguments as in `is_slow`."""
         if self.is_slow(seconds, num_samples):
-            self._board.strikes += 1
-            if self._board.strikes >= SLOW_BATCHES or self._probing:
+            self._residency.strikes += 1
+            if self._residency.strikes >= SLOW_BATCHES or self._is_probing:
                 self._open(f"slower than the origin: {seconds:.2f} s for {num_samples} samples")
             return
-        self._board.strikes = 0
-        if self._probing:
-            self._probing = False
-            self._board.open_until = 0.0
-            self._board.backoff_seconds = 0.0
-            if self._board.told_by > NOBODY:
-                self._board.told_by = TOLD_BACK
+        self._residency.strikes = 0
+        if self._is_probing:
+            self._is_probing = False
+            self._residency.open_until = 0.0
+            self._residency.backoff_seconds = 0.0
+            if self._residency.logged_by > NOT_LOGGED:
+                self._residency.logged_by = LOGGED_RECOVERY
                 logger.warning("the cache answers again and is back in use")
 
     def store_failed(self, error: Exception) -> None:
@@ -171,24 +171,24 @@ class Breaker:
             thread.join()
 
     def _open(self, reason: str) -> None:
-        board, now = self._board, self._clock()
-        if board.open_until > now and not self._probing:
+        residency, now = self._residency, self._clock()
+        if residency.open_until > now and not self._is_probing:
             return  # another worker's round failed beside ours and has opened it already
-        self._probing = False
-        board.backoff_seconds = min(max(2 * board.backoff_seconds, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
-        board.open_until = now + board.backoff_seconds
-        board.strikes = 0
-        board.trips += 1
-        if self._is_first_to_tell():
+        self._is_probing = False
+        residency.backoff_seconds = min(max(2 * residency.backoff_seconds, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        residency.open_until = now + residency.backoff_seconds
+        residency.strikes = 0
+        residency.trips += 1
+        if self._is_first_to_log():
             logger.warning(
                 "the cache is out of use (%s); training goes on from the origin, the cache is tried again after %.0f s",
                 reason,
-                board.backoff_seconds,
+                residency.backoff_seconds,
             )
 
-    def _is_first_to_tell(self) -> bool:
-        if self._board.told_by != NOBODY:
+    def _is_first_to_log(self) -> bool:
+        if self._residency.logged_by != NOT_LOGGED:
             return False
-        self._board.told_by = os.getpid()
+        self._residency.logged_by = os.getpid()
         time.sleep(SIGNING_SECONDS)
-        return self._board.told_by == os.getpid()
+        return self._residency.logged_by == os.getpid()

@@ -17,7 +17,7 @@ Legend: B batch · G global batch · N data set.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,12 @@ from shade.cache.job_registry import EntryNames
 from shade.cache.ledger import Ledger
 from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreError, StoreUnavailableError
-from shade.policy.base import EMPTY, CachePolicy, EpochWindow
+from shade.policy.base import EMPTY, CachePolicy, EpochPlan, Verdict
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
 from shade.types import Bools, Indices
 
 _QUESTION_KEYS = 8
-
-Share = Callable[[Bools], Any]
-"""Given which samples of a global batch are in the cache, this rank's places in it: a slice, or an array."""
 
 
 class SampleCache:
@@ -59,15 +56,15 @@ class SampleCache:
         namespace: str,
         payload_bytes_N: npt.NDArray[np.int64],
         capacity_bytes: int,
-        form: int,
+        cached_format: int,
     ) -> None:
         self.store = store
         self.keys = SampleKeys(namespace)
         """Those of slot 0: what a job that is alone uses."""
-        self.board = ResidencyMap(len(payload_bytes_N))
-        self.slots = EntryNames(namespace, self.board)
+        self.residency = ResidencyMap(len(payload_bytes_N))
+        self.slots = EntryNames(namespace, self.residency)
         self.capacity_bytes = capacity_bytes
-        self._form = form
+        self._cached_format = cached_format
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
         self._largest_bytes = int(self.size_bytes_N.max())
         self._policy: CachePolicy | None = None
@@ -79,9 +76,9 @@ class SampleCache:
 
     def _per_process(self, worker: int) -> None:
         self._pid, self._worker = os.getpid(), worker
-        self.ledger: Ledger = self.board.ledger(worker)
-        self._breaker = Breaker(self.board, self._ask_store)
-        self._room: Admission | None = None
+        self.ledger: Ledger = self.residency.ledger(worker)
+        self._breaker = Breaker(self.residency, self._probe_store)
+        self._admission: Admission | None = None
         self._fetcher: Fetch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,8 +89,8 @@ class SampleCache:
             "_quota_bytes",
             "keys",
             "slots",
-            "board",
-            "_form",
+            "residency",
+            "_cached_format",
             "_largest_bytes",
         )
         return {name: self.__dict__[name] for name in kept} | {"_size_bytes_N": None, "_policy": None}
@@ -124,7 +121,7 @@ class SampleCache:
 
     @capacity_bytes.setter
     def capacity_bytes(self, num_bytes: int) -> None:
-        self._capacity_bytes = self._allowed_bytes = self._quota_bytes = self.board.capacity_bytes = int(num_bytes)
+        self._capacity_bytes = self._allowed_bytes = self._quota_bytes = self.residency.capacity_bytes = int(num_bytes)
 
     @property
     def allowed_bytes(self) -> int:
@@ -139,26 +136,28 @@ class SampleCache:
     @quota_bytes.setter
     def quota_bytes(self, num_bytes: int) -> None:
         self._quota_bytes = int(num_bytes)
-        self.board.capacity_bytes = min(self._quota_bytes, self._allowed_bytes)
+        self.residency.capacity_bytes = min(self._quota_bytes, self._allowed_bytes)
 
     @property
-    def room(self) -> Admission:
+    def admission(self) -> Admission:
         """This process's departures and arrivals."""
-        if self._room is None:
-            self._room = Admission(
+        if self._admission is None:
+            self._admission = Admission(
                 self.store,
                 self.slots,
-                self.board,
+                self.residency,
                 self.ledger,
-                form=self._form,
+                cached_format=self._cached_format,
                 largest_bytes=self._largest_bytes,
             )
-        return self._room
+        return self._admission
 
     @property
     def _fetch(self) -> Fetch:
         if self._fetcher is None:
-            self._fetcher = Fetch(self.store, self.slots, self.board, self.ledger, self._breaker, self.room, self._form)
+            self._fetcher = Fetch(
+                self.store, self.slots, self.residency, self.ledger, self._breaker, self.admission, self._cached_format
+            )
         return self._fetcher
 
     def entry_bytes(self, payload_bytes: Any) -> Any:
@@ -192,7 +191,7 @@ class SampleCache:
         Args:
             policy_class: From `shade.policy.POLICIES`.
         """
-        self._policy = policy_class(self.size_bytes_N, self.board.capacity_bytes)
+        self._policy = policy_class(self.size_bytes_N, self.residency.capacity_bytes)
 
     def find_residents(self) -> Indices:
         """What the store really holds in this job's slots, and puts the shared counter right by it.
@@ -207,10 +206,10 @@ class SampleCache:
         if not self._breaker.answers():
             return EMPTY
         try:
-            told = {slot: self._found_in(slot) for slot in self.board.owned_slots}
+            told = {slot: self._found_in(slot) for slot in self.residency.owned_slots}
             by_slot = {slot: found for slot, (found, _) in told.items()}
             self.empty_slots = [slot for slot, found in by_slot.items() if not len(found)]
-            is_right = self.room.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
+            is_right = self.admission.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
             self.needs_count = not (is_right and all(is_whole for _, is_whole in told.values()))
         except StoreError as error:
             self._fetch.failed(error)
@@ -229,7 +228,7 @@ class SampleCache:
                 raise
             is_whole = False
         resident = np.array(sorted(found), dtype=np.int64)
-        return resident[resident < len(self.board.flag_N)], is_whole
+        return resident[resident < len(self.residency.flag_N)], is_whole
 
     def inherit(self, slot: int) -> None:
         """Takes in what a job that has left kept in a slot that is this job's now. Called by one rank, at any time.
@@ -244,7 +243,7 @@ class SampleCache:
         SharedCounter(self.store, self.slots.of(slot), COUNTER).put(0)
         if len(found):
             SharedCounter(self.store, self.slots.keys, COUNTER).add(int(self.size_bytes_N[found].sum()))
-            self.board.held_N[found] = 1
+            self.residency.held_N[found] = 1
         self.needs_count = True
 
     def use_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
@@ -254,11 +253,11 @@ class SampleCache:
             owned: This job's; it writes in the first.
             others: Into which it looks.
         """
-        moved = self.board.owned_slots[0] != owned[0]
-        self.board.set_slots(owned, others)
+        moved = self.residency.owned_slots[0] != owned[0]
+        self.residency.set_slots(owned, others)
         if moved:
-            self.board.held_N[:] = 0
-            self.board.begin_generation()
+            self.residency.held_N[:] = 0
+            self.residency.begin_generation()
 
     def adopt(self, resident: Indices, *, remove_refused: bool) -> None:
         """Starts the policy from these residents; every rank must be given the same.
@@ -270,7 +269,7 @@ class SampleCache:
         assert self._policy is not None
         self.use_policy(type(self._policy))
         refused = self._policy.adopt(resident)
-        self.board.begin_generation()
+        self.residency.begin_generation()
         if remove_refused:
             self.remove(refused)
 
@@ -287,68 +286,70 @@ class SampleCache:
         """
         self._allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
         self.quota_bytes = self._quota_bytes
-        if self._policy is None or self.board.is_shared:  # sharing makes the room that is wanted with the next batch
+        if (
+            self._policy is None or self.residency.is_shared
+        ):  # sharing makes the room that is wanted with the next batch
             return 0
-        leaving = self._policy.resize(self.board.capacity_bytes)
-        self.board.withdraw(leaving)
+        leaving = self._policy.resize(self.residency.capacity_bytes)
+        self.residency.withdraw(leaving)
         mine = leaving[rank::world_size]
         self.ledger.add(yielded=len(mine))
         if len(mine):
             self.remove(mine)
         return len(leaving)
 
-    def begin_epoch(self, window: EpochWindow, *, remove_leaving: bool) -> None:
+    def begin_epoch(self, plan: EpochPlan, *, remove_leaving: bool) -> None:
         """Lets the policy plan an epoch.
 
         Args:
-            window: What is known of it.
+            plan: What is known of it.
             remove_leaving: True on the one rank that shall remove samples of no further use.
         """
         assert self._policy is not None
-        leaving = self._policy.begin_epoch(window)
+        leaving = self._policy.begin_epoch(plan)
         if remove_leaving and len(leaving):
             self.remove(leaving)
 
-    def dispatch(
+    def decide(self, index_G: Indices) -> Verdict:
+        """Returns the policy's verdict on one global batch, the same on every rank; `post` comes next."""
+        assert self._policy is not None
+        return self._policy.access_many(index_G)
+
+    def post(
         self,
+        verdict: Verdict,
         index_G: Indices,
-        share: Share,
+        places: Indices | slice,
         rank: int,
         world_size: int,
         *,
         near_G: Bools | None = None,
         ending: bool = False,
-    ) -> Indices:
-        """Posts the verdict on one global batch, just before this rank's share of it is fetched.
+    ) -> None:
+        """Writes a verdict to the residency map, just before this rank's part of the batch is fetched.
 
         Args:
-            index_G: The whole global batch, in order, the same on every rank.
-            share: Which places of it are this rank's.
-            rank: This rank; of the victims it removes every ``world_size``-th.
+            verdict: From `decide`.
+            index_G: The whole global batch, in order.
+            places: This rank's places in it.
+            rank: This rank; it removes every ``world_size``-th of the victims.
             world_size: W.
-            near_G: Whose servers are on this machine; None where that is not known.
+            near_G: Which samples belong to servers on this machine; None if that is not known.
             ending: Whether this is one of the last batches of the epoch.
-
-        Returns:
-            This rank's samples.
         """
-        assert self._policy is not None
-        verdict = self._policy.access_many(index_G)
-        mine = share(verdict.hit_B)
-        near_B = None if near_G is None else near_G[mine]
-        self.board.post(index_G[mine], verdict.hit_B[mine], verdict.stay_B[mine], near_B, ending=ending)
+        near_B = None if near_G is None else near_G[places]
+        self.residency.post(index_G[places], verdict.hit_B[places], verdict.stay_B[places], near_B, ending=ending)
         if len(verdict.victims):
             self.remove(verdict.victims[rank::world_size])
-        return index_G[mine]
 
     def remove(self, departures: Indices) -> None:
         """Removes entries, or owes it until the store may be asked again."""
-        self.room.catch_up()
-        self.room.owe(departures.tolist())
+        self.admission.catch_up()
+        self.admission.owe(departures.tolist())
         if self._breaker.is_open:
             return
         try:
-            self.room.settle({})
+            self.admission.settle({})
         except StoreError as error:
             self._fetch.failed(error)
 
@@ -371,7 +372,7 @@ class SampleCache:
         """Whoever reads the origin says so here: reads and bytes as a counting origin would see them."""
         self.ledger.add(origin_reads=num_reads, origin_bytes=num_bytes)
 
-    def _ask_store(self) -> None:
+    def _probe_store(self) -> None:
         """A question that costs nothing and reaches several nodes of a cluster."""
         self.store.get_many([self.keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])
 

@@ -55,7 +55,7 @@ class CoordinatedRead:
 
     def leader(self, view: SharedCacheView | None = None) -> JobRecord | None:
         """The note of the job whose stream this one walks; None where it is its own."""
-        return (view or self._sharing.view).leader_of(self._jobs.note.group, self._jobs.owner)
+        return (view or self._sharing.view).leader_of(self._jobs.record.group, self._jobs.owner)
 
     def draw_of(self, epoch: int) -> tuple[Indices, Floats | None] | None:
         """The leader's draw; waits until it has made it.
@@ -87,7 +87,7 @@ class CoordinatedRead:
             order_K: Its order.
             weight_N: The weight of every sample; None: all 1.
         """
-        home = self._jobs.note.home
+        home = self._jobs.record.home
         try:
             self._cache.store.set_many({self._jobs.draw_key(home, epoch): _packed(order_K, weight_N)})
         except StoreError:
@@ -110,13 +110,13 @@ class CoordinatedRead:
         if leader is not None:
             needed = min(position + _MARGIN_BATCHES * self._global_batch, num_total)
             return leader.epoch > epoch or (leader.epoch == epoch and leader.num_fetched >= needed)
-        group = self._jobs.note.group
-        members = [note for note in view.others(self._jobs.owner).values() if note.group == group]
-        return all(self._lag(note, epoch, position, num_total) <= self._window for note in members)
+        group = self._jobs.record.group
+        members = [record for record in view.others(self._jobs.owner).values() if record.group == group]
+        return all(self._lag(record, epoch, position, num_total) <= self._window for record in members)
 
-    def _lag(self, note: JobRecord, epoch: int, position: int, num_total: int) -> int:
+    def _lag(self, record: JobRecord, epoch: int, position: int, num_total: int) -> int:
         """How many samples a follower is behind; an epoch that lies between counts as long as this one."""
-        return (epoch - note.epoch) * num_total + position - note.num_fetched
+        return (epoch - record.epoch) * num_total + position - record.num_fetched
 
 
 def _packed(order_K: Indices, weight_N: Floats | None) -> bytes:

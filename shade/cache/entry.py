@@ -21,11 +21,11 @@ import xxhash
 from shade.errors import CorruptEntryError
 from shade.types import Bytes, SampleIndex
 
-FORM_ENCODED = 0
+FORMAT_ENCODED = 0
 """The payload is the origin's own bytes (a file)."""
-FORM_ITEM = 1
+FORMAT_ITEM = 1
 """The payload was made by an item codec: `shade.data._dataset.item_codec` or the user's ``encode``."""
-FORM_PICTURE = 2
+FORMAT_PICTURE = 2
 """The payload is a decoded picture, see `shade.data._decode.cached_format`."""
 
 _HEADER = struct.Struct("<2sBBIQ")
@@ -33,7 +33,7 @@ _MAGIC, _VERSION = b"SH", 1
 HEADER_BYTES = _HEADER.size
 
 
-def seal(index: SampleIndex, payload: Bytes, form: int) -> bytes:
+def seal(index: SampleIndex, payload: Bytes, cached_format: int) -> bytes:
     """Puts the header in front.
 
     Args:
@@ -45,10 +45,10 @@ def seal(index: SampleIndex, payload: Bytes, form: int) -> bytes:
         The entry, ready for a store.
     """
     digest = xxhash.xxh3_64_intdigest(payload, seed=index)
-    return b"".join((_HEADER.pack(_MAGIC, _VERSION, form, len(payload), digest), payload))
+    return b"".join((_HEADER.pack(_MAGIC, _VERSION, cached_format, len(payload), digest), payload))
 
 
-def unseal(index: SampleIndex, entry: bytes, form: int) -> memoryview:
+def unseal(index: SampleIndex, entry: bytes, cached_format: int) -> memoryview:
     """Checks an entry and takes the header off, without copying the payload.
 
     Args:
@@ -66,7 +66,7 @@ def unseal(index: SampleIndex, entry: bytes, form: int) -> memoryview:
         raise CorruptEntryError(f"entry of sample {index} is {len(entry)} bytes, shorter than its header")
     magic, version, found_form, length, digest = _HEADER.unpack_from(entry)
     payload = memoryview(entry)[HEADER_BYTES:]
-    if (magic, version, found_form, length) != (_MAGIC, _VERSION, form, len(payload)):
+    if (magic, version, found_form, length) != (_MAGIC, _VERSION, cached_format, len(payload)):
         raise CorruptEntryError(f"entry of sample {index} has a header that does not describe it")
     if xxhash.xxh3_64_intdigest(payload, seed=index) != digest:
         raise CorruptEntryError(f"entry of sample {index} fails its checksum")

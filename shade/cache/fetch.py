@@ -52,29 +52,29 @@ class Fetch:
         self,
         store: Store,
         slots: EntryNames,
-        board: ResidencyMap,
+        residency: ResidencyMap,
         ledger: Ledger,
         breaker: Breaker,
-        room: Admission,
-        form: int,
+        admission: Admission,
+        cached_format: int,
     ) -> None:
-        self._store, self._slots, self._board, self._ledger = store, slots, board, ledger
-        self._breaker, self._room, self._form = breaker, room, form
+        self._store, self._slots, self._residency, self._ledger = store, slots, residency, ledger
+        self._breaker, self._admission, self._cached_format = breaker, admission, cached_format
 
     def many(self, indices: Sequence[int], read_origin: ReadOrigin) -> tuple[list[Any], list[bool]]:
         """See `SampleCache.fetch_many`."""
         index_B = np.fromiter(indices, dtype=np.int64, count=len(indices))
         unique_B = index_B if len(set(indices)) == len(indices) else np.array(list(dict.fromkeys(indices)))
-        planned, shared = self._board.planned, self._board.is_shared
-        flag_B = self._board.flag_N[unique_B] if planned else np.full(len(unique_B), LOOK | STAY, dtype=np.uint8)
+        planned, shared = self._residency.planned, self._residency.is_shared
+        flag_B = self._residency.flag_N[unique_B] if planned else np.full(len(unique_B), LOOK | STAY, dtype=np.uint8)
         wanted = unique_B[(flag_B & LOOK) > 0].tolist()
         staying = set(unique_B[(flag_B & STAY) > 0].tolist())
         elsewhere = self._elsewhere(unique_B, flag_B)
 
-        self._room.catch_up()
-        asking = bool(wanted or elsewhere or staying or self._room.is_unfinished) and self._breaker.allows()
+        self._admission.catch_up()
+        asking = bool(wanted or elsewhere or staying or self._admission.is_unfinished) and self._breaker.allows()
         begun = time.perf_counter_ns()
-        looked = self._look_up(wanted, elsewhere) if (wanted or elsewhere) and asking else Looked()
+        looked = self._look_up(wanted, elsewhere) if (wanted or elsewhere) and asking else LookUp()
         looking_up = time.perf_counter_ns() - begun
         if wanted and not asking:
             self._ledger.add(skipped=len(wanted))
@@ -86,8 +86,8 @@ class Fetch:
 
         found = looked.found
         if planned:
-            held_N = self._board.held_N
-            self._room.owe(i for i in looked.own if i not in staying and (held_N[i] or not shared))
+            held_N = self._residency.held_N
+            self._admission.owe(i for i in looked.own if i not in staying and (held_N[i] or not shared))
         absent = [index for index in unique_B.tolist() if index not in found]
         read = self._read(absent, read_origin) if absent else {}
 
@@ -96,14 +96,14 @@ class Fetch:
         if planned and not shared:  # a policy that plans for this job alone counts on an entry of its own
             fresh |= {i: payload for i, payload in found.items() if i in staying and i not in looked.own}
         if asking:
-            waited_seconds = self._room.waited_seconds
+            waited_seconds = self._admission.waited_seconds
             num_written = self._settle(looked.damaged, read, fresh)
             if num_written is not None:
                 took = looking_up + time.perf_counter_ns() - begun
-                waited_seconds -= self._room.waited_seconds
+                waited_seconds -= self._admission.waited_seconds
                 self._breaker.store_took(took / 1e9 + waited_seconds, len(found) + num_written)
         elif fresh:
-            self._room.decline(len(fresh))
+            self._admission.decline(len(fresh))
         self._ledger.add(
             samples=len(index_B),
             hits=len(index_B) - len(absent),
@@ -120,19 +120,25 @@ class Fetch:
 
     def _elsewhere(self, unique_B: Indices, flag_B: Any) -> list[int]:
         """What to look for in the slots of other jobs: all of it, or what this job's own plan does not hold."""
-        if not self._board.other_slots:
+        if not self._residency.other_slots:
             return []
-        return list((unique_B if self._board.is_shared else unique_B[(flag_B & LOOK) == 0]).tolist())
+        return list((unique_B if self._residency.is_shared else unique_B[(flag_B & LOOK) == 0]).tolist())
 
-    def _look_up(self, own: list[int], elsewhere: list[int]) -> Looked:
+    def _look_up(self, own: list[int], elsewhere: list[int]) -> LookUp:
         try:
             looked, spoilt = look_up(
-                self._store, self._slots, self._board, self._ledger, self._form, own=own, elsewhere=elsewhere
+                self._store,
+                self._slots,
+                self._residency,
+                self._ledger,
+                self._cached_format,
+                own=own,
+                elsewhere=elsewhere,
             )
         except StoreError as error:
             self.failed(error)
-            return Looked(failed=True)
-        self._room.owe(spoilt)
+            return LookUp(failed=True)
+        self._admission.owe(spoilt)
         return looked
 
     def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
@@ -142,8 +148,8 @@ class Fetch:
             if damaged:
                 repairs = {index: fresh.pop(index) for index in damaged if index in fresh}
                 others = {index: read[index] for index in damaged if index not in repairs and index in read}
-                num_repaired, freed_bytes = self._room.repair(repairs, others)
-            return num_repaired + self._room.settle(fresh, freed_bytes)
+                num_repaired, freed_bytes = self._admission.repair(repairs, others)
+            return num_repaired + self._admission.settle(fresh, freed_bytes)
         except StoreError as error:
             self.failed(error)
             return None
@@ -166,7 +172,7 @@ logger = logging.getLogger("shade.cache")
 
 
 @dataclass
-class Looked:
+class LookUp:
     """What became of one look-up."""
 
     found: dict[int, memoryview] = field(default_factory=dict)
@@ -181,13 +187,13 @@ class Looked:
 def look_up(
     store: Store,
     slots: EntryNames,
-    board: ResidencyMap,
+    residency: ResidencyMap,
     ledger: Ledger,
-    form: int,
+    cached_format: int,
     *,
     own: list[int],
     elsewhere: list[int],
-) -> tuple[Looked, list[int]]:
+) -> tuple[LookUp, list[int]]:
     """Asks for a batch.
 
     Args:
@@ -207,14 +213,14 @@ def look_up(
         StoreError: The store failed.
     """
     places = slots.places(own, elsewhere)
-    looked, spoilt = Looked(), []
-    owned = board.owned_slots
+    looked, spoilt = LookUp(), []
+    owned = residency.owned_slots
     num_corrupt = 0
     for (index, slot), entry in zip(places, store.get_many(slots.names(places)), strict=True):
         if entry is None or index in looked.found:
             continue
         try:
-            looked.found[index] = unseal(index, entry, form)
+            looked.found[index] = unseal(index, entry, cached_format)
         except CorruptEntryError as error:
             logger.debug("%s", error)
             num_corrupt += 1
@@ -227,8 +233,8 @@ def look_up(
             looked.own.add(index)
     looked.damaged = [index for index in looked.damaged if index not in looked.found]
     lost = []
-    if board.planned:  # when jobs share, of that which this rank brought in
-        held_N, shared = board.held_N, board.is_shared
+    if residency.planned:  # when jobs share, of that which this rank brought in
+        held_N, shared = residency.held_N, residency.is_shared
         here = looked.own.union(looked.damaged)
         lost = [index for index in own if index not in here and (held_N[index] or not shared)]
         held_N[lost] = 0
@@ -238,6 +244,6 @@ def look_up(
         corrupt=num_corrupt,
         surprises=len(lost),
         borrowed=len(looked.found) - len(looked.own),
-        near_hits=int(np.count_nonzero(board.flag_N[list(looked.found)] & NEAR)) if looked.found else 0,
+        near_hits=int(np.count_nonzero(residency.flag_N[list(looked.found)] & NEAR)) if looked.found else 0,
     )
     return looked, spoilt

@@ -103,7 +103,7 @@ class JobRecord:
         return self.has_left or (on_this and start_of(self.process_id) != self.started)
 
 
-_NOBODY: Final = JobRecord("", "", 0, "", has_left=True)
+_UNREADABLE: Final = JobRecord("", "", 0, "", has_left=True)
 """Where a note is not to be read."""
 
 
@@ -118,16 +118,16 @@ class SharedCacheView:
 
     def slots_of(self, owner: str) -> list[int]:
         """A job's slots, the one in which it writes first."""
-        mine = [slot for slot, note in self.living.items() if note.owner == owner]
+        mine = [slot for slot, record in self.living.items() if record.owner == owner]
         return sorted(mine, key=lambda slot: (slot != self.living[slot].home, slot))
 
     def others(self, owner: str) -> dict[int, JobRecord]:
         """Every other living job, under the slot in which it writes."""
-        return {note.home: note for _, note in sorted(self.living.items()) if note.owner != owner}
+        return {record.home: record for _, record in sorted(self.living.items()) if record.owner != owner}
 
     def leader_of(self, group: str, owner: str) -> JobRecord | None:
         """Whose stream a job follows: that of the first of its group; None where it leads, or is in none."""
-        homes = {note.home: note for note in self.living.values() if group and note.group == group}
+        homes = {record.home: record for record in self.living.values() if group and record.group == group}
         return None if not homes or homes[min(homes)].owner == owner else homes[min(homes)]
 
 
@@ -161,11 +161,11 @@ class JobRegistry:
     ) -> None:
         self._store, self._namespace, self._clock = store, namespace, clock
         keys = slot_keys(namespace, 0)
-        self._note_keys = [keys.counter_key(f"job-{slot}") for slot in range(MAX_JOBS)]
+        self._record_keys = [keys.counter_key(f"job-{slot}") for slot in range(MAX_JOBS)]
         self._seen: dict[int, tuple[bytes, float]] = {}
         self.owner = owner or secrets.token_hex(8)
         pid = os.getpid()
-        self.note = JobRecord(self.owner, this_machine(), pid, start_of(pid) or "", group=group)
+        self.record = JobRecord(self.owner, this_machine(), pid, start_of(pid) or "", group=group)
         """What this job says of itself; the next `beat` says it to all."""
 
     def order_key(self, slot: int, epoch: int) -> str:
@@ -189,20 +189,20 @@ class JobRegistry:
         Raises:
             StoreError: The store does not answer.
         """
-        contents, now = self._store.get_many(self._note_keys), self._clock()
+        contents, now = self._store.get_many(self._record_keys), self._clock()
         living: dict[int, JobRecord] = {}
         left: dict[int, JobRecord] = {}
         for slot, content in enumerate(contents):
             if content is None:
                 self._seen.pop(slot, None)
                 continue
-            note = JobRecord.parse(content) or _NOBODY
+            record = JobRecord.parse(content) or _UNREADABLE
             known, since = self._seen.get(slot, (b"", now))
             if known != content:
                 since = now
             self._seen[slot] = (content, since)
-            is_silent = note.owner != self.owner and now - since >= LEASE_SECONDS
-            (left if note.has_ended or is_silent else living)[slot] = note
+            is_silent = record.owner != self.owner and now - since >= LEASE_SECONDS
+            (left if record.has_ended or is_silent else living)[slot] = record
         return SharedCacheView(living, left)
 
     def join(self) -> int:
@@ -220,8 +220,8 @@ class JobRegistry:
             slot = next((slot for slot in range(MAX_JOBS) if slot not in view.living), None)
             if slot is None:
                 raise ConfigError.of(f"at most {MAX_JOBS} jobs on one cache", MAX_JOBS + 1, "give the others another")
-            self.note = replace(self.note, home=slot)
-            content = {self._note_keys[slot]: self.note.to_bytes()}
+            self.record = replace(self.record, home=slot)
+            content = {self._record_keys[slot]: self.record.to_bytes()}
             if slot in view.left:
                 self._store.set_many(content)
                 return slot
@@ -242,20 +242,20 @@ class JobRegistry:
             ConfigError: It lost its slot, and all others are taken.
         """
         view = self.look()
-        self.note = replace(self.note, beat=self.note.beat + 1)
+        self.record = replace(self.record, beat=self.record.beat + 1)
         mine = view.slots_of(self.owner)
-        if self.note.home not in mine:
+        if self.record.home not in mine:
             mine.insert(0, self.join())
         if view.left and min(mine) <= min(view.living, default=MAX_JOBS):
             logger.info("%d jobs have left this cache; what they kept is looked after", len(view.left))
-            for slot, note in view.left.items():
-                names = [name for epoch in note.order_epochs for name in self.epoch_keys(slot, epoch)]
+            for slot, record in view.left.items():
+                names = [name for epoch in record.order_epochs for name in self.epoch_keys(slot, epoch)]
                 self._store.delete_many(names)
             mine += view.left
-        self._store.set_many({self._note_keys[slot]: self.note.to_bytes() for slot in mine})
-        left = {slot: note for slot, note in view.left.items() if slot not in mine}
-        others = {slot: note for slot, note in view.living.items() if slot not in mine}
-        return SharedCacheView(others | dict.fromkeys(mine, self.note), left)
+        self._store.set_many({self._record_keys[slot]: self.record.to_bytes() for slot in mine})
+        left = {slot: record for slot, record in view.left.items() if slot not in mine}
+        others = {slot: record for slot, record in view.living.items() if slot not in mine}
+        return SharedCacheView(others | dict.fromkeys(mine, self.record), left)
 
     def release(self, slot: int) -> None:
         """Gives back a slot in which nothing is left.
@@ -266,7 +266,7 @@ class JobRegistry:
         Raises:
             StoreError: The store does not answer.
         """
-        self._store.delete_many([self._note_keys[slot]])
+        self._store.delete_many([self._record_keys[slot]])
 
     def leave(self) -> None:
         """Says that this job has left; its entries stay, for those who want them.
@@ -275,8 +275,8 @@ class JobRegistry:
             StoreError: The store does not answer; the note will be found silent.
         """
         mine = self.look().slots_of(self.owner)
-        self.note = replace(self.note, has_left=True)
-        self._store.set_many({self._note_keys[slot]: self.note.to_bytes() for slot in mine})
+        self.record = replace(self.record, has_left=True)
+        self._store.set_many({self._record_keys[slot]: self.record.to_bytes() for slot in mine})
 
 
 class EntryNames:
@@ -287,13 +287,13 @@ class EntryNames:
         board: Says which slots are whose.
     """
 
-    def __init__(self, fingerprint: str, board: ResidencyMap) -> None:
-        self.fingerprint, self._board = fingerprint, board
+    def __init__(self, fingerprint: str, residency: ResidencyMap) -> None:
+        self.fingerprint, self._residency = fingerprint, residency
 
     @property
     def keys(self) -> SampleKeys:
         """Of the slot in which this job writes."""
-        return self.of(self._board.owned_slots[0])
+        return self.of(self._residency.owned_slots[0])
 
     @property
     def key_length(self) -> int:
@@ -306,7 +306,7 @@ class EntryNames:
 
     def owned_names(self, indices: Sequence[int]) -> list[str]:
         """Every name under which this job may have these samples."""
-        return [name for slot in self._board.owned_slots for name in self.of(slot).many(indices)]
+        return [name for slot in self._residency.owned_slots for name in self.of(slot).many(indices)]
 
     def places(self, own: Sequence[int], elsewhere: Sequence[int]) -> list[tuple[int, int]]:
         """Where to look.
@@ -318,11 +318,11 @@ class EntryNames:
         Returns:
             (sample index, slot), this job's first.
         """
-        board = self._board
-        mine = [(index, slot) for slot in board.owned_slots for index in own]
-        return mine + [(index, slot) for slot in board.other_slots for index in elsewhere]
+        residency = self._residency
+        mine = [(index, slot) for slot in residency.owned_slots for index in own]
+        return mine + [(index, slot) for slot in residency.other_slots for index in elsewhere]
 
     def names(self, places: Iterable[tuple[int, int]]) -> list[str]:
         """The keys of `places`."""
-        keys = {slot: self.of(slot) for slot in (*self._board.owned_slots, *self._board.other_slots)}
+        keys = {slot: self.of(slot) for slot in (*self._residency.owned_slots, *self._residency.other_slots)}
         return [keys[slot].key(index) for index, slot in places]

@@ -28,7 +28,7 @@ STAY = 2
 NEAR = 4
 """Its entry lies, or would lie, on a server of this machine."""
 
-_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
+_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _LOGGED_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
 _SHARED, _HOME, _OWNED, _OTHERS = range(10, 14)
 _ROWS = 129
 
@@ -200,13 +200,13 @@ class ResidencyMap:
         self._state[_TRIPS] = count
 
     @property
-    def told_by(self) -> int:
+    def logged_by(self) -> int:
         """The process that has told the log that the cache is out of use; see `shade.cache.breaker`."""
-        return int(self._state[_TOLD_BY])
+        return int(self._state[_LOGGED_BY])
 
-    @told_by.setter
-    def told_by(self, process: int) -> None:
-        self._state[_TOLD_BY] = process
+    @logged_by.setter
+    def logged_by(self, process: int) -> None:
+        self._state[_LOGGED_BY] = process
 
     @property
     def origin_seconds(self) -> float:

@@ -37,6 +37,7 @@ import numpy as np
 from shade.cache.cache import SampleCache
 from shade.cache.job_registry import BEAT_SECONDS, JobRecord, JobRegistry, SharedCacheView
 from shade.errors import ConfigError, StoreError
+from shade.policy.base import EpochPlan
 from shade.policy.streams import NEVER, Seconds, Stream, latest_used, seconds_to_next_use
 from shade.types import Bools, Clock, Indices
 
@@ -74,7 +75,7 @@ class Sharing:
         beat_seconds: float = BEAT_SECONDS,
     ) -> None:
         self._cache, self._jobs, self._rank, self._world_size, self._clock = cache, jobs, rank, world_size, clock
-        self._num_samples = len(cache.board.flag_N)
+        self._num_samples = len(cache.residency.flag_N)
         self._lock = threading.Lock()
         self._orders: dict[int, Indices] = {}
         self._own = Stream(self._num_samples)
@@ -126,12 +127,12 @@ class Sharing:
         jobs = self._jobs
         if self._rank == 0:
             epochs = self._publish()
-            jobs.note = replace(jobs.note, epoch=self._epoch, num_fetched=self.num_fetched, order_epochs=epochs)
+            jobs.record = replace(jobs.record, epoch=self._epoch, num_fetched=self.num_fetched, order_epochs=epochs)
             view = jobs.beat()
             if self._settle_quota(view):
                 self._settle_claim(jobs.beat())
                 view = jobs.beat()  # the other ranks read there what was taken: nothing, until then
-            self._cache.quota_bytes = jobs.note.quota_bytes
+            self._cache.quota_bytes = jobs.record.quota_bytes
         else:
             view = jobs.look()
         mine = view.slots_of(jobs.owner)
@@ -147,14 +148,14 @@ class Sharing:
 
     def _publish(self) -> tuple[int, ...]:
         """Lays out the orders of this epoch and the next where others can read them; which are there."""
-        if not self.has_company and not self._jobs.note.group:
+        if not self.has_company and not self._jobs.record.group:
             return ()
         mine = self.view.slots_of(self._jobs.owner)
         if not mine:
             return ()
         with self._lock:
             orders = dict(self._orders)
-        there = self._jobs.note.order_epochs
+        there = self._jobs.record.order_epochs
         new = {self._jobs.order_key(mine[0], epoch): _packed(orders[epoch]) for epoch in orders if epoch not in there}
         if new:
             self._cache.store.set_many(new)
@@ -165,35 +166,37 @@ class Sharing:
     def _settle_quota(self, view: SharedCacheView) -> bool:
         """Finds this job's share. A smaller one counts at once; True when there is a larger one to be claimed."""
         jobs, cache = self._jobs, self._cache
-        share, quota = self._share(view), jobs.note.quota_bytes
+        share, quota = self._share(view), jobs.record.quota_bytes
         if share <= quota:
-            kept = cache.room.counted_bytes() if share < jobs.note.claim_bytes else 0
-            jobs.note = replace(jobs.note, quota_bytes=share, claim_bytes=max(share, kept))
+            kept = cache.admission.counted_bytes() if share < jobs.record.claim_bytes else 0
+            jobs.record = replace(jobs.record, quota_bytes=share, claim_bytes=max(share, kept))
             return False
         target = min(share, cache.capacity_bytes - self._claimed(view))
         if target <= quota:
             return False
-        jobs.note = replace(jobs.note, claim_bytes=max(target, jobs.note.claim_bytes))
+        jobs.record = replace(jobs.record, claim_bytes=max(target, jobs.record.claim_bytes))
         return True
 
     def _settle_claim(self, view: SharedCacheView) -> None:
         """Takes of what was claimed as much as fits beside the claims of others; the rest is claimed again later."""
         jobs, cache = self._jobs, self._cache
         target = min(self._share(view), cache.capacity_bytes - self._claimed(view))
-        quota = max(target, jobs.note.quota_bytes)
-        jobs.note = replace(jobs.note, quota_bytes=quota, claim_bytes=max(quota, min(target, jobs.note.claim_bytes)))
+        quota = max(target, jobs.record.quota_bytes)
+        jobs.record = replace(
+            jobs.record, quota_bytes=quota, claim_bytes=max(quota, min(target, jobs.record.claim_bytes))
+        )
 
     def _share(self, view: SharedCacheView) -> int:
         """What this job may keep: an equal part. Those who follow one stream are one, and its leader keeps for all."""
         jobs = self._jobs
-        groups = {note.group or note.owner for note in view.living.values()}
-        if view.leader_of(jobs.note.group, jobs.owner) is not None:
+        groups = {record.group or record.owner for record in view.living.values()}
+        if view.leader_of(jobs.record.group, jobs.owner) is not None:
             return 0
         return self._cache.capacity_bytes // len(groups)
 
     def _claimed(self, view: SharedCacheView) -> int:
         """What others have or still hold."""
-        return sum(note.claim_bytes for note in (*view.others(self._jobs.owner).values(), *view.left.values()))
+        return sum(record.claim_bytes for record in (*view.others(self._jobs.owner).values(), *view.left.values()))
 
     def _inherit(self, mine: list[int]) -> None:
         """Takes in what lies in slots that this job has taken over."""
@@ -217,18 +220,18 @@ class Sharing:
 
     def _learn(self, others: Mapping[int, JobRecord]) -> None:
         """Takes in the orders of other jobs, where they are in them, and how fast."""
-        living = {note.owner for note in others.values()}
-        for slot, note in others.items():
-            stream = self._streams.get(note.owner) or Stream(self._num_samples)
-            wanted = [epoch for epoch in note.order_epochs if epoch >= note.epoch and epoch not in stream.epochs]
+        living = {record.owner for record in others.values()}
+        for slot, record in others.items():
+            stream = self._streams.get(record.owner) or Stream(self._num_samples)
+            wanted = [epoch for epoch in record.order_epochs if epoch >= record.epoch and epoch not in stream.epochs]
             for epoch, order in zip(wanted, self._fetch_orders(slot, wanted), strict=True):
                 if order is not None:
                     with self._lock:
                         stream.learn(epoch, order)
             with self._lock:
-                stream.move(note.epoch, note.num_fetched)
-                stream.rate = self._pace(note.owner, note.epoch, note.num_fetched) or self._own.rate
-                self._streams[note.owner] = stream
+                stream.move(record.epoch, record.num_fetched)
+                stream.rate = self._pace(record.owner, record.epoch, record.num_fetched) or self._own.rate
+                self._streams[record.owner] = stream
         with self._lock:
             for owner in [owner for owner in self._streams if owner not in living]:
                 del self._streams[owner]
@@ -259,29 +262,22 @@ class Sharing:
     @property
     def num_fetched(self) -> int:
         """Samples of the present epoch that have been fetched on all ranks, as far as this one can tell."""
-        mine = self._cache.board.totals()["samples"] - self._fetched_before
+        mine = self._cache.residency.totals()["samples"] - self._fetched_before
         return min(self._cursor, self._start + mine * self._world_size)
 
-    def begin_epoch(self, epoch: int, order_K: Indices, next_order_K: Indices | None, start: int) -> None:
-        """Notes what will be used.
-
-        Args:
-            epoch: Its number.
-            order_K: Its accesses, all of them.
-            next_order_K: The next epoch's, where it is known.
-            start: How many of ``order_K`` are behind already, after a resume.
-        """
+    def begin_epoch(self, plan: EpochPlan) -> None:
+        """Takes in what this job uses next."""
         with self._lock:
-            self._orders = {epoch: order_K}
-            if next_order_K is not None:
-                self._orders[epoch + 1] = next_order_K
+            self._orders = {plan.epoch: plan.order_K}
+            if plan.next_order_K is not None:
+                self._orders[plan.epoch + 1] = plan.next_order_K
             for number, order in self._orders.items():
                 if number not in self._own.epochs:
                     self._own.learn(number, order)
-            self._own.move(epoch, start)
-            self._epoch, self._cursor, self._start = epoch, start, start
+            self._own.move(plan.epoch, plan.start)
+            self._epoch, self._cursor, self._start = plan.epoch, plan.start, plan.start
             self._coming.clear()
-            self._fetched_before = self._cache.board.totals()["samples"]
+            self._fetched_before = self._cache.residency.totals()["samples"]
 
     def enter(self, held_N: Bools) -> None:
         """The exact plan rests from now on.
@@ -289,10 +285,10 @@ class Sharing:
         Args:
             held_N: What the plan holds resident, the same on every rank: each looks after its part.
         """
-        board = self._cache.board
-        board.held_N[:] = held_N & (np.arange(self._num_samples) % self._world_size == self._rank)
+        residency = self._cache.residency
+        residency.held_N[:] = held_N & (np.arange(self._num_samples) % self._world_size == self._rank)
         self._horizon_seconds, self._batches_to_sweep = NEVER, 0
-        board.is_shared = True
+        residency.is_shared = True
 
     def dispatch(self, index_B: Indices, num_global: int, near_B: Bools | None, *, ending: bool) -> None:
         """Says what shall happen to the samples of a batch, just before it is fetched.
@@ -313,7 +309,7 @@ class Sharing:
                 stay_B = wait_B < self._horizon_seconds if self._horizon_seconds < NEVER else np.full(len(wait_B), True)
             self._batches_to_sweep -= 1
             self._coming.append((self._cursor, index_B[stay_B]))
-        self._cache.board.post(index_B, np.ones(len(index_B), dtype=bool), stay_B, near_B, ending=ending)
+        self._cache.residency.post(index_B, np.ones(len(index_B), dtype=bool), stay_B, near_B, ending=ending)
 
     def place_after(self, num_global: int) -> tuple[int, int, int]:
         """Where this job is when the next batch is dispatched: the epoch, the place in it, and the epoch's length.
@@ -326,7 +322,7 @@ class Sharing:
         """
         return self._epoch, self._cursor + num_global, len(self._orders[self._epoch])
 
-    def walked(self, num_global: int) -> None:
+    def advance(self, num_global: int) -> None:
         """A global batch was dispatched by the exact plan."""
         self._cursor += num_global
 
@@ -347,10 +343,10 @@ class Sharing:
             (B,) who of it stays.
         """
         cache = self._cache
-        held = np.setdiff1d(np.flatnonzero(cache.board.held_N), index_B, assume_unique=True)
+        held = np.setdiff1d(np.flatnonzero(cache.residency.held_N), index_B, assume_unique=True)
         self._batches_to_sweep = 1 + len(held) // _SWEEP_SAMPLES
         unseen = (self._batches_to_sweep - 1) * len(index_B) * int(cache.size_bytes_N.mean()) // 2
-        quota = cache.board.capacity_bytes // self._world_size - unseen - self._coming_bytes()
+        quota = cache.residency.capacity_bytes // self._world_size - unseen - self._coming_bytes()
         candidates = np.concatenate([held, index_B])
         wait = np.concatenate([self._wait(held), wait_B])
         size = cache.size_bytes_N[candidates]
@@ -366,7 +362,7 @@ class Sharing:
         while self._coming and self._coming[0][0] <= self.num_fetched:
             self._coming.popleft()
         coming = [index for _, index_B in self._coming for index in index_B.tolist()]
-        held_N = self._cache.board.held_N
+        held_N = self._cache.residency.held_N
         return sum(int(self._cache.size_bytes_N[index]) for index in coming if not held_N[index])
 
     def close(self) -> None:

@@ -290,7 +290,7 @@ class RunRecord:
 
     def _ledger_now(self) -> Ledger:
         cache = self._dataset.cache
-        return Ledger() if cache is None else cache.board.totals()
+        return Ledger() if cache is None else cache.residency.totals()
 
     def _open_trace(self, resume: bool) -> TraceRecorder:
         """Returns a recorder of the trace; that of a resumed run continues the recorded trace, if it is whole."""

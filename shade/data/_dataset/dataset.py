@@ -28,12 +28,12 @@ from torch import default_generator
 from torch.utils.data import Dataset, get_worker_info
 
 from shade.cache.cache import SampleCache
-from shade.cache.entry import FORM_ENCODED
+from shade.cache.entry import FORMAT_ENCODED
 from shade.cache.residency_map import STAY
 from shade.config import ACCESS_LOG
 from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
 from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
-from shade.data._decode.cached_format import FormatForecast, check_form
+from shade.data._decode.cached_format import FormatForecast, check_cached_format
 from shade.data._transforms.fused import FusedBatch, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import BadSampleError, ConfigError
@@ -99,7 +99,7 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         self._source: SampleSource = source_of(dataset, encode, decode)
-        check_form(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
+        check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
         self._transforms = self._collect_transforms(dataset, transform, target_transform)
         plain = self._source.has_pictures and not self._transforms[1]
         self._fuser = fuser_of(self._transforms[0], reduced=reduced_decode) if plain else None
@@ -127,7 +127,7 @@ class ShadeDataset(Dataset[Any]):
     ) -> SampleCache:
         store.ping()
         source = self._source
-        cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.form)
+        cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
         total = int(cache.size_bytes_N.sum())
         capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
         num_probes, probe_bytes = source.num_probes, source.probe_bytes
@@ -136,7 +136,7 @@ class ShadeDataset(Dataset[Any]):
             self.forecast, num_probes, probe_bytes = choice.forecast, choice.num_reads, choice.num_bytes
             if choice.decoded is not None:
                 self._source = source = choice.decoded
-                cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.form)
+                cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
         cache.capacity_bytes = capacity_bytes
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
@@ -147,7 +147,7 @@ class ShadeDataset(Dataset[Any]):
     ) -> tuple[list[Callable[[Any], Any]], list[Callable[[Any], Any]]]:
         """The wrapped data set's own transforms, then ours; the wrapped ones run in its own code for items."""
         own = [getattr(dataset, "transform", None), getattr(dataset, "target_transform", None)]
-        if self._source.form != FORM_ENCODED:
+        if self._source.cached_format != FORMAT_ENCODED:
             if innermost_transform(dataset) is not None:
                 warnings.warn(
                     f"{type(dataset).__name__} applies its own transform before caching, so every epoch sees the same "
@@ -212,11 +212,13 @@ class ShadeDataset(Dataset[Any]):
 
     def _read_origin(self, absent: list[int]) -> list[Any]:
         assert self.cache is not None
-        source, board = self._source, self.cache.board
+        source, residency = self._source, self.cache.residency
         payloads = source.read_many(absent, self.cache.count_origin)
         if isinstance(source, DecodedSource):
             begun = time.perf_counter_ns()
-            stays = board.flag_N[absent] & STAY if board.planned and not source.prepares_all else [1] * len(absent)
+            stays = (
+                residency.flag_N[absent] & STAY if residency.planned and not source.prepares_all else [1] * len(absent)
+            )
             payloads = [source.prepared(each) if stay else each for each, stay in zip(payloads, stays, strict=True)]
             took = time.perf_counter_ns() - begun
             self.cache.ledger.add(decode_nanoseconds=took, origin_nanoseconds=-took)

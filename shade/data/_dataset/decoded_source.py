@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from shade.cache.entry import FORM_PICTURE
+from shade.cache.entry import FORMAT_PICTURE
 from shade.data._dataset.source import CountOrigin, FileSource
 from shade.data._decode.cached_format import (
-    FORMS,
+    CACHED_FORMATS,
     PROBES,
     FormatCosts,
     forecast,
@@ -112,7 +112,7 @@ class DecodedSource:
         max_side: Longest side of a picture, or None for as they are.
     """
 
-    form = FORM_PICTURE
+    cached_format = FORMAT_PICTURE
     has_pictures = True
 
     def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
@@ -180,7 +180,7 @@ class FormatChoice:
     """
 
     def __init__(
-        self, source: FileSource, form: str, max_side: int | None, store_bytes: int, capacity_bytes: int
+        self, source: FileSource, cached_format: str, max_side: int | None, store_bytes: int, capacity_bytes: int
     ) -> None:
         probe, num_samples = Probe(source, max_side), len(source.payload_bytes_N)
         self.num_reads, self.num_bytes = probe.num_reads, probe.num_bytes
@@ -188,18 +188,18 @@ class FormatChoice:
         costs = FormatCosts(probe.origin_seconds, probe.decode_seconds, mean, mean * probe.growth)
         self.forecast = forecast(costs, num_samples, capacity_bytes)
         """What each form was predicted to do."""
-        used = _agreed(self.forecast.form) if form == "auto" else form
+        used = _agreed(self.forecast.cached_format) if cached_format == "auto" else cached_format
         self.decoded = DecodedSource(source, probe, max_side) if used == "decoded" else None
         """The source that keeps pictures; None: files stay as they are."""
         logger.info("form=%s; %s", used, self.forecast)
 
 
-def _agreed(form: str) -> str:
+def _agreed(cached_format: str) -> str:
     """Rank 0's choice: clocks differ between ranks, and ranks share a cache."""
     if not (dist.is_available() and dist.is_initialized()):
-        return form
+        return cached_format
     group = dist.new_group(backend="gloo")
-    chosen = torch.tensor([FORMS.index(form)])
+    chosen = torch.tensor([CACHED_FORMATS.index(cached_format)])
     assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
     dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
-    return FORMS[int(chosen.item())]
+    return CACHED_FORMATS[int(chosen.item())]

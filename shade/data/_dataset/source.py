@@ -28,7 +28,7 @@ import torch
 import xxhash
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from shade.cache.entry import FORM_ENCODED, FORM_ITEM
+from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._dataset import item_codec
 from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
@@ -44,7 +44,7 @@ _STAT_THREADS = 32
 class SampleSource(Protocol):
     """What `ShadeDataset` needs to know of the data set it wraps."""
 
-    form: int
+    cached_format: int
     fingerprint: str
     payload_bytes_N: npt.NDArray[np.int64]
     target_N: npt.NDArray[np.int64] | None
@@ -86,7 +86,7 @@ class FileSource:
         options: For fsspec, where they are URLs.
     """
 
-    form = FORM_ENCODED
+    cached_format = FORMAT_ENCODED
     num_probes = probe_bytes = 0
 
     def __init__(
@@ -173,7 +173,7 @@ class ItemSource:
         decode_item: Bytes → item.
     """
 
-    form = FORM_ITEM
+    cached_format = FORMAT_ITEM
     has_pictures = False
 
     def __init__(
@@ -315,9 +315,9 @@ def innermost_transform(dataset: Any) -> Any:
     """
     while dataset is not None:
         found = getattr(dataset, "transform", None)
-        form = getattr(dataset, "format", None)  # of Hugging Face: set_transform makes it "custom"
-        if found is None and isinstance(form, dict) and form.get("type") == "custom":
-            found = form
+        hf_format = getattr(dataset, "format", None)  # of Hugging Face: set_transform makes it "custom"
+        if found is None and isinstance(hf_format, dict) and hf_format.get("type") == "custom":
+            found = hf_format
         if found is not None:
             return found
         dataset = getattr(dataset, "dataset", None)

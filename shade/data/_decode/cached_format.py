@@ -26,7 +26,7 @@ from PIL import Image
 
 from shade.errors import ConfigError
 
-FORMS = ("encoded", "decoded", "auto")
+CACHED_FORMATS = ("encoded", "decoded", "auto")
 PROBES = 24
 """Files that are read and decoded to find out what that costs."""
 LEAST_GAIN = 1.1
@@ -99,7 +99,7 @@ class FormatCosts:
 class FormatForecast:
     """What was predicted when the form was chosen."""
 
-    form: str
+    cached_format: str
     """The better one."""
     seconds: dict[str, float]
     """Predicted seconds a sample, by form."""
@@ -115,12 +115,12 @@ class FormatForecast:
 
     def __str__(self) -> str:
         rates = ", ".join(
-            f"{form} {1 / self.seconds[form]:,.0f} samples/s at {100 * self.hit_ratios[form]:.0f} % hits"
-            for form in ("encoded", "decoded")
+            f"{name} {1 / self.seconds[name]:,.0f} samples/s at {100 * self.hit_ratios[name]:.0f} % hits"
+            for name in ("encoded", "decoded")
         )
         return f"predicted: {rates}"
 
-    def check(self, form: str, counts: dict[str, Any]) -> dict[str, Any]:
+    def check(self, cached_format: str, counts: dict[str, Any]) -> dict[str, Any]:
         """The prediction beside what came of it.
 
         Args:
@@ -133,10 +133,10 @@ class FormatForecast:
         samples, busy = max(1, counts["hits"] + counts["misses"]), counts["busy_seconds"]
         work = (busy["decode"] + busy["cache"]) / self.num_cores
         return {
-            "form": form,
-            "predicted_seconds_per_sample": self.seconds[form],
+            "form": cached_format,
+            "predicted_seconds_per_sample": self.seconds[cached_format],
             "measured_seconds_per_sample": max(busy["origin"], work) / samples,
-            "predicted_hit_ratio": self.hit_ratios[form],
+            "predicted_hit_ratio": self.hit_ratios[cached_format],
             "measured_hit_ratio": counts["hits"] / samples,
         }
 
@@ -157,18 +157,20 @@ def forecast(
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
     sizes = {"encoded": costs.encoded_bytes, "decoded": costs.decoded_bytes}
-    hit_ratios = {form: min(1.0, capacity_bytes / (num_samples * size)) for form, size in sizes.items()}
+    hit_ratios = {
+        cached_format: min(1.0, capacity_bytes / (num_samples * size)) for cached_format, size in sizes.items()
+    }
     seconds = {}
-    for form, size in sizes.items():
-        hits = hit_ratios[form]
-        decoded = 1.0 if form == "encoded" else 1.0 - hits
+    for cached_format, size in sizes.items():
+        hits = hit_ratios[cached_format]
+        decoded = 1.0 if cached_format == "encoded" else 1.0 - hits
         work = (costs.decode_seconds * decoded + COPY_SECONDS * size * hits) / num_cores
-        seconds[form] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
+        seconds[cached_format] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
     pays = seconds["encoded"] >= LEAST_GAIN * seconds["decoded"]
     return FormatForecast("decoded" if pays else "encoded", seconds, hit_ratios, num_cores)
 
 
-def check_form(form: str, max_side: int | None, *, has_files: bool, has_cache: bool) -> None:
+def check_cached_format(cached_format: str, max_side: int | None, *, has_files: bool, has_cache: bool) -> None:
     """Refuses what cannot be.
 
     Args:
@@ -180,13 +182,15 @@ def check_form(form: str, max_side: int | None, *, has_files: bool, has_cache: b
     Raises:
         ConfigError: The argument that does not fit.
     """
-    if form not in FORMS:
-        raise ConfigError.of("form 'encoded', 'decoded' or 'auto'", form, "choose one of the three")
-    if form == "decoded" and not has_files:
+    if cached_format not in CACHED_FORMATS:
+        raise ConfigError.of("form 'encoded', 'decoded' or 'auto'", cached_format, "choose one of the three")
+    if cached_format == "decoded" and not has_files:
         raise ConfigError.of(
-            "form='encoded' for a data set whose samples are not image files", form, "its items are cached as they are"
+            "form='encoded' for a data set whose samples are not image files",
+            cached_format,
+            "its items are cached as they are",
         )
-    if form == "decoded" and not has_cache:
+    if cached_format == "decoded" and not has_cache:
         raise ConfigError.of("a cache to keep decoded pictures in", None, "pass cache=, or form='encoded'")
-    if max_side is not None and (form != "decoded" or max_side < 1):
+    if max_side is not None and (cached_format != "decoded" or max_side < 1):
         raise ConfigError.of("max_side ≥ 1 with form='decoded'", max_side, "leave it out, or pass form='decoded'")

@@ -32,13 +32,13 @@ import torch.distributed as dist
 import xxhash
 
 from shade.cache.cache import SampleCache
-from shade.cache.coordinated_read import BEAT_SECONDS as FOLLOW_BEAT_SECONDS
+from shade.cache.coordinated_read import BEAT_SECONDS as COORDINATED_BEAT_SECONDS
 from shade.cache.coordinated_read import CoordinatedRead
 from shade.cache.job_registry import BEAT_SECONDS, JobRegistry
 from shade.cache.sharing import Sharing
 from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
-from shade.policy.base import EpochWindow
+from shade.policy.base import EpochPlan
 from shade.sampling.shards import NOWHERE, redeal
 from shade.types import Bools, Floats, Indices
 
@@ -97,14 +97,14 @@ class CachePlanner:
             assert isinstance(made, dist.ProcessGroup), "every rank of the world takes part"
             self._group = made
             self._check_same_data()
-        self._follow: CoordinatedRead | None = None
+        self._coordinated: CoordinatedRead | None = None
         self.sharing = self._join(follow, global_batch)
         """With which other jobs the cache is shared; None where no other job can see it."""
         self._locality = Locality(cache, rank, num_replicas, self._group)
         cache.use_policy(policy_class)
         self._started = False
         self._is_settled = False
-        self._seen = cache.board.totals()
+        self._seen = cache.residency.totals()
 
     def _join(self, follow: str | None, global_batch: int) -> Sharing | None:
         """Takes this job's place among those that use the cache. Collective."""
@@ -119,7 +119,7 @@ class CachePlanner:
         if is_private:
             return None
         jobs = JobRegistry(cache.store, cache.keys.namespace, self._agreed_owner(), follow or "")
-        beat_seconds = BEAT_SECONDS if follow is None else FOLLOW_BEAT_SECONDS
+        beat_seconds = BEAT_SECONDS if follow is None else COORDINATED_BEAT_SECONDS
         sharing = Sharing(cache, jobs, self._rank, self._num_replicas, beat_seconds=beat_seconds)
         if self._rank == 0:
             sharing.start()
@@ -128,7 +128,7 @@ class CachePlanner:
             if self._rank > 0:
                 sharing.start()
         if follow is not None:
-            self._follow = CoordinatedRead(cache, jobs, sharing, global_batch)
+            self._coordinated = CoordinatedRead(cache, jobs, sharing, global_batch)
         return sharing
 
     def _agreed_owner(self) -> str:
@@ -160,25 +160,19 @@ class CachePlanner:
 
     def draw_of_leader(self, epoch: int) -> tuple[Indices, Floats | None] | None:
         """The draw of the job that this one follows, see `CoordinatedRead.draw_of`; None where it draws for itself."""
-        return None if self._follow is None else self._follow.draw_of(epoch)
+        return None if self._coordinated is None else self._coordinated.draw_of(epoch)
 
     def publish_draw(self, epoch: int, order_K: Indices, weight_N: Floats | None) -> None:
         """Lets those who follow have a draw of this job."""
-        if self._follow is not None:
-            self._follow.publish(epoch, order_K, weight_N)
+        if self._coordinated is not None:
+            self._coordinated.publish(epoch, order_K, weight_N)
 
-    def begin_epoch(self, window: EpochWindow, walk_K: Indices) -> None:
-        """Plans an epoch; `settle` comes first.
-
-        Args:
-            window: What is left of its global order, the next one's if drawn, and the scores.
-            walk_K: Its global order from the beginning.
-        """
+    def begin_epoch(self, plan: EpochPlan) -> None:
+        """Plans an epoch; `settle` comes first."""
         if self.sharing is not None:
-            start = len(walk_K) - len(window.order_K)
-            self.sharing.begin_epoch(window.epoch, walk_K, window.next_order_K, start)
-        if not self._cache.board.is_shared:
-            self._cache.begin_epoch(window, remove_leaving=self._rank == 0)
+            self.sharing.begin_epoch(plan)
+        if not self._cache.residency.is_shared:
+            self._cache.begin_epoch(plan, remove_leaving=self._rank == 0)
         self._is_settled = False
 
     def end_epoch(self) -> None:
@@ -192,18 +186,18 @@ class CachePlanner:
     def settle(self) -> None:
         """Makes the plan's idea of the residents true again, where it may have become false. Collective."""
         cache, sharing = self._cache, self.sharing
-        totals = cache.board.totals()
+        totals = cache.residency.totals()
         disturbed = not self._is_settled or any((totals - self._seen)[name] for name in _DISTURBANCES)
         self._seen = totals
         company = self._plans_exactly and sharing is not None and sharing.has_company
         disturbed, company, quota = self._agree(disturbed or cache.needs_count, company)
         assert cache.policy is not None
-        was_shared = cache.board.is_shared
+        was_shared = cache.residency.is_shared
         cache.quota_bytes = quota
-        is_stale = not company and cache.policy.capacity_bytes != cache.board.capacity_bytes
+        is_stale = not company and cache.policy.capacity_bytes != cache.residency.capacity_bytes
         if self._any(disturbed or company != was_shared or is_stale):
             cache.needs_count = False
-            cache.board.is_shared = False
+            cache.residency.is_shared = False
             cache.adopt(self._find_residents(), remove_refused=self._rank == 0)
             if company and sharing is not None:
                 sharing.enter(cache.policy.resident_N)
@@ -212,24 +206,24 @@ class CachePlanner:
 
     def _any(self, flag: bool) -> bool:
         """Whether any rank says so: one may have noticed other jobs before the epoch's end, and another not yet."""
-        told = torch.tensor([int(flag)])
+        gathered = torch.tensor([int(flag)])
         if self._group is not None:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(told.item())
+            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(gathered.item())
 
     def _agree(self, disturbed: bool, company: bool) -> tuple[bool, bool, int]:
         """What any rank has seen holds for all; the quota is rank 0's."""
         quota = self._cache.quota_bytes
         if self._group is None:
             return disturbed, company, quota
-        told = torch.tensor([int(disturbed), int(company), quota if self._rank == 0 else 0])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(told[0]), bool(told[1]), int(told[2])
+        gathered = torch.tensor([int(disturbed), int(company), quota if self._rank == 0 else 0])
+        dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(gathered[0]), bool(gathered[1]), int(gathered[2])
 
     def _find_residents(self) -> Indices:
         if self._group is None:
             return self._count()
-        held_N = torch.zeros(len(self._cache.board.flag_N), dtype=torch.uint8)
+        held_N = torch.zeros(len(self._cache.residency.flag_N), dtype=torch.uint8)
         if self._rank == 0:
             held_N[torch.from_numpy(self._count())] = 1
         dist.broadcast(held_N, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -257,25 +251,22 @@ class CachePlanner:
             This rank's samples.
         """
         cache, sharing, ending = self._cache, self.sharing, num_left < ENDING_BATCHES
-        if self._follow is not None and sharing is not None:
-            self._follow.wait(*sharing.place_after(len(index_G)))
-        if sharing is not None and self._plans_exactly and sharing.has_company and not cache.board.is_shared:
+        if self._coordinated is not None and sharing is not None:
+            self._coordinated.wait(*sharing.place_after(len(index_G)))
+        if sharing is not None and self._plans_exactly and sharing.has_company and not cache.residency.is_shared:
             assert cache.policy is not None
             sharing.enter(cache.policy.resident_N)
-        if sharing is not None and cache.board.is_shared:
+        if sharing is not None and cache.residency.is_shared:
             index_B = index_G[self._locality.deal(index_G, np.zeros(len(index_G), dtype=bool), mine)]
             sharing.dispatch(index_B, len(index_G), self._locality.near(index_B), ending=ending)
             return index_B
         if sharing is not None:
-            sharing.walked(len(index_G))
-        return cache.dispatch(
-            index_G,
-            lambda hit_G: self._locality.deal(index_G, hit_G, mine),
-            self._rank,
-            self._num_replicas,
-            near_G=self._locality.near(index_G),
-            ending=ending,
-        )
+            sharing.advance(len(index_G))
+        verdict = cache.decide(index_G)
+        places = self._locality.deal(index_G, verdict.hit_B, mine)
+        near_G = self._locality.near(index_G)
+        cache.post(verdict, index_G, places, self._rank, self._num_replicas, near_G=near_G, ending=ending)
+        return index_G[places]
 
     def close(self) -> None:
         """Leaves the cache to the other jobs. Safe to call twice."""
@@ -318,9 +309,9 @@ class Locality:
         mine = torch.tensor([digest, near, len(servers)], dtype=torch.int64)
         found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
         dist.all_gather(found, mine, group=self._group)
-        told = torch.stack(found).numpy()
-        hosts, host_W = np.unique(told[:, 1], return_inverse=True)
-        if len(np.unique(told[:, 0])) > 1 or not servers or len(hosts) < 2:
+        gathered = torch.stack(found).numpy()
+        hosts, host_W = np.unique(gathered[:, 1], return_inverse=True)
+        if len(np.unique(gathered[:, 0])) > 1 or not servers or len(hosts) < 2:
             return
         # A server that is near several hosts, or none, is nobody's home.
         near_hosts = [[host for host, bits in enumerate(hosts) if int(bits) >> at & 1] for at in range(len(servers))]

@@ -15,6 +15,7 @@ Legend: N data set · K drawn in an epoch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -63,37 +64,39 @@ class RankShard:
             )
         )
 
-    def walk(self, order_K: Indices) -> Indices:
-        """The order as the ranks walk it: without the tail that is dropped, with the tail's padding."""
-        stop = self._slice(self.num_steps(len(order_K)) - 1, self._num_replicas - 1, len(order_K)).stop
-        return order_K[:stop] if stop <= len(order_K) else np.concatenate([order_K, order_K[: stop - len(order_K)]])
+    def epoch_order(self, drawn_K: Indices) -> Indices:
+        """Returns the order that the ranks go through: the drawn one, with its last step cut off or padded."""
+        stop = self._slice(self.num_steps(len(drawn_K)) - 1, self._num_replicas - 1, len(drawn_K)).stop
+        return drawn_K[:stop] if stop <= len(drawn_K) else np.concatenate([drawn_K, drawn_K[: stop - len(drawn_K)]])
 
     def _slice(self, step: int, rank: int, num_drawn: int) -> range:
         return rank_slice(
             step, rank, num_drawn=num_drawn, global_batch=self._global_batch, world_size=self._num_replicas
         )
 
-    def of(self, walk_K: Indices, num_drawn: int, step: int) -> tuple[Indices, slice]:
-        """One global batch, and this rank's place in it."""
+    def of(self, order_K: Indices, num_drawn: int, step: int) -> tuple[Indices, slice]:
+        """Returns one global batch of an `epoch_order`, and this rank's places in it by position."""
         start = step * self._global_batch
         mine = self._slice(step, self._rank, num_drawn)
-        return walk_K[start : start + self._global_batch], slice(mine.start - start, mine.stop - start)
+        return order_K[start : start + self._global_batch], slice(mine.start - start, mine.stop - start)
 
     def begin(self) -> None:
         """Forgets what was dealt in the pass before."""
         self._dealt.clear()
 
-    def note(self, step: int, index_B: Indices) -> None:
-        """Remembers what this rank was dealt at a step."""
+    def remember(self, step: int, index_B: Indices) -> None:
+        """Records what this rank was dealt at a step."""
         self._dealt[step] = index_B
         self._dealt.pop(step - DEALT_STEPS, None)
 
-    def dealt(self, order_K: Indices, step: int) -> list[int]:
-        """This rank's samples of a step: as they were dealt, or by position where they were not yet."""
-        if step in self._dealt:
-            return list(self._dealt[step].tolist())
-        index_G, mine = self.of(self.walk(order_K), len(order_K), step)
-        return list(index_G[mine].tolist())
+    def dealt(self, drawn_K: Indices, steps: Iterable[int]) -> list[Indices]:
+        """Returns this rank's samples of some steps: as they were dealt, or by position if they are still to come."""
+        order_K = self.epoch_order(drawn_K)
+        dealt = []
+        for step in steps:
+            index_G, mine = self.of(order_K, len(drawn_K), step)
+            dealt.append(self._dealt.get(step, index_G[mine]))
+        return dealt
 
     def weights(self, draw: Draw, num_samples: int) -> Floats | None:
         """Weights by sample, corrected where the last step is shared unevenly: DDP averages ranks, not samples.
@@ -107,7 +110,7 @@ class RankShard:
         """
         order_K = draw.order_K
         last = self.num_steps(len(order_K)) - 1
-        index_G, mine = self.of(self.walk(order_K), len(order_K), last)
+        index_G, mine = self.of(self.epoch_order(order_K), len(order_K), last)
         balance = (mine.stop - mine.start) * self._num_replicas / len(index_G)
         if balance == 1.0:
             return draw.weight_N

@@ -34,10 +34,10 @@ from torch.utils.data.distributed import DistributedSampler
 from shade.cache.cache import SampleCache
 from shade.data._sampler.cache_planner import CachePlanner
 from shade.data._sampler.rank_shard import RankShard, SavedDraws, draw_from, load_draw
-from shade.data._sampler.sampler_iterator import SamplerIterator, check_order
+from shade.data._sampler.sampler_iterator import LOOK_AHEAD_STEPS, SamplerIterator, check_order
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
-from shade.policy.base import EpochWindow
+from shade.policy.base import EpochPlan
 from shade.sampling import MODES
 from shade.sampling.base import Draw, Receipt, Scores, Validation
 from shade.types import Floats, Indices
@@ -121,10 +121,10 @@ class ShadeSampler(DistributedSampler[int]):
         self.table = ImportanceTable(self.num_samples, score or self.mode.default_score)
         self.merger = ScoreMerger(self.table, batch_size)
         cache: SampleCache | None = getattr(dataset, "cache", None)
-        self._steering: CachePlanner | None = None
+        self._planner: CachePlanner | None = None
         if cache is not None:
             policy = getattr(dataset, "policy", None) or self.mode.default_policy
-            self._steering = CachePlanner(
+            self._planner = CachePlanner(
                 cache,
                 policy,
                 self.mode.draws_ahead,
@@ -143,10 +143,10 @@ class ShadeSampler(DistributedSampler[int]):
         self._saved = SavedDraws()
         self._first_step = self._steps_done = 0
         self._begun = self._is_placed = False
-        self._shares = RankShard(self.rank, self.num_replicas, batch_size, drop_last)
+        self._shard = RankShard(self.rank, self.num_replicas, batch_size, drop_last)
         self._accuracies: list[float] = []
         self._weight_N: Floats | None = None
-        self._reminders = UsageWarnings()
+        self._usage_warnings = UsageWarnings()
         self._iterations = 0
 
     def _check(self, distributed: bool) -> None:
@@ -172,7 +172,7 @@ class ShadeSampler(DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch comes next, as with DistributedSampler. After `load_state_dict`, the epoch that was
         interrupted goes on where it stopped; any other starts from its beginning."""
-        self._reminders.made.add("set_epoch")
+        self._usage_warnings.made.add("set_epoch")
         if epoch != self.epoch:
             self._turn_to(epoch)
 
@@ -189,7 +189,7 @@ class ShadeSampler(DistributedSampler[int]):
         Returns:
             float32 (B,) on the same device.
         """
-        self._reminders.made.add("weights")
+        self._usage_warnings.made.add("weights")
         if self._weight_N is None:
             return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
         return torch.from_numpy(self._weight_N[indices.cpu().numpy()]).to(indices.device)
@@ -201,12 +201,11 @@ class ShadeSampler(DistributedSampler[int]):
             indices: int64 (B,), as they came with the batch.
             losses: float (B,), unweighted, on any device; detached here.
         """
-        self._reminders.made.add("report")
+        self._usage_warnings.made.add("report")
         if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices):
             order_K = self._draw(self.epoch).order_K
-            check_order(
-                int(indices[0]), lambda step: self._shares.dealt(order_K, step), self._steps_done, self.num_steps
-            )
+            steps = range(self._steps_done, min(self.num_steps, self._steps_done + LOOK_AHEAD_STEPS))
+            check_order(int(indices[0]), self._steps_done, self._shard.dealt(order_K, steps))
         self._steps_done += 1
         self.merger.report(indices, losses)
 
@@ -223,12 +222,12 @@ class ShadeSampler(DistributedSampler[int]):
 
     def _num_mine(self, first_step: int) -> int:
         """Samples that this rank takes in the present epoch from a step on."""
-        return self._shares.num_mine(len(self._draw(self.epoch).order_K), first_step)
+        return self._shard.num_mine(len(self._draw(self.epoch).order_K), first_step)
 
     @property
     def num_steps(self) -> int:
         """Steps of the present epoch, those already taken included; the same on every rank."""
-        return self._shares.num_steps(len(self._draw(self.epoch).order_K))
+        return self._shard.num_steps(len(self._draw(self.epoch).order_K))
 
     @property
     def receipt(self) -> Receipt:
@@ -249,38 +248,37 @@ class ShadeSampler(DistributedSampler[int]):
         return self._draw(epoch).order_K
 
     def __iter__(self) -> SamplerIterator:
-        return SamplerIterator(self.batch_size, self._begin, self._seek)
+        return SamplerIterator(self)
 
-    def _begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
+    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[int]]:
         """Begins a pass, when its first index is asked for. One that was set to the epoch's end leaves it ended; the
         one after it is the next epoch: loaders that keep their place begin anew after what they had ended."""
         if self._is_placed and not is_placed and self._first_step >= self.num_steps:
             self._turn_to(self.epoch + 1)
-        self._remind()
+        self._warn_of_missing_calls()
         if self._begun:
             self._first_step = 0  # the same epoch once more, from its beginning
         self._begun, self._steps_done = True, self._first_step
-        self._shares.begin()
-        if self._steering is not None:
-            self._steering.settle()
-        order_K = self._draw(self.epoch).order_K
-        self._weight_N = self._shares.weights(self._draw(self.epoch), self.num_samples)
+        self._shard.begin()
+        if self._planner is not None:
+            self._planner.settle()
+        draw = self._draw(self.epoch)
+        self._weight_N = self._shard.weights(draw, self.num_samples)
         next_order_K = None
         if self.mode.draws_ahead and self.epoch != self._last_epoch:
-            next_order_K = self._draw(self.epoch + 1).order_K
+            next_order_K = self._shard.epoch_order(self._draw(self.epoch + 1).order_K)
         for epoch in [e for e in self._draws if e < self.epoch]:
             del self._draws[epoch]
-        walk_K = self._shares.walk(order_K)
-        if self._steering is not None:
+        order_K = self._shard.epoch_order(draw.order_K)
+        if self._planner is not None:
             scores = self._scores()
-            rest_K = walk_K[self._first_step * self.global_batch :]
-            next_order_K = next_order_K if next_order_K is None else self._shares.walk(next_order_K)
             score_N = None if scores is None else scores.score_N
-            self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N), walk_K)
+            start = min(self._first_step * self.global_batch, len(order_K))
+            self._planner.begin_epoch(EpochPlan(self.epoch, order_K, next_order_K, score_N, start=start))
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
-        return self._num_mine(0) - self._num_mine(self._first_step), self._pass(walk_K, len(order_K))
+        return self._num_mine(0) - self._num_mine(self._first_step), self._pass(order_K, len(draw.order_K))
 
-    def _seek(self, step: int, is_between: bool) -> None:
+    def _seek(self, step: int, *, is_between: bool) -> None:
         """Sets where the next pass begins, whether or not the losses of the steps before were reported."""
         if not is_between and step != self.num_steps:
             raise ConfigError.of(
@@ -289,17 +287,17 @@ class ShadeSampler(DistributedSampler[int]):
         self._first_step = self._steps_done = step
         self._is_placed = True
 
-    def _pass(self, walk_K: Indices, num_drawn: int) -> Iterator[int]:
+    def _pass(self, order_K: Indices, num_drawn: int) -> Iterator[int]:
         """The rest of the epoch, each batch dispatched just before it is handed out."""
         for step in range(self._first_step, self.num_steps):
-            index_G, mine = self._shares.of(walk_K, num_drawn, step)
+            index_G, mine = self._shard.of(order_K, num_drawn, step)
             index_B = index_G[mine]
-            if self._steering is not None:
-                index_B = self._steering.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
-            self._shares.note(step, index_B)
+            if self._planner is not None:
+                index_B = self._planner.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
+            self._shard.remember(step, index_B)
             yield from index_B.tolist()
-        if self._steering is not None:
-            self._steering.end_epoch()
+        if self._planner is not None:
+            self._planner.end_epoch()
 
     def _draw(self, epoch: int) -> Draw:
         """The draw of an epoch; made at most once, on every rank from the same scores."""
@@ -308,19 +306,19 @@ class ShadeSampler(DistributedSampler[int]):
             draw = followed or self.mode.draw(
                 epoch,
                 self._scores(),
-                resident_N=None if self._steering is None else self._steering.resident_N,
+                resident_N=None if self._planner is None else self._planner.resident_N,
                 validation=Validation(tuple(self._accuracies)),
             )
             if not self.shuffle:
                 draw = Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
-            if followed is None and self._steering is not None:
-                self._steering.publish_draw(epoch, draw.order_K, draw.weight_N)
+            if followed is None and self._planner is not None:
+                self._planner.publish_draw(epoch, draw.order_K, draw.weight_N)
             self._draws[epoch] = draw
         return self._draws[epoch]
 
     def _draw_of_leader(self, epoch: int) -> Draw | None:
         """The draw of the job that this one follows; None where it draws for itself."""
-        found = None if self._steering is None else self._steering.draw_of_leader(epoch)
+        found = None if self._planner is None else self._planner.draw_of_leader(epoch)
         return None if found is None else draw_from(epoch, *found, num_samples=self.num_samples)
 
     def _scores(self) -> Scores | None:
@@ -328,17 +326,17 @@ class ShadeSampler(DistributedSampler[int]):
         snapshot = self.table.scores()
         return Scores(snapshot.score_N, snapshot.seen_N) if snapshot.seen_N.any() else None
 
-    def _remind(self) -> None:
+    def _warn_of_missing_calls(self) -> None:
         """Tells of calls that the epochs so far should have seen and did not; counts the epochs itself if need be."""
         if self._iterations == 0:
             return
-        if "set_epoch" not in self._reminders.made:
+        if "set_epoch" not in self._usage_warnings.made:
             self._turn_to(self.epoch + 1)
-        self._reminders.require("set_epoch")
+        self._usage_warnings.require("set_epoch")
         if self.mode.uses_scores:
-            self._reminders.require("report")
-        if self._weight_N is not None and self.mode.uses_weights and "report" in self._reminders.made:
-            self._reminders.require("weights")
+            self._usage_warnings.require("report")
+        if self._weight_N is not None and self.mode.uses_weights and "report" in self._usage_warnings.made:
+            self._usage_warnings.require("weights")
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -381,15 +379,15 @@ class ShadeSampler(DistributedSampler[int]):
         self._first_step = self._steps_done = int(state["steps_done"])
         self.table.load_state_dict(state["table"])
         self._accuracies = list(state["accuracies"])
-        self._weight_N = self._shares.weights(draws[self.epoch], self.num_samples) if self.epoch in draws else None
-        if self._steering is not None:
-            self._steering.doubt()
+        self._weight_N = self._shard.weights(draws[self.epoch], self.num_samples) if self.epoch in draws else None
+        if self._planner is not None:
+            self._planner.doubt()
 
     def close(self) -> None:
         """Ends the merging thread, and leaves the cache to other jobs. Safe to call twice."""
         self.merger.close()
-        if self._steering is not None:
-            self._steering.close()
+        if self._planner is not None:
+            self._planner.close()
 
 
 LINES = {
@@ -410,7 +408,7 @@ class UsageWarnings:
     def __init__(self) -> None:
         self.made: set[str] = set()
         """Calls that the loop ever made; the sampler adds to it in the middle of a step, where a method call counts."""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def require(self, call: str) -> None:
         """Warns, the first time, if a call was never made.
@@ -418,9 +416,9 @@ class UsageWarnings:
         Args:
             call: One of `LINES`.
         """
-        if call in self.made or call in self._told:
+        if call in self.made or call in self._warned:
             return
-        self._told.add(call)
+        self._warned.add(call)
         line, why = LINES[call]
         warnings.warn(
             f"the training loop never called sampler.{call}(); add the line `{line}` {why}",

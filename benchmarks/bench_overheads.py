@@ -153,7 +153,7 @@ def epoch_child(traced: bool) -> dict[str, float]:
             stream = iter(sampler)
             seconds.append(seconds_of(lambda stream=stream: next(stream)))
             megabytes.append(tracemalloc.get_traced_memory()[1] / 2**20 if traced else resident_megabytes() - before)
-            sampler.table.update(np.arange(NUM_SAMPLES), losses)
+            sampler._table.update(np.arange(NUM_SAMPLES), losses)
             sampler.report(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
             sampler.weights(torch.zeros(0, dtype=torch.int64))
             del stream
@@ -193,7 +193,7 @@ def measure_report() -> dict[str, Any]:
             begun = time.perf_counter()
             sampler.report(indices, losses)
             reports.append(time.perf_counter() - begun)
-        share_of_flush = seconds_of(sampler.merger.flush) / len(steps)
+        share_of_flush = seconds_of(sampler._merger.flush) / len(steps)
         calls.append(1e6 * (statistics.median(reports) + share_of_flush))
         ratios.append(calls[-1] / (1e6 * statistics.median(steps)))
     sampler.close()

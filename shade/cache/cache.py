@@ -1,13 +1,13 @@
 """SampleCache: a store of bytes and a policy become a cache of samples. A store failure is a miss, never a crash.
 
-Two sides, one object. In the *training process* the policy walks the global order of the epoch and posts, batch by
-batch, which samples are in the cache and which shall stay there (`begin_epoch`, `dispatch`). In the *process that
-fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the store for the planned hits,
-one call to the origin for all the rest, then departures, and only then arrivals.
+One object with two sides. In the *training process* the policy goes through the global order of the epoch, and writes
+to the residency map, batch by batch, which samples are in the cache and which stay there (`begin_epoch`, `decide`,
+`post`). In the *process that fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the
+store for the planned hits, one call to the origin for the rest, then departures, and arrivals last.
 
-The capacity is a promise in bytes; `shade.cache.admission` keeps it. An entry that fails its checksum is a miss, and is
-repaired in place: it has its room already. Jobs that use the cache at the same time share it by slots:
-`shade.cache.job_registry` says how, and `shade.cache.sharing` decides in the policy's place while they do.
+The capacity is a promise in bytes, kept by `shade.cache.admission`. An entry that fails its checksum is a miss and is
+repaired in place, in the space that it has already. Jobs that use the cache at the same time share it by slots
+(`shade.cache.job_registry`); while they do, `shade.cache.sharing` decides instead of the policy.
 
 Invariant: `fetch_many` returns the origin's bytes for every sample, whatever the store does.
 
@@ -43,11 +43,11 @@ class SampleCache:
     """The cache of one data set, as seen from one rank.
 
     Args:
-        store: Where the bytes lie.
+        store: Where the bytes are.
         namespace: Fingerprint of the data set's content: other data under the same index never collides.
-        payload_bytes_N: int64 (N,), the length of each sample's payload (an estimate will do where it is not known).
+        payload_bytes_N: int64 (N,), the length of each sample's payload, estimated if it is not known.
         capacity_bytes: What the entries of this data set may occupy in the store, allocator rounding included.
-        form: How payloads are encoded, see `shade.cache.entry`.
+        cached_format: How payloads are encoded, a constant of `shade.cache.entry`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SampleCache:
     ) -> None:
         self.store = store
         self.keys = SampleKeys(namespace)
-        """Those of slot 0: what a job that is alone uses."""
+        """Keys of slot 0, which a job uses that is alone."""
         self.residency = ResidencyMap(len(payload_bytes_N))
         self.slots = EntryNames(namespace, self.residency)
         self.capacity_bytes = capacity_bytes
@@ -69,7 +69,7 @@ class SampleCache:
         self._largest_bytes = int(self.size_bytes_N.max())
         self._policy: CachePolicy | None = None
         self.empty_slots: list[int] = []
-        """Of this job's, as `find_residents` found them last."""
+        """This job's slots in which the last `find_residents` found nothing."""
         self.needs_count = False
         """Whether own slots may hold entries that no count has met: another job's, or those of nodes that were away."""
         self._per_process(-1)
@@ -100,23 +100,22 @@ class SampleCache:
         self._per_process(-1)
 
     def enter_worker(self, worker: int) -> None:
-        """Called in the process that fetches, before its first batch; cheap when nothing changed.
+        """Prepares the process that fetches, before each of its batches; cheap if nothing changed.
 
-        Args:
-            worker: DataLoader worker id, or -1 in the training process.
+        ``worker`` is the DataLoader's worker id, or -1 in the training process.
         """
         if self._pid != os.getpid() or self._worker != worker:
             self._per_process(worker)
 
     @property
     def size_bytes_N(self) -> npt.NDArray[np.int64]:
-        """(N,) what each sample would occupy in the store. Known in the training process only."""
+        """Returns (N,) what each sample would occupy in the store; only in the training process."""
         assert self._size_bytes_N is not None, "sizes do not travel to workers"
         return self._size_bytes_N
 
     @property
     def capacity_bytes(self) -> int:
-        """What the entries of this data set may occupy in the store; for the moment it may be less: see `resize`."""
+        """Returns what the entries of this data set may occupy in the store; `resize` may allow less for the moment."""
         return self._capacity_bytes
 
     @capacity_bytes.setter
@@ -125,12 +124,12 @@ class SampleCache:
 
     @property
     def allowed_bytes(self) -> int:
-        """What `resize` has left of `capacity_bytes`; the same on every rank."""
+        """Returns what `resize` has left of `capacity_bytes`; the same on every rank."""
         return self._allowed_bytes
 
     @property
     def quota_bytes(self) -> int:
-        """This job's share of `capacity_bytes`, while other jobs use the cache, too."""
+        """Returns this job's share of `capacity_bytes` while other jobs use the cache, too."""
         return self._quota_bytes
 
     @quota_bytes.setter
@@ -140,7 +139,7 @@ class SampleCache:
 
     @property
     def admission(self) -> Admission:
-        """This process's departures and arrivals."""
+        """Returns this process's departures and arrivals."""
         if self._admission is None:
             self._admission = Admission(
                 self.store,
@@ -161,13 +160,9 @@ class SampleCache:
         return self._fetcher
 
     def entry_bytes(self, payload_bytes: Any) -> Any:
-        """What payloads of these lengths occupy in the store, header, key and allocator rounding included.
+        """Returns what payloads occupy in the store, with header, key and allocator rounding.
 
-        Args:
-            payload_bytes: One length, or an array of them.
-
-        Returns:
-            Bytes, in the shape of the argument.
+        ``payload_bytes`` is one length or an array of them; the result has its shape.
         """
         key_length = self.slots.key_length
         if np.ndim(payload_bytes) == 0:
@@ -182,35 +177,30 @@ class SampleCache:
 
     @property
     def policy(self) -> CachePolicy | None:
-        """What steers the residents; None until a sampler (or `use_policy`) brings one."""
+        """Returns the policy; None until a sampler (or `use_policy`) brings one."""
         return self._policy
 
     def use_policy(self, policy_class: type[CachePolicy]) -> None:
-        """Takes a policy into service, with nothing resident.
-
-        Args:
-            policy_class: From `shade.policy.POLICIES`.
-        """
+        """Starts a policy with nothing resident."""
         self._policy = policy_class(self.size_bytes_N, self.residency.capacity_bytes)
 
     def find_residents(self) -> Indices:
-        """What the store really holds in this job's slots, and puts the shared counter right by it.
+        """Returns what the store holds in this job's slots, ascending, and sets the shared counter by it; empty if it
+        fails.
 
-        Called by one rank, while none fetches: at start, on resume, after a disturbance. One scan of the keys a slot.
-        What was not answered in full `needs_count` again: a node that is back has what it had, and nobody notices.
-
-        Returns:
-            Sample indices, ascending; empty when the store does not answer.
+        One rank calls it while no rank fetches: at the start, on resume, after a disturbance. It scans the keys of each
+        slot. After an incomplete answer the cache `needs_count` again, because a node that comes back brings its
+        entries unannounced.
         """
         self.needs_count = True
         if not self._breaker.answers():
             return EMPTY
         try:
-            told = {slot: self._found_in(slot) for slot in self.residency.owned_slots}
-            by_slot = {slot: found for slot, (found, _) in told.items()}
+            answers = {slot: self._found_in(slot) for slot in self.residency.owned_slots}
+            by_slot = {slot: found for slot, (found, _) in answers.items()}
             self.empty_slots = [slot for slot, found in by_slot.items() if not len(found)]
             is_right = self.admission.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
-            self.needs_count = not (is_right and all(is_whole for _, is_whole in told.values()))
+            self.needs_count = not (is_right and all(is_whole for _, is_whole in answers.values()))
         except StoreError as error:
             self._fetch.failed(error)
             return EMPTY
@@ -218,12 +208,12 @@ class SampleCache:
         return np.unique(np.concatenate(list(by_slot.values())))
 
     def _found_in(self, slot: int) -> tuple[Indices, bool]:
-        """The samples whose entries lie in a slot, ascending; of a cluster, on those nodes that answer; if all did."""
+        """Returns the samples whose entries are in a slot, ascending, and whether all nodes of a cluster answered."""
         keys, is_whole = self.slots.of(slot), True
         found: list[int] = []
         try:
             found.extend(index for key in self.store.scan(keys.prefix) if (index := keys.index_of(key)) is not None)
-        except StoreUnavailableError:  # comes last: what the other nodes hold has been told
+        except StoreUnavailableError:  # comes last, after the entries of the other nodes
             if not found:
                 raise
             is_whole = False
@@ -231,13 +221,10 @@ class SampleCache:
         return resident[resident < len(self.residency.flag_N)], is_whole
 
     def inherit(self, slot: int) -> None:
-        """Takes in what a job that has left kept in a slot that is this job's now. Called by one rank, at any time.
+        """Takes over the entries of a job that has left, in a slot that is this job's now. One rank calls it, at any
+        time.
 
-        Args:
-            slot: Which.
-
-        Raises:
-            StoreError: The store failed; what was not counted is found by `find_residents`.
+        Raises StoreError if the store failed; `find_residents` finds later what was not counted.
         """
         found, _ = self._found_in(slot)
         SharedCounter(self.store, self.slots.of(slot), COUNTER).put(0)
@@ -247,12 +234,8 @@ class SampleCache:
         self.needs_count = True
 
     def use_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
-        """Sets the slots of this job and of others (`shade.cache.job_registry`); in a new home nothing is held or owed.
-
-        Args:
-            owned: This job's; it writes in the first.
-            others: Into which it looks.
-        """
+        """Sets the slots that this job owns (it writes to the first) and the others, which it only reads. After a move
+        to a new first slot nothing is held or owed."""
         moved = self.residency.owned_slots[0] != owned[0]
         self.residency.set_slots(owned, others)
         if moved:
@@ -260,12 +243,8 @@ class SampleCache:
             self.residency.begin_generation()
 
     def adopt(self, resident: Indices, *, remove_refused: bool) -> None:
-        """Starts the policy from these residents; every rank must be given the same.
-
-        Args:
-            resident: Sample indices.
-            remove_refused: True on the one rank that shall remove what does not fit.
-        """
+        """Starts the policy from these residents, the same on every rank; the one rank with ``remove_refused`` removes
+        those that do not fit."""
         assert self._policy is not None
         self.use_policy(type(self._policy))
         refused = self._policy.adopt(resident)
@@ -274,21 +253,20 @@ class SampleCache:
             self.remove(refused)
 
     def resize(self, allowed_bytes: int, rank: int, world_size: int) -> int:
-        """Makes the capacity smaller, or large again: the least useful yield. On all ranks after the same batch.
+        """Makes the capacity smaller, or large again: the least useful samples leave. All ranks call it after the same
+        batch.
 
         Args:
-            allowed_bytes: From now on; more than `capacity_bytes` counts as that.
-            rank: This rank; of the samples that leave it removes every ``world_size``-th.
+            allowed_bytes: The new capacity; more than `capacity_bytes` counts as that.
+            rank: This rank; it removes every ``world_size``-th of the samples that leave.
             world_size: W.
 
         Returns:
-            Samples that left.
+            How many samples left.
         """
         self._allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
         self.quota_bytes = self._quota_bytes
-        if (
-            self._policy is None or self.residency.is_shared
-        ):  # sharing makes the room that is wanted with the next batch
+        if self._policy is None or self.residency.is_shared:  # the next batch of `Sharing` frees the space
             return 0
         leaving = self._policy.resize(self.residency.capacity_bytes)
         self.residency.withdraw(leaving)
@@ -299,12 +277,8 @@ class SampleCache:
         return len(leaving)
 
     def begin_epoch(self, plan: EpochPlan, *, remove_leaving: bool) -> None:
-        """Lets the policy plan an epoch.
-
-        Args:
-            plan: What is known of it.
-            remove_leaving: True on the one rank that shall remove samples of no further use.
-        """
+        """Lets the policy plan an epoch; the one rank with ``remove_leaving`` removes the samples that have no further
+        use."""
         assert self._policy is not None
         leaving = self._policy.begin_epoch(plan)
         if remove_leaving and len(leaving):
@@ -343,7 +317,7 @@ class SampleCache:
             self.remove(verdict.victims[rank::world_size])
 
     def remove(self, departures: Indices) -> None:
-        """Removes entries, or owes it until the store may be asked again."""
+        """Removes entries now, or owes it while the breaker is open."""
         self.admission.catch_up()
         self.admission.owe(departures.tolist())
         if self._breaker.is_open:
@@ -356,24 +330,24 @@ class SampleCache:
     # ── the process that fetches ────────────────────────────────────────────────────────────────────────────────────
 
     def fetch_many(self, indices: Sequence[int], read_origin: ReadOrigin) -> tuple[list[Any], list[bool]]:
-        """The payloads of a batch: planned hits from the store in one round, all others from the origin in one call.
+        """Returns the payloads of a batch: planned hits from the store in one round, all others from the origin in one
+        call.
 
         Args:
             indices: Sample indices, in batch order; repeats are read once.
-            read_origin: Reads the samples it is given.
+            read_origin: Reads the samples that it is given.
 
         Returns:
-            Payloads in order (an exception object where the origin could not read the sample), and for each whether
-            it was a hit.
+            Payloads in order (an exception object if the origin could not read one), and for each whether it was a hit.
         """
         return self._fetch.many(indices, read_origin)
 
     def count_origin(self, num_reads: int, num_bytes: int) -> None:
-        """Whoever reads the origin says so here: reads and bytes as a counting origin would see them."""
+        """Counts reads of the origin and their bytes; each reader of the origin calls it."""
         self.ledger.add(origin_reads=num_reads, origin_bytes=num_bytes)
 
     def _probe_store(self) -> None:
-        """A question that costs nothing and reaches several nodes of a cluster."""
+        """Asks a question that is cheap and reaches several nodes of a cluster."""
         self.store.get_many([self.keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])
 
     def close(self) -> None:

@@ -1,14 +1,12 @@
-"""Fetching a batch, in the process that does it: a DataLoader worker, or the training process itself.
+"""Fetches a batch, in a DataLoader worker or in the training process itself.
 
-One round to the store for what may be there, one call to the origin for all the rest, then departures, and only then
-arrivals. What shall stay and what shall go is on the board; a store that fails makes a batch slower and nothing else.
+One round to the store looks for samples in this job's slots and in those of jobs that share the cache, and checks every
+entry. One call to the origin reads the rest. Then come departures, and arrivals last. The residency map says what stays
+and what leaves; a store that fails makes a batch slower and nothing else.
+
+This job repairs or removes damaged entries of its own; a damaged entry of another job is a plain miss.
 
 Legend: B batch.
-
-Looks entries up: in this job's slots, and in those of the jobs that share the cache; checks every one.
-
-One round to the store a batch, whoever's entry it is. What this job holds and finds damaged is to be repaired or
-removed by it; what another job holds is that job's to mend, and a plain miss here.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ from shade.store.base import Store
 from shade.types import Indices
 
 ReadOrigin = Callable[[list[int]], list[Any]]
-"""Payload by sample index, in order: bytes, or the exception that stands for a sample that could not be read."""
+"""Returns payloads in the order of the indices: bytes, or the exception that reading one raised."""
 
 
 class Fetch:
     """One process's way to its samples.
 
     Args:
-        store: Where the entries lie.
+        store: Where the entries are.
         slots: Their names.
-        board: What shall be done.
-        ledger: This process's row.
+        residency: What stays and what leaves.
+        ledger: This process's counters.
         breaker: Whether the store is worth asking.
-        room: How entries leave and arrive.
-        form: How payloads are encoded.
+        admission: Removes and writes entries.
+        cached_format: How payloads are encoded.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Fetch:
         self._breaker, self._admission, self._cached_format = breaker, admission, cached_format
 
     def many(self, indices: Sequence[int], read_origin: ReadOrigin) -> tuple[list[Any], list[bool]]:
-        """See `SampleCache.fetch_many`."""
+        """Does what `SampleCache.fetch_many` says."""
         index_B = np.fromiter(indices, dtype=np.int64, count=len(indices))
         unique_B = index_B if len(set(indices)) == len(indices) else np.array(list(dict.fromkeys(indices)))
         planned, shared = self._residency.planned, self._residency.is_shared
@@ -119,7 +117,8 @@ class Fetch:
         return [payloads[index] for index in indices], hits
 
     def _elsewhere(self, unique_B: Indices, flag_B: Any) -> list[int]:
-        """What to look for in the slots of other jobs: all of it, or what this job's own plan does not hold."""
+        """Returns what to look for in other jobs' slots: everything while jobs share, else what the own plan does not
+        hold."""
         if not self._residency.other_slots:
             return []
         return list((unique_B if self._residency.is_shared else unique_B[(flag_B & LOOK) == 0]).tolist())
@@ -142,7 +141,7 @@ class Fetch:
         return looked
 
     def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
-        """Repairs, departures, arrivals; the number of entries written, or None when the store failed."""
+        """Repairs, removes and admits; returns how many entries were written, or None if the store failed."""
         freed_bytes = num_repaired = 0
         try:
             if damaged:
@@ -163,7 +162,7 @@ class Fetch:
         return dict(zip(absent, payloads, strict=True))
 
     def failed(self, error: StoreError) -> None:
-        """Counts a round that the store did not answer, and leaves the store alone for a while."""
+        """Counts a round that the store did not answer, and opens the breaker."""
         self._ledger.add(store_errors=1)
         self._breaker.store_failed(error)
 
@@ -173,14 +172,14 @@ logger = logging.getLogger("shade.cache")
 
 @dataclass
 class LookUp:
-    """What became of one look-up."""
+    """The outcome of one look-up."""
 
     found: dict[int, memoryview] = field(default_factory=dict)
     """Payload by sample index."""
     own: set[int] = field(default_factory=set)
-    """Of those found, the ones that are in this job's slots."""
+    """Found samples that are in this job's slots."""
     damaged: list[int] = field(default_factory=list)
-    """Samples of this job whose entries failed their check, where it writes."""
+    """Samples of this job whose entries failed their check in the slot where it writes."""
     failed: bool = False
 
 
@@ -194,20 +193,19 @@ def look_up(
     own: list[int],
     elsewhere: list[int],
 ) -> tuple[LookUp, list[int]]:
-    """Asks for a batch.
+    """Looks up a batch.
 
     Args:
-        store: Where the entries lie.
+        store: Where the entries are.
         slots: Their names.
-        board: What this rank holds: entries that are gone are struck off.
+        residency: What this rank holds; entries that are gone are struck off.
         ledger: Counts.
-        form: How payloads are encoded.
+        cached_format: How payloads are encoded.
         own: Samples to look for in this job's slots.
         elsewhere: Samples to look for in those of other jobs.
 
     Returns:
-        What was found, and the samples of ``own`` whose entries are to be removed, being damaged in a slot that this
-        job has taken over.
+        The outcome, and the samples of ``own`` to be removed: damaged in a slot that this job took over.
 
     Raises:
         StoreError: The store failed.

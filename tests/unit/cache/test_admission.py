@@ -1,4 +1,4 @@
-"""What finds no room waits in hand, and near an epoch's end for a moment, until a neighbour's departures have paid."""
+"""An arrival without space waits in memory, and near an epoch's end for a moment, until another's departures have paid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAYLOAD = b"x" * 1000
 
 
 class Setting(NamedTuple):
-    """A store with room for one entry, and two processes that want it."""
+    """A store with space for one entry, and two processes that want it."""
 
     store: Store
     residency: ResidencyMap
@@ -66,7 +66,7 @@ def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setti
         late.join()
     assert not setting.mine.is_unfinished
     used = setting.store.increment(SampleKeys("room").counter_key(COUNTER), 0)
-    assert used == setting.mine.size_bytes(len(PAYLOAD)), "waiting has cost no room"
+    assert used == setting.mine.size_bytes(len(PAYLOAD)), "waiting has cost no space"
 
 
 def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

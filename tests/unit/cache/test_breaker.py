@@ -62,7 +62,7 @@ def at_once(action: Callable[[], None]) -> None:
 
 @pytest.fixture
 def make(residency: ResidencyMap, clock: ManualClock, server: Server) -> Callable[[], Breaker]:
-    """Another process's breaker on the same board; its questions are answered at once."""
+    """Another process's breaker on the same residency map; its questions are answered at once."""
     return lambda: Breaker(residency, server, clock, at_once)
 
 
@@ -257,9 +257,9 @@ def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(
     assert not any(thread.name == "shade-breaker" for thread in threading.enumerate())
 
 
-def _fail(breaker: Breaker, barrier: Any, told: Any) -> None:
+def _fail(breaker: Breaker, barrier: Any, logged: Any) -> None:
     handler = logging.Handler()
-    handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.put(record.getMessage())  # type: ignore[method-assign]
     module.logger.addHandler(handler)
     barrier.wait()
     breaker.store_failed(GONE)
@@ -268,16 +268,18 @@ def _fail(breaker: Breaker, barrier: Any, told: Any) -> None:
 def test_of_workers_that_fail_at_the_same_moment_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIGNING_SECONDS", 0.2)
     context = multiprocessing.get_context("fork")
-    residency, barrier, told = ResidencyMap(4), context.Barrier(4), context.SimpleQueue()
-    children = [context.Process(target=_fail, args=(Breaker(residency, lambda: None), barrier, told)) for _ in range(4)]
+    residency, barrier, logged = ResidencyMap(4), context.Barrier(4), context.SimpleQueue()
+    children = [
+        context.Process(target=_fail, args=(Breaker(residency, lambda: None), barrier, logged)) for _ in range(4)
+    ]
     for child in children:
         child.start()
     for child in children:
         child.join(30)
-    told.put("end")
-    assert "out of use" in told.get()
-    assert told.get() == "end"
-    told.close()
+    logged.put("end")
+    assert "out of use" in logged.get()
+    assert logged.get() == "end"
+    logged.close()
 
 
 def _write_row(residency: ResidencyMap, worker: int) -> None:

@@ -52,7 +52,7 @@ class OneJob:
         self.jobs.record = replace(self.jobs.record, machine="another")
         self.sharing = Sharing(self.cache, self.jobs, 0, 1, clock)
         self.sharing.look()
-        self.follow = CoordinatedRead(self.cache, self.jobs, self.sharing, BATCH) if group else None
+        self.coordinated = CoordinatedRead(self.cache, self.jobs, self.sharing, BATCH) if group else None
         self.cache.use_policy(POLICIES.get("plan"))
         self.rng = np.random.default_rng(seed)
         self.orders = [self.rng.permutation(N), self.rng.permutation(N)]
@@ -64,9 +64,9 @@ class OneJob:
         return [bytes([index % 256]) * SIZE for index in indices]
 
     def may_go(self) -> bool:
-        """Whether it is its turn, where jobs follow one stream."""
+        """Whether it is its turn, where jobs take one stream."""
         place = (self.epoch, (self.step + 1) * BATCH, N)
-        return self.follow is None or self.follow._may_go(*place)
+        return self.coordinated is None or self.coordinated._may_go(*place)
 
     def take(self) -> None:
         """One batch."""
@@ -213,6 +213,6 @@ def test_a_follower_that_dies_is_not_waited_for_and_a_leader_is_replaced(store: 
     jobs[0].sharing.close()
     for _ in range(3):
         jobs[1].sharing.look()
-    assert jobs[1].follow is not None
-    assert jobs[1].follow.leader() is None
+    assert jobs[1].coordinated is not None
+    assert jobs[1].coordinated.leader() is None
     assert jobs[1].may_go()

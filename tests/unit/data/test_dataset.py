@@ -57,11 +57,11 @@ def test_a_bad_sample_stops_with_its_path(folder: Path, cache: str | None, worke
     try:
         for index in bad.values():
             iterator = iter(DataLoader(dataset, sampler=[index], num_workers=workers))
-            with pytest.raises(BadSampleError) as told:
+            with pytest.raises(BadSampleError) as raised:
                 next(iterator)
             assert next(iterator, None) is None  # ends the workers in good order
-            assert wrapped.samples[index][0] in str(told.value)
-            assert "on_bad_sample='skip'" in str(told.value)
+            assert wrapped.samples[index][0] in str(raised.value)
+            assert "on_bad_sample='skip'" in str(raised.value)
     finally:
         dataset.close()
 
@@ -183,17 +183,19 @@ def test_an_index_outside_is_an_index_error() -> None:
 
 def quickly(action: Callable[[], Any], expected: type[Exception]) -> str:
     begun = time.monotonic()
-    with pytest.raises(expected) as told:
+    with pytest.raises(expected) as raised:
         action()
     assert time.monotonic() - begun < 20 * 0.25, "some timeouts, not a wait"
-    return str(told.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("scheme", ["redis", "unix", "rediss", "redis+cluster"])
 def test_a_wrong_password_is_told_at_construction(get_place: Callable[[str], Place], scheme: str) -> None:
     place = get_place(scheme)
-    told = quickly(lambda: ShadeDataset(TensorDataset(torch.zeros(8)), cache=place.wrong_password_url), StoreAuthError)
-    assert "wr0ng" not in told
+    message = quickly(
+        lambda: ShadeDataset(TensorDataset(torch.zeros(8)), cache=place.wrong_password_url), StoreAuthError
+    )
+    assert "wr0ng" not in message
 
 
 def test_a_named_server_that_does_not_answer_is_told_at_construction(tmp_path: Path) -> None:

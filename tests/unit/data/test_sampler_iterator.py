@@ -1,4 +1,4 @@
-"""A pass over an epoch says how far it has come, goes to a place, and is told when its batches are dealt out twice."""
+"""A pass over an epoch says how far it has come, goes to a place, and refuses batches that are dealt out twice."""
 
 from __future__ import annotations
 

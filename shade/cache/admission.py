@@ -52,13 +52,8 @@ COUNTER = "used-bytes"
 class Admission:
     """One process's departures from the store and arrivals in it.
 
-    Args:
-        store: Where the entries are.
-        slots: Their names; this job writes to the first of its slots, and removes from all of them.
-        residency: Which samples stay, and what all entries may occupy, allocator rounding included.
-        ledger: This process's counters.
-        cached_format: How payloads are encoded.
-        largest_bytes: What one entry may occupy: the largest size that the policy plans with.
+    This job writes to the first of its ``slots``, and removes from all of them. ``largest_bytes`` is the largest entry
+    that the policy plans with, allocator rounding included.
     """
 
     def __init__(
@@ -135,17 +130,11 @@ class Admission:
         return self._counter.put(used_bytes)
 
     def repair(self, payloads: Mapping[int, Any], others: Mapping[int, Any]) -> tuple[int, int]:
-        """Repairs damaged entries. They keep the space that they had, whatever their length is now.
+        """Repairs damaged entries, which keep the space that they had; returns the entries written, and the bytes that
+        the removed ones had occupied. Raises StoreError.
 
-        Args:
-            payloads: The origin's payloads by sample index, of samples that stay: written over the damage.
-            others: The same of samples that leave (an exception object if the origin could not read one).
-
-        Returns:
-            How many entries were written, and the bytes that the removed ones had occupied.
-
-        Raises:
-            StoreError: The store failed.
+        ``payloads`` are the origin's, by sample index, of samples that stay; ``others`` those of samples that leave (an
+        exception object if the origin could not read one).
         """
         written = []
         if payloads:
@@ -163,16 +152,9 @@ class Admission:
 
     def settle(self, arrivals: Mapping[int, Any], freed_bytes: int = 0) -> int:
         """Removes departures; then reserves space, writes the arrivals that have it, and keeps the others in memory.
+        Returns how many entries were written; ``freed_bytes`` are given back for entries that are removed already.
 
-        Args:
-            arrivals: Payload by sample index.
-            freed_bytes: Space of entries that are removed already, to be given back.
-
-        Returns:
-            How many entries were written.
-
-        Raises:
-            StoreError: The store failed. Departures are still owed, arrivals are declined.
+        Raises StoreError if the store failed: departures are then still owed, arrivals declined.
         """
         if self._full and not self._residency.planned:
             arrivals = {}

@@ -55,11 +55,8 @@ def in_thread(action: Callable[[], None]) -> threading.Thread:
 class Breaker:
     """Decides whether the store is worth asking.
 
-    Args:
-        residency: Shares the state between the processes of a rank.
-        ask: A small question to the store; raises `StoreError`.
-        clock: Monotonic seconds, comparable between processes of one machine.
-        background: Runs the question; returns a thread to wait for at the end.
+    ``ask`` is a small question to the store that raises `StoreError`; ``background`` runs it and returns a thread to
+    wait for at the end. The clock is monotonic, and comparable between processes of one machine.
     """
 
     def __init__(

@@ -253,17 +253,8 @@ class SampleCache:
             self.remove(refused)
 
     def resize(self, allowed_bytes: int, rank: int, world_size: int) -> int:
-        """Makes the capacity smaller, or large again: the least useful samples leave. All ranks call it after the same
-        batch.
-
-        Args:
-            allowed_bytes: The new capacity; more than `capacity_bytes` counts as that.
-            rank: This rank; it removes every ``world_size``-th of the samples that leave.
-            world_size: W.
-
-        Returns:
-            How many samples left.
-        """
+        """Makes the capacity smaller, or large again: the least useful samples leave; returns how many. All ranks call
+        it after the same batch; each removes every ``world_size``-th of the samples that leave."""
         self._allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
         self.quota_bytes = self._quota_bytes
         if self._policy is None or self.residency.is_shared:  # the next batch of `Sharing` frees the space
@@ -302,14 +293,8 @@ class SampleCache:
     ) -> None:
         """Writes a verdict to the residency map, just before this rank's part of the batch is fetched.
 
-        Args:
-            verdict: From `decide`.
-            index_G: The whole global batch, in order.
-            places: This rank's places in it.
-            rank: This rank; it removes every ``world_size``-th of the victims.
-            world_size: W.
-            near_G: Which samples belong to servers on this machine; None if that is not known.
-            ending: Whether this is one of the last batches of the epoch.
+        ``places`` are this rank's in the global batch; it removes every ``world_size``-th of the victims. ``near_G``
+        and ``ending`` are as for `ResidencyMap.post`.
         """
         near_B = None if near_G is None else near_G[places]
         self.residency.post(index_G[places], verdict.hit_B[places], verdict.stay_B[places], near_B, ending=ending)

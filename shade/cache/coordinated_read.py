@@ -39,14 +39,7 @@ _POLL_SECONDS: Final = 0.01
 
 
 class CoordinatedRead:
-    """One job's part in a group.
-
-    Args:
-        cache: The data set's.
-        registry: This job's place.
-        sharing: Keeps the view of all jobs fresh.
-        global_batch: G.
-    """
+    """One job's part in a group."""
 
     def __init__(self, cache: SampleCache, registry: JobRegistry, sharing: Sharing, global_batch: int) -> None:
         self._cache, self._registry, self._sharing, self._global_batch = cache, registry, sharing, global_batch

@@ -29,22 +29,27 @@ from shade.errors import CorruptEntryError, StoreError
 from shade.store.base import Store
 from shade.types import Indices
 
+logger = logging.getLogger("shade.cache")
+
 ReadOrigin = Callable[[list[int]], list[Any]]
 """Returns payloads in the order of the indices: bytes, or the exception that reading one raised."""
 
 
-class Fetch:
-    """One process's way to its samples.
+@dataclass
+class LookUp:
+    """The outcome of one look-up."""
 
-    Args:
-        store: Where the entries are.
-        slots: Their names.
-        residency: What stays and what leaves.
-        ledger: This process's counters.
-        breaker: Whether the store is worth asking.
-        admission: Removes and writes entries.
-        cached_format: How payloads are encoded.
-    """
+    found: dict[int, memoryview] = field(default_factory=dict)
+    """Payload by sample index."""
+    own: set[int] = field(default_factory=set)
+    """Found samples that are in this job's slots."""
+    damaged: list[int] = field(default_factory=list)
+    """Samples of this job whose entries failed their check in the slot where it writes."""
+    failed: bool = False
+
+
+class Fetch:
+    """One process's way to its samples."""
 
     def __init__(
         self,
@@ -124,19 +129,44 @@ class Fetch:
         return list((unique_B if self._residency.is_shared else unique_B[(flag_B & LOOK) == 0]).tolist())
 
     def _look_up(self, own: list[int], elsewhere: list[int]) -> LookUp:
+        """Looks for samples in this job's slots and elsewhere, checks their entries, and strikes off what is gone."""
+        places, owned = self._slots.places(own, elsewhere), self._residency.owned_slots
         try:
-            looked, spoilt = look_up(
-                self._store,
-                self._slots,
-                self._residency,
-                self._ledger,
-                self._cached_format,
-                own=own,
-                elsewhere=elsewhere,
-            )
+            entries = self._store.get_many(self._slots.names(places))
         except StoreError as error:
             self.failed(error)
             return LookUp(failed=True)
+        looked, spoilt, num_corrupt = LookUp(), [], 0
+        for (index, slot), entry in zip(places, entries, strict=True):
+            if entry is None or index in looked.found:
+                continue
+            try:
+                looked.found[index] = unseal(index, entry, self._cached_format)
+            except CorruptEntryError as error:
+                logger.debug("%s", error)
+                num_corrupt += 1
+                if slot == owned[0]:
+                    looked.damaged.append(index)
+                elif slot in owned:
+                    spoilt.append(index)  # damaged in a slot that this job took over
+                continue
+            if slot in owned:
+                looked.own.add(index)
+        looked.damaged = [index for index in looked.damaged if index not in looked.found]
+        lost = []
+        if self._residency.planned:  # when jobs share, of that which this rank brought in
+            held_N, shared = self._residency.held_N, self._residency.is_shared
+            here = looked.own.union(looked.damaged)
+            lost = [index for index in own if index not in here and (held_N[index] or not shared)]
+            held_N[lost] = 0
+        self._ledger.add(
+            cache_reads=len(looked.found),
+            cache_bytes=sum(map(len, looked.found.values())),
+            corrupt=num_corrupt,
+            surprises=len(lost),
+            borrowed=len(looked.found) - len(looked.own),
+            near_hits=int(np.count_nonzero(self._residency.flag_N[list(looked.found)] & NEAR)) if looked.found else 0,
+        )
         self._admission.owe(spoilt)
         return looked
 
@@ -165,83 +195,3 @@ class Fetch:
         """Counts a round that the store did not answer, and opens the breaker."""
         self._ledger.add(store_errors=1)
         self._breaker.store_failed(error)
-
-
-logger = logging.getLogger("shade.cache")
-
-
-@dataclass
-class LookUp:
-    """The outcome of one look-up."""
-
-    found: dict[int, memoryview] = field(default_factory=dict)
-    """Payload by sample index."""
-    own: set[int] = field(default_factory=set)
-    """Found samples that are in this job's slots."""
-    damaged: list[int] = field(default_factory=list)
-    """Samples of this job whose entries failed their check in the slot where it writes."""
-    failed: bool = False
-
-
-def look_up(
-    store: Store,
-    slots: EntryNames,
-    residency: ResidencyMap,
-    ledger: Ledger,
-    cached_format: int,
-    *,
-    own: list[int],
-    elsewhere: list[int],
-) -> tuple[LookUp, list[int]]:
-    """Looks up a batch.
-
-    Args:
-        store: Where the entries are.
-        slots: Their names.
-        residency: What this rank holds; entries that are gone are struck off.
-        ledger: Counts.
-        cached_format: How payloads are encoded.
-        own: Samples to look for in this job's slots.
-        elsewhere: Samples to look for in those of other jobs.
-
-    Returns:
-        The outcome, and the samples of ``own`` to be removed: damaged in a slot that this job took over.
-
-    Raises:
-        StoreError: The store failed.
-    """
-    places = slots.places(own, elsewhere)
-    looked, spoilt = LookUp(), []
-    owned = residency.owned_slots
-    num_corrupt = 0
-    for (index, slot), entry in zip(places, store.get_many(slots.names(places)), strict=True):
-        if entry is None or index in looked.found:
-            continue
-        try:
-            looked.found[index] = unseal(index, entry, cached_format)
-        except CorruptEntryError as error:
-            logger.debug("%s", error)
-            num_corrupt += 1
-            if slot == owned[0]:
-                looked.damaged.append(index)
-            elif slot in owned:
-                spoilt.append(index)
-            continue
-        if slot in owned:
-            looked.own.add(index)
-    looked.damaged = [index for index in looked.damaged if index not in looked.found]
-    lost = []
-    if residency.planned:  # when jobs share, of that which this rank brought in
-        held_N, shared = residency.held_N, residency.is_shared
-        here = looked.own.union(looked.damaged)
-        lost = [index for index in own if index not in here and (held_N[index] or not shared)]
-        held_N[lost] = 0
-    ledger.add(
-        cache_reads=len(looked.found),
-        cache_bytes=sum(map(len, looked.found.values())),
-        corrupt=num_corrupt,
-        surprises=len(lost),
-        borrowed=len(looked.found) - len(looked.own),
-        near_hits=int(np.count_nonzero(residency.flag_N[list(looked.found)] & NEAR)) if looked.found else 0,
-    )
-    return looked, spoilt

@@ -133,15 +133,8 @@ def slot_keys(fingerprint: str, slot: int) -> SampleKeys:
 
 
 class JobRegistry:
-    """One job's place among those that share a cache.
-
-    Args:
-        store: The cache's.
-        namespace: Fingerprint of the data set.
-        owner: The name of this job; a new one when None.
-        group: Name of the jobs that take one stream.
-        clock: Monotonic seconds.
-    """
+    """One job's place among those that share a cache. ``namespace`` is the data set's fingerprint, ``group`` the name
+    of the jobs that take one stream; without an ``owner`` the job gets a new name."""
 
     def __init__(
         self, store: Store, namespace: str, owner: str | None = None, group: str = "", clock: Clock = time.monotonic
@@ -207,14 +200,10 @@ class JobRegistry:
 
     def beat(self) -> SharedCacheView:
         """Rewrites the record under each slot that is still this job's, and looks. Takes over what others have left, if
-        this is the first living job; joins again if it has lost its slot.
+        this is the first living job; joins again if it has lost its slot. Returns what it found, with its own new
+        records.
 
-        Returns:
-            What it found, with its own new records.
-
-        Raises:
-            StoreError: The store does not answer.
-            ConfigError: It lost its slot, and all others are taken.
+        Raises StoreError if the store does not answer, and ConfigError if the slot is lost and all others are taken.
         """
         view = self.look()
         self.record = replace(self.record, beat=self.record.beat + 1)
@@ -274,15 +263,8 @@ class EntryNames:
         return [name for slot in self._residency.owned_slots for name in self.of(slot).many(indices)]
 
     def places(self, own: Sequence[int], elsewhere: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (sample index, slot) for each place to look in, this job's first.
-
-        Args:
-            own: Samples that may be in this job's slots.
-            elsewhere: Samples that may be in those of others.
-
-        Returns:
-            The places.
-        """
+        """Returns (sample index, slot) for each place to look in: ``own`` samples in this job's slots first, then those
+        ``elsewhere``."""
         residency = self._residency
         mine = [(index, slot) for slot in residency.owned_slots for index in own]
         return mine + [(index, slot) for slot in residency.other_slots for index in elsewhere]

@@ -12,8 +12,8 @@ Legend: N data set · R counter rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +33,47 @@ _SHARED, _HOME, _OWNED, _OTHERS = range(10, 14)
 _ROWS = 129
 
 
+T = TypeVar("T", bound=float)
+
+
+class _Shared(Generic[T]):
+    """An attribute that is a number of the shared state, read as a ``kind``."""
+
+    def __init__(self, position: int, kind: Callable[[float], T]) -> None:
+        self._position, self._kind = position, kind
+
+    def __get__(self, owner: ResidencyMap, owner_class: type[ResidencyMap]) -> T:
+        return self._kind(owner._state[self._position])
+
+    def __set__(self, owner: ResidencyMap, value: T) -> None:
+        owner._state[self._position] = value
+
+
 class ResidencyMap:
     """Shared state of one rank with N samples."""
+
+    capacity_bytes = _Shared(_CAPACITY, int)
+    """What the entries may occupy together now."""
+    is_shared = _Shared(_SHARED, bool)
+    """Whether other jobs use the cache, too, so that no plan can be exact and `shade.cache.sharing` decides."""
+    planned = _Shared(_PLANNED, bool)
+    """False until a sampler plans the cache: till then every sample is looked up, and kept while there is space."""
+    ending = _Shared(_ENDING, bool)
+    """Whether these are an epoch's last batches: a worker with waiting arrivals may not get another one."""
+
+    # The breaker's. Two workers may write them at once; the loser's write is merely late.
+    open_until = _Shared(_OPEN_UNTIL, float)
+    """Monotonic seconds before which the cache is not asked; 0 while it works."""
+    backoff_seconds = _Shared(_BACKOFF, float)
+    """The present pause between two attempts."""
+    strikes = _Shared(_STRIKES, int)
+    """Slow rounds in a row."""
+    trips = _Shared(_TRIPS, int)
+    """How often the breaker has opened."""
+    logged_by = _Shared(_LOGGED_BY, int)
+    """The process that has logged that the cache is out of use."""
+    origin_seconds = _Shared(_ORIGIN, float)
+    """What a sample from the origin cost lately; 0 while unknown."""
 
     def __init__(self, num_samples: int) -> None:
         self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
@@ -63,41 +102,19 @@ class ResidencyMap:
     def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools, near_B: Bools | None = None, *, ending: bool) -> None:
         """Writes what is planned for the next access of each sample; of duplicates the first access counts.
 
-        Args:
-            index_B: Samples of one batch.
-            hit_B: Whether each should be in the cache when it is accessed.
-            stay_B: Whether it should be there afterwards.
-            near_B: Whether its server is on this machine; None if that is not known.
-            ending: Whether this is one of the last batches of the epoch.
+        Each sample should be in the cache when it is accessed (``hit_B``) or afterwards (``stay_B``), and its server
+        may be on this machine (``near_B``; None if that is not known). ``ending`` marks one of the last batches of the
+        epoch.
         """
         flag_B = hit_B.astype(np.uint8) * LOOK + stay_B.astype(np.uint8) * STAY
         if near_B is not None:
             flag_B += near_B.astype(np.uint8) * NEAR
         self.flag_N[index_B[::-1]] = flag_B[::-1]
-        self._state[_PLANNED], self._state[_ENDING] = 1.0, float(ending)
+        self.planned, self.ending = True, ending
 
     def withdraw(self, index_B: Indices) -> None:
         """Clears what was posted of samples that leave before their batch is fetched."""
         self.flag_N[index_B] = 0
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Returns what the entries may occupy together now."""
-        return int(self._state[_CAPACITY])
-
-    @capacity_bytes.setter
-    def capacity_bytes(self, num_bytes: int) -> None:
-        self._state[_CAPACITY] = num_bytes
-
-    @property
-    def is_shared(self) -> bool:
-        """Returns whether other jobs use the cache, too, so that no plan can be exact and `shade.cache.sharing`
-        decides."""
-        return bool(self._state[_SHARED])
-
-    @is_shared.setter
-    def is_shared(self, value: bool) -> None:
-        self._state[_SHARED] = float(value)
 
     def set_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
         """Sets the slots that this job owns (it writes to the first) and the others, which it only reads."""
@@ -114,17 +131,6 @@ class ResidencyMap:
     def other_slots(self) -> list[int]:
         """Returns the slots of other jobs, and those that no job has taken over yet."""
         return _set_bits(int(self._state[_OTHERS]))
-
-    @property
-    def planned(self) -> bool:
-        """Returns False until a sampler plans the cache: till then every sample is looked up, and kept while there is
-        space."""
-        return bool(self._state[_PLANNED])
-
-    @property
-    def ending(self) -> bool:
-        """Returns whether these are an epoch's last batches: a worker with waiting arrivals may not get another one."""
-        return bool(self._state[_ENDING])
 
     def ledger(self, worker: int) -> Ledger:
         """Returns the counters of one process, in shared memory: worker -1 is the training process; above 127 workers
@@ -143,62 +149,6 @@ class ResidencyMap:
     def begin_generation(self) -> None:
         """Counts the generation up, after the residents were counted. Only the training process calls it."""
         self._state[_GENERATION] += 1
-
-    # The breaker's words. Two workers may write them at once; the loser's write is merely late.
-
-    @property
-    def open_until(self) -> float:
-        """Returns the monotonic seconds before which the cache is not asked; 0 while it works."""
-        return float(self._state[_OPEN_UNTIL])
-
-    @open_until.setter
-    def open_until(self, seconds: float) -> None:
-        self._state[_OPEN_UNTIL] = seconds
-
-    @property
-    def backoff_seconds(self) -> float:
-        """Returns the present pause between two attempts."""
-        return float(self._state[_BACKOFF])
-
-    @backoff_seconds.setter
-    def backoff_seconds(self, seconds: float) -> None:
-        self._state[_BACKOFF] = seconds
-
-    @property
-    def strikes(self) -> int:
-        """Returns the number of slow rounds in a row."""
-        return int(self._state[_STRIKES])
-
-    @strikes.setter
-    def strikes(self, count: int) -> None:
-        self._state[_STRIKES] = count
-
-    @property
-    def trips(self) -> int:
-        """Returns how often the breaker has opened."""
-        return int(self._state[_TRIPS])
-
-    @trips.setter
-    def trips(self, count: int) -> None:
-        self._state[_TRIPS] = count
-
-    @property
-    def logged_by(self) -> int:
-        """Returns the process that has logged that the cache is out of use."""
-        return int(self._state[_LOGGED_BY])
-
-    @logged_by.setter
-    def logged_by(self, process: int) -> None:
-        self._state[_LOGGED_BY] = process
-
-    @property
-    def origin_seconds(self) -> float:
-        """Returns what a sample from the origin cost lately; 0 while unknown."""
-        return float(self._state[_ORIGIN])
-
-    @origin_seconds.setter
-    def origin_seconds(self, seconds: float) -> None:
-        self._state[_ORIGIN] = seconds
 
 
 def _set_bits(mask: int) -> list[int]:

@@ -52,16 +52,7 @@ _SWEEP_SAMPLES: Final = 4096
 
 
 class Sharing:
-    """Knows the other jobs, and decides for one rank which samples stay.
-
-    Args:
-        cache: The data set's.
-        registry: This job's place; on rank 0 it has joined.
-        rank: This rank.
-        world_size: W.
-        clock: Monotonic seconds.
-        beat_seconds: Between two looks.
-    """
+    """Knows the other jobs, and decides for one rank which samples stay. On rank 0 the registry's job has joined."""
 
     def __init__(
         self,
@@ -287,13 +278,9 @@ class Sharing:
         residency.is_shared = True
 
     def dispatch(self, index_B: Indices, num_global: int, near_B: Bools | None, *, ending: bool) -> None:
-        """Decides which samples of a batch stay, just before it is fetched.
+        """Decides which samples of this rank's part of a batch stay, just before it is fetched.
 
-        Args:
-            index_B: This rank's part.
-            num_global: Size of the global batch.
-            near_B: Which samples belong to servers on this machine; None if that is not known.
-            ending: Whether this is one of the last batches of the epoch.
+        ``num_global`` is the size of the global batch; ``near_B`` and ``ending`` are as for `ResidencyMap.post`.
         """
         with self._lock:
             self._cursor += num_global

@@ -35,16 +35,7 @@ Transforms = list[Callable[[Any], Any]]
 
 
 class BatchReader:
-    """Reads batches in one process or thread.
-
-    Args:
-        source: Where the samples come from.
-        cache: The cache, or None.
-        transforms: Applied to the sample, in order.
-        target_transforms: Applied to the target, in order.
-        reduced_decode: Whether large pictures may be decoded at a fraction of their size.
-        skips_bad: Whether a readable sample takes the place of a bad one.
-    """
+    """Reads batches in one process or thread. With ``skips_bad`` a readable sample replaces a bad one."""
 
     def __init__(
         self,
@@ -142,19 +133,8 @@ class BatchReader:
         return batch.items(indices, samples_BCHW)
 
     def fuse(self, indices: Sequence[int], payloads: list[Any], generator: torch.Generator) -> FusedBatch:
-        """Draws a batch, where `is_fused`; its samples may then be rendered in any order.
-
-        Args:
-            indices: The batch.
-            payloads: From `fetch`.
-            generator: Gives all random numbers, in batch order, before anything is rendered.
-
-        Returns:
-            The drawn batch.
-
-        Raises:
-            BadSampleError: As `finish`.
-        """
+        """Draws a batch, where `is_fused`; its samples may then be rendered in any order. The generator gives all
+        random numbers, in batch order, before anything is rendered. Raises BadSampleError."""
         assert self._fuser is not None, "fuse() is for recognised transforms"
 
         def decode_whole(position: int) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:

@@ -140,11 +140,12 @@ class ShadeDataset(Dataset[Any]):
         if self.cache is None:
             return f"ShadeDataset({', '.join([*parts, 'cache=None'])})"
         counts = self.cache.residency.totals()
+        policy = repr(self.policy) if self.cache.policy is None else type(self.cache.policy).__name__
         parts += [
             f"store={self.cache.store.url!r}",
             f"capacity={self.cache.capacity_bytes / 2**20:.1f} MiB",
             f"form={self._cached_format!r}",
-            f"policy={self.policy!r}",
+            f"policy={policy}",
             f"hits={counts['hits']}",
             f"misses={counts['misses']}",
         ]

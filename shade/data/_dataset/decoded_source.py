@@ -53,15 +53,7 @@ def decoded(content: Any, max_side: int | None) -> npt.NDArray[np.uint8]:
 
 
 class Probe:
-    """Measures a few evenly spaced files, which stand for all.
-
-    Args:
-        source: Read here.
-        max_side: As for `decoded`.
-
-    Raises:
-        DataError: None of them is a picture.
-    """
+    """Measures a few evenly spaced files, which stand for all. Raises DataError if none of them is a picture."""
 
     def __init__(self, source: FileSource, max_side: int | None) -> None:
         num_samples = len(source.payload_bytes_N)
@@ -97,13 +89,7 @@ class Probe:
 
 
 class DecodedSource(SampleSource):
-    """Samples that are decoded in the cache.
-
-    Args:
-        files: The source of the files.
-        probe: Estimates the pictures' sizes.
-        max_side: Longest side of a picture, or None for as they are.
-    """
+    """Samples that are decoded in the cache, no larger than ``max_side``. The probe estimates the pictures' sizes."""
 
     cached_format = FORMAT_PICTURE
     has_pictures = True
@@ -157,14 +143,9 @@ class DecodedSource(SampleSource):
 
 
 class FormatChoice:
-    """The cached format chosen for the files of one data set.
+    """Chooses the cached format (``"decoded"``, or ``"auto"`` by forecast) for the files of one data set.
 
-    Args:
-        source: The files.
-        cached_format: ``"decoded"`` or ``"auto"``.
-        max_side: As for `decoded`.
-        store_bytes: What all files would occupy in the store.
-        capacity_bytes: What the cache may occupy there.
+    ``store_bytes`` is what all files would occupy in the store, ``capacity_bytes`` what the cache may occupy there.
     """
 
     def __init__(

@@ -75,13 +75,10 @@ class SampleSource(Protocol):
 
 
 class FileSource(SampleSource):
-    """Files and targets of an ImageFolder-like data set.
+    """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
-    Args:
-        samples: (path or URL, target) by sample index.
-        decode_bytes: File content → image.
-        entries: The server's descriptions of the files, if they are URLs and the caller has them already.
-        options: For fsspec, if they are URLs.
+    Of files behind URLs, ``entries`` are the server's descriptions, if the caller has them, and ``options`` are
+    fsspec's.
     """
 
     cached_format = FORMAT_ENCODED
@@ -163,13 +160,7 @@ class FileSource(SampleSource):
 
 
 class ItemSource(SampleSource):
-    """Items of any map-style data set.
-
-    Args:
-        dataset: With ``__len__`` and ``__getitem__``.
-        encode: Item → bytes.
-        decode_item: Bytes → item.
-    """
+    """Items of any map-style data set."""
 
     cached_format = FORMAT_ITEM
     has_pictures = False

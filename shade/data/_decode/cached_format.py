@@ -107,15 +107,8 @@ class FormatForecast:
         return f"predicted: {rates}"
 
     def check(self, cached_format: str, counts: dict[str, Any]) -> dict[str, Any]:
-        """Compares the prediction with what happened.
-
-        Args:
-            cached_format: The format that was used.
-            counts: One epoch's ledger, as `shade.cache.ledger.Ledger.as_dict` returns it.
-
-        Returns:
-            A row of metrics: the format, seconds a sample and hit ratio, predicted and measured.
-        """
+        """Returns a row of metrics: the format that was used, seconds a sample and hit ratio, predicted and measured.
+        ``counts`` is one epoch's ledger, as `shade.cache.ledger.Ledger.as_dict` returns it."""
         samples, busy = max(1, counts["hits"] + counts["misses"]), counts["busy_seconds"]
         work = (busy["decode"] + busy["cache"]) / self.num_cores
         return {
@@ -130,16 +123,9 @@ class FormatForecast:
 def forecast(
     costs: FormatCosts, num_samples: int, capacity_bytes: float, num_cores: int | None = None
 ) -> FormatForecast:
-    """Predicts both formats.
+    """Predicts both formats for N samples; chooses decoded pictures only if that pays by `LEAST_GAIN`.
 
-    Args:
-        costs: Of a mean sample.
-        num_samples: N.
-        capacity_bytes: Of the cache.
-        num_cores: Cores that decode; None: as many as this process may use.
-
-    Returns:
-        The forecast; it chooses decoded pictures only if that pays by `LEAST_GAIN`.
+    ``num_cores`` decode; None: as many as this process may use.
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
     sizes = {"encoded": costs.encoded_bytes, "decoded": costs.decoded_bytes}
@@ -157,17 +143,7 @@ def forecast(
 
 
 def check_cached_format(cached_format: str, max_side: int | None, *, has_files: bool, has_cache: bool) -> None:
-    """Refuses a format that does not fit the data set.
-
-    Args:
-        cached_format: One of `CACHED_FORMATS`.
-        max_side: Pixels, or None.
-        has_files: Whether the data set's samples are image files.
-        has_cache: Whether there is a cache.
-
-    Raises:
-        ConfigError: The argument that does not fit.
-    """
+    """Refuses a cached format that does not fit the data set, with ConfigError for the argument that does not fit."""
     if cached_format not in CACHED_FORMATS:
         raise ConfigError.of("form 'encoded', 'decoded' or 'auto'", cached_format, "choose one of the three")
     if cached_format == "decoded" and not has_files:

@@ -71,15 +71,8 @@ class _Library:
 
 
 class TurboDecoder:
-    """Decodes parts of pictures.
-
-    Args:
-        path: Of the library.
-
-    Raises:
-        OSError: It cannot be loaded.
-        AttributeError: It is older than version 3.
-    """
+    """Decodes parts of pictures. Raises OSError if the library cannot be loaded, and AttributeError if it is older than
+    3."""
 
     def __init__(self, path: str) -> None:
         self._handles: list[int] = []

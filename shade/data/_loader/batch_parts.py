@@ -40,15 +40,9 @@ PART_SAMPLES = 8
 
 
 class FusedParts(BatchParts):
-    """A batch that is rendered into one piece of memory.
+    """A batch that is rendered into one piece of memory, and comes out ``collated`` or as a list of samples.
 
-    Args:
-        workers: A reader for each thread that computes.
-        fetcher: The reader that fetches this batch.
-        indices: Its samples.
-        buffers: Where memory comes from.
-        otherwise: Seed of the random draws while the epoch is not known.
-        collated: True: the batch as `default_collate` returns it; False: a list of samples.
+    Each thread that computes has a reader in ``workers``. ``otherwise`` seeds the random draws while no epoch is known.
     """
 
     def __init__(
@@ -127,12 +121,8 @@ class PlainParts(BatchParts):
 
 
 class BatchBuffers:
-    """Memory for batches, used again when a batch is gone.
-
-    Args:
-        most: Blocks that it knows, in use or free; others go back to the system after use.
-        pinned: Page-locked memory, for asynchronous copies to a device.
-    """
+    """Memory for batches, used again when a batch is gone. It knows at most ``most`` blocks, in use or free; others go
+    back to the system after use. ``pinned`` memory is page-locked, for asynchronous copies to a device."""
 
     def __init__(self, most: int, *, pinned: bool) -> None:
         self._most, self._pinned = most, pinned

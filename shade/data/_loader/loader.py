@@ -236,14 +236,10 @@ class _FinishBatch:
 
 
 class _ThreadEpoch:
-    """The batches of one epoch, made by threads that end with it.
+    """The batches of one epoch, made by the pipeline's threads, which end with it.
 
-    Args:
-        pipeline: Makes them; closed here.
-        order: Each batch's samples.
-        depth: Batches under way.
-        timeout_seconds: As for `LoaderPipeline.wait`.
-        finish: Called on each in the training thread.
+    ``order`` are the samples of each batch, ``depth`` the batches under way; the training thread calls ``finish`` on
+    each.
     """
 
     def __init__(

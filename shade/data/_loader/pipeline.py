@@ -45,12 +45,7 @@ class BatchParts(Protocol):
 
 
 class Job:
-    """One batch under way.
-
-    Args:
-        sequence: Its number, from 0.
-        indices: Its samples.
-    """
+    """One batch under way, numbered from 0."""
 
     def __init__(self, sequence: int, indices: Sequence[int]) -> None:
         self.sequence, self.indices = sequence, indices
@@ -62,13 +57,8 @@ class Job:
 
 
 class LoaderPipeline:
-    """Runs the threads.
-
-    Args:
-        begin: From a fetcher's number and a batch's samples to its parts.
-        num_fetchers: Threads that wait.
-        num_workers: Threads that compute.
-    """
+    """Runs fetchers, which wait, and workers, which compute. ``begin`` maps a fetcher's number and a batch's samples to
+    its parts."""
 
     def __init__(self, begin: Callable[[int, Sequence[int]], BatchParts], num_fetchers: int, num_workers: int) -> None:
         self._begin = begin
@@ -97,18 +87,9 @@ class LoaderPipeline:
         return job
 
     def wait(self, job: Job, timeout_seconds: float | None) -> Any:
-        """Waits for a batch.
+        """Waits for a batch from `submit`, without limit if ``timeout_seconds`` is None.
 
-        Args:
-            job: From `submit`.
-            timeout_seconds: None: without limit.
-
-        Returns:
-            The batch.
-
-        Raises:
-            DataError: It did not come in time.
-            BaseException: What was raised while it was made.
+        Raises DataError if the batch did not come in time, and any exception that was raised while it was made.
         """
         if not job.done.wait(timeout_seconds):
             first = ", ".join(map(str, list(job.indices)[:4]))

@@ -22,12 +22,7 @@ from shade.errors import ConfigError
 
 
 class EpochProgress:
-    """Counts the batches of an epoch.
-
-    Args:
-        sampler: The loader's.
-        generator: What the sampler draws from; None: the process's.
-    """
+    """Counts the batches of an epoch, whose sampler draws from ``generator`` (None: the process's)."""
 
     def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
         self._sampler = sampler if isinstance(sampler, ShadeSampler) else None
@@ -111,13 +106,8 @@ class EpochProgress:
 
 
 class ResumableBatches:
-    """A batch sampler that begins where training is.
-
-    Args:
-        batches: The batch sampler.
-        progress: Knows the place.
-        begun: Called when the sampler has begun its epoch, before the first batch is returned.
-    """
+    """A batch sampler that begins where training is. It calls ``begun`` after the sampler has begun its epoch, before
+    it returns the first batch."""
 
     def __init__(self, batches: Iterable[Sequence[int]], progress: EpochProgress, begun: Callable[[], None]) -> None:
         self._inner, self._progress, self._begun = batches, progress, begun

@@ -242,15 +242,9 @@ class CachePlanner:
         return found
 
     def dispatch(self, index_G: Indices, mine: slice, *, num_left: int) -> Indices:
-        """Plans one global batch, just before this rank's part of it is fetched.
+        """Plans one global batch, just before this rank's part of it is fetched; returns this rank's samples.
 
-        Args:
-            index_G: Its samples.
-            mine: This rank's places by position.
-            num_left: Batches of the epoch that come after it.
-
-        Returns:
-            This rank's samples.
+        ``mine`` are this rank's places by position, ``num_left`` the batches of the epoch that come after this one.
         """
         cache, sharing, ending = self._cache, self.sharing, num_left < ENDING_BATCHES
         if self._coordinated is not None and sharing is not None:
@@ -281,24 +275,12 @@ _MAX_SERVERS = 62
 
 
 class Locality:
-    """One rank's knowledge of which host keeps what.
-
-    Args:
-        cache: The data set's.
-        rank: This rank.
-        num_replicas: W.
-        group: In which the ranks agree; None: every batch is dealt by position.
-    """
+    """One rank's knowledge of which host keeps what. Without a group in which the ranks agree, it deals by position."""
 
     def __init__(self, cache: SampleCache, rank: int, num_replicas: int, group: dist.ProcessGroup | None) -> None:
         self._cache, self._rank, self._num_replicas, self._group = cache, rank, num_replicas, group
         self._home_by_bucket: Indices | None = None
         self._host_W: Indices | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Returns whether batches are dealt by home in this epoch."""
-        return self._home_by_bucket is not None
 
     def refresh(self) -> None:
         """Looks at the cluster, and agrees with the other ranks. Collective."""
@@ -344,17 +326,11 @@ class Locality:
         return np.asarray(self._home_by_bucket[index_B % len(self._home_by_bucket)])
 
     def deal(self, index_G: Indices, hit_G: Bools, mine: slice) -> Indices | slice:
-        """Returns this rank's places in a global batch, by home if locality is on.
+        """Returns this rank's places in a global batch: by home if locality is on, else ``mine``, its places by
+        position.
 
-        An uneven last batch is dealt by position, because its weights are settled as the epoch begins.
-
-        Args:
-            index_G: The batch, the same on every rank.
-            hit_G: What of it is in the cache, the same on every rank.
-            mine: This rank's places by position.
-
-        Returns:
-            The places.
+        ``index_G`` and ``hit_G`` (which of it is in the cache) are the same on every rank. An uneven last batch is
+        dealt by position, because its weights are settled as the epoch begins.
         """
         if self._home_by_bucket is None or self._host_W is None or len(index_G) % self._num_replicas:
             return mine

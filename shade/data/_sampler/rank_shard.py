@@ -30,14 +30,7 @@ DEALT_STEPS = 128
 
 
 class RankShard:
-    """One rank's part of every global batch.
-
-    Args:
-        rank: This rank.
-        num_replicas: W.
-        batch_size: B.
-        drop_last: Whether the tail that does not fill a global batch is left out.
-    """
+    """One rank's part of every global batch."""
 
     def __init__(self, rank: int, num_replicas: int, batch_size: int, drop_last: bool) -> None:
         self._rank, self._num_replicas, self._drop_last = rank, num_replicas, drop_last

@@ -36,12 +36,8 @@ DecodeWhole = Callable[[int], tuple[npt.NDArray[np.uint8], tuple[Any, ...]]]
 
 
 class Fuser:
-    """What all batches of one view have in common.
-
-    Args:
-        view: The recognised chain.
-        reduced: Whether large pictures may be decoded at a fraction of their size.
-    """
+    """What all batches of one view have in common. ``reduced``: large pictures may be decoded at a fraction of their
+    size."""
 
     def __init__(self, view: TransformView, *, reduced: bool) -> None:
         self.view, self.reduced = view, reduced
@@ -65,15 +61,8 @@ class Fuser:
 
 
 def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser | None:
-    """Returns the fuser of a chain of transforms, or None if it runs as written.
-
-    Args:
-        chain: Applied one after the other.
-        reduced: As for `Fuser`.
-
-    Returns:
-        None for a chain that is not recognised, and on a machine whose arithmetic is not Pillow's.
-    """
+    """Returns the fuser of a chain of transforms; None if the chain is not recognised, or this machine's arithmetic is
+    not Pillow's, so that it runs as written."""
     view = recognise(chain) if chain else None
     if view is None:
         return None
@@ -89,18 +78,9 @@ def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser |
 
 
 class FusedBatch:
-    """One batch under way.
-
-    Args:
-        fuser: Has the view and the decoder.
-        payloads: As they were fetched: files, pictures, or exceptions; in batch order.
-        rests: What comes with each sample.
-        decode_whole: For what is no plain JPEG.
-        generator: Gives all random numbers.
-
-    Raises:
-        BadSampleError: From ``decode_whole``.
-    """
+    """One batch under way: payloads as they were fetched (files, pictures, or exceptions), and what comes with each
+    sample. ``decode_whole`` decodes what is no plain JPEG, and raises BadSampleError. The generator gives all random
+    numbers."""
 
     def __init__(
         self,
@@ -181,30 +161,14 @@ class FusedBatch:
 
     def items(self, indices: Sequence[int], samples_BCHW: torch.Tensor) -> list[tuple[Any, ...]]:
         """Returns the batch as a list of ``(sample, target, index)``, with samples of the class that the user's chain
-        returns.
-
-        Args:
-            indices: The samples' own.
-            samples_BCHW: Filled by `fill` and `finish`.
-
-        Returns:
-            The list.
-        """
+        returns, after `fill` and `finish`."""
         kind = self._fuser.view.kind
         samples = [each if kind is torch.Tensor else each.as_subclass(kind) for each in samples_BCHW.unbind()]
         return [(each, *rest, index) for each, rest, index in zip(samples, self.rests, indices, strict=True)]
 
     def fill(self, first: int, stop: int, out_BCHW: npt.NDArray[Any]) -> tuple[int, int]:
-        """Renders samples ``first`` to ``stop``; threads may call it for different ones at the same time.
-
-        Args:
-            first: Position in the batch.
-            stop: Position behind the last.
-            out_BCHW: The whole batch's memory.
-
-        Returns:
-            Nanoseconds spent decoding, and rendering.
-        """
+        """Renders samples ``first`` to before ``stop`` into the batch's memory; threads may call it for different ones
+        at the same time. Returns the nanoseconds spent decoding, and rendering."""
         clock, decoding, rendering = time.perf_counter_ns, 0, 0
         for position in range(first, stop):
             begun = clock()

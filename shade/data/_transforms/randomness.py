@@ -56,15 +56,8 @@ class BatchGenerators:
         return int(self._seed[0]) != _SILENT
 
     def alone(self, indices: Sequence[int], otherwise: int) -> torch.Generator:
-        """Returns a generator of the caller's own, which draws for a batch what torch's global one would.
-
-        Args:
-            indices: The batch's.
-            otherwise: Takes the place of the seed while no epoch is known.
-
-        Returns:
-            The generator.
-        """
+        """Returns a generator of the caller's own, which draws for a batch what torch's global one would. ``otherwise``
+        takes the place of the seed while no epoch is known."""
         generator = torch.Generator()
         generator.manual_seed(_seed_of((int(self._seed[0]) or otherwise, *indices)))
         return generator

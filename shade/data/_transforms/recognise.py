@@ -52,13 +52,7 @@ Geometry = Callable[[int, int, torch.Generator], tuple[Box, tuple[int, int], tup
 
 
 class RandomCropGeometry:
-    """torchvision's RandomResizedCrop.
-
-    Args:
-        scale: Range of the crop's share of the area.
-        ratio: Range of its width over its height.
-        size: Height and width of the output.
-    """
+    """torchvision's RandomResizedCrop: ranges of the crop's share of the area and of its width over its height."""
 
     def __init__(self, scale: Sequence[float], ratio: Sequence[float], size: tuple[int, int]) -> None:
         self._scale, self._ratio, self._size = scale, ratio, size
@@ -87,13 +81,8 @@ class RandomCropGeometry:
 
 
 class CenterGeometry:
-    """torchvision's Resize, then CenterCrop; nothing is random.
-
-    Args:
-        edge: Length of the shorter edge after the resize; None: use ``resized``.
-        resized: Height and width after the resize; None: use ``edge``.
-        size: Height and width of the output, not larger.
-    """
+    """torchvision's Resize, then CenterCrop; nothing is random. Either ``edge`` (the shorter edge's length after the
+    resize) or ``resized`` (height and width after it) is given."""
 
     def __init__(self, edge: int | None, resized: tuple[int, int] | None, size: tuple[int, int]) -> None:
         self._edge, self._resized, self._size = edge, resized, size
@@ -111,14 +100,11 @@ class CenterGeometry:
 
 
 class TransformView:
-    """A recognised chain.
+    """A recognised chain. Height and width of the output are its ``size``; without a flip, ``flip_probability`` is
+    None.
 
-    Args:
-        geometry: Chooses the crop and the size.
-        size: Height and width of the output.
-        flip_probability: None without a flip.
-        by_torch: The picture is a tensor when it is resized, so torch's arithmetic counts and not Pillow's.
-        result: The per-value steps' results for the uint8 values 0 to 255: (3, 1, 256).
+    ``by_torch`` says that the picture is a tensor when it is resized, so torch's arithmetic counts and not Pillow's.
+    ``result`` are the per-value steps' results for the uint8 values 0 to 255: (3, 1, 256).
     """
 
     def __init__(
@@ -134,11 +120,6 @@ class TransformView:
         self.dtype = result.dtype
         pure = result.as_subclass(torch.Tensor)
         self.table_CV: npt.NDArray[Any] = np.ascontiguousarray(pure.reshape(3, 256).numpy())
-
-    @property
-    def is_random(self) -> bool:
-        """Returns whether anything is drawn."""
-        return self._flip_probability is not None or isinstance(self._geometry, RandomCropGeometry)
 
     def draw(self, height: int, width: int, generator: torch.Generator) -> Window:
         """Draws the window of the next sample, a picture of that height and width, as torchvision would."""

@@ -1,4 +1,4 @@
-"""An arrival without space waits in memory, and near an epoch's end for a moment, until another's departures have paid."""
+"""An arrival without space waits in memory, near an epoch's end for a moment, until another's departures paid."""
 
 from __future__ import annotations
 

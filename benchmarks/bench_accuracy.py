@@ -124,7 +124,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4, nesterov=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     for epoch in range(epochs):
-        before, began = dataset.cache.board.totals(), time.perf_counter()
+        before, began = dataset.cache.residency.totals(), time.perf_counter()
         sampler.set_epoch(epoch)
         model.train()
         for batch, targets, indices in loader:
@@ -139,7 +139,7 @@ def train(
         with torch.no_grad():
             accuracy = float((model(val_images).argmax(1) == val_targets).float().mean())
         sampler.report_validation(accuracy)
-        ledger = dataset.cache.board.totals() - before
+        ledger = dataset.cache.residency.totals() - before
         yield Epoch(seconds, accuracy, ledger["origin_reads"] / len(dataset), ledger["hits"] / ledger["samples"])
     del loader
     sampler.close()

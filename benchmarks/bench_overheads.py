@@ -52,7 +52,7 @@ import torch
 from measures import commit
 
 from shade import SampleCache, ShadeSampler, open_store
-from shade.cache.entry import FORM_ENCODED
+from shade.cache.entry import FORMAT_ENCODED
 
 ROOT = Path(__file__).resolve().parent.parent
 HIT_BATCH, HIT_BYTES, HIT_ROUNDS = 64, 100_000, 120
@@ -79,10 +79,10 @@ def measure_hit() -> dict[str, Any]:
     indices = list(range(HIT_BATCH))
     data = [random.randbytes(HIT_BYTES) for _ in indices]
     with open_store("local://") as store:
-        cache = SampleCache(store, "bench", np.full(HIT_BATCH, HIT_BYTES), 2**30, FORM_ENCODED)
+        cache = SampleCache(store, "bench", np.full(HIT_BATCH, HIT_BYTES), 2**30, FORMAT_ENCODED)
         cache.fetch_many(indices, lambda absent: [data[index] for index in absent])
         everything = np.ones(HIT_BATCH, dtype=bool)
-        cache.board.post(np.arange(HIT_BATCH), everything, everything, ending=False)
+        cache.residency.post(np.arange(HIT_BATCH), everything, everything, ending=False)
         client = redis.Redis(unix_socket_path=store.server.socket_path)
         keys = cache.keys.many(indices)
 
@@ -142,7 +142,7 @@ def epoch_child(traced: bool) -> dict[str, float]:
     losses = generator.gamma(1.0, 1.0, NUM_SAMPLES).astype(np.float32)
     seconds, megabytes = [], []
     with open_store("memory://") as store:
-        cache = SampleCache(store, "bench", sizes, 0, FORM_ENCODED)
+        cache = SampleCache(store, "bench", sizes, 0, FORMAT_ENCODED)
         cache.capacity_bytes = int(0.2 * cache.size_bytes_N.sum())
         before = resident_megabytes()
         if traced:
@@ -153,7 +153,7 @@ def epoch_child(traced: bool) -> dict[str, float]:
             stream = iter(sampler)
             seconds.append(seconds_of(lambda stream=stream: next(stream)))
             megabytes.append(tracemalloc.get_traced_memory()[1] / 2**20 if traced else resident_megabytes() - before)
-            sampler.table.update(np.arange(NUM_SAMPLES), losses)
+            sampler._table.update(np.arange(NUM_SAMPLES), losses)
             sampler.report(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
             sampler.weights(torch.zeros(0, dtype=torch.int64))
             del stream
@@ -193,7 +193,7 @@ def measure_report() -> dict[str, Any]:
             begun = time.perf_counter()
             sampler.report(indices, losses)
             reports.append(time.perf_counter() - begun)
-        share_of_flush = seconds_of(sampler.merger.flush) / len(steps)
+        share_of_flush = seconds_of(sampler._merger.flush) / len(steps)
         calls.append(1e6 * (statistics.median(reports) + share_of_flush))
         ratios.append(calls[-1] / (1e6 * statistics.median(steps)))
     sampler.close()

@@ -47,7 +47,7 @@ import numpy as np
 from measures import commit
 
 from shade.cli.simulation import format_table, plot_curves
-from shade.policy import EpochWindow
+from shade.policy import EpochPlan
 from shade.policy.plan import PlanPolicy
 from shade.policy.simulator import MissRatioCurves, miss_ratio_curves
 from shade.policy.trace import Trace
@@ -103,17 +103,17 @@ def plan_cost(*, steady: bool) -> dict[str, list[float]]:
     for _ in range(5):
         policy = PlanPolicy(np.full(IMAGENET, SAMPLE_BYTES), IMAGENET * SAMPLE_BYTES // 5)
         if steady:
-            policy.begin_epoch(EpochWindow(0, order_K, next_order_K))
+            policy.begin_epoch(EpochPlan(0, order_K, next_order_K))
             policy.access_many(order_K)
-            window = EpochWindow(1, next_order_K, after_K)
+            plan = EpochPlan(1, next_order_K, after_K)
         else:
-            window = EpochWindow(0, rng.permutation(IMAGENET), np.arange(IMAGENET))
+            plan = EpochPlan(0, rng.permutation(IMAGENET), np.arange(IMAGENET))
         started = time.perf_counter()
-        policy.begin_epoch(window)
+        policy.begin_epoch(plan)
         cost["seconds"].append(round(time.perf_counter() - started, 3))
     policy._restart(np.flatnonzero(policy.resident_N))
     tracemalloc.start()
-    policy.begin_epoch(window)
+    policy.begin_epoch(plan)
     cost["megabytes"].append(round(tracemalloc.get_traced_memory()[1] / 1e6))
     tracemalloc.stop()
     return cost

@@ -63,7 +63,7 @@ def train(cache: str = "local://", epochs: int = 4, workers: int = 0) -> tuple[f
     assert dataset.cache is not None
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        before, right, used = dataset.cache.board.totals(), 0, 0
+        before, right, used = dataset.cache.residency.totals(), 0, 0
         for waves, labels, indices in loader:
             logits = model(features(waves))
             losses_B = F.cross_entropy(logits, labels, reduction="none")
@@ -72,7 +72,7 @@ def train(cache: str = "local://", epochs: int = 4, workers: int = 0) -> tuple[f
             optimizer.step()
             optimizer.zero_grad()
             right, used = right + int((logits.argmax(1) == labels).sum()), used + len(labels)
-    counted = dataset.cache.board.totals() - before
+    counted = dataset.cache.residency.totals() - before
     del loader
     sampler.close()
     dataset.close()

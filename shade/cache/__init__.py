@@ -1,7 +1,7 @@
-"""A cache of samples: a store of bytes, a policy that decides, and the honesty about both.
+"""A cache of samples: a store of bytes, a policy that decides, and counters that say what happened.
 
-Read `entry` (what a sample looks like in the store), `ledger` (what is counted), `board` (what ranks and their workers
-share), `breaker` (when to leave a store alone), then `cache`, which puts them together.
+Read `entry` (a sample's bytes in the store), `ledger` (the counters), `residency_map` (what ranks and their workers
+share), `breaker` (when a store is left alone), and then `cache`, which puts them together.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """SampleCache: a store of bytes and a policy become a cache of samples. A store failure is a miss, never a crash.
 
-Two sides, one object. In the *training process* the policy walks the global order of the epoch and posts, batch by
-batch, which samples are in the cache and which shall stay there (`begin_epoch`, `dispatch`). In the *process that
-fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the store for the planned hits,
-one call to the origin for all the rest, then departures, and only then arrivals.
+One object with two sides. In the *training process* the policy goes through the global order of the epoch, and writes
+to the residency map, batch by batch, which samples are in the cache and which stay there (`begin_epoch`, `decide`,
+`post`). In the *process that fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the
+store for the planned hits, one call to the origin for the rest, then departures, and arrivals last.
 
-The capacity is a promise in bytes; `shade.cache.admission` keeps it. An entry that fails its checksum is a miss, and is
-repaired in place: it has its room already. Jobs that use the cache at the same time share it by slots:
-`shade.cache.job_registry` says how, and `shade.cache.sharing` decides in the policy's place while they do.
+The capacity is a promise in bytes, kept by `shade.cache.admission`. An entry that fails its checksum is a miss and is
+repaired in place, in the space that it has already. Jobs that use the cache at the same time share it by slots
+(`shade.cache.job_registry`); while they do, `shade.cache.sharing` decides instead of the policy.
 
 Invariant: `fetch_many` returns the origin's bytes for every sample, whatever the store does.
 
@@ -17,7 +17,7 @@ Legend: B batch · G global batch · N data set.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,26 +31,23 @@ from shade.cache.job_registry import EntryNames
 from shade.cache.ledger import Ledger
 from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreError, StoreUnavailableError
-from shade.policy.base import EMPTY, CachePolicy, EpochWindow
+from shade.policy.base import EMPTY, CachePolicy, EpochPlan, Verdict
 from shade.store.base import Store
 from shade.store.keys import SampleKeys
 from shade.types import Bools, Indices
 
 _QUESTION_KEYS = 8
 
-Share = Callable[[Bools], Any]
-"""Given which samples of a global batch are in the cache, this rank's places in it: a slice, or an array."""
-
 
 class SampleCache:
     """The cache of one data set, as seen from one rank.
 
     Args:
-        store: Where the bytes lie.
+        store: Where the bytes are.
         namespace: Fingerprint of the data set's content: other data under the same index never collides.
-        payload_bytes_N: int64 (N,), the length of each sample's payload (an estimate will do where it is not known).
+        payload_bytes_N: int64 (N,), the length of each sample's payload, estimated if it is not known.
         capacity_bytes: What the entries of this data set may occupy in the store, allocator rounding included.
-        form: How payloads are encoded, see `shade.cache.entry`.
+        cached_format: How payloads are encoded, a constant of `shade.cache.entry`.
     """
 
     def __init__(
@@ -59,29 +56,29 @@ class SampleCache:
         namespace: str,
         payload_bytes_N: npt.NDArray[np.int64],
         capacity_bytes: int,
-        form: int,
+        cached_format: int,
     ) -> None:
         self.store = store
         self.keys = SampleKeys(namespace)
-        """Those of slot 0: what a job that is alone uses."""
-        self.board = ResidencyMap(len(payload_bytes_N))
-        self.slots = EntryNames(namespace, self.board)
+        """Keys of slot 0, which a job uses that is alone."""
+        self.residency = ResidencyMap(len(payload_bytes_N))
+        self.slots = EntryNames(namespace, self.residency)
         self.capacity_bytes = capacity_bytes
-        self._form = form
+        self._cached_format = cached_format
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
         self._largest_bytes = int(self.size_bytes_N.max())
         self._policy: CachePolicy | None = None
         self.empty_slots: list[int] = []
-        """Of this job's, as `find_residents` found them last."""
+        """This job's slots in which the last `find_residents` found nothing."""
         self.needs_count = False
         """Whether own slots may hold entries that no count has met: another job's, or those of nodes that were away."""
         self._per_process(-1)
 
     def _per_process(self, worker: int) -> None:
         self._pid, self._worker = os.getpid(), worker
-        self.ledger: Ledger = self.board.ledger(worker)
-        self._breaker = Breaker(self.board, self._ask_store)
-        self._room: Admission | None = None
+        self.ledger: Ledger = self.residency.ledger(worker)
+        self._breaker = Breaker(self.residency, self._probe_store)
+        self._admission: Admission | None = None
         self._fetcher: Fetch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,8 +89,8 @@ class SampleCache:
             "_quota_bytes",
             "keys",
             "slots",
-            "board",
-            "_form",
+            "residency",
+            "_cached_format",
             "_largest_bytes",
         )
         return {name: self.__dict__[name] for name in kept} | {"_size_bytes_N": None, "_policy": None}
@@ -103,72 +100,69 @@ class SampleCache:
         self._per_process(-1)
 
     def enter_worker(self, worker: int) -> None:
-        """Called in the process that fetches, before its first batch; cheap when nothing changed.
+        """Prepares the process that fetches, before each of its batches; cheap if nothing changed.
 
-        Args:
-            worker: DataLoader worker id, or -1 in the training process.
+        ``worker`` is the DataLoader's worker id, or -1 in the training process.
         """
         if self._pid != os.getpid() or self._worker != worker:
             self._per_process(worker)
 
     @property
     def size_bytes_N(self) -> npt.NDArray[np.int64]:
-        """(N,) what each sample would occupy in the store. Known in the training process only."""
+        """Returns (N,) what each sample would occupy in the store; only in the training process."""
         assert self._size_bytes_N is not None, "sizes do not travel to workers"
         return self._size_bytes_N
 
     @property
     def capacity_bytes(self) -> int:
-        """What the entries of this data set may occupy in the store; for the moment it may be less: see `resize`."""
+        """Returns what the entries of this data set may occupy in the store; `resize` may allow less for the moment."""
         return self._capacity_bytes
 
     @capacity_bytes.setter
     def capacity_bytes(self, num_bytes: int) -> None:
-        self._capacity_bytes = self._allowed_bytes = self._quota_bytes = self.board.capacity_bytes = int(num_bytes)
+        self._capacity_bytes = self._allowed_bytes = self._quota_bytes = self.residency.capacity_bytes = int(num_bytes)
 
     @property
     def allowed_bytes(self) -> int:
-        """What `resize` has left of `capacity_bytes`; the same on every rank."""
+        """Returns what `resize` has left of `capacity_bytes`; the same on every rank."""
         return self._allowed_bytes
 
     @property
     def quota_bytes(self) -> int:
-        """This job's share of `capacity_bytes`, while other jobs use the cache, too."""
+        """Returns this job's share of `capacity_bytes` while other jobs use the cache, too."""
         return self._quota_bytes
 
     @quota_bytes.setter
     def quota_bytes(self, num_bytes: int) -> None:
         self._quota_bytes = int(num_bytes)
-        self.board.capacity_bytes = min(self._quota_bytes, self._allowed_bytes)
+        self.residency.capacity_bytes = min(self._quota_bytes, self._allowed_bytes)
 
     @property
-    def room(self) -> Admission:
-        """This process's departures and arrivals."""
-        if self._room is None:
-            self._room = Admission(
+    def admission(self) -> Admission:
+        """Returns this process's departures and arrivals."""
+        if self._admission is None:
+            self._admission = Admission(
                 self.store,
                 self.slots,
-                self.board,
+                self.residency,
                 self.ledger,
-                form=self._form,
+                cached_format=self._cached_format,
                 largest_bytes=self._largest_bytes,
             )
-        return self._room
+        return self._admission
 
     @property
     def _fetch(self) -> Fetch:
         if self._fetcher is None:
-            self._fetcher = Fetch(self.store, self.slots, self.board, self.ledger, self._breaker, self.room, self._form)
+            self._fetcher = Fetch(
+                self.store, self.slots, self.residency, self.ledger, self._breaker, self.admission, self._cached_format
+            )
         return self._fetcher
 
     def entry_bytes(self, payload_bytes: Any) -> Any:
-        """What payloads of these lengths occupy in the store, header, key and allocator rounding included.
+        """Returns what payloads occupy in the store, with header, key and allocator rounding.
 
-        Args:
-            payload_bytes: One length, or an array of them.
-
-        Returns:
-            Bytes, in the shape of the argument.
+        ``payload_bytes`` is one length or an array of them; the result has its shape.
         """
         key_length = self.slots.key_length
         if np.ndim(payload_bytes) == 0:
@@ -183,35 +177,30 @@ class SampleCache:
 
     @property
     def policy(self) -> CachePolicy | None:
-        """What steers the residents; None until a sampler (or `use_policy`) brings one."""
+        """Returns the policy; None until a sampler (or `use_policy`) brings one."""
         return self._policy
 
     def use_policy(self, policy_class: type[CachePolicy]) -> None:
-        """Takes a policy into service, with nothing resident.
-
-        Args:
-            policy_class: From `shade.policy.POLICIES`.
-        """
-        self._policy = policy_class(self.size_bytes_N, self.board.capacity_bytes)
+        """Starts a policy with nothing resident."""
+        self._policy = policy_class(self.size_bytes_N, self.residency.capacity_bytes)
 
     def find_residents(self) -> Indices:
-        """What the store really holds in this job's slots, and puts the shared counter right by it.
+        """Returns what the store holds in this job's slots, ascending, and sets the shared counter by it; empty if it
+        fails.
 
-        Called by one rank, while none fetches: at start, on resume, after a disturbance. One scan of the keys a slot.
-        What was not answered in full `needs_count` again: a node that is back has what it had, and nobody notices.
-
-        Returns:
-            Sample indices, ascending; empty when the store does not answer.
+        One rank calls it while no rank fetches: at the start, on resume, after a disturbance. It scans the keys of each
+        slot. After an incomplete answer the cache `needs_count` again, because a node that comes back brings its
+        entries unannounced.
         """
         self.needs_count = True
         if not self._breaker.answers():
             return EMPTY
         try:
-            told = {slot: self._found_in(slot) for slot in self.board.owned_slots}
-            by_slot = {slot: found for slot, (found, _) in told.items()}
+            answers = {slot: self._found_in(slot) for slot in self.residency.owned_slots}
+            by_slot = {slot: found for slot, (found, _) in answers.items()}
             self.empty_slots = [slot for slot, found in by_slot.items() if not len(found)]
-            is_right = self.room.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
-            self.needs_count = not (is_right and all(is_whole for _, is_whole in told.values()))
+            is_right = self.admission.recount(sum(int(self.size_bytes_N[found].sum()) for found in by_slot.values()))
+            self.needs_count = not (is_right and all(is_whole for _, is_whole in answers.values()))
         except StoreError as error:
             self._fetch.failed(error)
             return EMPTY
@@ -219,160 +208,131 @@ class SampleCache:
         return np.unique(np.concatenate(list(by_slot.values())))
 
     def _found_in(self, slot: int) -> tuple[Indices, bool]:
-        """The samples whose entries lie in a slot, ascending; of a cluster, on those nodes that answer; if all did."""
+        """Returns the samples whose entries are in a slot, ascending, and whether all nodes of a cluster answered."""
         keys, is_whole = self.slots.of(slot), True
         found: list[int] = []
         try:
             found.extend(index for key in self.store.scan(keys.prefix) if (index := keys.index_of(key)) is not None)
-        except StoreUnavailableError:  # comes last: what the other nodes hold has been told
+        except StoreUnavailableError:  # comes last, after the entries of the other nodes
             if not found:
                 raise
             is_whole = False
         resident = np.array(sorted(found), dtype=np.int64)
-        return resident[resident < len(self.board.flag_N)], is_whole
+        return resident[resident < len(self.residency.flag_N)], is_whole
 
     def inherit(self, slot: int) -> None:
-        """Takes in what a job that has left kept in a slot that is this job's now. Called by one rank, at any time.
+        """Takes over the entries of a job that has left, in a slot that is this job's now. One rank calls it, at any
+        time.
 
-        Args:
-            slot: Which.
-
-        Raises:
-            StoreError: The store failed; what was not counted is found by `find_residents`.
+        Raises StoreError if the store failed; `find_residents` finds later what was not counted.
         """
         found, _ = self._found_in(slot)
         SharedCounter(self.store, self.slots.of(slot), COUNTER).put(0)
         if len(found):
             SharedCounter(self.store, self.slots.keys, COUNTER).add(int(self.size_bytes_N[found].sum()))
-            self.board.held_N[found] = 1
+            self.residency.held_N[found] = 1
         self.needs_count = True
 
     def use_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
-        """Sets the slots of this job and of others (`shade.cache.job_registry`); in a new home nothing is held or owed.
-
-        Args:
-            owned: This job's; it writes in the first.
-            others: Into which it looks.
-        """
-        moved = self.board.owned_slots[0] != owned[0]
-        self.board.set_slots(owned, others)
+        """Sets the slots that this job owns (it writes to the first) and the others, which it only reads. After a move
+        to a new first slot nothing is held or owed."""
+        moved = self.residency.owned_slots[0] != owned[0]
+        self.residency.set_slots(owned, others)
         if moved:
-            self.board.held_N[:] = 0
-            self.board.begin_generation()
+            self.residency.held_N[:] = 0
+            self.residency.begin_generation()
 
     def adopt(self, resident: Indices, *, remove_refused: bool) -> None:
-        """Starts the policy from these residents; every rank must be given the same.
-
-        Args:
-            resident: Sample indices.
-            remove_refused: True on the one rank that shall remove what does not fit.
-        """
+        """Starts the policy from these residents, the same on every rank; the one rank with ``remove_refused`` removes
+        those that do not fit."""
         assert self._policy is not None
         self.use_policy(type(self._policy))
         refused = self._policy.adopt(resident)
-        self.board.begin_generation()
+        self.residency.begin_generation()
         if remove_refused:
             self.remove(refused)
 
     def resize(self, allowed_bytes: int, rank: int, world_size: int) -> int:
-        """Makes the capacity smaller, or large again: the least useful yield. On all ranks after the same batch.
-
-        Args:
-            allowed_bytes: From now on; more than `capacity_bytes` counts as that.
-            rank: This rank; of the samples that leave it removes every ``world_size``-th.
-            world_size: W.
-
-        Returns:
-            Samples that left.
-        """
+        """Makes the capacity smaller, or large again: the least useful samples leave; returns how many. All ranks call
+        it after the same batch; each removes every ``world_size``-th of the samples that leave."""
         self._allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
         self.quota_bytes = self._quota_bytes
-        if self._policy is None or self.board.is_shared:  # sharing makes the room that is wanted with the next batch
+        if self._policy is None or self.residency.is_shared:  # the next batch of `Sharing` frees the space
             return 0
-        leaving = self._policy.resize(self.board.capacity_bytes)
-        self.board.withdraw(leaving)
+        leaving = self._policy.resize(self.residency.capacity_bytes)
+        self.residency.withdraw(leaving)
         mine = leaving[rank::world_size]
         self.ledger.add(yielded=len(mine))
         if len(mine):
             self.remove(mine)
         return len(leaving)
 
-    def begin_epoch(self, window: EpochWindow, *, remove_leaving: bool) -> None:
-        """Lets the policy plan an epoch.
-
-        Args:
-            window: What is known of it.
-            remove_leaving: True on the one rank that shall remove samples of no further use.
-        """
+    def begin_epoch(self, plan: EpochPlan, *, remove_leaving: bool) -> None:
+        """Lets the policy plan an epoch; the one rank with ``remove_leaving`` removes the samples that have no further
+        use."""
         assert self._policy is not None
-        leaving = self._policy.begin_epoch(window)
+        leaving = self._policy.begin_epoch(plan)
         if remove_leaving and len(leaving):
             self.remove(leaving)
 
-    def dispatch(
+    def decide(self, index_G: Indices) -> Verdict:
+        """Returns the policy's verdict on one global batch, the same on every rank; `post` comes next."""
+        assert self._policy is not None
+        return self._policy.access_many(index_G)
+
+    def post(
         self,
+        verdict: Verdict,
         index_G: Indices,
-        share: Share,
+        places: Indices | slice,
         rank: int,
         world_size: int,
         *,
         near_G: Bools | None = None,
         ending: bool = False,
-    ) -> Indices:
-        """Posts the verdict on one global batch, just before this rank's share of it is fetched.
+    ) -> None:
+        """Writes a verdict to the residency map, just before this rank's part of the batch is fetched.
 
-        Args:
-            index_G: The whole global batch, in order, the same on every rank.
-            share: Which places of it are this rank's.
-            rank: This rank; of the victims it removes every ``world_size``-th.
-            world_size: W.
-            near_G: Whose servers are on this machine; None where that is not known.
-            ending: Whether this is one of the last batches of the epoch.
-
-        Returns:
-            This rank's samples.
+        ``places`` are this rank's in the global batch; it removes every ``world_size``-th of the victims. ``near_G``
+        and ``ending`` are as for `ResidencyMap.post`.
         """
-        assert self._policy is not None
-        verdict = self._policy.access_many(index_G)
-        mine = share(verdict.hit_B)
-        near_B = None if near_G is None else near_G[mine]
-        self.board.post(index_G[mine], verdict.hit_B[mine], verdict.stay_B[mine], near_B, ending=ending)
+        near_B = None if near_G is None else near_G[places]
+        self.residency.post(index_G[places], verdict.hit_B[places], verdict.stay_B[places], near_B, ending=ending)
         if len(verdict.victims):
             self.remove(verdict.victims[rank::world_size])
-        return index_G[mine]
 
     def remove(self, departures: Indices) -> None:
-        """Removes entries, or owes it until the store may be asked again."""
-        self.room.catch_up()
-        self.room.owe(departures.tolist())
+        """Removes entries now, or owes it while the breaker is open."""
+        self.admission.catch_up()
+        self.admission.owe(departures.tolist())
         if self._breaker.is_open:
             return
         try:
-            self.room.settle({})
+            self.admission.settle({})
         except StoreError as error:
             self._fetch.failed(error)
 
     # ── the process that fetches ────────────────────────────────────────────────────────────────────────────────────
 
     def fetch_many(self, indices: Sequence[int], read_origin: ReadOrigin) -> tuple[list[Any], list[bool]]:
-        """The payloads of a batch: planned hits from the store in one round, all others from the origin in one call.
+        """Returns the payloads of a batch: planned hits from the store in one round, all others from the origin in one
+        call.
 
         Args:
             indices: Sample indices, in batch order; repeats are read once.
-            read_origin: Reads the samples it is given.
+            read_origin: Reads the samples that it is given.
 
         Returns:
-            Payloads in order (an exception object where the origin could not read the sample), and for each whether
-            it was a hit.
+            Payloads in order (an exception object if the origin could not read one), and for each whether it was a hit.
         """
         return self._fetch.many(indices, read_origin)
 
     def count_origin(self, num_reads: int, num_bytes: int) -> None:
-        """Whoever reads the origin says so here: reads and bytes as a counting origin would see them."""
+        """Counts reads of the origin and their bytes; each reader of the origin calls it."""
         self.ledger.add(origin_reads=num_reads, origin_bytes=num_bytes)
 
-    def _ask_store(self) -> None:
-        """A question that costs nothing and reaches several nodes of a cluster."""
+    def _probe_store(self) -> None:
+        """Asks a question that is cheap and reaches several nodes of a cluster."""
         self.store.get_many([self.keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])
 
     def close(self) -> None:

@@ -1,18 +1,18 @@
-"""Follow: several jobs walk one stream of samples in step, and only one of them reads the origin.
+"""Coordinated reading: several jobs take one stream of samples in step, and only one of them reads the origin.
 
 A search for hyper-parameters trains many models on the same data. If they take the same samples in the same order at
-about the same time, each sample needs to be read once for all of them, whatever the cache holds. So jobs that name the
-same group have one stream: the draws of their leader, which is the living member in the lowest slot. It is ahead of the
-others, by a window that the cache can hold; what it brings in stays until the last of them has used it, because that is
-when each of them wants it next (`shade.policy.streams`). They are one job in the division of the cache, and the leader
-keeps for all of them.
+about the same time, each sample is read once for all of them, whatever the cache holds. So jobs that name the same
+group have one stream: the draws of their leader, the living member in the lowest slot. The leader is ahead of the
+others by a window that the cache can hold; what it brings in stays until the last follower has used it, because each
+follower wants it next (`shade.policy.streams`). The group counts as one job in the division of the cache, and the
+leader keeps entries for all.
 
-Every follower waits until the leader has fetched a batch before it asks for it, and the leader waits for the slowest,
-so all go at the pace of the slowest: that is what "in step" costs. A follower that dies or leaves is not waited for,
-and when the leader does, the next in line leads, with the draws that it has and then with its own. Gradients stay
-unbiased: the weights that come with a draw belong to its probabilities, whoever's losses these were made from.
+A follower waits until the leader has fetched a batch before it asks for it, and the leader waits for the slowest
+follower. So all run at the pace of the slowest: that is the price. A follower that dies or leaves is not waited for;
+when the leader does, the next in line leads, with the draws that it has and then with its own. Gradients stay unbiased:
+the weights that come with a draw belong to its probabilities, whichever job's losses these came from.
 
-Invariant: nobody waits for a job that does not live.
+Invariant: no job waits for a job that is dead.
 """
 
 from __future__ import annotations
@@ -29,50 +29,38 @@ from shade.errors import StoreError
 from shade.types import Floats, Indices
 
 BEAT_SECONDS: Final = 0.05
-"""Followers go on as they learn that the leader has."""
+"""Followers notice the leader's progress this fast."""
 _MARGIN_BATCHES: Final = 2
 """Workers finish out of order."""
 _LEAST_WINDOW_BATCHES: Final = 16
 _WINDOW_SHARE: Final = 0.25
-"""Of the cache, at most, for what the slowest has still to use."""
+"""Largest share of the cache for what the slowest follower has still to use."""
 _POLL_SECONDS: Final = 0.01
 
 
 class CoordinatedRead:
-    """One job's part in a group.
+    """One job's part in a group."""
 
-    Args:
-        cache: The data set's.
-        jobs: This job's place.
-        sharing: Keeps the view of all jobs fresh.
-        global_batch: G.
-    """
-
-    def __init__(self, cache: SampleCache, jobs: JobRegistry, sharing: Sharing, global_batch: int) -> None:
-        self._cache, self._jobs, self._sharing, self._global_batch = cache, jobs, sharing, global_batch
+    def __init__(self, cache: SampleCache, registry: JobRegistry, sharing: Sharing, global_batch: int) -> None:
+        self._cache, self._registry, self._sharing, self._global_batch = cache, registry, sharing, global_batch
         kept = int(_WINDOW_SHARE * cache.capacity_bytes / max(1.0, float(cache.size_bytes_N.mean())))
         self._window = max(_LEAST_WINDOW_BATCHES * global_batch, kept)
 
     def leader(self, view: SharedCacheView | None = None) -> JobRecord | None:
-        """The note of the job whose stream this one walks; None where it is its own."""
-        return (view or self._sharing.view).leader_of(self._jobs.note.group, self._jobs.owner)
+        """Returns the record of the job whose stream this one takes; None if it is its own."""
+        return (view or self._sharing.view).leader_of(self._registry.record.group, self._registry.owner)
 
     def draw_of(self, epoch: int) -> tuple[Indices, Floats | None] | None:
-        """The leader's draw; waits until it has made it.
+        """Returns the leader's order of an epoch and the weight of every sample (None: all 1); waits until it is drawn.
 
-        Args:
-            epoch: Of which.
-
-        Returns:
-            The order and the weight of every sample (None: all 1); None where this job has to draw for itself, because
-            it leads, or the leader is past that epoch or cannot be asked.
+        Returns None if this job draws for itself: it leads, or the leader is past that epoch or cannot be asked.
         """
         while True:
             leader = self.leader()
             if leader is None or leader.epoch > epoch:
                 return None
             try:
-                (content,) = self._cache.store.get_many([self._jobs.draw_key(leader.home, epoch)])
+                (content,) = self._cache.store.get_many([self._registry.draw_key(leader.home, epoch)])
             except StoreError:
                 return None
             if content is not None:
@@ -80,27 +68,15 @@ class CoordinatedRead:
             time.sleep(_POLL_SECONDS)
 
     def publish(self, epoch: int, order_K: Indices, weight_N: Floats | None) -> None:
-        """Lays out a draw for those who follow; one that the store does not take is one that they make themselves.
-
-        Args:
-            epoch: Of which.
-            order_K: Its order.
-            weight_N: The weight of every sample; None: all 1.
-        """
-        home = self._jobs.note.home
+        """Publishes a draw for the followers; if the store does not take it, they draw for themselves."""
+        home = self._registry.record.home
         try:
-            self._cache.store.set_many({self._jobs.draw_key(home, epoch): _packed(order_K, weight_N)})
+            self._cache.store.set_many({self._registry.draw_key(home, epoch): _packed(order_K, weight_N)})
         except StoreError:
             return
 
     def wait(self, epoch: int, position: int, num_total: int) -> None:
-        """Returns when it is this job's turn to ask for the samples up to a position of the epoch.
-
-        Args:
-            epoch: Its number.
-            position: Where the batch ends that would be asked for.
-            num_total: Samples of the epoch.
-        """
+        """Returns when this job may ask for the samples up to a position of the epoch, which has ``num_total``."""
         while not self._may_go(epoch, position, num_total):
             time.sleep(_POLL_SECONDS)
 
@@ -110,17 +86,17 @@ class CoordinatedRead:
         if leader is not None:
             needed = min(position + _MARGIN_BATCHES * self._global_batch, num_total)
             return leader.epoch > epoch or (leader.epoch == epoch and leader.num_fetched >= needed)
-        group = self._jobs.note.group
-        members = [note for note in view.others(self._jobs.owner).values() if note.group == group]
-        return all(self._lag(note, epoch, position, num_total) <= self._window for note in members)
+        group = self._registry.record.group
+        members = [record for record in view.others(self._registry.owner).values() if record.group == group]
+        return all(self._lag(record, epoch, position, num_total) <= self._window for record in members)
 
-    def _lag(self, note: JobRecord, epoch: int, position: int, num_total: int) -> int:
-        """How many samples a follower is behind; an epoch that lies between counts as long as this one."""
-        return (epoch - note.epoch) * num_total + position - note.num_fetched
+    def _lag(self, record: JobRecord, epoch: int, position: int, num_total: int) -> int:
+        """Returns how many samples a follower is behind; an epoch in between counts as long as this one."""
+        return (epoch - record.epoch) * num_total + position - record.num_fetched
 
 
 def _packed(order_K: Indices, weight_N: Floats | None) -> bytes:
-    """Length of the order, the order, and the weights where there are any."""
+    """Returns the order's length, the order, and the weights if there are any, as bytes."""
     head = np.array([len(order_K)], dtype="<u4").tobytes() + order_K.astype("<u4").tobytes()
     return head if weight_N is None else head + weight_N.astype("<f4").tobytes()
 

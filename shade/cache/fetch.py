@@ -1,14 +1,12 @@
-"""Fetching a batch, in the process that does it: a DataLoader worker, or the training process itself.
+"""Fetches a batch, in a DataLoader worker or in the training process itself.
 
-One round to the store for what may be there, one call to the origin for all the rest, then departures, and only then
-arrivals. What shall stay and what shall go is on the board; a store that fails makes a batch slower and nothing else.
+One round to the store looks for samples in this job's slots and in those of jobs that share the cache, and checks every
+entry. One call to the origin reads the rest. Then come departures, and arrivals last. The residency map says what stays
+and what leaves; a store that fails makes a batch slower and nothing else.
+
+This job repairs or removes damaged entries of its own; a damaged entry of another job is a plain miss.
 
 Legend: B batch.
-
-Looks entries up: in this job's slots, and in those of the jobs that share the cache; checks every one.
-
-One round to the store a batch, whoever's entry it is. What this job holds and finds damaged is to be repaired or
-removed by it; what another job holds is that job's to mend, and a plain miss here.
 """
 
 from __future__ import annotations
@@ -31,50 +29,55 @@ from shade.errors import CorruptEntryError, StoreError
 from shade.store.base import Store
 from shade.types import Indices
 
+logger = logging.getLogger("shade.cache")
+
 ReadOrigin = Callable[[list[int]], list[Any]]
-"""Payload by sample index, in order: bytes, or the exception that stands for a sample that could not be read."""
+"""Returns payloads in the order of the indices: bytes, or the exception that reading one raised."""
+
+
+@dataclass
+class LookUp:
+    """The outcome of one look-up."""
+
+    found: dict[int, memoryview] = field(default_factory=dict)
+    """Payload by sample index."""
+    own: set[int] = field(default_factory=set)
+    """Found samples that are in this job's slots."""
+    damaged: list[int] = field(default_factory=list)
+    """Samples of this job whose entries failed their check in the slot where it writes."""
+    failed: bool = False
 
 
 class Fetch:
-    """One process's way to its samples.
-
-    Args:
-        store: Where the entries lie.
-        slots: Their names.
-        board: What shall be done.
-        ledger: This process's row.
-        breaker: Whether the store is worth asking.
-        room: How entries leave and arrive.
-        form: How payloads are encoded.
-    """
+    """One process's way to its samples."""
 
     def __init__(
         self,
         store: Store,
         slots: EntryNames,
-        board: ResidencyMap,
+        residency: ResidencyMap,
         ledger: Ledger,
         breaker: Breaker,
-        room: Admission,
-        form: int,
+        admission: Admission,
+        cached_format: int,
     ) -> None:
-        self._store, self._slots, self._board, self._ledger = store, slots, board, ledger
-        self._breaker, self._room, self._form = breaker, room, form
+        self._store, self._slots, self._residency, self._ledger = store, slots, residency, ledger
+        self._breaker, self._admission, self._cached_format = breaker, admission, cached_format
 
     def many(self, indices: Sequence[int], read_origin: ReadOrigin) -> tuple[list[Any], list[bool]]:
-        """See `SampleCache.fetch_many`."""
+        """Does what `SampleCache.fetch_many` says."""
         index_B = np.fromiter(indices, dtype=np.int64, count=len(indices))
         unique_B = index_B if len(set(indices)) == len(indices) else np.array(list(dict.fromkeys(indices)))
-        planned, shared = self._board.planned, self._board.is_shared
-        flag_B = self._board.flag_N[unique_B] if planned else np.full(len(unique_B), LOOK | STAY, dtype=np.uint8)
+        planned, shared = self._residency.planned, self._residency.is_shared
+        flag_B = self._residency.flag_N[unique_B] if planned else np.full(len(unique_B), LOOK | STAY, dtype=np.uint8)
         wanted = unique_B[(flag_B & LOOK) > 0].tolist()
         staying = set(unique_B[(flag_B & STAY) > 0].tolist())
         elsewhere = self._elsewhere(unique_B, flag_B)
 
-        self._room.catch_up()
-        asking = bool(wanted or elsewhere or staying or self._room.is_unfinished) and self._breaker.allows()
+        self._admission.catch_up()
+        asking = bool(wanted or elsewhere or staying or self._admission.is_unfinished) and self._breaker.allows()
         begun = time.perf_counter_ns()
-        looked = self._look_up(wanted, elsewhere) if (wanted or elsewhere) and asking else Looked()
+        looked = self._look_up(wanted, elsewhere) if (wanted or elsewhere) and asking else LookUp()
         looking_up = time.perf_counter_ns() - begun
         if wanted and not asking:
             self._ledger.add(skipped=len(wanted))
@@ -86,8 +89,8 @@ class Fetch:
 
         found = looked.found
         if planned:
-            held_N = self._board.held_N
-            self._room.owe(i for i in looked.own if i not in staying and (held_N[i] or not shared))
+            held_N = self._residency.held_N
+            self._admission.owe(i for i in looked.own if i not in staying and (held_N[i] or not shared))
         absent = [index for index in unique_B.tolist() if index not in found]
         read = self._read(absent, read_origin) if absent else {}
 
@@ -96,14 +99,14 @@ class Fetch:
         if planned and not shared:  # a policy that plans for this job alone counts on an entry of its own
             fresh |= {i: payload for i, payload in found.items() if i in staying and i not in looked.own}
         if asking:
-            waited_seconds = self._room.waited_seconds
+            waited_seconds = self._admission.waited_seconds
             num_written = self._settle(looked.damaged, read, fresh)
             if num_written is not None:
                 took = looking_up + time.perf_counter_ns() - begun
-                waited_seconds -= self._room.waited_seconds
+                waited_seconds -= self._admission.waited_seconds
                 self._breaker.store_took(took / 1e9 + waited_seconds, len(found) + num_written)
         elif fresh:
-            self._room.decline(len(fresh))
+            self._admission.decline(len(fresh))
         self._ledger.add(
             samples=len(index_B),
             hits=len(index_B) - len(absent),
@@ -119,31 +122,63 @@ class Fetch:
         return [payloads[index] for index in indices], hits
 
     def _elsewhere(self, unique_B: Indices, flag_B: Any) -> list[int]:
-        """What to look for in the slots of other jobs: all of it, or what this job's own plan does not hold."""
-        if not self._board.other_slots:
+        """Returns what to look for in other jobs' slots: everything while jobs share, else what the own plan does not
+        hold."""
+        if not self._residency.other_slots:
             return []
-        return list((unique_B if self._board.is_shared else unique_B[(flag_B & LOOK) == 0]).tolist())
+        return list((unique_B if self._residency.is_shared else unique_B[(flag_B & LOOK) == 0]).tolist())
 
-    def _look_up(self, own: list[int], elsewhere: list[int]) -> Looked:
+    def _look_up(self, own: list[int], elsewhere: list[int]) -> LookUp:
+        """Looks for samples in this job's slots and elsewhere, checks their entries, and strikes off what is gone."""
+        places, owned = self._slots.places(own, elsewhere), self._residency.owned_slots
         try:
-            looked, spoilt = look_up(
-                self._store, self._slots, self._board, self._ledger, self._form, own=own, elsewhere=elsewhere
-            )
+            entries = self._store.get_many(self._slots.names(places))
         except StoreError as error:
             self.failed(error)
-            return Looked(failed=True)
-        self._room.owe(spoilt)
+            return LookUp(failed=True)
+        looked, spoilt, num_corrupt = LookUp(), [], 0
+        for (index, slot), entry in zip(places, entries, strict=True):
+            if entry is None or index in looked.found:
+                continue
+            try:
+                looked.found[index] = unseal(index, entry, self._cached_format)
+            except CorruptEntryError as error:
+                logger.debug("%s", error)
+                num_corrupt += 1
+                if slot == owned[0]:
+                    looked.damaged.append(index)
+                elif slot in owned:
+                    spoilt.append(index)  # damaged in a slot that this job took over
+                continue
+            if slot in owned:
+                looked.own.add(index)
+        looked.damaged = [index for index in looked.damaged if index not in looked.found]
+        lost = []
+        if self._residency.planned:  # when jobs share, of that which this rank brought in
+            held_N, shared = self._residency.held_N, self._residency.is_shared
+            here = looked.own.union(looked.damaged)
+            lost = [index for index in own if index not in here and (held_N[index] or not shared)]
+            held_N[lost] = 0
+        self._ledger.add(
+            cache_reads=len(looked.found),
+            cache_bytes=sum(map(len, looked.found.values())),
+            corrupt=num_corrupt,
+            surprises=len(lost),
+            borrowed=len(looked.found) - len(looked.own),
+            near_hits=int(np.count_nonzero(self._residency.flag_N[list(looked.found)] & NEAR)) if looked.found else 0,
+        )
+        self._admission.owe(spoilt)
         return looked
 
     def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
-        """Repairs, departures, arrivals; the number of entries written, or None when the store failed."""
+        """Repairs, removes and admits; returns how many entries were written, or None if the store failed."""
         freed_bytes = num_repaired = 0
         try:
             if damaged:
                 repairs = {index: fresh.pop(index) for index in damaged if index in fresh}
                 others = {index: read[index] for index in damaged if index not in repairs and index in read}
-                num_repaired, freed_bytes = self._room.repair(repairs, others)
-            return num_repaired + self._room.settle(fresh, freed_bytes)
+                num_repaired, freed_bytes = self._admission.repair(repairs, others)
+            return num_repaired + self._admission.settle(fresh, freed_bytes)
         except StoreError as error:
             self.failed(error)
             return None
@@ -157,87 +192,6 @@ class Fetch:
         return dict(zip(absent, payloads, strict=True))
 
     def failed(self, error: StoreError) -> None:
-        """Counts a round that the store did not answer, and leaves the store alone for a while."""
+        """Counts a round that the store did not answer, and opens the breaker."""
         self._ledger.add(store_errors=1)
         self._breaker.store_failed(error)
-
-
-logger = logging.getLogger("shade.cache")
-
-
-@dataclass
-class Looked:
-    """What became of one look-up."""
-
-    found: dict[int, memoryview] = field(default_factory=dict)
-    """Payload by sample index."""
-    own: set[int] = field(default_factory=set)
-    """Of those found, the ones that are in this job's slots."""
-    damaged: list[int] = field(default_factory=list)
-    """Samples of this job whose entries failed their check, where it writes."""
-    failed: bool = False
-
-
-def look_up(
-    store: Store,
-    slots: EntryNames,
-    board: ResidencyMap,
-    ledger: Ledger,
-    form: int,
-    *,
-    own: list[int],
-    elsewhere: list[int],
-) -> tuple[Looked, list[int]]:
-    """Asks for a batch.
-
-    Args:
-        store: Where the entries lie.
-        slots: Their names.
-        board: What this rank holds: entries that are gone are struck off.
-        ledger: Counts.
-        form: How payloads are encoded.
-        own: Samples to look for in this job's slots.
-        elsewhere: Samples to look for in those of other jobs.
-
-    Returns:
-        What was found, and the samples of ``own`` whose entries are to be removed, being damaged in a slot that this
-        job has taken over.
-
-    Raises:
-        StoreError: The store failed.
-    """
-    places = slots.places(own, elsewhere)
-    looked, spoilt = Looked(), []
-    owned = board.owned_slots
-    num_corrupt = 0
-    for (index, slot), entry in zip(places, store.get_many(slots.names(places)), strict=True):
-        if entry is None or index in looked.found:
-            continue
-        try:
-            looked.found[index] = unseal(index, entry, form)
-        except CorruptEntryError as error:
-            logger.debug("%s", error)
-            num_corrupt += 1
-            if slot == owned[0]:
-                looked.damaged.append(index)
-            elif slot in owned:
-                spoilt.append(index)
-            continue
-        if slot in owned:
-            looked.own.add(index)
-    looked.damaged = [index for index in looked.damaged if index not in looked.found]
-    lost = []
-    if board.planned:  # when jobs share, of that which this rank brought in
-        held_N, shared = board.held_N, board.is_shared
-        here = looked.own.union(looked.damaged)
-        lost = [index for index in own if index not in here and (held_N[index] or not shared)]
-        held_N[lost] = 0
-    ledger.add(
-        cache_reads=len(looked.found),
-        cache_bytes=sum(map(len, looked.found.values())),
-        corrupt=num_corrupt,
-        surprises=len(lost),
-        borrowed=len(looked.found) - len(looked.own),
-        near_hits=int(np.count_nonzero(board.flag_N[list(looked.found)] & NEAR)) if looked.found else 0,
-    )
-    return looked, spoilt

@@ -1,9 +1,9 @@
-"""The honest ledger: where every sample's bytes came from, and what that cost.
+"""The ledger: counts where every sample's bytes came from, and what that cost.
 
-A *hit* is a sample whose bytes did not come from the origin. Everything read from the origin is counted where it is
-read, prefetch and refill included, so ``origin_reads`` equals what a counting origin saw, exactly.
+A *hit* is a sample whose bytes did not come from the origin. Every read of the origin is counted where it happens,
+prefetch and refill included, so ``origin_reads`` equals exactly what a counting origin saw.
 
-Counts are integers and times are nanoseconds, in one flat row, so that a row can live in shared memory and rows add up.
+Counts are integers and times are nanoseconds, in one flat row, so that a row can be in shared memory and rows add up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FIELDS: dict[str, str] = {
     "admitted": "entries written to the store",
     "admitted_bytes": "bytes of payload in them",
     "evicted": "entries removed from the store",
-    "yielded": "samples that left early to make room for a snapshot; they come back when it no longer needs it",
-    "declined": "admissions that found no room; many mean the capacity is shared or the server is full",
+    "yielded": "samples that left early to free space for a snapshot; they come back when it no longer needs it",
+    "declined": "admissions that found no space; many mean the capacity is shared or the server is full",
     "surprises": "planned hits the store did not have: it was restarted, flushed or shared",
     "corrupt": "entries that failed their checksum; dropped and read from the origin",
     "store_errors": "rounds the store did not answer; each is a batch read from the origin",
@@ -68,7 +68,7 @@ class Ledger:
         return Ledger(self._row - earlier._row)
 
     def as_dict(self) -> dict[str, Any]:
-        """Counts by name and, under ``busy_seconds``, the times by cause."""
+        """Returns counts by name and, under ``busy_seconds``, the times by cause."""
         counts: dict[str, Any] = {name: self[name] for name in FIELDS if not name.endswith("_nanoseconds")}
         counts["busy_seconds"] = {cause: self[f"{cause}_nanoseconds"] / 1e9 for cause in CAUSES}
         return counts

@@ -1,19 +1,19 @@
-"""The residency board: one page of shared memory per rank that its training process writes and its workers read.
+"""The residency map: shared memory of one rank that its training process writes and its workers read.
 
-A sampling plan is known in the training process; samples are fetched in worker processes. Sending the plan along with
-every batch would need a patched loader, so the plan lies here instead: one byte a sample, written when its batch is
-handed out, read when it is fetched. The other way round the workers leave their counts here, one row a worker, so that
-nobody needs a lock and nothing is lost when a worker ends.
+The training process knows the sampling plan; workers fetch the samples. Sending the plan along with every batch would
+need a patched loader, so it is here: one byte a sample, written when its batch is handed out, read when it is fetched.
+The other way, workers leave their counts here, one row a worker, so no lock is needed and nothing is lost when a worker
+ends.
 
-The tensors are torch shared memory: the board pickles into workers under fork, spawn and forkserver alike.
+The tensors are torch shared memory: the map pickles into workers under fork, spawn and forkserver alike.
 
 Legend: N data set · R counter rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,23 +22,58 @@ from shade.cache.ledger import FIELDS, Ledger
 from shade.types import Bools, Indices
 
 LOOK = 1
-"""The sample should be in the cache: ask for it."""
+"""The sample should be in the cache: look it up."""
 STAY = 2
-"""The sample should be in the cache once this access is over."""
+"""The sample should be in the cache after this access."""
 NEAR = 4
-"""Its entry lies, or would lie, on a server of this machine."""
+"""The sample's entry belongs on a server of this machine."""
 
-_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _TOLD_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
+_PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _LOGGED_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
 _SHARED, _HOME, _OWNED, _OTHERS = range(10, 14)
 _ROWS = 129
 
 
-class ResidencyMap:
-    """Shared state of one rank.
+T = TypeVar("T", bound=float)
 
-    Args:
-        num_samples: N.
-    """
+
+class _Shared(Generic[T]):
+    """An attribute that is a number of the shared state, read as a ``kind``."""
+
+    def __init__(self, position: int, kind: Callable[[float], T]) -> None:
+        self._position, self._kind = position, kind
+
+    def __get__(self, owner: ResidencyMap, owner_class: type[ResidencyMap]) -> T:
+        return self._kind(owner._state[self._position])
+
+    def __set__(self, owner: ResidencyMap, value: T) -> None:
+        owner._state[self._position] = value
+
+
+class ResidencyMap:
+    """Shared state of one rank with N samples."""
+
+    capacity_bytes = _Shared(_CAPACITY, int)
+    """What the entries may occupy together now."""
+    is_shared = _Shared(_SHARED, bool)
+    """Whether other jobs use the cache, too, so that no plan can be exact and `shade.cache.sharing` decides."""
+    planned = _Shared(_PLANNED, bool)
+    """False until a sampler plans the cache: till then every sample is looked up, and kept while there is space."""
+    ending = _Shared(_ENDING, bool)
+    """Whether these are an epoch's last batches: a worker with waiting arrivals may not get another one."""
+
+    # The breaker's. Two workers may write them at once; the loser's write is merely late.
+    open_until = _Shared(_OPEN_UNTIL, float)
+    """Monotonic seconds before which the cache is not asked; 0 while it works."""
+    backoff_seconds = _Shared(_BACKOFF, float)
+    """The present pause between two attempts."""
+    strikes = _Shared(_STRIKES, int)
+    """Slow rounds in a row."""
+    trips = _Shared(_TRIPS, int)
+    """How often the breaker has opened."""
+    logged_by = _Shared(_LOGGED_BY, int)
+    """The process that has logged that the cache is out of use."""
+    origin_seconds = _Shared(_ORIGIN, float)
+    """What a sample from the origin cost lately; 0 while unknown."""
 
     def __init__(self, num_samples: int) -> None:
         self._flag_tensor_N = torch.zeros(num_samples, dtype=torch.uint8)
@@ -53,7 +88,7 @@ class ResidencyMap:
     def _view(self) -> None:
         self.flag_N = self._flag_tensor_N.numpy()
         self.held_N = self._held_tensor_N.numpy()
-        """What this rank's processes wrote and have not removed, as they saw it."""
+        """What this rank's processes wrote and have not removed, as far as they know."""
         self._state = self._state_tensor.numpy()
         self._count_RF = self._count_tensor_RF.numpy()
 
@@ -67,155 +102,53 @@ class ResidencyMap:
     def post(self, index_B: Indices, hit_B: Bools, stay_B: Bools, near_B: Bools | None = None, *, ending: bool) -> None:
         """Writes what is planned for the next access of each sample; of duplicates the first access counts.
 
-        Args:
-            index_B: Samples of one batch.
-            hit_B: Whether each should be in the cache when it is accessed.
-            stay_B: Whether it shall be there afterwards.
-            near_B: Whether its server is on this machine; None where that is not known.
-            ending: Whether this is one of the last batches of the epoch.
+        Each sample should be in the cache when it is accessed (``hit_B``) or afterwards (``stay_B``), and its server
+        may be on this machine (``near_B``; None if that is not known). ``ending`` marks one of the last batches of the
+        epoch.
         """
         flag_B = hit_B.astype(np.uint8) * LOOK + stay_B.astype(np.uint8) * STAY
         if near_B is not None:
             flag_B += near_B.astype(np.uint8) * NEAR
         self.flag_N[index_B[::-1]] = flag_B[::-1]
-        self._state[_PLANNED], self._state[_ENDING] = 1.0, float(ending)
+        self.planned, self.ending = True, ending
 
     def withdraw(self, index_B: Indices) -> None:
-        """Takes back what was posted of samples that leave before their batch is fetched.
-
-        Args:
-            index_B: Which.
-        """
+        """Clears what was posted of samples that leave before their batch is fetched."""
         self.flag_N[index_B] = 0
 
-    @property
-    def capacity_bytes(self) -> int:
-        """What the entries may occupy together at this moment."""
-        return int(self._state[_CAPACITY])
-
-    @capacity_bytes.setter
-    def capacity_bytes(self, num_bytes: int) -> None:
-        self._state[_CAPACITY] = num_bytes
-
-    @property
-    def is_shared(self) -> bool:
-        """True while other jobs use the cache, too, and nobody can plan it: see `shade.cache.sharing`."""
-        return bool(self._state[_SHARED])
-
-    @is_shared.setter
-    def is_shared(self, value: bool) -> None:
-        self._state[_SHARED] = float(value)
-
     def set_slots(self, owned: Sequence[int], others: Sequence[int]) -> None:
-        """Says whose slots are whose, see `shade.cache.job_registry`.
-
-        Args:
-            owned: This job's; it writes in the first.
-            others: Into which it looks.
-        """
+        """Sets the slots that this job owns (it writes to the first) and the others, which it only reads."""
         self._state[_HOME] = owned[0]
         self._state[_OWNED], self._state[_OTHERS] = (sum(1 << slot for slot in slots) for slots in (owned, others))
 
     @property
     def owned_slots(self) -> list[int]:
-        """This job's slots; it writes in the first."""
+        """Returns this job's slots; it writes to the first."""
         home = int(self._state[_HOME])
         return [home, *(slot for slot in _set_bits(int(self._state[_OWNED])) if slot != home)]
 
     @property
     def other_slots(self) -> list[int]:
-        """The slots of other jobs, and those that nobody has taken over yet."""
+        """Returns the slots of other jobs, and those that no job has taken over yet."""
         return _set_bits(int(self._state[_OTHERS]))
 
-    @property
-    def planned(self) -> bool:
-        """False until a sampler steers the cache: then every sample is asked for and kept while there is room."""
-        return bool(self._state[_PLANNED])
-
-    @property
-    def ending(self) -> bool:
-        """True in the last batches of an epoch: a worker that holds arrivals in hand may not get another one."""
-        return bool(self._state[_ENDING])
-
     def ledger(self, worker: int) -> Ledger:
-        """The row of one process.
-
-        Args:
-            worker: -1 for the training process itself, else the DataLoader worker's id. Above 127 workers share rows.
-
-        Returns:
-            A ledger that writes into shared memory.
-        """
+        """Returns the counters of one process, in shared memory: worker -1 is the training process; above 127 workers
+        share rows."""
         return Ledger(self._count_RF[(worker + 1) if worker < _ROWS - 1 else _ROWS - 1])
 
     def totals(self) -> Ledger:
-        """A snapshot summed over all processes of the rank."""
+        """Returns a snapshot, summed over all processes of the rank."""
         return Ledger(self._count_RF.sum(axis=0))
 
     @property
     def generation(self) -> int:
-        """How often the residents were counted afresh; whoever remembers an older number forgets what it had to do."""
+        """Returns how often the residents were counted; a process with an older number drops what it still owed."""
         return int(self._state[_GENERATION])
 
     def begin_generation(self) -> None:
-        """The residents were counted afresh. Only the training process says so."""
+        """Counts the generation up, after the residents were counted. Only the training process calls it."""
         self._state[_GENERATION] += 1
-
-    # The breaker's words. Two workers may write them at once; the loser's write is merely late.
-
-    @property
-    def open_until(self) -> float:
-        """Monotonic seconds before which the cache is not asked; 0 when it works."""
-        return float(self._state[_OPEN_UNTIL])
-
-    @open_until.setter
-    def open_until(self, seconds: float) -> None:
-        self._state[_OPEN_UNTIL] = seconds
-
-    @property
-    def backoff_seconds(self) -> float:
-        """The present pause between two attempts."""
-        return float(self._state[_BACKOFF])
-
-    @backoff_seconds.setter
-    def backoff_seconds(self, seconds: float) -> None:
-        self._state[_BACKOFF] = seconds
-
-    @property
-    def strikes(self) -> int:
-        """Slow rounds in a row."""
-        return int(self._state[_STRIKES])
-
-    @strikes.setter
-    def strikes(self, count: int) -> None:
-        self._state[_STRIKES] = count
-
-    @property
-    def trips(self) -> int:
-        """How often the breaker has opened."""
-        return int(self._state[_TRIPS])
-
-    @trips.setter
-    def trips(self, count: int) -> None:
-        self._state[_TRIPS] = count
-
-    @property
-    def told_by(self) -> int:
-        """The process that has told the log that the cache is out of use; see `shade.cache.breaker`."""
-        return int(self._state[_TOLD_BY])
-
-    @told_by.setter
-    def told_by(self, process: int) -> None:
-        self._state[_TOLD_BY] = process
-
-    @property
-    def origin_seconds(self) -> float:
-        """What a sample from the origin costs lately; 0 while unknown."""
-        return float(self._state[_ORIGIN])
-
-    @origin_seconds.setter
-    def origin_seconds(self, seconds: float) -> None:
-        self._state[_ORIGIN] = seconds
 
 
 def _set_bits(mask: int) -> list[int]:

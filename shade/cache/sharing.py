@@ -1,22 +1,20 @@
 """Sharing: one rank's part in a cache that several jobs use at the same time.
 
-A thread keeps the job's note (rank 0 writes it, the others read) and learns from the notes of other jobs: which slots
-to look into, how much this job may keep, and, from the orders that the others publish, when they will want what. From
-the first moment at which another job lives, nobody can say in advance what the cache will hold; so the exact plan
-rests, and each rank decides for itself, sample by sample, with `shade.policy.streams`: what is used soon, by whichever
-job, stays. What a rank holds is then known from what its own workers wrote and removed (`Board.held_N`), not from a
-plan.
+A thread keeps the job's record (rank 0 writes it, the others read) and learns from the other jobs' records which slots
+to read, how much this job may keep, and, from the orders that they publish, when they will want what. While another job
+lives, no plan can say what the cache will hold; so the exact plan rests, and each rank decides for itself, sample by
+sample, with `shade.policy.streams`: a sample stays that any job uses soon. What a rank holds is then known from what
+its own workers wrote and removed (`ResidencyMap.held_N`), not from a plan.
 
-Each rank looks after the entries that it brought in, within its equal part of the job's quota. What others hold is a
-hit like any other, and is not brought in twice. When the others have gone, their entries are taken over, and the next
-epoch is planned exactly again.
+Each rank looks after the entries that it brought in, within its equal part of the job's quota. An entry of another job
+is a hit like any other, and is not brought in twice. When the other jobs have gone, their entries are taken over, and
+the next epoch is planned exactly again. Without another job there is one record and a sleeping thread, and nothing else
+differs.
 
-Without another job: one note, a thread that sleeps, and nothing else is different.
-
-Stories: 1. *Another job has used a sample since the last look.* It is thought to be wanted for up to a beat longer than
-it is. 2. *A worker brings in what the next look would not want.* It leaves with the next sweep. 3. *The store does not
-answer.* The last view stays in force; leases are counted from what was last seen to change, so nobody is declared dead
-for that: looking is what failed.
+Races: 1. *Another job has used a sample since the last look.* The sample counts as wanted for up to a beat too long. 2.
+*A worker brings in what the next look would not want.* It leaves with the next sweep. 3. *The store does not answer.*
+The last view stays in force; leases count from the last change that was seen, so no job is declared dead because
+looking failed.
 
 Legend: B batch of one rank · G global batch · N data set · R held by this rank · W ranks.
 """
@@ -37,44 +35,42 @@ import numpy as np
 from shade.cache.cache import SampleCache
 from shade.cache.job_registry import BEAT_SECONDS, JobRecord, JobRegistry, SharedCacheView
 from shade.errors import ConfigError, StoreError
+from shade.policy.base import EpochPlan
 from shade.policy.streams import NEVER, Seconds, Stream, latest_used, seconds_to_next_use
 from shade.types import Bools, Clock, Indices
 
 logger = logging.getLogger("shade.cache")
 
 _SMOOTHING: Final = 0.1
-"""Of a job's pace: two to three seconds of beats."""
+"""Of a job's speed: two to three seconds of beats."""
 _SLOWEST: Final = 1e-3
-"""Samples a second of a job that stands still, so that what it wants is far away and not unknown."""
+"""Samples a second of a job that stands still, so that its next uses are far away and not unknown."""
 _LONGEST_PAUSE_SECONDS: Final = 4.0
 """Between two looks at a store that does not answer; less than half a lease."""
 _SWEEP_SAMPLES: Final = 4096
-"""Residents that a sweep may look at for each batch that goes by: a fraction of a millisecond."""
+"""Residents that a sweep may look at for each batch: a fraction of a millisecond."""
 
 
 class Sharing:
-    """Which jobs there are, and what that means for one rank.
-
-    Args:
-        cache: The data set's.
-        jobs: This job's place; on rank 0 it has joined.
-        rank: This rank.
-        world_size: W.
-        clock: Monotonic seconds.
-        beat_seconds: Between two looks.
-    """
+    """Knows the other jobs, and decides for one rank which samples stay. On rank 0 the registry's job has joined."""
 
     def __init__(
         self,
         cache: SampleCache,
-        jobs: JobRegistry,
+        registry: JobRegistry,
         rank: int,
         world_size: int,
         clock: Clock = time.monotonic,
         beat_seconds: float = BEAT_SECONDS,
     ) -> None:
-        self._cache, self._jobs, self._rank, self._world_size, self._clock = cache, jobs, rank, world_size, clock
-        self._num_samples = len(cache.board.flag_N)
+        self._cache, self._registry, self._rank, self._world_size, self._clock = (
+            cache,
+            registry,
+            rank,
+            world_size,
+            clock,
+        )
+        self._num_samples = len(cache.residency.flag_N)
         self._lock = threading.Lock()
         self._orders: dict[int, Indices] = {}
         self._own = Stream(self._num_samples)
@@ -86,7 +82,7 @@ class Sharing:
         self._batches_to_sweep = 0
         self._coming: deque[tuple[int, Indices]] = deque()
         self.view = SharedCacheView({}, {})
-        """What was found at the last look."""
+        """What the last look found."""
         self._beat_seconds = beat_seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="shade-jobs", daemon=True)
@@ -94,11 +90,7 @@ class Sharing:
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Looks once, and from then on every beat.
-
-        Raises:
-            ConfigError: There are too many jobs already.
-        """
+        """Looks once, and from then on every beat. Raises ConfigError if there are too many jobs already."""
         with contextlib.suppress(StoreError):
             self.look()
         self._thread.start()
@@ -117,130 +109,131 @@ class Sharing:
         return True
 
     def look(self) -> None:
-        """One beat: says how far this job is, and takes in what the others say.
+        """Does one beat: publishes how far this job is, and reads the other jobs' records.
 
-        Raises:
-            StoreError: The store does not answer.
-            ConfigError: This job lost its slot, and there is no other.
+        Raises StoreError if the store does not answer, and ConfigError if this job lost its slot and there is no other.
         """
-        jobs = self._jobs
+        registry = self._registry
         if self._rank == 0:
             epochs = self._publish()
-            jobs.note = replace(jobs.note, epoch=self._epoch, num_fetched=self.num_fetched, order_epochs=epochs)
-            view = jobs.beat()
+            registry.record = replace(
+                registry.record, epoch=self._epoch, num_fetched=self.num_fetched, order_epochs=epochs
+            )
+            view = registry.beat()
             if self._settle_quota(view):
-                self._settle_claim(jobs.beat())
-                view = jobs.beat()  # the other ranks read there what was taken: nothing, until then
-            self._cache.quota_bytes = jobs.note.quota_bytes
+                self._settle_claim(registry.beat())
+                view = registry.beat()  # the other ranks read there what was taken: nothing, until then
+            self._cache.quota_bytes = registry.record.quota_bytes
         else:
-            view = jobs.look()
-        mine = view.slots_of(jobs.owner)
+            view = registry.look()
+        mine = view.slots_of(registry.owner)
         if not mine:
             return
         if self._rank > 0:
             self._cache.quota_bytes = view.living[mine[0]].quota_bytes
         self._inherit(mine)
-        self._learn(view.others(jobs.owner))
+        self._learn(view.others(registry.owner))
         theirs = [slot for slot in (*view.living, *view.left) if slot not in mine]
         self._cache.use_slots(mine, sorted(theirs))
         self.view = view
 
     def _publish(self) -> tuple[int, ...]:
-        """Lays out the orders of this epoch and the next where others can read them; which are there."""
-        if not self.has_company and not self._jobs.note.group:
+        """Publishes the orders of this epoch and the next; returns the epochs that are published."""
+        if not self.has_company and not self._registry.record.group:
             return ()
-        mine = self.view.slots_of(self._jobs.owner)
+        mine = self.view.slots_of(self._registry.owner)
         if not mine:
             return ()
         with self._lock:
             orders = dict(self._orders)
-        there = self._jobs.note.order_epochs
-        new = {self._jobs.order_key(mine[0], epoch): _packed(orders[epoch]) for epoch in orders if epoch not in there}
+        there = self._registry.record.order_epochs
+        new = {
+            self._registry.order_key(mine[0], epoch): _packed(orders[epoch]) for epoch in orders if epoch not in there
+        }
         if new:
             self._cache.store.set_many(new)
             over = [epoch for epoch in there if epoch not in orders]
-            self._cache.store.delete_many([key for epoch in over for key in self._jobs.epoch_keys(mine[0], epoch)])
+            self._cache.store.delete_many([key for epoch in over for key in self._registry.epoch_keys(mine[0], epoch)])
         return tuple(sorted(orders))
 
     def _settle_quota(self, view: SharedCacheView) -> bool:
-        """Finds this job's share. A smaller one counts at once; True when there is a larger one to be claimed."""
-        jobs, cache = self._jobs, self._cache
-        share, quota = self._share(view), jobs.note.quota_bytes
+        """Finds this job's share. A smaller one counts at once; returns True if there is a larger one to be claimed."""
+        registry, cache = self._registry, self._cache
+        share, quota = self._share(view), registry.record.quota_bytes
         if share <= quota:
-            kept = cache.room.counted_bytes() if share < jobs.note.claim_bytes else 0
-            jobs.note = replace(jobs.note, quota_bytes=share, claim_bytes=max(share, kept))
+            kept = cache.admission.counted_bytes() if share < registry.record.claim_bytes else 0
+            registry.record = replace(registry.record, quota_bytes=share, claim_bytes=max(share, kept))
             return False
         target = min(share, cache.capacity_bytes - self._claimed(view))
         if target <= quota:
             return False
-        jobs.note = replace(jobs.note, claim_bytes=max(target, jobs.note.claim_bytes))
+        registry.record = replace(registry.record, claim_bytes=max(target, registry.record.claim_bytes))
         return True
 
     def _settle_claim(self, view: SharedCacheView) -> None:
-        """Takes of what was claimed as much as fits beside the claims of others; the rest is claimed again later."""
-        jobs, cache = self._jobs, self._cache
+        """Takes as much of the claim as fits beside the claims of others; the rest is claimed again later."""
+        registry, cache = self._registry, self._cache
         target = min(self._share(view), cache.capacity_bytes - self._claimed(view))
-        quota = max(target, jobs.note.quota_bytes)
-        jobs.note = replace(jobs.note, quota_bytes=quota, claim_bytes=max(quota, min(target, jobs.note.claim_bytes)))
+        quota = max(target, registry.record.quota_bytes)
+        registry.record = replace(
+            registry.record, quota_bytes=quota, claim_bytes=max(quota, min(target, registry.record.claim_bytes))
+        )
 
     def _share(self, view: SharedCacheView) -> int:
-        """What this job may keep: an equal part. Those who follow one stream are one, and its leader keeps for all."""
-        jobs = self._jobs
-        groups = {note.group or note.owner for note in view.living.values()}
-        if view.leader_of(jobs.note.group, jobs.owner) is not None:
+        """Returns what this job may keep: an equal part. A group that takes one stream counts once, and its leader
+        keeps all."""
+        registry = self._registry
+        groups = {record.group or record.owner for record in view.living.values()}
+        if view.leader_of(registry.record.group, registry.owner) is not None:
             return 0
         return self._cache.capacity_bytes // len(groups)
 
     def _claimed(self, view: SharedCacheView) -> int:
-        """What others have or still hold."""
-        return sum(note.claim_bytes for note in (*view.others(self._jobs.owner).values(), *view.left.values()))
+        """Returns what other jobs have or still hold."""
+        return sum(record.claim_bytes for record in (*view.others(self._registry.owner).values(), *view.left.values()))
 
     def _inherit(self, mine: list[int]) -> None:
-        """Takes in what lies in slots that this job has taken over."""
+        """Counts the entries in slots that this job has taken over."""
         for slot in mine[1:] if self._rank == 0 else []:
             if slot not in self._inherited:
                 self._cache.inherit(slot)
                 self._inherited.append(slot)
 
     def release(self, empty_slots: list[int]) -> None:
-        """Gives back slots that were taken over and in which nothing is left.
-
-        Args:
-            empty_slots: Of this job's.
-
-        Raises:
-            StoreError: The store does not answer.
-        """
+        """Gives back slots that were taken over and in which nothing is left. Raises StoreError if the store fails."""
         for slot in [slot for slot in empty_slots if slot in self._inherited]:
-            self._jobs.release(slot)
+            self._registry.release(slot)
             self._inherited.remove(slot)
 
     def _learn(self, others: Mapping[int, JobRecord]) -> None:
-        """Takes in the orders of other jobs, where they are in them, and how fast."""
-        living = {note.owner for note in others.values()}
-        for slot, note in others.items():
-            stream = self._streams.get(note.owner) or Stream(self._num_samples)
-            wanted = [epoch for epoch in note.order_epochs if epoch >= note.epoch and epoch not in stream.epochs]
+        """Reads the orders of other jobs, their places in them, and their speeds."""
+        living = {record.owner for record in others.values()}
+        for slot, record in others.items():
+            stream = self._streams.get(record.owner) or Stream(self._num_samples)
+            wanted = [epoch for epoch in record.order_epochs if epoch >= record.epoch and epoch not in stream.epochs]
             for epoch, order in zip(wanted, self._fetch_orders(slot, wanted), strict=True):
                 if order is not None:
                     with self._lock:
                         stream.learn(epoch, order)
             with self._lock:
-                stream.move(note.epoch, note.num_fetched)
-                stream.rate = self._pace(note.owner, note.epoch, note.num_fetched) or self._own.rate
-                self._streams[note.owner] = stream
+                stream.move(record.epoch, record.num_fetched)
+                stream.rate = self._pace(record.owner, record.epoch, record.num_fetched) or self._own.rate
+                self._streams[record.owner] = stream
         with self._lock:
             for owner in [owner for owner in self._streams if owner not in living]:
                 del self._streams[owner]
             self._own.rate = self._pace("", self._epoch, self.num_fetched) or self._own.rate
 
     def _fetch_orders(self, slot: int, epochs: list[int]) -> list[Indices | None]:
-        contents = self._cache.store.get_many([self._jobs.order_key(slot, epoch) for epoch in epochs]) if epochs else []
+        contents = (
+            self._cache.store.get_many([self._registry.order_key(slot, epoch) for epoch in epochs]) if epochs else []
+        )
         found = [None if content is None else _unpacked(content) for content in contents]
         return [each if each is None or not len(each) or each.max() < self._num_samples else None for each in found]
 
     def _pace(self, owner: str, epoch: int, done: int) -> float | None:
-        """Samples a second, smoothed over some seconds; None until it has moved. An epoch's end does not change it."""
+        """Returns samples a second, smoothed over some seconds; None until it has moved. An epoch's end does not change
+        it."""
         now = self._clock()
         since, before_epoch, before, rate = self._paces.get(owner, (now, epoch, done, None))
         if now > since and epoch == before_epoch and (done > before or rate is not None):
@@ -253,55 +246,41 @@ class Sharing:
 
     @property
     def has_company(self) -> bool:
-        """Whether another job lives, or has left what nobody has taken over yet."""
-        return bool(self.view.left or self.view.others(self._jobs.owner))
+        """Returns whether another job lives, or has left a slot that no job has taken over yet."""
+        return bool(self.view.left or self.view.others(self._registry.owner))
 
     @property
     def num_fetched(self) -> int:
-        """Samples of the present epoch that have been fetched on all ranks, as far as this one can tell."""
-        mine = self._cache.board.totals()["samples"] - self._fetched_before
+        """Returns how many samples of the present epoch all ranks have fetched, as far as this one can know."""
+        mine = self._cache.residency.totals()["samples"] - self._fetched_before
         return min(self._cursor, self._start + mine * self._world_size)
 
-    def begin_epoch(self, epoch: int, order_K: Indices, next_order_K: Indices | None, start: int) -> None:
-        """Notes what will be used.
-
-        Args:
-            epoch: Its number.
-            order_K: Its accesses, all of them.
-            next_order_K: The next epoch's, where it is known.
-            start: How many of ``order_K`` are behind already, after a resume.
-        """
+    def begin_epoch(self, plan: EpochPlan) -> None:
+        """Takes in what this job uses next."""
         with self._lock:
-            self._orders = {epoch: order_K}
-            if next_order_K is not None:
-                self._orders[epoch + 1] = next_order_K
+            self._orders = {plan.epoch: plan.order_K}
+            if plan.next_order_K is not None:
+                self._orders[plan.epoch + 1] = plan.next_order_K
             for number, order in self._orders.items():
                 if number not in self._own.epochs:
                     self._own.learn(number, order)
-            self._own.move(epoch, start)
-            self._epoch, self._cursor, self._start = epoch, start, start
+            self._own.move(plan.epoch, plan.start)
+            self._epoch, self._cursor, self._start = plan.epoch, plan.start, plan.start
             self._coming.clear()
-            self._fetched_before = self._cache.board.totals()["samples"]
+            self._fetched_before = self._cache.residency.totals()["samples"]
 
     def enter(self, held_N: Bools) -> None:
-        """The exact plan rests from now on.
-
-        Args:
-            held_N: What the plan holds resident, the same on every rank: each looks after its part.
-        """
-        board = self._cache.board
-        board.held_N[:] = held_N & (np.arange(self._num_samples) % self._world_size == self._rank)
+        """Lets the exact plan rest from now on. ``held_N`` is what it holds resident, the same on every rank; each rank
+        looks after its part of it."""
+        residency = self._cache.residency
+        residency.held_N[:] = held_N & (np.arange(self._num_samples) % self._world_size == self._rank)
         self._horizon_seconds, self._batches_to_sweep = NEVER, 0
-        board.is_shared = True
+        residency.is_shared = True
 
     def dispatch(self, index_B: Indices, num_global: int, near_B: Bools | None, *, ending: bool) -> None:
-        """Says what shall happen to the samples of a batch, just before it is fetched.
+        """Decides which samples of this rank's part of a batch stay, just before it is fetched.
 
-        Args:
-            index_B: This rank's share.
-            num_global: Size of the global batch.
-            near_B: Whose servers are on this machine; None where that is not known.
-            ending: Whether this is one of the last batches of the epoch.
+        ``num_global`` is the size of the global batch; ``near_B`` and ``ending`` are as for `ResidencyMap.post`.
         """
         with self._lock:
             self._cursor += num_global
@@ -313,44 +292,32 @@ class Sharing:
                 stay_B = wait_B < self._horizon_seconds if self._horizon_seconds < NEVER else np.full(len(wait_B), True)
             self._batches_to_sweep -= 1
             self._coming.append((self._cursor, index_B[stay_B]))
-        self._cache.board.post(index_B, np.ones(len(index_B), dtype=bool), stay_B, near_B, ending=ending)
+        self._cache.residency.post(index_B, np.ones(len(index_B), dtype=bool), stay_B, near_B, ending=ending)
 
     def place_after(self, num_global: int) -> tuple[int, int, int]:
-        """Where this job is when the next batch is dispatched: the epoch, the place in it, and the epoch's length.
-
-        Args:
-            num_global: Size of the batch.
-
-        Returns:
-            The three of them.
-        """
+        """Returns where this job is after the next batch: the epoch, the place in it, and the epoch's length."""
         return self._epoch, self._cursor + num_global, len(self._orders[self._epoch])
 
-    def walked(self, num_global: int) -> None:
-        """A global batch was dispatched by the exact plan."""
+    def advance(self, num_global: int) -> None:
+        """Counts a global batch that the exact plan has dispatched."""
         self._cursor += num_global
 
     def _wait(self, index_B: Indices) -> Seconds:
         return seconds_to_next_use(index_B, (self._own, *self._streams.values()))
 
     def _sweep(self, index_B: Indices, wait_B: Seconds) -> Bools:
-        """Finds room for a batch: of what is held and what it would bring in, those that are used last have no place.
+        """Frees space for a batch: of what is held and what it would bring in, the samples used last leave. Returns
+        (B,) which of the batch stay.
 
-        Where so much is held that looking at all of it for every batch would take too long, room is made for the
-        batches until the next sweep as well, and the wait at which one loses its place stands until then.
-
-        Args:
-            index_B: The batch.
-            wait_B: Until the next use of its samples.
-
-        Returns:
-            (B,) who of it stays.
+        If so much is held that a look at all of it for every batch would take too long, the sweep frees space for the
+        batches until the next sweep as well, and its horizon (the wait at which a sample leaves) is in force until
+        then.
         """
         cache = self._cache
-        held = np.setdiff1d(np.flatnonzero(cache.board.held_N), index_B, assume_unique=True)
+        held = np.setdiff1d(np.flatnonzero(cache.residency.held_N), index_B, assume_unique=True)
         self._batches_to_sweep = 1 + len(held) // _SWEEP_SAMPLES
         unseen = (self._batches_to_sweep - 1) * len(index_B) * int(cache.size_bytes_N.mean()) // 2
-        quota = cache.board.capacity_bytes // self._world_size - unseen - self._coming_bytes()
+        quota = cache.residency.capacity_bytes // self._world_size - unseen - self._coming_bytes()
         candidates = np.concatenate([held, index_B])
         wait = np.concatenate([self._wait(held), wait_B])
         size = cache.size_bytes_N[candidates]
@@ -362,11 +329,11 @@ class Sharing:
         return ~leaves[len(held) :]
 
     def _coming_bytes(self) -> int:
-        """What batches that are not fetched yet may still bring in."""
+        """Returns what batches that are not fetched yet may still bring in."""
         while self._coming and self._coming[0][0] <= self.num_fetched:
             self._coming.popleft()
         coming = [index for _, index_B in self._coming for index in index_B.tolist()]
-        held_N = self._cache.board.held_N
+        held_N = self._cache.residency.held_N
         return sum(int(self._cache.size_bytes_N[index]) for index in coming if not held_N[index])
 
     def close(self) -> None:
@@ -378,13 +345,13 @@ class Sharing:
             self._thread.join()
         if self._rank == 0:
             try:
-                self._jobs.leave()
+                self._registry.leave()
             except StoreError as error:
-                logger.debug("this job's note stays behind, and is found silent: %s", error)
+                logger.debug("this job's record stays behind, and ends with its lease: %s", error)
 
 
 def _packed(order_K: Indices) -> bytes:
-    """An order as 32-bit numbers."""
+    """Returns an order as 32-bit numbers."""
     return order_K.astype("<u4").tobytes()
 
 

@@ -1,7 +1,7 @@
 """What a script uses: `ShadeSampler` draws, `ShadeDataset` fetches through the cache, `ShadeLoader` loads.
 
 The private packages: `_sampler` draws an epoch and plans the cache; `_dataset` reads samples from their source;
-`_loader` is the pipeline of threads; `_decode` and `_transforms` make pixels of files.
+`_loader` is the pipeline of threads; `_decode` and `_transforms` turn files into pixels.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 them all."""
 
 from shade.policy import belady, fifo, lfu, lru, plan, shade, static
-from shade.policy.base import POLICIES, CachePolicy, EpochWindow, Verdict
+from shade.policy.base import POLICIES, CachePolicy, EpochPlan, Verdict
 
 __all__ = [
     "POLICIES",
     "CachePolicy",
-    "EpochWindow",
+    "EpochPlan",
     "Verdict",
     "belady",
     "fifo",

@@ -28,18 +28,25 @@ EMPTY: Indices = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class EpochWindow:
-    """What is known when an epoch begins (or is resumed in the middle)."""
+class EpochPlan:
+    """What is known when an epoch begins, or is resumed in the middle; made by the sampler, read by all below it."""
 
     epoch: int
     order_K: Indices
-    """The accesses still to come in this epoch, in global order; may hold duplicates."""
+    """All accesses of the epoch, in global order; may hold duplicates."""
     next_order_K: Indices | None
     """The next epoch's, if the sampling mode draws one epoch ahead. Empty: there is no next epoch. None: unknown."""
     score_N: Floats | None = None
     """Importance of each sample at this moment, or None before there is any."""
     later_orders: tuple[Indices, ...] = ()
     """The epochs after the next one: only the simulator knows them, and only `offline` policies use them."""
+    start: int = 0
+    """Accesses of ``order_K`` that are done already, after a resume."""
+
+    @property
+    def rest_K(self) -> Indices:
+        """Returns the accesses that are still to come."""
+        return self.order_K[self.start :]
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,10 @@ class CachePolicy(ABC):
     """
 
     needs_next_order: bool = False
-    """True if the policy plans by the future, so that `EpochWindow.next_order_K` must be given."""
+    """True if the policy plans by the future, so that `EpochPlan.next_order_K` must be given."""
 
     offline: bool = False
-    """True if it wants `EpochWindow.later_orders` too: a bound to compare with, for the simulator only."""
+    """True if it wants `EpochPlan.later_orders` too: a bound to compare with, for the simulator only."""
 
     def __init__(self, size_bytes_N: npt.NDArray[np.int64], capacity_bytes: int) -> None:
         self.size_bytes_N = np.ascontiguousarray(size_bytes_N, dtype=np.int64)
@@ -116,9 +123,9 @@ class CachePolicy(ABC):
         none."""
         del kept
 
-    def begin_epoch(self, window: EpochWindow) -> Indices:
+    def begin_epoch(self, plan: EpochPlan) -> Indices:
         """Takes in what is known of the epoch (or of its rest, after `load_state_dict`); returns who leaves at once."""
-        del window
+        del plan
         return EMPTY
 
     def access_many(self, index_B: Indices) -> Verdict:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from shade.policy.base import EMPTY, POLICIES, EpochWindow
+from shade.policy.base import EMPTY, POLICIES, EpochPlan
 from shade.policy.priority import Key, PriorityPolicy
 from shade.types import Indices
 
@@ -28,7 +28,7 @@ NEVER = 2**62
 
 @POLICIES.register("belady")
 class Belady(PriorityPolicy):
-    """Sees all the future in the window."""
+    """Sees all the future in the plan."""
 
     needs_next_order = True
     offline = True
@@ -43,16 +43,16 @@ class Belady(PriorityPolicy):
         return -self._next_use[index], 0
 
     @override
-    def begin_epoch(self, window: EpochWindow) -> Indices:
-        """Looks up every next use in the orders of the window; no sample leaves."""
-        orders = [window.order_K, *(o for o in (window.next_order_K, *window.later_orders) if o is not None)]
+    def begin_epoch(self, plan: EpochPlan) -> Indices:
+        """Looks up every next use in the orders of the plan; no sample leaves."""
+        orders = [plan.rest_K, *(o for o in (plan.next_order_K, *plan.later_orders) if o is not None)]
         starts = np.cumsum([0, *map(len, orders)])
         first_use_N = np.full(len(self.resident_N), NEVER, dtype=np.int64)
         # Backwards, so that an earlier use overwrites a later one.
         for order, start in reversed(list(zip(orders[1:], starts[1:-1], strict=True))):
             note_first_uses(first_use_N, order, int(start))
-        self._next_use_after = next_uses(window.order_K, first_use_N).tolist()
-        note_first_uses(first_use_N, window.order_K, 0)
+        self._next_use_after = next_uses(plan.rest_K, first_use_N).tolist()
+        note_first_uses(first_use_N, plan.rest_K, 0)
         self._next_use = first_use_N.tolist()
         self._cursor = 0
         self._rebuild()

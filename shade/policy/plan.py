@@ -48,7 +48,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from shade.errors import ConfigError
-from shade.policy.base import EMPTY, POLICIES, CachePolicy, EpochWindow, Verdict
+from shade.policy.base import EMPTY, POLICIES, CachePolicy, EpochPlan, Verdict
 from shade.types import Bools, Indices
 
 Bytes64 = npt.NDArray[np.int64]
@@ -75,16 +75,16 @@ class PlanPolicy(CachePolicy):
         self._cursor = 0
 
     @override
-    def begin_epoch(self, window: EpochWindow) -> Indices:
+    def begin_epoch(self, plan: EpochPlan) -> Indices:
         """Plans the epoch; residents that neither epoch uses and whose space is needed leave now."""
-        order_K, resident_N, size_bytes_N = window.order_K, self.resident_N, self.size_bytes_N
+        order_K, resident_N, size_bytes_N = plan.rest_K, self.resident_N, self.size_bytes_N
         num_accesses = len(order_K)
-        self._next_order_K = window.next_order_K
+        self._next_order_K = plan.next_order_K
         self._order_K, self._change_K, self._cursor = order_K, np.zeros(num_accesses, dtype=np.int8), 0
-        if not num_accesses or (window.next_order_K is not None and not len(window.next_order_K)):
+        if not num_accesses or (plan.next_order_K is not None and not len(plan.next_order_K)):
             return EMPTY
 
-        wanted_N, late_N = self._wanted(window.next_order_K)
+        wanted_N, late_N = self._wanted(plan.next_order_K)
         last_N = np.full(len(resident_N), -1, dtype=np.int32)
         last_N[order_K] = np.arange(num_accesses, dtype=np.int32)
         useless = np.flatnonzero(resident_N & ~wanted_N & (last_N < 0))
@@ -161,7 +161,7 @@ class PlanPolicy(CachePolicy):
         """
         rest_K, next_order_K = self._order_K[self._cursor :], self._next_order_K
         farthest = super().resize(capacity_bytes)
-        return np.concatenate([farthest, self.begin_epoch(EpochWindow(0, rest_K, next_order_K))])
+        return np.concatenate([farthest, self.begin_epoch(EpochPlan(0, rest_K, next_order_K))])
 
     @override
     def _least_useful_first(self) -> Indices:

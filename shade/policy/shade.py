@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from shade.policy.base import EMPTY, POLICIES, EpochWindow
+from shade.policy.base import EMPTY, POLICIES, EpochPlan
 from shade.policy.priority import Key, PriorityPolicy
 from shade.types import Indices
 
@@ -44,10 +44,10 @@ class Shade(PriorityPolicy):
         return self._importance[index], self._uses[index]
 
     @override
-    def begin_epoch(self, window: EpochWindow) -> Indices:
+    def begin_epoch(self, plan: EpochPlan) -> Indices:
         """Takes in the scores; a score that is not a number counts as 0. Nobody leaves."""
-        if window.score_N is not None:
-            self._importance = np.nan_to_num(window.score_N, nan=0.0).tolist()
+        if plan.score_N is not None:
+            self._importance = np.nan_to_num(plan.score_N, nan=0.0).tolist()
             self._rebuild()
         return EMPTY
 

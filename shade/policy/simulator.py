@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError
-from shade.policy.base import EMPTY, POLICIES, EpochWindow
+from shade.policy.base import EMPTY, POLICIES, EpochPlan
 from shade.policy.trace import Trace
 
 Counts = npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ def simulate(trace: Trace, policy_name: str = "plan", capacity_bytes: int = 0) -
     for epoch, order_K in enumerate(trace.orders):
         following = (*trace.orders[epoch + 1 :], EMPTY)
         policy.begin_epoch(
-            EpochWindow(
+            EpochPlan(
                 epoch,
                 order_K,
                 following[0] if policy_class.needs_next_order else None,

@@ -95,8 +95,7 @@ class RunRecord:
         if self._recorder is not None and not self._traced:
             self._traced = True
             sampler = self._sampler
-            score_N = sampler.table.scores().score_N if sampler.mode.uses_scores else None
-            self._recorder.begin_epoch(sampler.epoch, sampler.order_of(sampler.epoch), score_N)
+            self._recorder.begin_epoch(sampler.epoch, sampler.order_of(sampler.epoch), sampler.scores())
 
     def batch_done(self, seconds: float) -> None:
         """Adds the time that the script worked on a batch."""
@@ -187,9 +186,9 @@ class RunRecord:
         row = self._row(self._sampler.epoch, self._ledger_since())
         if any(each["hits"] or each["misses"] for each in self._gather(row)):
             self._write(row)
-        if self._recorder is not None and self._sampler.mode.uses_scores:
-            self._sampler.merger.flush()
-            self._recorder.end_run(self._sampler.table.scores().score_N)
+        score_N = None if self._recorder is None else self._sampler.scores()
+        if self._recorder is not None and score_N is not None:
+            self._recorder.end_run(score_N)
         last = {"kind": "end", "rank": self._rank, "checkpoint": self._snapshots(), "time": time.time()}
         for each in self._gather(last):
             if self._metrics is not None:
@@ -267,11 +266,10 @@ class RunRecord:
 
     def _keep_losses(self, epoch: int) -> None:
         """Writes the epoch's loss of every sample, as all ranks reported it."""
-        table = self._sampler.table
-        if self._losses is not None and table.takes_losses:
-            self._sampler.merger.flush()
+        loss_N = None if self._losses is None else self._sampler.take_losses()
+        if self._losses is not None and loss_N is not None:
             with contextlib.suppress(OSError):  # no report is worth a training
-                self._losses.end_epoch(epoch, table.take_losses())
+                self._losses.end_epoch(epoch, loss_N)
 
     def _samples(self) -> Samples:
         """Returns names and targets of the samples."""
@@ -290,7 +288,7 @@ class RunRecord:
 
     def _ledger_now(self) -> Ledger:
         cache = self._dataset.cache
-        return Ledger() if cache is None else cache.board.totals()
+        return Ledger() if cache is None else cache.residency.totals()
 
     def _open_trace(self, resume: bool) -> TraceRecorder:
         """Returns a recorder of the trace; that of a resumed run continues the recorded trace, if it is whole."""

@@ -146,7 +146,7 @@ class OneMemory:
         """
         try:
             spare = self._tier.spare_bytes(shard_bytes)
-            counted = self._cache.room.counted_bytes()
+            counted = self._cache.admission.counted_bytes()
         except (StoreError, ValueError) as error:
             logger.debug("samples keep their room: %s", error)
             return min(at_most, self._cache.allowed_bytes)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.policy import POLICIES, CachePolicy, EpochWindow, Verdict
+from shade.policy import POLICIES, CachePolicy, EpochPlan, Verdict
 from shade.policy.base import EMPTY
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
@@ -45,11 +45,12 @@ def cases(draw: st.DrawFn, *, equal_sizes: bool = False) -> Case:
     return Case(Trace(sizes, orders, draw(st.integers(1, 9)), scores), capacity)
 
 
-def window(trace: Trace, epoch: int, cursor: int = 0, *, following: bool = True) -> EpochWindow:
-    """What a policy is told as that epoch begins, or when it goes on from ``cursor``."""
+def plan_of(trace: Trace, epoch: int, cursor: int = 0, *, following: bool = True) -> EpochPlan:
+    """Returns what a policy gets as that epoch begins, or as it resumes at ``cursor``."""
     ahead = (*trace.orders[epoch + 1 :], EMPTY)
     score_N = trace.score_of(epoch)
-    return EpochWindow(epoch, trace.orders[epoch][cursor:], ahead[0] if following else None, score_N, ahead[1:-1])
+    next_order_K = ahead[0] if following else None
+    return EpochPlan(epoch, trace.orders[epoch], next_order_K, score_N, ahead[1:-1], start=cursor)
 
 
 def batches(trace: Trace, epoch: int, cursor: int = 0) -> list[np.ndarray]:
@@ -67,7 +68,7 @@ def walk(policy: CachePolicy, trace: Trace, *, following: bool = True) -> list[o
     """All that a policy says of a trace."""
     said: list[object] = []
     for epoch in range(trace.num_epochs):
-        said.append(policy.begin_epoch(window(trace, epoch, following=following)).tolist())
+        said.append(policy.begin_epoch(plan_of(trace, epoch, following=following)).tolist())
         said += [in_words(policy.access_many(index_B)) for index_B in batches(trace, epoch)]
     return said
 
@@ -90,7 +91,7 @@ def check_bytes(policy: CachePolicy) -> None:
 def test_the_capacity_in_bytes_holds_after_every_batch(name: str, following: bool, case: Case) -> None:
     policy = fresh(name, case)
     for epoch in range(case.trace.num_epochs):
-        policy.begin_epoch(window(case.trace, epoch, following=following))
+        policy.begin_epoch(plan_of(case.trace, epoch, following=following))
         check_bytes(policy)
         for index_B in batches(case.trace, epoch):
             policy.access_many(index_B)
@@ -104,7 +105,7 @@ def test_a_verdict_tells_exactly_how_residency_changed(name: str, case: Case) ->
     policy = fresh(name, case)
     for epoch in range(case.trace.num_epochs):
         before_N = policy.resident_N.copy()
-        left = policy.begin_epoch(window(case.trace, epoch))
+        left = policy.begin_epoch(plan_of(case.trace, epoch))
         assert sorted(left.tolist()) == np.flatnonzero(before_N & ~policy.resident_N).tolist()
         assert not (policy.resident_N & ~before_N).any(), "nobody arrives before being read"
         for index_B in batches(case.trace, epoch):
@@ -139,17 +140,17 @@ def test_what_follows_a_restore_is_what_would_have_followed(name: str, case: Cas
     step = data.draw(st.integers(0, len(batches(trace, epoch))))
     policy = fresh(name, case)
     for earlier in range(epoch):
-        policy.begin_epoch(window(trace, earlier))
+        policy.begin_epoch(plan_of(trace, earlier))
         for index_B in batches(trace, earlier):
             policy.access_many(index_B)
-    policy.begin_epoch(window(trace, epoch))
+    policy.begin_epoch(plan_of(trace, epoch))
     for index_B in batches(trace, epoch)[:step]:
         policy.access_many(index_B)
     cursor = step * trace.global_batch
 
     restored = fresh(name, case)
     restored.load_state_dict(policy.state_dict())
-    assert restored.begin_epoch(window(trace, epoch, cursor)).tolist() == []
+    assert restored.begin_epoch(plan_of(trace, epoch, cursor)).tolist() == []
     assert restored.used_bytes == policy.used_bytes
     for index_B in batches(trace, epoch, cursor):
         assert in_words(restored.access_many(index_B)) == in_words(policy.access_many(index_B))
@@ -173,7 +174,7 @@ def test_a_capacity_may_change_between_any_two_batches(name: str, case: Case, da
     policy, other_rank = fresh(name, case), fresh(name, case)
     for epoch in range(trace.num_epochs):
         for each in (policy, other_rank):
-            each.begin_epoch(window(trace, epoch))
+            each.begin_epoch(plan_of(trace, epoch))
         for index_B in batches(trace, epoch):
             capacity = data.draw(st.sampled_from([None, 0, case.capacity_bytes // 3, case.capacity_bytes]))
             if capacity is not None:
@@ -194,7 +195,7 @@ def test_a_capacity_that_stays_changes_nothing_online(name: str, case: Case) -> 
     policy, undisturbed = fresh(name, case), fresh(name, case)
     for epoch in range(case.trace.num_epochs):
         for each in (policy, undisturbed):
-            each.begin_epoch(window(case.trace, epoch))
+            each.begin_epoch(plan_of(case.trace, epoch))
         for index_B in batches(case.trace, epoch):
             assert not policy.resize(case.capacity_bytes).size
             assert in_words(policy.access_many(index_B)) == in_words(undisturbed.access_many(index_B))
@@ -222,7 +223,7 @@ def test_adopting_starts_from_what_fits_and_names_the_rest(name: str, case: Case
     assert sorted([*refused.tolist(), *np.flatnonzero(policy.resident_N).tolist()]) == sorted(found.tolist())
     if case.trace.size_bytes_N[found].sum() <= case.capacity_bytes:
         assert not refused.size
-    policy.begin_epoch(window(case.trace, 0))
+    policy.begin_epoch(plan_of(case.trace, 0))
     for index_B in batches(case.trace, 0):
         policy.access_many(index_B)
         check_bytes(policy)
@@ -233,7 +234,7 @@ def test_an_adopted_sample_is_a_hit(name: str) -> None:
     trace = Trace(np.full(4, 10), (np.array([2, 0, 1, 3]), np.array([0, 1, 2, 3])), 2)
     policy = POLICIES.get(name)(trace.size_bytes_N, 20)
     assert not policy.adopt(np.array([0, 2])).size
-    policy.begin_epoch(window(trace, 0))
+    policy.begin_epoch(plan_of(trace, 0))
     assert policy.access_many(np.array([2, 0])).hit_B.tolist() == [True, True]
 
 

@@ -59,7 +59,7 @@ def test_every_kind_of_file_decodes_as_torchvision_does(zoo: Path) -> None:
     dataset = ShadeDataset(wrapped, cache=URL, working_set_fraction=1.0)
     try:
         check_all(dataset, wrapped)
-        totals = dataset.cache.board.totals()
+        totals = dataset.cache.residency.totals()
         assert totals["misses"] == totals["origin_reads"] == len(wrapped)
         assert totals["hits"] == 2 * len(wrapped) + 1
     finally:
@@ -139,7 +139,7 @@ def test_items_through_the_codec(kind: str) -> None:
     dataset = ShadeDataset(wrapped, cache=URL, working_set_fraction=1.0)
     try:
         check_all(dataset, wrapped)
-        assert dataset.cache.board.totals()["hits"] > 0
+        assert dataset.cache.residency.totals()["hits"] > 0
     finally:
         dataset.close()
 
@@ -149,7 +149,7 @@ def test_items_through_the_users_own_codec() -> None:
     dataset = ShadeDataset(wrapped, cache=URL, working_set_fraction=1.0, encode=encode_record, decode=decode_record)
     try:
         check_all(dataset, wrapped)
-        assert dataset.cache.board.totals()["hits"] >= 2 * len(wrapped)
+        assert dataset.cache.residency.totals()["hits"] >= 2 * len(wrapped)
     finally:
         dataset.close()
 
@@ -163,7 +163,7 @@ def test_files_through_the_users_own_decoder(tmp_path: Path) -> None:
     dataset = ShadeDataset(wrapped, cache=URL, working_set_fraction=1.0, decode=lambda payload: bytes(payload).decode())
     try:
         check_all(dataset, wrapped)
-        totals = dataset.cache.board.totals()
+        totals = dataset.cache.residency.totals()
         assert totals["origin_bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*.txt"))
     finally:
         dataset.close()
@@ -218,7 +218,7 @@ def test_a_loader_without_our_sampler_profits_too(pictures: Path, tmp_path: Path
     loader = DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=list)
     for _ in range(3):
         assert [index for batch in loader for *_, index in batch] == list(range(len(wrapped)))
-    totals = dataset.cache.board.totals()
+    totals = dataset.cache.residency.totals()
     assert totals["hits"] > 0.8 * 2 * 0.5 * len(wrapped)
     assert CountingOrigin.total(tmp_path / "reads") == (totals["origin_reads"], totals["origin_bytes"])
     del loader

@@ -280,12 +280,12 @@ def test_text_comes_back_as_it_was_and_from_the_cache() -> None:
     assert dataset.cache is not None
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        before = dataset.cache.board.totals()
+        before = dataset.cache.residency.totals()
         for batch in BatchSampler(sampler, 8, drop_last=False):
             for (row, index), wanted in zip(dataset.__getitems__(batch), batch, strict=True):
                 assert index == wanted
                 assert row == text[index]
-    assert (dataset.cache.board.totals() - before)["hits"] == 40
+    assert (dataset.cache.residency.totals() - before)["hits"] == 40
     sampler.close()
     dataset.close()
 

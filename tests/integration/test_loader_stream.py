@@ -107,7 +107,7 @@ def run(
             seen.append((indices.tolist(), targets.tolist(), images.clone()))
             if stop_after is not None and len(seen) == stop_after:
                 return Epochs(seen, {}, loader.state_dict())
-    return Epochs(seen, {} if dataset.cache is None else dataset.cache.board.totals().as_dict())
+    return Epochs(seen, {} if dataset.cache is None else dataset.cache.residency.totals().as_dict())
 
 
 def same(one: Epochs, other: Epochs) -> None:

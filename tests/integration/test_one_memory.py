@@ -69,7 +69,7 @@ class Trial:
 
     def epoch(self, epoch: int, *, save_at: int | None = None) -> dict[str, Any]:
         """What the ledger counted in it."""
-        before = self.cache.board.totals()
+        before = self.cache.residency.totals()
         self.snapshots.begin_epoch(self.steps, -(-N // BATCH))
         self.sampler.set_epoch(epoch)
         for step, (_, _, indices) in enumerate(DataLoader(self.dataset, batch_size=BATCH, sampler=self.sampler)):
@@ -80,7 +80,7 @@ class Trial:
             self.snapshots.step(self.steps)
             if step == save_at:
                 self.save()
-        return (self.cache.board.totals() - before).as_dict()
+        return (self.cache.residency.totals() - before).as_dict()
 
     def save(self) -> str:
         """Saves and waits; where it is."""
@@ -124,11 +124,11 @@ def test_the_least_useful_yield_to_a_snapshot_and_come_back_when_it_is_in_storag
         yielding = trial.epoch(2, save_at=5)
         assert trial.save() == "cluster memory"
         assert yielding["yielded"] > 0
-        assert cache.room.counted_bytes() <= cache.board.capacity_bytes < full
+        assert cache.admission.counted_bytes() <= cache.residency.capacity_bytes < full
         trial.flushed()
 
         refilling = trial.epoch(3)
-        assert cache.board.capacity_bytes == full, "slots with nothing but old snapshots keep their memory"
+        assert cache.residency.capacity_bytes == full, "slots with nothing but old snapshots keep their memory"
         assert refilling["admitted"] == refilling["misses"] > 0
         later = [trial.epoch(epoch) for epoch in range(4, 9)]
         assert later[-1]["hits"] == before["hits"]
@@ -179,7 +179,7 @@ def test_a_cluster_that_is_full_of_other_things_makes_a_save_go_to_storage_and_s
         assert len(said) == 1, "once"
         assert "expected room for" in said[0]
         assert trial.snapshots.figures()["durable_step"] == trial.steps
-        assert trial.cache.room.counted_bytes() == 0, "whoever could yield has yielded"
+        assert trial.cache.admission.counted_bytes() == 0, "whoever could yield has yielded"
         assert trial.epoch(1)["admitted"] > 0
         end(trials)
 

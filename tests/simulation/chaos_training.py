@@ -144,7 +144,7 @@ def train(
                 outcome.steps.append((epoch, *indices.tolist()))
                 hook(len(outcome.steps))
             if dataset.cache is not None:
-                outcome.totals = dataset.cache.board.totals().as_dict()
+                outcome.totals = dataset.cache.residency.totals().as_dict()
                 outcome.hits.append(outcome.totals["hits"] - before)
                 before = outcome.totals["hits"]
         del loader

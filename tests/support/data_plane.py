@@ -211,7 +211,7 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
         del loader
         outcome.state = sampler.state_dict()
         if dataset.cache is not None:
-            outcome.totals = dataset.cache.board.totals().as_dict()
+            outcome.totals = dataset.cache.residency.totals().as_dict()
     return outcome
 
 
@@ -221,7 +221,7 @@ def _loop(
     cache = dataset.cache
     if cache is not None:
         outcome.sizes, outcome.capacity_bytes = cache.size_bytes_N, cache.capacity_bytes
-        before = cache.board.totals()
+        before = cache.residency.totals()
     for epoch in range(sampler.epoch, job.epochs):
         sampler.set_epoch(epoch)
         begun = time.perf_counter()
@@ -237,7 +237,7 @@ def _loop(
         outcome.seconds.append(time.perf_counter() - begun)
         outcome.orders.append(sampler.order_of(epoch).copy())
         if cache is not None:
-            now = cache.board.totals()
+            now = cache.residency.totals()
             outcome.ledgers.append((now - before).as_dict())
             before = now
 

@@ -1,8 +1,8 @@
-"""A source whose samples lie decoded in the cache, and the measurements by which that is chosen.
+"""DecodedSource: keeps samples decoded in the cache. FormatChoice: measures whether that pays.
 
-`DecodedSource` reads files as `FileSource` does, and makes of those that shall stay in the cache decoded pictures.
-Their sizes are in the files' headers, and reading all headers would cost an epoch of slow storage; so sizes are
-estimated from a few files, and what an entry really occupies is counted when it is written (`shade.cache.admission`).
+`DecodedSource` reads files as `FileSource` does, and decodes those that stay in the cache. The files' headers have the
+pictures' sizes, but reading all headers would cost an epoch of slow storage. So sizes are estimated from a few files,
+and the true size of an entry is counted when it is written (`shade.cache.admission`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from PIL import Image
+from typing_extensions import override
 
-from shade.cache.entry import FORM_PICTURE
-from shade.data._dataset.source import CountOrigin, FileSource
+from shade.cache.entry import FORMAT_PICTURE
+from shade.data._dataset.source import CountOrigin, FileSource, SampleSource
 from shade.data._decode.cached_format import (
-    FORMS,
+    CACHED_FORMATS,
     PROBES,
     FormatCosts,
     forecast,
@@ -37,17 +38,9 @@ logger = logging.getLogger("shade.data")
 
 
 def decoded(content: Any, max_side: int | None) -> npt.NDArray[np.uint8]:
-    """A file's whole picture.
+    """Returns a file's whole picture, (height, width, 3), with no side longer than ``max_side`` (None: as it is).
 
-    Args:
-        content: The file.
-        max_side: Longest side, or None for as it is.
-
-    Returns:
-        (height, width, 3).
-
-    Raises:
-        Exception: Whatever Pillow says of a file that is no picture.
+    Raises what Pillow raises for a file that is no picture.
     """
     size = size_of(content)
     if size is not None and (max_side is None or max(size) <= max_side):
@@ -60,15 +53,7 @@ def decoded(content: Any, max_side: int | None) -> npt.NDArray[np.uint8]:
 
 
 class Probe:
-    """What a few evenly spaced files tell of all.
-
-    Args:
-        source: Read here.
-        max_side: See `decoded`.
-
-    Raises:
-        DataError: None of them is a picture.
-    """
+    """Measures a few evenly spaced files, which stand for all. Raises DataError if none of them is a picture."""
 
     def __init__(self, source: FileSource, max_side: int | None) -> None:
         num_samples = len(source.payload_bytes_N)
@@ -84,7 +69,7 @@ class Probe:
         begun = time.perf_counter()
         payloads += source.read_many(chosen[half:], count)
         self.origin_seconds = (time.perf_counter() - begun) / (len(chosen) - half)
-        """A sample's read, with as many others under way as usual."""
+        """A sample's read, with the usual number of others under way."""
         seconds, file_bytes, picture_bytes = [], 0, 0
         for payload in payloads:
             try:
@@ -98,21 +83,15 @@ class Probe:
         if not seconds:
             raise DataError.of("readable pictures", f"{len(chosen)} files that are none", "check the data set")
         self.decode_seconds = float(np.median(seconds))
-        """On one core; the first one's compiling and loading does not count."""
+        """On one core; the median leaves out compiling and loading at the first file."""
         self.growth = picture_bytes / file_bytes
         """How many times larger pictures are than files."""
 
 
-class DecodedSource:
-    """Samples decoded in the cache.
+class DecodedSource(SampleSource):
+    """Samples that are decoded in the cache, no larger than ``max_side``. The probe estimates the pictures' sizes."""
 
-    Args:
-        files: Where they come from.
-        probe: What is known of their sizes.
-        max_side: Longest side of a picture, or None for as they are.
-    """
-
-    form = FORM_PICTURE
+    cached_format = FORMAT_PICTURE
     has_pictures = True
 
     def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
@@ -122,32 +101,27 @@ class DecodedSource:
         self.target_N = files.target_N
         self.payload_bytes_N = (files.payload_bytes_N * probe.growth).astype(np.int64)
 
+    @override
     def rest_of(self, index: int) -> tuple[Any, ...]:
-        """See `Source.rest_of`."""
         return self._files.rest_of(index)
 
+    @override
     def name_of(self, index: int) -> str:
-        """See `Source.name_of`."""
         return self._files.name_of(index)
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
-        """Files, as they are; `prepared` makes pictures of them."""
+        """Reads files as they are; `prepared` turns them into pictures."""
         return self._files.read_many(indices, count)
 
     @property
     def prepares_all(self) -> bool:
-        """Whether what does not stay in the cache has to be made a picture as well: it is resized."""
+        """Returns whether samples that do not stay in the cache are prepared as well, because pictures are made
+        smaller."""
         return self._max_side is not None
 
     def prepared(self, payload: Any) -> Any:
-        """A file's content as it goes into the cache.
-
-        Args:
-            payload: From `read_many`.
-
-        Returns:
-            A packed picture; the payload itself where none can be made of it, for `decode` to say why.
-        """
+        """Returns a file's content as it goes into the cache: a packed picture, or the payload itself if it cannot be
+        decoded, so that `decode` raises the error."""
         if isinstance(payload, Exception):
             return payload
         try:
@@ -155,51 +129,46 @@ class DecodedSource:
         except Exception:  # noqa: BLE001 - whatever Pillow raises; `decode` raises it again, with the sample's name
             return payload
 
+    @override
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
-        """See `Source.decode`."""
         picture = None if isinstance(payload, Exception) else picture_of(payload)
         if picture is not None:
             return Image.fromarray(picture), *self.rest_of(index)
         image, *rest = self._files.decode(index, payload)
         return shrunk(image, self._max_side), *rest
 
+    @override
     def close(self) -> None:
-        """See `Source.close`."""
         self._files.close()
 
 
 class FormatChoice:
-    """A form for the files of one data set, and why.
+    """Chooses the cached format (``"decoded"``, or ``"auto"`` by forecast) for the files of one data set.
 
-    Args:
-        source: The files.
-        form: ``"decoded"`` or ``"auto"``.
-        max_side: See `decoded`.
-        store_bytes: What all files would occupy in the store.
-        capacity_bytes: What the cache may occupy there.
+    ``store_bytes`` is what all files would occupy in the store, ``capacity_bytes`` what the cache may occupy there.
     """
 
     def __init__(
-        self, source: FileSource, form: str, max_side: int | None, store_bytes: int, capacity_bytes: int
+        self, source: FileSource, cached_format: str, max_side: int | None, store_bytes: int, capacity_bytes: int
     ) -> None:
         probe, num_samples = Probe(source, max_side), len(source.payload_bytes_N)
         self.num_reads, self.num_bytes = probe.num_reads, probe.num_bytes
         mean = store_bytes / num_samples
         costs = FormatCosts(probe.origin_seconds, probe.decode_seconds, mean, mean * probe.growth)
         self.forecast = forecast(costs, num_samples, capacity_bytes)
-        """What each form was predicted to do."""
-        used = _agreed(self.forecast.form) if form == "auto" else form
+        """The prediction for each format."""
+        used = _agreed(self.forecast.cached_format) if cached_format == "auto" else cached_format
         self.decoded = DecodedSource(source, probe, max_side) if used == "decoded" else None
-        """The source that keeps pictures; None: files stay as they are."""
+        """The source that keeps pictures; None if files stay as they are."""
         logger.info("form=%s; %s", used, self.forecast)
 
 
-def _agreed(form: str) -> str:
-    """Rank 0's choice: clocks differ between ranks, and ranks share a cache."""
+def _agreed(cached_format: str) -> str:
+    """Returns rank 0's choice: clocks differ between ranks, and ranks share a cache."""
     if not (dist.is_available() and dist.is_initialized()):
-        return form
+        return cached_format
     group = dist.new_group(backend="gloo")
-    chosen = torch.tensor([FORMS.index(form)])
+    chosen = torch.tensor([CACHED_FORMATS.index(cached_format)])
     assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
     dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
-    return FORMS[int(chosen.item())]
+    return CACHED_FORMATS[int(chosen.item())]

@@ -1,13 +1,13 @@
-"""The item codec: an item of any map-style data set to bytes and back, without pickle.
+"""The item codec: turns an item of any map-style data set into bytes and back, without pickle.
 
 Layout: ``u32 skeleton length | skeleton (JSON) | raw buffers, 8-byte aligned``. The skeleton names each buffer's dtype
-and shape; tensors, arrays and PIL images lie behind it as they lay in memory. Nothing in it can run code, and every
-length is checked against what is there before memory is asked for, so bytes that came over a network are safe to
-decode: at worst they are a `CorruptEntryError`.
+and shape; tensors, arrays and PIL images follow it as they were in memory. No part of it can run code, and every length
+is checked against the bytes present before memory is allocated. So bytes from a network are safe to decode: at worst
+they raise `CorruptEntryError`.
 
-Invariant: ``decode(encode(item)) == item``, dtypes and containers included. What cannot keep that promise is refused
-when it is encoded: subclasses of tensors, arrays and containers, sparse and quantised tensors, structured arrays. Of a
-PIL image the pixels, the palette and the transparency are kept, not the file's metadata.
+Invariant: ``decode(encode(item)) == item``, dtypes and containers included. `encode` refuses what cannot keep that
+promise: subclasses of tensors, arrays and containers, sparse and quantised tensors, structured arrays. Of a PIL image
+it keeps pixels, palette and transparency, not the file's metadata.
 """
 
 from __future__ import annotations
@@ -41,14 +41,7 @@ _DTYPES = {
 def encode(item: Any) -> bytes:
     """Encodes tensors, arrays, PIL images, numbers, strings, bytes, None, and tuples, lists and dicts of them.
 
-    Args:
-        item: What the wrapped data set returned.
-
-    Returns:
-        The payload.
-
-    Raises:
-        ConfigError: A type it does not know; the message names it.
+    Raises ConfigError for any other type; the message names it.
     """
     buffers: list[bytes] = []
     skeleton = json.dumps(_flatten(item, buffers), separators=(",", ":")).encode()
@@ -59,17 +52,8 @@ def encode(item: Any) -> bytes:
 
 
 def decode(payload: bytes | memoryview) -> Any:
-    """The inverse of `encode`.
-
-    Args:
-        payload: What `encode` returned; the buffers are copied out of it.
-
-    Returns:
-        The item.
-
-    Raises:
-        CorruptEntryError: Bytes that `encode` did not make.
-    """
+    """Decodes what `encode` returned; copies the buffers. Raises CorruptEntryError for bytes that `encode` did not
+    make."""
     view = memoryview(payload)
     try:
         (length,) = _LENGTH.unpack_from(view)
@@ -133,7 +117,7 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
 
 
 def _palette(image: Image.Image) -> list[Any] | None:
-    """Mode and bytes (as numbers) of an image's palette."""
+    """Returns the mode and the bytes (as numbers) of an image's palette."""
     if image.palette is None:
         return None
     mode = "RGBA" if "A" in image.palette.mode else "RGB"
@@ -141,7 +125,7 @@ def _palette(image: Image.Image) -> list[Any] | None:
 
 
 def _transparency(image: Image.Image) -> Any:
-    """Which colour counts as transparent: a number, a tuple, or bytes (as a list in a dict)."""
+    """Returns the colour that counts as transparent: a number, a tuple, or bytes (as a list in a dict)."""
     found = image.info.get("transparency")
     return {"bytes": list(found)} if isinstance(found, bytes) else found
 
@@ -179,7 +163,7 @@ def _build(skeleton: Any, cursor: _Cursor) -> Any:
 
 
 def _num_elements(shape: list[int]) -> int:
-    """Product of a shape, without overflow."""
+    """Returns the product of a shape, without overflow."""
     if not all(type(length) is int and 0 <= length < 2**48 for length in shape):
         raise ValueError("a shape that is none")
     return math.prod(shape)
@@ -193,7 +177,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _build_image(value: list[Any], cursor: _Cursor) -> Image.Image:
-    """An image; its memory is asked for only when the bytes that fill it are there."""
+    """Builds an image; allocates its memory only if the bytes that fill it are present."""
     mode, (width, height), num_bytes, palette, transparency = value
     raw = cursor.take(num_bytes)
     if _num_elements([width, height]) and num_bytes != height * -(-width * _PIXEL_BITS[mode] // 8):

@@ -1,18 +1,15 @@
-"""Where a wrapped data set's samples come from: its files' own bytes, or its items through a codec.
+"""Sources of samples: a data set's files as bytes, or its items through a codec.
 
 `FileSource` is the fast path for ImageFolder-like data sets (``samples`` of (path or URL, target) and torchvision's own
-loader): the payload is the file, unchanged, so a cached sample decodes to the same pixels, and its size is known before
-it is read. `ItemSource` takes any other map-style data set: the payload is the encoded item. Either way the source is
-the only one who touches the origin, and counts exactly what it read.
+loader). The payload is the file, unchanged, so a cached sample decodes to the same pixels, and its size is known before
+it is read. `ItemSource` takes any other map-style data set; the payload is the encoded item. Only the source touches
+the origin, and it counts exactly what it reads.
 
-RemoteImageFolder: torchvision's ImageFolder behind a URL.
-
-The same layout (a folder a class), the same order and numbering of classes and samples, the same items; only that the
-folder is wherever fsspec reaches. It lists the folder once and keeps each file's length and version, so a cache around
-it knows how much room it needs and never takes one state of the data set for another.
-
-Alone it works like any map-style data set, one slow read an item; wrapped in `ShadeDataset` its files are read in
-parallel and cached. Price: listing a bucket takes one request a thousand files, a web server's pages one a file.
+`RemoteImageFolder` is torchvision's ImageFolder behind a URL that fsspec reaches: the same layout (a folder a class),
+the same order and numbers of classes and samples, the same items. It lists the folder once and keeps each file's length
+and version, so a cache around it knows how much space it needs, and never takes one state of the data set for another.
+Alone it works like any map-style data set, one slow read an item; in a `ShadeDataset` its files are read in parallel
+and cached. Price: listing a bucket takes one request a thousand files, a web server's pages one a file.
 """
 
 from __future__ import annotations
@@ -27,66 +24,64 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from typing_extensions import override
 
-from shade.cache.entry import FORM_ENCODED, FORM_ITEM
+from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._dataset import item_codec
 from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
 from shade.errors import BadSampleError, ConfigError, DataError
 
 CountOrigin = Callable[[int, int], None]
-"""Told (reads, bytes) whenever the origin was read."""
+"""Called with (reads, bytes) after each read of the origin."""
 
 _PROBES = 32
 _STAT_THREADS = 32
 
 
 class SampleSource(Protocol):
-    """What `ShadeDataset` needs to know of the data set it wraps."""
+    """What `ShadeDataset` needs to know of the data set that it wraps."""
 
-    form: int
+    cached_format: int
     fingerprint: str
     payload_bytes_N: npt.NDArray[np.int64]
     target_N: npt.NDArray[np.int64] | None
     has_pictures: bool
-    """Whether a payload is an image file, or a picture of `_dataset.cached_format`, whose RGB pixels are the sample."""
+    """Whether a payload is an image file, or a picture of `_decode.cached_format`, whose RGB pixels are the sample."""
     num_probes: int
-    """Reads of the origin that it took to learn the sizes."""
+    """Reads of the origin that were needed to learn the sizes."""
     probe_bytes: int
     """Bytes that those reads returned."""
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
-        """Payloads in order; an exception object for one that could not be read."""
+        """Reads payloads in order, with an exception object in place of one that could not be read."""
         ...
 
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
-        """The item as a tuple, before the transforms of `ShadeDataset`. Raises `BadSampleError`."""
+        """Returns the item as a tuple, before the transforms of `ShadeDataset`. Raises `BadSampleError`."""
         ...
 
     def rest_of(self, index: int) -> tuple[Any, ...]:
-        """What comes with the sample, where ``has_pictures``."""
+        """Returns what comes with the sample, if it ``has_pictures``."""
         ...
 
     def name_of(self, index: int) -> str:
-        """How to call the sample in an error: its path where it has one."""
+        """Returns the sample's name in an error: its path, if it has one."""
         ...
 
     def close(self) -> None:
-        """Ends its threads, if it has any. Safe to call twice."""
+        """Ends the source's threads, if it has any. Safe to call twice."""
         ...
 
 
-class FileSource:
-    """Files and targets of an ImageFolder-like data set.
+class FileSource(SampleSource):
+    """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
-    Args:
-        samples: (path or URL, target) by sample index.
-        decode_bytes: File content → image.
-        entries: What the server says of the files, where they are URLs and somebody has asked already.
-        options: For fsspec, where they are URLs.
+    Of files behind URLs, ``entries`` are the server's descriptions, if the caller has them, and ``options`` are
+    fsspec's.
     """
 
-    form = FORM_ENCODED
+    cached_format = FORMAT_ENCODED
     num_probes = probe_bytes = 0
 
     def __init__(
@@ -128,26 +123,26 @@ class FileSource:
         digest.update(state)
         self.fingerprint = digest.hexdigest()
 
+    @override
     def rest_of(self, index: int) -> tuple[Any, ...]:
-        """See `SampleSource.rest_of`."""
         assert self.target_N is not None
         return (int(self.target_N[index]),)
 
     def name_of(self, index: int) -> str:
-        """The sample's path or URL."""
+        """Returns the sample's path or URL."""
         start = int(self._end_N[index - 1]) if index else 0
         return self._root + os.fsdecode(self._names[start : int(self._end_N[index])].tobytes())
 
+    @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
-        """See `SampleSource.read_many`."""
         sizes = self.payload_bytes_N[indices].tolist()
         contents = self._origin.read_many([self.name_of(index) for index in indices], sizes)
         read = [content for content in contents if not isinstance(content, OSError)]
         count(len(read), sum(map(len, read)))
         return contents
 
+    @override
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
-        """See `SampleSource.decode`."""
         try:
             if isinstance(payload, Exception):
                 raise payload
@@ -159,21 +154,15 @@ class FileSource:
             ) from error
         return sample, *self.rest_of(index)
 
+    @override
     def close(self) -> None:
-        """See `SampleSource.close`."""
         self._origin.close()
 
 
-class ItemSource:
-    """Items of any map-style data set.
+class ItemSource(SampleSource):
+    """Items of any map-style data set."""
 
-    Args:
-        dataset: With ``__len__`` and ``__getitem__``.
-        encode: Item → bytes.
-        decode_item: Bytes → item.
-    """
-
-    form = FORM_ITEM
+    cached_format = FORMAT_ITEM
     has_pictures = False
 
     def __init__(
@@ -200,7 +189,7 @@ class ItemSource:
         self.target_N = _class_targets(targets, num_samples)
 
     def _probe(self, indices: list[int]) -> list[bytes]:
-        """Those that can be read; what cannot is for `on_bad_sample` to decide, when its turn comes."""
+        """Encodes the items that can be read; `on_bad_sample` decides about the others when their turn comes."""
         payloads = []
         for index in indices:
             try:
@@ -216,15 +205,15 @@ class ItemSource:
         return payloads
 
     def rest_of(self, index: int) -> tuple[Any, ...]:
-        """See `SampleSource.rest_of`; an item is known when it is decoded, and not before."""
+        """Raises, because an item is not known before it is decoded."""
         raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
 
     def name_of(self, index: int) -> str:
-        """The sample's index; it has no path."""
+        """Returns the sample's index, because it has no path."""
         return f"index {index} of {type(self._dataset).__name__}"
 
+    @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
-        """See `SampleSource.read_many`."""
         payloads: list[Any] = []
         for index in indices:
             try:
@@ -235,8 +224,8 @@ class ItemSource:
         count(len(read), sum(map(len, read)))
         return payloads
 
+    @override
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
-        """See `SampleSource.decode`."""
         try:
             if isinstance(payload, Exception):
                 raise payload
@@ -248,8 +237,9 @@ class ItemSource:
             ) from error
         return item if isinstance(item, tuple) else (item,)
 
+    @override
     def close(self) -> None:
-        """See `SampleSource.close`."""
+        pass
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
@@ -291,7 +281,8 @@ def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Calla
 
 
 def _reads_plain_images(dataset: Any) -> bool:
-    """Whether a sample is its file, decoded as torchvision does it: no loader and no ``__getitem__`` of its own."""
+    """Returns whether a sample is its file, decoded as torchvision does it: no loader and no ``__getitem__`` of its
+    own."""
     from torchvision.datasets.folder import DatasetFolder, default_loader
 
     own_way = getattr(type(dataset), "__getitem__", None) is not DatasetFolder.__getitem__
@@ -305,19 +296,12 @@ def _pil_backend() -> bool:
 
 
 def innermost_transform(dataset: Any) -> Any:
-    """The transform that a data set applies, or a `Subset` of it, or a subset of that.
-
-    Args:
-        dataset: Any data set.
-
-    Returns:
-        The transform, or None.
-    """
+    """Returns the transform of a data set, or of the data set inside it (`Subset`, nested); None if there is none."""
     while dataset is not None:
         found = getattr(dataset, "transform", None)
-        form = getattr(dataset, "format", None)  # of Hugging Face: set_transform makes it "custom"
-        if found is None and isinstance(form, dict) and form.get("type") == "custom":
-            found = form
+        hf_format = getattr(dataset, "format", None)  # of Hugging Face: set_transform makes it "custom"
+        if found is None and isinstance(hf_format, dict) and hf_format.get("type") == "custom":
+            found = hf_format
         if found is not None:
             return found
         dataset = getattr(dataset, "dataset", None)
@@ -335,7 +319,7 @@ class RemoteImageFolder:
 
     Raises:
         ConfigError: fsspec knows no such scheme, or its library is not installed.
-        DataError: No images there, or the server does not say how long they are.
+        DataError: There are no images, or the server does not report their lengths.
     """
 
     def __init__(
@@ -355,11 +339,11 @@ class RemoteImageFolder:
         self.classes = sorted({name for name, _ in placed})
         """Names of the classes, in the order of their numbers."""
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
-        """The other way round."""
+        """Number of each class."""
         self.samples = [(entry.url, self.class_to_idx[name]) for name, entry in placed]
         """(URL, class) by sample index."""
         self.entries: list[Entry] = [entry for _, entry in placed]
-        """What the server says of each."""
+        """The server's description of each file."""
         self.targets = [number for _, number in self.samples]
         """Class by sample index."""
 
@@ -378,7 +362,7 @@ class RemoteImageFolder:
 
 
 def _order(placed: tuple[str, Entry]) -> tuple[str, str, str]:
-    """ImageFolder's: a folder's own files come before those of folders in it."""
+    """Returns ImageFolder's sort key: a folder's own files come before those of folders in it."""
     name, entry = placed
     folder, _, file = entry.url.rpartition("/")
     return name, folder, file
@@ -389,7 +373,7 @@ def _is_image(url: str) -> bool:
 
 
 def _class_of(root: str, url: str) -> str:
-    """The folder right below the root; a file that is in none is a `DataError`."""
+    """Returns the folder right below the root; raises DataError for a file that is in none."""
     inner = url.partition(root.partition("://")[2])[2].lstrip("/")
     name, slash, _ = inner.partition("/")
     if not slash:

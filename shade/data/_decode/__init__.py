@@ -1,1 +1,1 @@
-"""Decodes JPEG files to pixels, and holds the format in which decoded pictures lie in the cache."""
+"""Decodes JPEG files to pixels, and packs pictures for the cache."""

@@ -1,16 +1,16 @@
-"""In which form samples lie in the cache: as the origin's files, or decoded; and which of the two is worth it.
+"""The cached format: samples are in the cache as the origin's files, or decoded. Predicts which of the two is faster.
 
-Decoded, a hit costs no decoding, but takes some five times the room, so there are fewer hits. Which way that goes
-depends on what reading the origin costs, what decoding costs, and how much room there is; all three are measured on a
-few files when the data set is made. The slower of two things that run side by side decides: reading what is not in the
-cache, and the processors' work. That is Seneca's model of a loader (Kim et al., "Seneca", FAST 2026), for one cache and
-two forms.
+With decoded pictures a hit costs no decoding, but takes about five times the space, so there are fewer hits. Which is
+better depends on the costs of reading the origin and of decoding, and on the space; all are measured on a few files
+when the data set is made. Two things run side by side, reading what is not in the cache and the processors' work, and
+the slower one decides. That is Seneca's model of a loader (Kim et al., "Seneca", FAST 2026), for one cache and two
+formats.
 
-``"decoded"`` is the whole picture as uint8, since a random crop may be anywhere in it. ``max_side`` makes it smaller:
-then every sample is resized so, cached or not, and training sees other pixels than without; nobody but the user can
-decide that. Only what is to stay in the cache is decoded whole; whatever else passes through takes the usual way.
+``"decoded"`` keeps the whole picture as uint8, because a random crop may be anywhere in it. ``max_side`` makes it
+smaller: then every sample is resized, cached or not, and training sees other pixels than without; so only the user can
+choose it. Only samples that stay in the cache are decoded whole; all others are decoded as usual.
 
-Invariant: without ``max_side`` samples are the same in every form, bit for bit.
+Invariant: without ``max_side`` samples are the same in every format, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,44 +26,30 @@ from PIL import Image
 
 from shade.errors import ConfigError
 
-FORMS = ("encoded", "decoded", "auto")
+CACHED_FORMATS = ("encoded", "decoded", "auto")
 PROBES = 24
-"""Files that are read and decoded to find out what that costs."""
+"""Files that are read and decoded to measure the costs."""
 LEAST_GAIN = 1.1
-"""``auto`` leaves files as they are unless decoding them is predicted to pay by as much."""
+"""``auto`` chooses decoded pictures only if they are predicted to be faster by this factor."""
 COPY_SECONDS = 1e-9
-"""What a byte from the cache costs: a server's core serves about 1 GB/s (decision 0002)."""
+"""Cost of a byte from the cache: a server's core serves about 1 GB/s (decision 0002)."""
 _HEADER = struct.Struct("<4sII4x")
 _MAGIC = b"SHPX"
 
 
 def pack_picture(picture_HWC: npt.NDArray[np.uint8]) -> bytes:
-    """A decoded picture as a payload.
-
-    Args:
-        picture_HWC: uint8 RGB.
-
-    Returns:
-        Its size, then its pixels.
-    """
+    """Returns a uint8 RGB picture as a payload: its size, then its pixels."""
     height, width, _ = picture_HWC.shape
     return _HEADER.pack(_MAGIC, height, width) + picture_HWC.tobytes()
 
 
 def packed_bytes(height: int, width: int) -> int:
-    """Length of such a payload."""
+    """Returns the length of such a payload."""
     return _HEADER.size + 3 * height * width
 
 
 def picture_of(payload: Any) -> npt.NDArray[np.uint8] | None:
-    """The inverse of `pack_picture`, without a copy.
-
-    Args:
-        payload: Any payload.
-
-    Returns:
-        (height, width, 3), or None where it is something else.
-    """
+    """Returns the picture of a payload, (height, width, 3), without a copy; None if it is something else."""
     if len(payload) < _HEADER.size or payload[:4] != _MAGIC:
         return None
     _, height, width = _HEADER.unpack_from(payload)
@@ -73,7 +59,7 @@ def picture_of(payload: Any) -> npt.NDArray[np.uint8] | None:
 
 
 def shrunk(image: Image.Image, max_side: int | None) -> Image.Image:
-    """The image with no side longer than ``max_side``; the image itself where it is not."""
+    """Returns the image with no side longer than ``max_side``; the image itself if it is small enough."""
     if max_side is None or max(image.size) <= max_side:
         return image
     scale = max_side / max(image.size)
@@ -83,10 +69,10 @@ def shrunk(image: Image.Image, max_side: int | None) -> Image.Image:
 
 @dataclass(frozen=True)
 class FormatCosts:
-    """What a mean sample costs, in seconds and bytes."""
+    """Costs of a mean sample, in seconds and bytes."""
 
     origin_seconds: float
-    """To read it from the origin, as many at a time as that takes well."""
+    """To read it from the origin, with as many reads under way as the origin takes well."""
     decode_seconds: float
     """To decode it, on one core."""
     encoded_bytes: float
@@ -97,46 +83,39 @@ class FormatCosts:
 
 @dataclass(frozen=True)
 class FormatForecast:
-    """What was predicted when the form was chosen."""
+    """The prediction when the format was chosen."""
 
-    form: str
-    """The better one."""
+    cached_format: str
+    """The better format."""
     seconds: dict[str, float]
-    """Predicted seconds a sample, by form."""
+    """Predicted seconds a sample, by format."""
     hit_ratios: dict[str, float]
-    """Predicted, by form."""
+    """Predicted hit ratio, by format."""
     num_cores: int
-    """That share the work."""
+    """Cores that share the work."""
 
     @property
     def gain(self) -> float:
-        """How many times faster the decoded form is predicted to be; below 1: slower."""
+        """Returns how many times faster the decoded format is predicted to be; below 1: slower."""
         return self.seconds["encoded"] / self.seconds["decoded"]
 
     def __str__(self) -> str:
         rates = ", ".join(
-            f"{form} {1 / self.seconds[form]:,.0f} samples/s at {100 * self.hit_ratios[form]:.0f} % hits"
-            for form in ("encoded", "decoded")
+            f"{name} {1 / self.seconds[name]:,.0f} samples/s at {100 * self.hit_ratios[name]:.0f} % hits"
+            for name in ("encoded", "decoded")
         )
         return f"predicted: {rates}"
 
-    def check(self, form: str, counts: dict[str, Any]) -> dict[str, Any]:
-        """The prediction beside what came of it.
-
-        Args:
-            form: The form that was used.
-            counts: One epoch's ledger, as `shade.cache.ledger.Ledger.as_dict` gives it.
-
-        Returns:
-            A row of metrics: the form, seconds a sample and hit ratio, predicted and measured.
-        """
+    def check(self, cached_format: str, counts: dict[str, Any]) -> dict[str, Any]:
+        """Returns a row of metrics: the format that was used, seconds a sample and hit ratio, predicted and measured.
+        ``counts`` is one epoch's ledger, as `shade.cache.ledger.Ledger.as_dict` returns it."""
         samples, busy = max(1, counts["hits"] + counts["misses"]), counts["busy_seconds"]
         work = (busy["decode"] + busy["cache"]) / self.num_cores
         return {
-            "form": form,
-            "predicted_seconds_per_sample": self.seconds[form],
+            "form": cached_format,
+            "predicted_seconds_per_sample": self.seconds[cached_format],
             "measured_seconds_per_sample": max(busy["origin"], work) / samples,
-            "predicted_hit_ratio": self.hit_ratios[form],
+            "predicted_hit_ratio": self.hit_ratios[cached_format],
             "measured_hit_ratio": counts["hits"] / samples,
         }
 
@@ -144,49 +123,36 @@ class FormatForecast:
 def forecast(
     costs: FormatCosts, num_samples: int, capacity_bytes: float, num_cores: int | None = None
 ) -> FormatForecast:
-    """Predicts both forms.
+    """Predicts both formats for N samples; chooses decoded pictures only if that pays by `LEAST_GAIN`.
 
-    Args:
-        costs: Of a mean sample.
-        num_samples: N.
-        capacity_bytes: Of the cache.
-        num_cores: That decode; None: as many as this process may use.
-
-    Returns:
-        The forecast; its ``form`` is decoded only where that pays by `LEAST_GAIN`.
+    ``num_cores`` decode; None: as many as this process may use.
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
     sizes = {"encoded": costs.encoded_bytes, "decoded": costs.decoded_bytes}
-    hit_ratios = {form: min(1.0, capacity_bytes / (num_samples * size)) for form, size in sizes.items()}
+    hit_ratios = {
+        cached_format: min(1.0, capacity_bytes / (num_samples * size)) for cached_format, size in sizes.items()
+    }
     seconds = {}
-    for form, size in sizes.items():
-        hits = hit_ratios[form]
-        decoded = 1.0 if form == "encoded" else 1.0 - hits
+    for cached_format, size in sizes.items():
+        hits = hit_ratios[cached_format]
+        decoded = 1.0 if cached_format == "encoded" else 1.0 - hits
         work = (costs.decode_seconds * decoded + COPY_SECONDS * size * hits) / num_cores
-        seconds[form] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
+        seconds[cached_format] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
     pays = seconds["encoded"] >= LEAST_GAIN * seconds["decoded"]
     return FormatForecast("decoded" if pays else "encoded", seconds, hit_ratios, num_cores)
 
 
-def check_form(form: str, max_side: int | None, *, has_files: bool, has_cache: bool) -> None:
-    """Refuses what cannot be.
-
-    Args:
-        form: One of `FORMS`.
-        max_side: Pixels, or None.
-        has_files: Whether the data set's samples are image files.
-        has_cache: Whether there is a cache.
-
-    Raises:
-        ConfigError: The argument that does not fit.
-    """
-    if form not in FORMS:
-        raise ConfigError.of("form 'encoded', 'decoded' or 'auto'", form, "choose one of the three")
-    if form == "decoded" and not has_files:
+def check_cached_format(cached_format: str, max_side: int | None, *, has_files: bool, has_cache: bool) -> None:
+    """Refuses a cached format that does not fit the data set, with ConfigError for the argument that does not fit."""
+    if cached_format not in CACHED_FORMATS:
+        raise ConfigError.of("form 'encoded', 'decoded' or 'auto'", cached_format, "choose one of the three")
+    if cached_format == "decoded" and not has_files:
         raise ConfigError.of(
-            "form='encoded' for a data set whose samples are not image files", form, "its items are cached as they are"
+            "form='encoded' for a data set whose samples are not image files",
+            cached_format,
+            "its items are cached as they are",
         )
-    if form == "decoded" and not has_cache:
+    if cached_format == "decoded" and not has_cache:
         raise ConfigError.of("a cache to keep decoded pictures in", None, "pass cache=, or form='encoded'")
-    if max_side is not None and (form != "decoded" or max_side < 1):
+    if max_side is not None and (cached_format != "decoded" or max_side < 1):
         raise ConfigError.of("max_side ≥ 1 with form='decoded'", max_side, "leave it out, or pass form='decoded'")

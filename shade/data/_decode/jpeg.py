@@ -1,20 +1,20 @@
-"""JPEG files to RGB pixels, and of a large picture only what the crop needs.
+"""Decodes JPEG files to RGB pixels, and of a large picture only what the crop needs.
 
-Three ways, the fastest that this machine has, all of them libjpeg-turbo inside and with the same pixels as Pillow, bit
-for bit:
+It uses the fastest of three decoders that this machine has. All are libjpeg-turbo inside, with the same pixels as
+Pillow, bit for bit:
 
-* TurboJPEG 3 (`_decode.turbojpeg`): rows above the crop are read but not transformed, columns beside it neither,
-  and rows below it are not even read.
-* simplejpeg: the whole picture, straight into an array, without the interpreter's lock.
-* Pillow: the whole picture, as torchvision does it.
+* TurboJPEG 3 (`_decode.turbojpeg`) reads rows above the crop without transforming them, skips columns beside it, and
+  does not read rows below it.
+* simplejpeg decodes the whole picture straight into an array, without the interpreter's lock.
+* Pillow decodes the whole picture, as torchvision does it.
 
-What is not plain (CMYK, 12 bits, arithmetic coding, a file that does not end where a JPEG ends) is Pillow's to judge:
-`size_of` says None, and the caller decodes it as it would without this module. So a truncated file is found out by the
-missing end, although nobody may look at its last rows.
+Only Pillow judges what is not plain (CMYK, 12 bits, arithmetic coding, a file that does not end where a JPEG ends):
+`size_of` returns None, and the caller decodes it as it would without this module. So the missing end reveals a
+truncated file, although no decoder may read its last rows.
 
-A picture several times larger than what is made of it can be decoded at a half, a quarter or an eighth of its size, for
-a fraction of the time, by leaving out high frequencies. That is another picture by a few levels; it is done for those
-alone who ask (``reduced_decode``).
+A picture several times larger than the output can be decoded at a half, a quarter or an eighth of its size, for a
+fraction of the time, by leaving out high frequencies. The pixels differ by a few levels, so only ``reduced_decode``
+asks for it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,7 @@ REDUCTIONS = (8, 4, 2)
 
 
 def size_of(content: Bytes) -> tuple[int, int] | None:
-    """Height and width of a plain JPEG, from its header.
-
-    Args:
-        content: A file.
-
-    Returns:
-        None for whatever else it is, damaged files included.
-    """
+    """Returns height and width of a plain JPEG, from its header; None for anything else, damaged files included."""
     view = memoryview(content)
     if len(view) < _SHORTEST or (bytes(view[:3]), bytes(view[-2:])) != _ENDS:
         return None
@@ -72,19 +65,12 @@ def size_of(content: Bytes) -> tuple[int, int] | None:
 
 
 def reduced_size(height: int, width: int, reduction: int) -> tuple[int, int]:
-    """What libjpeg makes of a picture's size when it decodes at 1/``reduction``."""
+    """Returns the size of a picture that libjpeg decodes at 1/``reduction``."""
     return -(-height // reduction), -(-width // reduction)
 
 
 def decode_rgb(content: Bytes) -> Image.Image:
-    """File content → RGB image: torchvision's own PIL loader, from memory.
-
-    Args:
-        content: An image file.
-
-    Returns:
-        The image, fully decoded.
-    """
+    """Decodes an image file to an RGB image: torchvision's own PIL loader, from memory."""
     with Image.open(io.BytesIO(content)) as image:
         return image.convert("RGB")
 
@@ -109,7 +95,7 @@ def _with_simplejpeg() -> DecodeWindow:
 
 
 def _probe() -> tuple[bytes, npt.NDArray[np.uint8]]:
-    """A small JPEG with subsampled colours, and Pillow's pixels of it."""
+    """Returns a small JPEG with subsampled colours, and Pillow's pixels of it."""
     noise = np.random.default_rng(0).integers(0, 256, (75, 150, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=85, subsampling="4:2:0")
@@ -117,7 +103,7 @@ def _probe() -> tuple[bytes, npt.NDArray[np.uint8]]:
 
 
 def _agrees(decode: DecodeWindow) -> bool:
-    """Whether it gives Pillow's pixels, whole and in part."""
+    """Returns whether a decoder gives Pillow's pixels, whole and in part."""
     content, expected = _probe()
     for box in (Box(0, 0, 75, 150), Box(37, 53, 21, 40), Box(17, 1, 58, 149)):
         found = decode(content, box, 1)
@@ -129,7 +115,7 @@ def _agrees(decode: DecodeWindow) -> bool:
 
 @lru_cache(maxsize=1)
 def jpeg_decoder() -> DecodeWindow:
-    """The fastest way that this machine has and that gives Pillow's pixels."""
+    """Returns the fastest decoder of this machine that gives Pillow's pixels."""
     if (turbo := open_turbo()) is not None:
         if _agrees(turbo):
             return turbo

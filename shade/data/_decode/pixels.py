@@ -1,7 +1,4 @@
-"""The words of decoding: a part of a picture, pixels, and a way from a file to them.
-
-Apart from the ways themselves, so that `_decode.jpeg` may choose among them and each may be read alone.
-"""
+"""The types of decoding: a part of a picture, pixels, and a decoder's signature, which all decoders share."""
 
 from __future__ import annotations
 
@@ -24,32 +21,25 @@ class Box(NamedTuple):
 
 
 class Pixels(NamedTuple):
-    """Decoded pixels, perhaps more than were asked for. They may lie in memory that the next call uses again."""
+    """Decoded pixels, perhaps more than were asked for. The next call may use their memory again."""
 
     source_S: npt.NDArray[np.uint8]
     """RGB, row after row."""
     pitch: int
     """Bytes from row to row."""
     top: int
-    """Row of the picture that comes first."""
+    """The first row's number in the picture."""
     left: int
-    """Column of the picture that comes first."""
+    """The first column's number in the picture."""
 
     @classmethod
     def of(cls, picture_HWC: npt.NDArray[np.uint8]) -> Pixels:
-        """A whole picture."""
+        """Returns a whole picture."""
         whole = np.ascontiguousarray(picture_HWC)
         return cls(whole.reshape(-1), 3 * whole.shape[1], 0, 0)
 
     def cut(self, box: Box) -> npt.NDArray[np.uint8]:
-        """A part of the picture.
-
-        Args:
-            box: In the picture's coordinates; all of it was decoded.
-
-        Returns:
-            A view (height, width, 3).
-        """
+        """Returns a view (height, width, 3) of a part of the picture that was decoded, in the picture's coordinates."""
         rows = self.source_S[: len(self.source_S) // self.pitch * self.pitch].reshape(-1, self.pitch)
         first = 3 * (box.left - self.left)
         part = rows[box.top - self.top :][: box.height, first : first + 3 * box.width]
@@ -57,5 +47,5 @@ class Pixels(NamedTuple):
 
 
 DecodeWindow = Callable[[Bytes, Box, int], Pixels]
-"""Decodes a file: what of it is wanted, in the coordinates of the (reduced) picture, and by how much it is reduced.
-Raises ValueError where the library objects to the file."""
+"""Decodes a file: the wanted part, in the coordinates of the (reduced) picture, and the factor of the reduction. Raises
+ValueError if the library refuses the file."""

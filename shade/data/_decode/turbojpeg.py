@@ -1,12 +1,12 @@
 """TurboJPEG 3 through ctypes: decodes the part of a JPEG that a crop needs.
 
-Its library is looked for where systems and conda keep it, and in wheels that bring one. No wheel that is kept up wraps
-partial decoding, and of the interface eight functions are enough. Handles are not for two threads at once, so each call
-takes one and gives it back; pixels go into memory that belongs to the calling thread and that its next call uses again.
+It looks for the library where systems and conda keep it, and in wheels that bring one. No maintained wheel wraps
+partial decoding, and eight functions of the interface are enough. Two threads must not use one handle at once, so each
+call takes one and gives it back; pixels go into memory of the calling thread, which its next call uses again.
 
-Where libjpeg-turbo widens subsampled colours it looks at the neighbouring column; at the edge of the decoded part it
-has none. So one block more is decoded on either side than is wanted, and what is wanted is the same to the last bit as
-in the whole picture.
+Where libjpeg-turbo widens subsampled colours it reads the neighbouring column, and the edge of the decoded part has
+none. So one block more than wanted is decoded on either side, and the wanted part equals that of the whole picture to
+the last bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT = 0, 4, 5, 6
 _BLOCK_WIDTHS = (8, 16, 16, 8, 8, 32, 8)
 """Width of a minimal coded unit: 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1."""
 _SPARE = 64
-"""Bytes behind the pixels that may be read, and mean nothing."""
+"""Readable bytes behind the pixels, without meaning."""
 
 
 class _Region(ctypes.Structure):
@@ -44,7 +44,8 @@ class _Scale(ctypes.Structure):
 
 
 class _Library:
-    """The functions, with their types. Short ones keep the interpreter's lock: to give it up takes longer than they."""
+    """The functions, with their types. Short ones keep the interpreter's lock, because releasing it takes longer than
+    they do."""
 
     def __init__(self, path: str) -> None:
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
@@ -70,15 +71,8 @@ class _Library:
 
 
 class TurboDecoder:
-    """Decodes parts of pictures.
-
-    Args:
-        path: Of the library.
-
-    Raises:
-        OSError: It cannot be loaded.
-        AttributeError: It is older than version 3.
-    """
+    """Decodes parts of pictures. Raises OSError if the library cannot be loaded, and AttributeError if it is older than
+    3."""
 
     def __init__(self, path: str) -> None:
         self._handles: list[int] = []
@@ -134,7 +128,7 @@ class TurboDecoder:
 
 
 def _places() -> Iterator[str]:
-    """Where the library may be: the system's, this environment's, a wheel's."""
+    """Yields the places of the library: the system's, this environment's, a wheel's."""
     if (found := ctypes.util.find_library("turbojpeg")) is not None:
         yield found
     yield from map(str, sorted(Path(sysconfig.get_config_var("LIBDIR") or "/nowhere").glob("libturbojpeg.so.0*")))
@@ -142,7 +136,7 @@ def _places() -> Iterator[str]:
 
 
 def open_turbo() -> DecodeWindow | None:
-    """The decoder, or None where no library of version 3 is found."""
+    """Returns the decoder, or None if there is no library of version 3."""
     for path in _places():
         try:
             return TurboDecoder(path)

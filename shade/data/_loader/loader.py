@@ -1,24 +1,20 @@
-"""ShadeLoader: DataLoader's place in the script, with threads where those are faster.
+"""ShadeLoader: takes DataLoader's place in the script, with threads where those are faster.
 
-Same arguments, same batches, same order, same random augmentations as ``DataLoader(ShadeDataset(…), sampler=…)``. What
-differs is who makes them. Decoding and rendering run outside the interpreter's lock, so threads make batches ahead
-(`_loader.pipeline`): no copies between processes, no memory shared by name, nothing to start again each epoch, and
-one process's caches instead of one a worker. What the user wrote in Python would wait for the lock, and what it draws
-from the process's generators would depend on who comes first; transforms that are not recognised
-(`ShadeDataset.is_fused`) therefore run in worker processes, as DataLoader runs them, and the loader is no slower.
+It takes the arguments of ``DataLoader(ShadeDataset(…), sampler=…)`` and returns the same batches, in the same order,
+with the same random augmentations. Decoding and rendering run outside the interpreter's lock, so threads can make
+batches ahead (`_loader.pipeline`): no copies between processes, no memory shared by name, no start-up each epoch, and
+one process's caches instead of one a worker. The user's own Python code would wait for the lock, and its random draws
+would depend on which thread comes first. So transforms that are not recognised (`ShadeDataset.is_fused`) run in worker
+processes, as DataLoader runs them, and the loader is no slower.
 
-The sampler is asked in the training thread, as many batches ahead as are under way. A collate function of the user's
-own runs there too, where what it draws is in order. Leaving an epoch early, Ctrl-C and dropping the loader end the
-threads of that epoch.
+The training thread asks the sampler, as many batches ahead as are under way. The user's collate function runs there
+too, so its random draws are in order. Leaving an epoch early, Ctrl-C and dropping the loader end the threads of that
+epoch. `ShadeLoader.state_dict` counts what training has got, not what is under way.
 
-`state_dict` counts what training has got, not what is under way; a loader that loads it goes on with the next batch.
+Copies to a device run one batch ahead of training, in a stream of their own, from page-locked memory; training's stream
+waits for the copy, and the processor does not wait. Price: one batch more in the device's memory.
 
-Invariant: the batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
-
-Batches on their way to a device, one ahead of training.
-
-The copy runs in a stream of its own, from page-locked memory, while training computes on the batch before; training's
-stream waits for it, and the processor for nothing. Price: one batch more in the device's memory.
+Invariant: batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
 """
 
 from __future__ import annotations
@@ -34,8 +30,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset
-from shade.data._loader.batch_parts import Buffers, DrawnParts, FusedParts, PlainParts
+from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._loader.resume import EpochProgress, ResumableBatches
 from shade.data._sampler.sampler import ShadeSampler
@@ -43,7 +40,7 @@ from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
 
 _FETCHERS = 2
-"""Threads that wait for bytes: while one batch's last read is waited for, the next one's are under way."""
+"""Threads that wait for bytes: while one waits for a batch's last read, the reads of the next batch are under way."""
 
 
 class ShadeLoader(DataLoader[Any]):
@@ -54,20 +51,20 @@ class ShadeLoader(DataLoader[Any]):
         batch_size: Samples a batch.
         shuffle: As DataLoader's; leave it out with a sampler.
         sampler: A `ShadeSampler`, or any other.
-        batch_sampler: Instead of the four.
-        num_workers: Threads that decode (or processes, see above); 0: all in the training thread. None: as many as this
-            process may use processors.
+        batch_sampler: In place of batch_size, shuffle, sampler and drop_last.
+        num_workers: Threads that decode (processes, if the transforms are not recognised); 0: the training thread does
+            it all. None: as many as this process may use processors.
         collate_fn: Samples → batch.
         pin_memory: Batches in page-locked memory, where there is a GPU.
         drop_last: As DataLoader's.
-        timeout: Seconds to wait for a batch; 0: for ever.
+        timeout: Seconds to wait for a batch; 0: without limit.
         worker_init_fn: For worker processes.
         multiprocessing_context: For worker processes.
         generator: As DataLoader's.
         prefetch_factor: Batches under way for each worker; 2 when None.
         device: Batches are copied there while training is at the one before; None: they stay where they are.
-        decode_on: ``"host"``; or ``"device"``: recognised transforms are run there, and JPEGs decoded by nvJPEG, which
-            is faster than a few processors and changes pixels by a level or two (`_transforms.device`).
+        decode_on: ``"host"``; or ``"device"``: recognised transforms run there, and nvJPEG decodes the files, which is
+            faster than a few processors and changes pixels by a level or two (`_transforms.device`).
 
     Raises:
         ConfigError: No `ShadeDataset`.
@@ -98,8 +95,8 @@ class ShadeLoader(DataLoader[Any]):
             raise ConfigError.of("a ShadeDataset", type(dataset).__name__, "wrap it: ShadeDataset(dataset, cache=…)")
         if decode_on not in ("host", "device"):
             raise ConfigError.of("decode_on 'host' or 'device'", decode_on, "choose one of the two")
-        there = device is not None and num_workers != 0 and dataset.is_fused and collate_fn is None
-        if decode_on == "device" and not there:
+        can_decode = device is not None and num_workers != 0 and dataset.is_fused and collate_fn is None
+        if decode_on == "device" and not can_decode:
             raise ConfigError.of(
                 "decode_on='device' with device=, workers, transforms that are recognised, and no collate_fn",
                 f"device={device}, num_workers={num_workers}, recognised: {dataset.is_fused}",
@@ -125,21 +122,21 @@ class ShadeLoader(DataLoader[Any]):
             persistent_workers=num_workers > 0,
         )
         self.device = None if device is None else torch.device(device)
-        self._shade: ShadeDataset = dataset
-        self._decodes_there = decode_on == "device"
-        self._crew: tuple[list[ShadeDataset], list[ShadeDataset]] | None = None
+        self._reader: BatchReader = dataset._reader
+        self._decodes_on_device = decode_on == "device"
+        self._readers: tuple[list[BatchReader], list[BatchReader]] | None = None
         self._depth = self.num_workers * (self.prefetch_factor or 2)
-        self._buffers = Buffers(self._depth + 2, pinned=self._pins)
+        self._buffers = BatchBuffers(self._depth + 2, pinned=self._pins)
         self._progress = EpochProgress(self.sampler, generator)
         if self.batch_sampler is not None:
             # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
-            follow = _Follower(self.sampler, dataset.generators)
-            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress, follow)
+            seed_epoch = _SeedEpoch(self.sampler, dataset.generators)
+            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress, seed_epoch)
 
     @property
     def in_threads(self) -> bool:
-        """Whether threads make the batches; else processes do, or the training thread itself."""
-        return self.num_workers > 0 and self.batch_sampler is not None and self._shade.draws_nothing
+        """Returns whether threads make the batches; else processes do, or the training thread itself."""
+        return self.num_workers > 0 and self.batch_sampler is not None and self._reader.draws_nothing
 
     @property
     def _pins(self) -> bool:
@@ -150,18 +147,18 @@ class ShadeLoader(DataLoader[Any]):
         batches: Iterator[Any] = self._threads() if self.in_threads else super().__iter__()
         if self.device is not None:
             batches = on_device(batches, self.device)
-        return _Counted(batches, self._progress, self)
+        return _CountedBatches(batches, self._progress, self)
 
     def _threads(self) -> _ThreadEpoch:
-        if self._crew is None:
+        if self._readers is None:
             numbers = range(_FETCHERS + self.num_workers)
-            everybody = [self._shade.worker(number) for number in numbers]
-            self._crew = everybody[:_FETCHERS], everybody[_FETCHERS:]
-        fetchers, workers = self._crew
+            all_readers = [self._reader.for_worker(number) for number in numbers]
+            self._readers = all_readers[:_FETCHERS], all_readers[_FETCHERS:]
+        fetchers, workers = self._readers
         assert self.batch_sampler is not None
-        order, checked = iter(self.batch_sampler), self._shade.checked
+        order, checked = iter(self.batch_sampler), self._reader.checked
         seed, buffers, collated = self._progress.take_seed(), self._buffers, self.collate_fn is default_collate
-        fused, target = self._shade.is_fused, self.device if self._decodes_there else None
+        fused, target = self._reader.is_fused, self.device if self._decodes_on_device else None
 
         def begin(number: int, indices: Sequence[int]) -> BatchParts:
             if target is not None:
@@ -176,22 +173,32 @@ class ShadeLoader(DataLoader[Any]):
             self._depth,
             self.timeout or None,
             DrawnParts.render
-            if self._decodes_there
-            else _Finish(None if fused and collated else self.collate_fn, self._pins),
+            if self._decodes_on_device
+            else _FinishBatch(None if fused and collated else self.collate_fn, self._pins),
+        )
+
+    def __repr__(self) -> str:
+        """Returns how batches are made, and how many training has got in this epoch."""
+        engine = "threads" if self.in_threads else "processes" if self.num_workers else "the training thread"
+        length = f" of {len(self)}" if self.batch_sampler is not None else ""
+        return (
+            f"ShadeLoader(batch_size={self.batch_size}, num_workers={self.num_workers} ({engine}), "
+            f"sampler={type(self.sampler).__name__}, device={None if self.device is None else str(self.device)!r}, "
+            f"batches={self._progress.num_batches}{length})"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: the sampler's state, and how many batches of this epoch training has got.
+        """Returns where training is: the sampler's state, and how many batches of this epoch training has got.
 
         Call it between steps.
         """
         return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict`: the next iteration begins with the batch after the last that training had got.
+        """Resumes from a `state_dict`: the next iteration begins with the batch after the last that training had got.
 
         Args:
-            state: From `state_dict`, of a loader with the same settings.
+            state: Of a loader with the same settings.
 
         Raises:
             ConfigError: It belongs to other settings.
@@ -199,15 +206,12 @@ class ShadeLoader(DataLoader[Any]):
         self._progress.load_state_dict(state)
 
 
-class _Follower:
-    """Where nobody else says which epoch the random transforms are of, the sampler does, as each begins.
+class _SeedEpoch:
+    """Sets the epoch of the random transforms as each epoch begins, unless the training loop sets it itself.
 
-    Story: it was a method of the loader, which then held itself. Dropped, it waited for the garbage collector, which
-    closes a queue before the DataLoader can say goodbye through it: ten seconds for two worker processes.
-
-    Args:
-        sampler: Of the loader.
-        generators: Of the data set.
+    It is no method of the loader, because the loader would then hold itself. Once dropped, it waited for the garbage
+    collector, which closes a queue before the DataLoader can say goodbye through it: ten seconds for two worker
+    processes.
     """
 
     def __init__(self, sampler: object, generators: BatchGenerators) -> None:
@@ -220,13 +224,8 @@ class _Follower:
             self._generators.follow(self._sampler.seed, self._sampler.epoch)
 
 
-class _Finish:
-    """What is left to do in the training thread.
-
-    Args:
-        collate: Samples → batch; None: it is one already.
-        pins: Whether it goes into page-locked memory.
-    """
+class _FinishBatch:
+    """Collates and pins a batch in the training thread. ``collate`` is None for a batch that is collated already."""
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None, pins: bool) -> None:
         self._collate, self._pins = collate, pins
@@ -237,14 +236,10 @@ class _Finish:
 
 
 class _ThreadEpoch:
-    """The batches of one epoch, made by threads that end with it.
+    """The batches of one epoch, made by the pipeline's threads, which end with it.
 
-    Args:
-        pipeline: Makes them; closed here.
-        order: Each batch's samples.
-        depth: Batches under way.
-        timeout_seconds: See `LoaderPipeline.wait`.
-        finish: Done to each in the training thread.
+    ``order`` are the samples of each batch, ``depth`` the batches under way; the training thread calls ``finish`` on
+    each.
     """
 
     def __init__(
@@ -283,19 +278,13 @@ class _ThreadEpoch:
         return self._finish(batch)
 
 
-class _Counted:
-    """An epoch's batches, counted as training gets them.
-
-    Args:
-        batches: They.
-        progress: Counts them.
-        loader: Knows how many there are.
-    """
+class _CountedBatches:
+    """An epoch's batches, counted as training gets them; the loader knows how many there are."""
 
     def __init__(self, batches: Iterator[Any], progress: EpochProgress, loader: ShadeLoader) -> None:
         self._batches, self._progress, self._loader = batches, progress, loader
 
-    def __iter__(self) -> _Counted:
+    def __iter__(self) -> _CountedBatches:
         return self
 
     def __len__(self) -> int:
@@ -312,38 +301,31 @@ class _Counted:
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The same batches, their tensors on a device.
-
-    Args:
-        batches: On the host.
-        device: Where they go.
-
-    Yields:
-        Each batch, ready to be used in the current stream.
-    """
+    """Yields the same batches with their tensors on a device, ready to be used in the current stream."""
     if device.type != "cuda":
         for batch in batches:
             yield _moved(batch, device)
         return
-    stream, ahead = torch.cuda.Stream(device), None  # type: ignore[no-untyped-call]
+    stream, previous = torch.cuda.Stream(device), None  # type: ignore[no-untyped-call]
     for batch in batches:
         with torch.cuda.stream(stream):
-            moved, there = _moved(batch, device), stream.record_event()
-        if ahead is not None:
-            yield _ready(*ahead, device)
-        ahead = (moved, there)
-    if ahead is not None:
-        yield _ready(*ahead, device)
+            moved, copied = _moved(batch, device), stream.record_event()
+        if previous is not None:
+            yield _ready(*previous, device)
+        previous = (moved, copied)
+    if previous is not None:
+        yield _ready(*previous, device)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def _ready(batch: Any, there: torch.cuda.Event, device: torch.device) -> Any:
-    """Makes the current stream wait, and its use known to the memory that the other stream took."""
+def _ready(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
+    """Makes the current stream wait for the copy, and tells the allocator of the copying stream's memory that it is
+    used."""
     current = torch.cuda.current_stream(device)
-    current.wait_event(there)
+    current.wait_event(copied)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(current)

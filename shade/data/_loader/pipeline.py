@@ -1,18 +1,18 @@
-"""Threads that make batches ahead of training: fetchers wait for bytes, workers make pixels of them, in order.
+"""LoaderPipeline: threads that make batches ahead of training. Fetchers wait for bytes, workers turn them into pixels.
 
 ::
 
     training thread ──submit──▶ fetchers ──parts──▶ workers ──▶ finished batch ──wait──▶ training thread
         (the order)            (waiting)          (computing)
 
-A batch is one job. A fetcher begins it, which mostly is waiting, and cuts it into parts; workers take parts of the
-batch that training wants next before those of later ones, whoever became ready first: the nearest deadline goes first,
-and one batch is finished with all hands instead of many at the same time. Whoever does the last part finishes the
-batch. An exception ends its own job alone, and comes out where that batch is waited for.
+A batch is one job. A fetcher begins it, which is mostly waiting, and cuts it into parts. Workers take parts of the
+batch that training wants next before those of later ones, whichever was ready first: so the nearest deadline goes
+first, and all workers finish one batch instead of many at the same time. The worker of the last part finishes the
+batch. An exception ends only its own job, and is raised where that batch is waited for.
 
-Back-pressure is the caller's: there are never more jobs under way than it has submitted and not waited for. Threads
-hold the pipeline and nothing of whoever uses it, so dropping the user ends them; `close` waits for them. What they have
-in hand is done first, and at most that.
+The caller limits the work: there are never more jobs than it has submitted and not waited for. Threads hold the
+pipeline and none of its users, so dropping the user ends them; `LoaderPipeline.close` waits until they have done what
+they have in hand.
 
 Invariant: batches come out in the order in which they were submitted, and after `close` no thread is left.
 """
@@ -27,30 +27,25 @@ from typing import Any, Protocol
 from shade.errors import DataError
 
 _FIRST = -1
-"""Ahead of every batch: the word to end."""
+"""Sorts before every batch: the signal to end."""
 
 
 class BatchParts(Protocol):
-    """A batch whose bytes are there."""
+    """A batch whose bytes are fetched."""
 
     num_parts: int
 
     def run(self, part: int, worker: int) -> None:
-        """Does one part; different ones at the same time."""
+        """Does one part; several threads do different ones at the same time."""
         ...
 
     def finish(self) -> Any:
-        """Comes after the last part; returns the batch."""
+        """Returns the batch, after the last part."""
         ...
 
 
 class Job:
-    """One batch under way.
-
-    Args:
-        sequence: Its number, from 0.
-        indices: Its samples.
-    """
+    """One batch under way, numbered from 0."""
 
     def __init__(self, sequence: int, indices: Sequence[int]) -> None:
         self.sequence, self.indices = sequence, indices
@@ -62,13 +57,8 @@ class Job:
 
 
 class LoaderPipeline:
-    """The threads.
-
-    Args:
-        begin: From a fetcher's number and a batch's samples to its parts.
-        num_fetchers: Threads that wait.
-        num_workers: Threads that compute.
-    """
+    """Runs fetchers, which wait, and workers, which compute. ``begin`` maps a fetcher's number and a batch's samples to
+    its parts."""
 
     def __init__(self, begin: Callable[[int, Sequence[int]], BatchParts], num_fetchers: int, num_workers: int) -> None:
         self._begin = begin
@@ -90,32 +80,16 @@ class LoaderPipeline:
             thread.start()
 
     def submit(self, indices: Sequence[int]) -> Job:
-        """Asks for a batch.
-
-        Args:
-            indices: Its samples.
-
-        Returns:
-            The job, to `wait` for.
-        """
+        """Starts a batch of these samples; returns the job to `wait` for."""
         job = Job(self._num_jobs, indices)
         self._num_jobs += 1
         self._submitted.put(job)
         return job
 
     def wait(self, job: Job, timeout_seconds: float | None) -> Any:
-        """Waits for a batch.
+        """Waits for a batch from `submit`, without limit if ``timeout_seconds`` is None.
 
-        Args:
-            job: From `submit`.
-            timeout_seconds: None: for ever.
-
-        Returns:
-            The batch.
-
-        Raises:
-            DataError: It did not come in time.
-            BaseException: Whatever went wrong while it was made.
+        Raises DataError if the batch did not come in time, and any exception that was raised while it was made.
         """
         if not job.done.wait(timeout_seconds):
             first = ", ".join(map(str, list(job.indices)[:4]))
@@ -129,7 +103,7 @@ class LoaderPipeline:
         return job.batch
 
     def close(self) -> None:
-        """Ends the threads and waits for them; jobs that are not done stay so. Safe to call twice."""
+        """Ends the threads and waits for them; unfinished jobs stay unfinished. Safe to call twice."""
         self._closed = True
         for _ in range(self._num_fetchers):
             self._submitted.put(None)
@@ -148,7 +122,7 @@ class LoaderPipeline:
                 job.left = parts.num_parts
             except BaseException as error:  # noqa: BLE001 - it is the training loop's, whatever it is
                 self._fail(job, error)
-                del job  # its error's traceback holds whoever waited for it
+                del job  # its error's traceback holds the waiting caller
                 continue
             for part in range(parts.num_parts):
                 self._parts.put((job.sequence, part, job))

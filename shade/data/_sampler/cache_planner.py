@@ -1,21 +1,19 @@
-"""Steering: what the sampler knows of the future, told to the cache.
+"""CachePlanner: takes the sampler's knowledge of the future to the cache. Locality: which host keeps which sample.
 
-Every rank runs the same policy over the same global order, so ranks agree without talking. They talk only where the
-world may differ from the plan: at the start, on resume, after an epoch that was left early, and after one in which the
-cache lost or refused something. Then rank 0 looks what the store really holds and tells the others, and the plan starts
-afresh from there. Where other jobs use the cache, too, the exact plan rests, and `shade.cache.sharing` decides. In a
-cluster each rank gets what its own host keeps (`_sampler.cache_planner`).
+Every rank runs the same policy over the same global order, so ranks agree without talking. They talk only if the cache
+may differ from the plan: at the start, on resume, after an epoch that was left early, and after one in which the cache
+lost or refused something. Then rank 0 looks up what the store holds, broadcasts it, and the plan starts again from
+there. While other jobs use the cache, too, the exact plan rests, and `shade.cache.sharing` decides.
 
-Locality: which host keeps which sample, and which rank runs where; agreed upon by all ranks as an epoch begins.
+In a cluster each rank gets what its own host keeps. A cluster says which of its servers has which key; a rank knows
+which servers are on its machine, because it can bind a socket to their addresses. Ranks near the same servers are one
+host. After that `shade.sampling.shards.redeal` deals every global batch by arithmetic alone. Batches are dealt by
+position if locality gains nothing (one rank, one server, no server near any rank, or all near all) or if the ranks do
+not see the same cluster as an epoch begins (a slot on the move, a server that does not answer), because they would deal
+differently.
 
-A cluster says which of its servers has which key. A rank knows which of these servers are on its own machine: those to
-whose address it could bind a socket. Ranks that are near the same servers are one host. From then on
-`shade.sampling.shards.redeal` deals every global batch by arithmetic alone.
-
-Nothing is dealt by home where there is nothing to win: one rank, one server, no server near any rank, or all near all;
-and nothing in an epoch at whose beginning the ranks do not see the same cluster (a slot on the move, a server that does
-not answer), because they would not deal alike. Price: an exchange of 24 bytes a rank an epoch and 4096 hash slots
-looked up; some 50 µs a batch. Invariant: what a step contains is the same with and without.
+Price of locality: an exchange of 24 bytes a rank an epoch, 4096 hash slots looked up, and some 50 µs a batch.
+Invariant: the samples of a step are the same with and without it.
 
 Legend: G global batch · N data set · W ranks.
 """
@@ -32,39 +30,39 @@ import torch.distributed as dist
 import xxhash
 
 from shade.cache.cache import SampleCache
-from shade.cache.coordinated_read import BEAT_SECONDS as FOLLOW_BEAT_SECONDS
+from shade.cache.coordinated_read import BEAT_SECONDS as COORDINATED_BEAT_SECONDS
 from shade.cache.coordinated_read import CoordinatedRead
 from shade.cache.job_registry import BEAT_SECONDS, JobRegistry
 from shade.cache.sharing import Sharing
 from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
-from shade.policy.base import EpochWindow
+from shade.policy.base import EpochPlan
 from shade.sampling.shards import NOWHERE, redeal
 from shade.types import Bools, Floats, Indices
 
 logger = logging.getLogger("shade.data")
 
 ENDING_BATCHES = 32
-"""More than workers hold under way: an epoch's last batches, in which what finds no room at once waits for it."""
+"""More batches than workers hold: in the last ones of an epoch, an arrival without space waits for it at once."""
 _DISTURBANCES = ("surprises", "declined", "store_errors", "skipped", "yielded")
 _OWNER_BYTES = 8
 
 
 class CachePlanner:
-    """Drives one cache through the epochs of one sampler.
+    """Plans one cache through the epochs of one sampler.
 
     Args:
         cache: The data set's cache.
         policy: Name of the policy.
         draws_ahead: Whether the next epoch's order will be known.
         rank: This rank.
-        num_replicas: W; above 1 with torch.distributed initialised, its ranks take part in `begin_epoch` together.
+        num_replicas: W; above 1 with torch.distributed initialised, all ranks call `begin_epoch` together.
         global_batch: G.
-        follow: The name that jobs have in common that follow one stream.
+        follow: The common name of jobs that take one stream.
 
     Raises:
-        ConfigError: Unknown policy, one that needs more of the future than the mode can tell, ranks that see different
-            data sets, or a store that other jobs cannot see where jobs shall follow one stream.
+        ConfigError: An unknown policy, one that needs more of the future than the mode knows, ranks with different data
+            sets, or a stream to share on a store that other jobs cannot see.
     """
 
     def __init__(
@@ -90,6 +88,7 @@ class CachePlanner:
                 "use policy 'shade' or 'lru' with pads",
             )
         self._cache, self._rank, self._num_replicas = cache, rank, num_replicas
+        self.policy_name = policy
         self._plans_exactly = policy_class.needs_next_order
         self._group: dist.ProcessGroup | None = None
         if num_replicas > 1 and dist.is_available() and dist.is_initialized():
@@ -97,14 +96,14 @@ class CachePlanner:
             assert isinstance(made, dist.ProcessGroup), "every rank of the world takes part"
             self._group = made
             self._check_same_data()
-        self._follow: CoordinatedRead | None = None
+        self._coordinated: CoordinatedRead | None = None
         self.sharing = self._join(follow, global_batch)
-        """With which other jobs the cache is shared; None where no other job can see it."""
+        """The other jobs on this cache; None if no other job can see it."""
         self._locality = Locality(cache, rank, num_replicas, self._group)
         cache.use_policy(policy_class)
         self._started = False
         self._is_settled = False
-        self._seen = cache.board.totals()
+        self._seen = cache.residency.totals()
 
     def _join(self, follow: str | None, global_batch: int) -> Sharing | None:
         """Takes this job's place among those that use the cache. Collective."""
@@ -119,7 +118,7 @@ class CachePlanner:
         if is_private:
             return None
         jobs = JobRegistry(cache.store, cache.keys.namespace, self._agreed_owner(), follow or "")
-        beat_seconds = BEAT_SECONDS if follow is None else FOLLOW_BEAT_SECONDS
+        beat_seconds = BEAT_SECONDS if follow is None else COORDINATED_BEAT_SECONDS
         sharing = Sharing(cache, jobs, self._rank, self._num_replicas, beat_seconds=beat_seconds)
         if self._rank == 0:
             sharing.start()
@@ -128,18 +127,19 @@ class CachePlanner:
             if self._rank > 0:
                 sharing.start()
         if follow is not None:
-            self._follow = CoordinatedRead(cache, jobs, sharing, global_batch)
+            self._coordinated = CoordinatedRead(cache, jobs, sharing, global_batch)
         return sharing
 
     def _agreed_owner(self) -> str:
-        """The job's name, the same on every rank."""
+        """Returns the job's name, the same on every rank."""
         drawn = torch.tensor(list(secrets.token_bytes(_OWNER_BYTES)))
         if self._group is not None:
             dist.broadcast(drawn, src=dist.get_global_rank(self._group, 0), group=self._group)
         return bytes(drawn.tolist()).hex()
 
     def _check_same_data(self) -> None:
-        """Ranks that look for each other's entries under different names would all read the origin, in silence."""
+        """Refuses ranks with different data: they would look for each other's entries under different names and all
+        read the origin, in silence."""
         assert self._group is not None
         mine = torch.tensor([xxhash.xxh32_intdigest(self._cache.keys.namespace.encode())])
         found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
@@ -154,56 +154,51 @@ class CachePlanner:
 
     @property
     def resident_N(self) -> Bools | None:
-        """What the policy holds resident, or None before the first epoch."""
+        """Returns what the policy holds resident, or None before the first epoch."""
         policy = self._cache.policy
         return policy.resident_N if policy is not None and self._started else None
 
     def draw_of_leader(self, epoch: int) -> tuple[Indices, Floats | None] | None:
-        """The draw of the job that this one follows, see `CoordinatedRead.draw_of`; None where it draws for itself."""
-        return None if self._follow is None else self._follow.draw_of(epoch)
+        """Returns the draw of the job whose stream this one takes (`CoordinatedRead.draw_of`); None if it draws for
+        itself."""
+        return None if self._coordinated is None else self._coordinated.draw_of(epoch)
 
     def publish_draw(self, epoch: int, order_K: Indices, weight_N: Floats | None) -> None:
-        """Lets those who follow have a draw of this job."""
-        if self._follow is not None:
-            self._follow.publish(epoch, order_K, weight_N)
+        """Publishes a draw for the jobs that take this job's stream."""
+        if self._coordinated is not None:
+            self._coordinated.publish(epoch, order_K, weight_N)
 
-    def begin_epoch(self, window: EpochWindow, walk_K: Indices) -> None:
-        """Plans an epoch; `settle` comes first.
-
-        Args:
-            window: What is left of its global order, the next one's if drawn, and the scores.
-            walk_K: Its global order from the beginning.
-        """
+    def begin_epoch(self, plan: EpochPlan) -> None:
+        """Plans an epoch; `settle` comes first."""
         if self.sharing is not None:
-            start = len(walk_K) - len(window.order_K)
-            self.sharing.begin_epoch(window.epoch, walk_K, window.next_order_K, start)
-        if not self._cache.board.is_shared:
-            self._cache.begin_epoch(window, remove_leaving=self._rank == 0)
+            self.sharing.begin_epoch(plan)
+        if not self._cache.residency.is_shared:
+            self._cache.begin_epoch(plan, remove_leaving=self._rank == 0)
         self._is_settled = False
 
     def end_epoch(self) -> None:
-        """Every batch of the epoch was handed out; an epoch that is left early leaves the plan in doubt."""
+        """Marks the epoch as complete; an epoch that is left early leaves the plan in doubt."""
         self._is_settled = True
 
     def doubt(self) -> None:
-        """The residents may not be what the policy believes: count them before the next epoch."""
+        """Marks the plan as doubtful: the residents are counted before the next epoch."""
         self._is_settled = False
 
     def settle(self) -> None:
-        """Makes the plan's idea of the residents true again, where it may have become false. Collective."""
+        """Counts the residents if they may differ from the plan. Collective."""
         cache, sharing = self._cache, self.sharing
-        totals = cache.board.totals()
+        totals = cache.residency.totals()
         disturbed = not self._is_settled or any((totals - self._seen)[name] for name in _DISTURBANCES)
         self._seen = totals
         company = self._plans_exactly and sharing is not None and sharing.has_company
         disturbed, company, quota = self._agree(disturbed or cache.needs_count, company)
         assert cache.policy is not None
-        was_shared = cache.board.is_shared
+        was_shared = cache.residency.is_shared
         cache.quota_bytes = quota
-        is_stale = not company and cache.policy.capacity_bytes != cache.board.capacity_bytes
+        is_stale = not company and cache.policy.capacity_bytes != cache.residency.capacity_bytes
         if self._any(disturbed or company != was_shared or is_stale):
             cache.needs_count = False
-            cache.board.is_shared = False
+            cache.residency.is_shared = False
             cache.adopt(self._find_residents(), remove_refused=self._rank == 0)
             if company and sharing is not None:
                 sharing.enter(cache.policy.resident_N)
@@ -211,32 +206,33 @@ class CachePlanner:
         self._started = True
 
     def _any(self, flag: bool) -> bool:
-        """Whether any rank says so: one may have noticed other jobs before the epoch's end, and another not yet."""
-        told = torch.tensor([int(flag)])
+        """Returns whether the flag is set on any rank: one rank may notice other jobs before the epoch's end, another
+        not yet."""
+        gathered = torch.tensor([int(flag)])
         if self._group is not None:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(told.item())
+            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(gathered.item())
 
     def _agree(self, disturbed: bool, company: bool) -> tuple[bool, bool, int]:
-        """What any rank has seen holds for all; the quota is rank 0's."""
+        """Returns both flags as set on any rank, and the quota of rank 0."""
         quota = self._cache.quota_bytes
         if self._group is None:
             return disturbed, company, quota
-        told = torch.tensor([int(disturbed), int(company), quota if self._rank == 0 else 0])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(told[0]), bool(told[1]), int(told[2])
+        gathered = torch.tensor([int(disturbed), int(company), quota if self._rank == 0 else 0])
+        dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(gathered[0]), bool(gathered[1]), int(gathered[2])
 
     def _find_residents(self) -> Indices:
         if self._group is None:
             return self._count()
-        held_N = torch.zeros(len(self._cache.board.flag_N), dtype=torch.uint8)
+        held_N = torch.zeros(len(self._cache.residency.flag_N), dtype=torch.uint8)
         if self._rank == 0:
             held_N[torch.from_numpy(self._count())] = 1
         dist.broadcast(held_N, src=dist.get_global_rank(self._group, 0), group=self._group)
         return np.flatnonzero(held_N.numpy())
 
     def _count(self) -> Indices:
-        """What this job's slots hold; those that were taken over and are empty by now are given back."""
+        """Returns what this job's slots hold; slots that were taken over and are empty by now are given back."""
         found = self._cache.find_residents()
         if self.sharing is not None:
             try:
@@ -246,36 +242,27 @@ class CachePlanner:
         return found
 
     def dispatch(self, index_G: Indices, mine: slice, *, num_left: int) -> Indices:
-        """One global batch, just before this rank's share is fetched.
+        """Plans one global batch, just before this rank's part of it is fetched; returns this rank's samples.
 
-        Args:
-            index_G: Its samples.
-            mine: This rank's places by position.
-            num_left: Batches of the epoch that come after it.
-
-        Returns:
-            This rank's samples.
+        ``mine`` are this rank's places by position, ``num_left`` the batches of the epoch that come after this one.
         """
         cache, sharing, ending = self._cache, self.sharing, num_left < ENDING_BATCHES
-        if self._follow is not None and sharing is not None:
-            self._follow.wait(*sharing.place_after(len(index_G)))
-        if sharing is not None and self._plans_exactly and sharing.has_company and not cache.board.is_shared:
+        if self._coordinated is not None and sharing is not None:
+            self._coordinated.wait(*sharing.place_after(len(index_G)))
+        if sharing is not None and self._plans_exactly and sharing.has_company and not cache.residency.is_shared:
             assert cache.policy is not None
             sharing.enter(cache.policy.resident_N)
-        if sharing is not None and cache.board.is_shared:
+        if sharing is not None and cache.residency.is_shared:
             index_B = index_G[self._locality.deal(index_G, np.zeros(len(index_G), dtype=bool), mine)]
             sharing.dispatch(index_B, len(index_G), self._locality.near(index_B), ending=ending)
             return index_B
         if sharing is not None:
-            sharing.walked(len(index_G))
-        return cache.dispatch(
-            index_G,
-            lambda hit_G: self._locality.deal(index_G, hit_G, mine),
-            self._rank,
-            self._num_replicas,
-            near_G=self._locality.near(index_G),
-            ending=ending,
-        )
+            sharing.advance(len(index_G))
+        verdict = cache.decide(index_G)
+        places = self._locality.deal(index_G, verdict.hit_B, mine)
+        near_G = self._locality.near(index_G)
+        cache.post(verdict, index_G, places, self._rank, self._num_replicas, near_G=near_G, ending=ending)
+        return index_G[places]
 
     def close(self) -> None:
         """Leaves the cache to the other jobs. Safe to call twice."""
@@ -288,24 +275,12 @@ _MAX_SERVERS = 62
 
 
 class Locality:
-    """One rank's idea of where things are.
-
-    Args:
-        cache: The data set's.
-        rank: This rank.
-        num_replicas: W.
-        group: In which the ranks agree; None: nothing is ever dealt by home.
-    """
+    """One rank's knowledge of which host keeps what. Without a group in which the ranks agree, it deals by position."""
 
     def __init__(self, cache: SampleCache, rank: int, num_replicas: int, group: dist.ProcessGroup | None) -> None:
         self._cache, self._rank, self._num_replicas, self._group = cache, rank, num_replicas, group
         self._home_by_bucket: Indices | None = None
         self._host_W: Indices | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether batches are dealt by home in this epoch."""
-        return self._home_by_bucket is not None
 
     def refresh(self) -> None:
         """Looks at the cluster, and agrees with the other ranks. Collective."""
@@ -318,17 +293,18 @@ class Locality:
         mine = torch.tensor([digest, near, len(servers)], dtype=torch.int64)
         found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
         dist.all_gather(found, mine, group=self._group)
-        told = torch.stack(found).numpy()
-        hosts, host_W = np.unique(told[:, 1], return_inverse=True)
-        if len(np.unique(told[:, 0])) > 1 or not servers or len(hosts) < 2:
+        gathered = torch.stack(found).numpy()
+        hosts, host_W = np.unique(gathered[:, 1], return_inverse=True)
+        if len(np.unique(gathered[:, 0])) > 1 or not servers or len(hosts) < 2:
             return
-        # A server that is near several hosts, or none, is nobody's home.
+        # A server that is near several hosts, or none, is the home of no rank.
         near_hosts = [[host for host, bits in enumerate(hosts) if int(bits) >> at & 1] for at in range(len(servers))]
         home = np.array([each[0] if len(each) == 1 else NOWHERE for each in near_hosts], dtype=np.int64)
         self._home_by_bucket, self._host_W = home[server_by_bucket], host_W.astype(np.int64)
 
     def _servers(self) -> tuple[list[str], Indices]:
-        """The servers, and which of them has each bucket of keys; none where the store cannot say, or has just one."""
+        """Returns the servers, and which of them has each bucket of keys; none if the store cannot say, or has just
+        one."""
         keys = self._cache.keys
         try:
             homes = self._cache.store.homes(keys.many(range(keys.num_buckets)))
@@ -340,7 +316,7 @@ class Locality:
         return servers, np.searchsorted(np.array(servers), np.array(homes)).astype(np.int64)
 
     def near(self, index_B: Indices) -> Bools | None:
-        """(B,) whose home is this rank's host; None where nothing is dealt by home."""
+        """Returns (B,) whether each sample's home is this rank's host; None if batches are dealt by position."""
         if self._home_by_bucket is None or self._host_W is None:
             return None
         return np.asarray(self._home(index_B) == self._host_W[self._rank])
@@ -350,16 +326,11 @@ class Locality:
         return np.asarray(self._home_by_bucket[index_B % len(self._home_by_bucket)])
 
     def deal(self, index_G: Indices, hit_G: Bools, mine: slice) -> Indices | slice:
-        """This rank's places in a global batch.
+        """Returns this rank's places in a global batch: by home if locality is on, else ``mine``, its places by
+        position.
 
-        Args:
-            index_G: The batch, the same on every rank.
-            hit_G: What of it is in the cache, the same on every rank.
-            mine: This rank's places by position.
-
-        Returns:
-            The places by home; ``mine`` where nothing is dealt by home, or the shares are not equal: what the samples
-            of an uneven tail weigh is settled as the epoch begins.
+        ``index_G`` and ``hit_G`` (which of it is in the cache) are the same on every rank. An uneven last batch is
+        dealt by position, because its weights are settled as the epoch begins.
         """
         if self._home_by_bucket is None or self._host_W is None or len(index_G) % self._num_replicas:
             return mine
@@ -369,14 +340,8 @@ class Locality:
 
 
 def is_here(address: str) -> bool:
-    """Whether a server's address is one of this machine's.
-
-    Args:
-        address: ``host:port``; an IPv6 host in brackets.
-
-    Returns:
-        True when a socket can be bound to that host.
-    """
+    """Returns whether an address ``host:port`` (an IPv6 host in brackets) is this machine's: a socket can be bound to
+    it."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]

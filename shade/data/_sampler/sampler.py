@@ -1,22 +1,19 @@
-"""ShadeSampler: DistributedSampler's place in the script, with a plan.
+"""ShadeSampler: takes DistributedSampler's place in the script, and plans the cache.
 
-It draws the global order of each epoch from the importance of the samples, hands every rank its share of every global
-batch, and steers the cache: one epoch ahead it knows what will be wanted, so residency is planned and not guessed.
+It draws the global order of each epoch from the importance of the samples, hands every rank its part of every global
+batch, and plans the cache's residents by an order that it knows one epoch ahead. When epoch e begins, e is drawn
+already, and modes that draw ahead draw e+1 from the scores of that moment. With both orders known, the residency plan
+of e is exact, and every rank computes the same one. Price: scores are up to an epoch old when they are used, which
+changes the variance of the gradient and not its mean (decision 0004).
 
-When epoch e begins, e is drawn already and e+1 is drawn (by modes that draw ahead), from the scores of that moment.
-Both orders being known, the residency plan of e is exact and every rank computes the same one. The price is that scores
-are up to an epoch old when they are used, which changes the variance of the gradient and not its mean (decision 0004).
+Three calls of the loop carry the method: `set_epoch` (or every epoch is the same), `report` (or no sample is important)
+and `weights` (or the gradient is biased). A loop without them runs and looks healthy, so the sampler warns once of each
+missing call when the second epoch begins, and names the line to add (`UsageWarnings`).
 
-Invariant: the global order depends on seed, epoch, reported losses and global batch alone; ranks, workers and the state
-of the cache change who fetches a sample and from where, never which sample comes when.
+Invariant: the global order depends on seed, epoch, reported losses and global batch alone. Ranks, workers and the state
+of the cache change which process fetches a sample and from where, never which sample comes when.
 
 Legend: N data set · K drawn in an epoch · B batch of one rank · G global batch = B·W · W ranks.
-
-Reminders: tells, once each, of calls that a training loop owes its sampler and leaves out.
-
-Three calls carry the method: `set_epoch` (or every epoch is the same), `report` (or nothing is important) and `weights`
-(or the gradient is biased). A loop without them runs and looks healthy, so silence would be a trap. The reminder names
-the very line to add; it comes when the second epoch begins, by when a complete loop has made all three.
 """
 
 from __future__ import annotations
@@ -34,10 +31,10 @@ from torch.utils.data.distributed import DistributedSampler
 from shade.cache.cache import SampleCache
 from shade.data._sampler.cache_planner import CachePlanner
 from shade.data._sampler.rank_shard import RankShard, SavedDraws, draw_from, load_draw
-from shade.data._sampler.sampler_iterator import SamplerIterator, check_order
+from shade.data._sampler.sampler_iterator import LOOK_AHEAD_STEPS, SamplerIterator, check_order
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
-from shade.policy.base import EpochWindow
+from shade.policy.base import EpochPlan
 from shade.sampling import MODES
 from shade.sampling.base import Draw, Receipt, Scores, Validation
 from shade.types import Floats, Indices
@@ -46,9 +43,9 @@ from shade.types import Floats, Indices
 class ShadeSampler(DistributedSampler[int]):
     """Yields this rank's sample indices of one epoch.
 
-    The arguments of `torch.utils.data.DistributedSampler`, and then ours by keyword. With a `ShadeDataset` it steers
-    the data set's cache; with any other data set it only samples. It is a DistributedSampler in name, so that those who
-    give every loader one (Lightning) leave this one in its place, and tell it the epoch.
+    It takes the arguments of `torch.utils.data.DistributedSampler`, and its own by keyword. With a `ShadeDataset` it
+    plans the data set's cache; with any other data set it only samples. It is a DistributedSampler by class, so
+    frameworks that give every loader one (Lightning) keep it, and set its epoch.
 
     Args:
         dataset: The data set that the DataLoader reads.
@@ -58,12 +55,12 @@ class ShadeSampler(DistributedSampler[int]):
         seed: The same on every rank.
         drop_last: True: the tail that does not fill a global batch is left out.
         batch_size: Per rank; the same number that the DataLoader gets.
-        mode: ``"unbiased"``, ``"pads"`` or ``"uniform"``, see `shade.sampling`.
+        mode: ``"unbiased"``, ``"pads"`` or ``"uniform"``, described in `shade.sampling`.
         keep: `unbiased` only: mean inclusion probability, in (0, 1]; 0.7 when None.
         replication_factor: `pads` only: how often cached samples appear, ≥ 1 in steps of 0.5.
         epochs: Total number of epochs, if known: `unbiased` then ends with full epochs.
-        score: What makes a sample important, see `shade.importance.SCORES`; the mode's own choice when None.
-        follow: A name; jobs that give the same one, on the same data and cache, walk one stream of samples in step, and
+        score: What makes a sample important, a name of `shade.importance.SCORES`; the mode's own choice when None.
+        follow: A name; jobs that give the same one, on the same data and cache, take one stream of samples in step, and
             one of them reads the origin for all (`shade.cache.coordinated_read`).
 
     Raises:
@@ -103,7 +100,7 @@ class ShadeSampler(DistributedSampler[int]):
             if value is not None and name not in accepted:
                 raise ConfigError.of(f"no {name} with mode {mode!r}", value, f"leave {name} out or choose another mode")
         options = {name: value for name, value in (asked | known).items() if value is not None and name in accepted}
-        self.mode = mode_class(self.num_samples, self.global_batch, seed, **options)
+        self._mode = mode_class(self.num_samples, self.global_batch, seed, **options)
         self._settings = {
             "mode": mode,
             "seed": seed,
@@ -112,22 +109,22 @@ class ShadeSampler(DistributedSampler[int]):
         }
         self._settings |= {"shuffle": shuffle, "drop_last": drop_last}
         self._settings |= {name: value for name, value in options.items() if name != "targets_N"}
-        if self.num_replicas > 1 and not distributed and self.mode.uses_scores:
+        if self.num_replicas > 1 and not distributed and self._mode.uses_scores:
             raise ConfigError.of(
                 "torch.distributed to be initialised: ranks merge their losses through it",
                 f"num_replicas={self.num_replicas}",
                 "call torch.distributed.init_process_group('gloo') first, or use mode='uniform'",
             )
-        self.table = ImportanceTable(self.num_samples, score or self.mode.default_score)
-        self.merger = ScoreMerger(self.table, batch_size)
+        self._table = ImportanceTable(self.num_samples, score or self._mode.default_score)
+        self._merger = ScoreMerger(self._table, batch_size)
         cache: SampleCache | None = getattr(dataset, "cache", None)
-        self._steering: CachePlanner | None = None
+        self._planner: CachePlanner | None = None
         if cache is not None:
-            policy = getattr(dataset, "policy", None) or self.mode.default_policy
-            self._steering = CachePlanner(
+            policy = getattr(dataset, "policy", None) or self._mode.default_policy
+            self._planner = CachePlanner(
                 cache,
                 policy,
-                self.mode.draws_ahead,
+                self._mode.draws_ahead,
                 self.rank,
                 self.num_replicas,
                 global_batch=self.global_batch,
@@ -143,10 +140,10 @@ class ShadeSampler(DistributedSampler[int]):
         self._saved = SavedDraws()
         self._first_step = self._steps_done = 0
         self._begun = self._is_placed = False
-        self._shares = RankShard(self.rank, self.num_replicas, batch_size, drop_last)
+        self._shard = RankShard(self.rank, self.num_replicas, batch_size, drop_last)
         self._accuracies: list[float] = []
         self._weight_N: Floats | None = None
-        self._reminders = UsageWarnings()
+        self._usage_warnings = UsageWarnings()
         self._iterations = 0
 
     def _check(self, distributed: bool) -> None:
@@ -170,9 +167,9 @@ class ShadeSampler(DistributedSampler[int]):
     # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch comes next, as with DistributedSampler. After `load_state_dict`, the epoch that was
-        interrupted goes on where it stopped; any other starts from its beginning."""
-        self._reminders.made.add("set_epoch")
+        """Sets the next epoch, as with DistributedSampler. After `load_state_dict` the interrupted epoch resumes where
+        it stopped; any other starts from its beginning."""
+        self._usage_warnings.made.add("set_epoch")
         if epoch != self.epoch:
             self._turn_to(epoch)
 
@@ -181,7 +178,8 @@ class ShadeSampler(DistributedSampler[int]):
         self._begun = self._is_placed = False
 
     def weights(self, indices: torch.Tensor) -> torch.Tensor:
-        """Gradient weights of samples of the present epoch: multiply the per-sample losses by them, then average.
+        """Returns gradient weights of samples of the present epoch: multiply the per-sample losses by them, then
+        average.
 
         Args:
             indices: int64 (B,), as they came with the batch, on any device.
@@ -189,7 +187,7 @@ class ShadeSampler(DistributedSampler[int]):
         Returns:
             float32 (B,) on the same device.
         """
-        self._reminders.made.add("weights")
+        self._usage_warnings.made.add("weights")
         if self._weight_N is None:
             return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
         return torch.from_numpy(self._weight_N[indices.cpu().numpy()]).to(indices.device)
@@ -201,14 +199,13 @@ class ShadeSampler(DistributedSampler[int]):
             indices: int64 (B,), as they came with the batch.
             losses: float (B,), unweighted, on any device; detached here.
         """
-        self._reminders.made.add("report")
+        self._usage_warnings.made.add("report")
         if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices):
             order_K = self._draw(self.epoch).order_K
-            check_order(
-                int(indices[0]), lambda step: self._shares.dealt(order_K, step), self._steps_done, self.num_steps
-            )
+            steps = range(self._steps_done, min(self.num_steps, self._steps_done + LOOK_AHEAD_STEPS))
+            check_order(int(indices[0]), self._steps_done, self._shard.dealt(order_K, steps))
         self._steps_done += 1
-        self.merger.report(indices, losses)
+        self._merger.report(indices, losses)
 
     def report_validation(self, accuracy: float) -> None:
         """Reports the validation accuracy of a finished epoch, the same number on every rank; `pads` follows it."""
@@ -217,71 +214,101 @@ class ShadeSampler(DistributedSampler[int]):
     # ── one epoch ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
-        """Samples that this rank takes in the present epoch; after a resume, in what is left of it. (In the whole of it
-        where a loader that keeps its place has resumed: those count from the epoch's start.)"""
+        """Returns how many samples this rank takes in the present epoch; after a resume, in the rest of it. (In all of
+        it if a loader that keeps its own place has resumed, because it counts from the epoch's start.)"""
         return self._num_mine(0 if self._is_placed else self._first_step)
 
     def _num_mine(self, first_step: int) -> int:
-        """Samples that this rank takes in the present epoch from a step on."""
-        return self._shares.num_mine(len(self._draw(self.epoch).order_K), first_step)
+        """Returns how many samples this rank takes in the present epoch from a step on."""
+        return self._shard.num_mine(len(self._draw(self.epoch).order_K), first_step)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the present epoch, those already taken included; the same on every rank."""
-        return self._shares.num_steps(len(self._draw(self.epoch).order_K))
+        """Returns the steps of the present epoch, those already taken included; the same on every rank."""
+        return self._shard.num_steps(len(self._draw(self.epoch).order_K))
+
+    def scores(self) -> Floats | None:
+        """Returns the importance of every sample by all reports so far; None if the mode uses none."""
+        self._merger.flush()
+        return self._table.scores().score_N if self._mode.uses_scores else None
+
+    def take_losses(self) -> Floats | None:
+        """Returns the last loss of every sample that was reported since the last call (NaN: none), and clears them;
+        None if the reports are not losses."""
+        if not self._table.takes_losses:
+            return None
+        self._merger.flush()
+        return self._table.take_losses()
 
     @property
     def receipt(self) -> Receipt:
-        """The present epoch's receipt: what a reader checks to believe that the draw was unbiased."""
+        """Returns the present epoch's receipt, by which a reader can check that the draw was unbiased."""
         return self._draw(self.epoch).receipt
 
     @property
     def steps_done(self) -> int:
-        """Steps of the present epoch whose losses were reported."""
+        """Returns the steps of the present epoch whose losses were reported."""
         return self._steps_done
 
     def order_of(self, epoch: int) -> Indices:
-        """The global order of an epoch that has begun (or the next one, where it is drawn already); read-only."""
+        """Returns the read-only global order of an epoch that has begun, or of the next one if it is drawn already."""
         if epoch != self.epoch and epoch not in self._draws:
             raise ConfigError.of(
                 f"an epoch that is drawn already: {sorted(self._draws)}", epoch, "ask when it has begun"
             )
         return self._draw(epoch).order_K
 
-    def __iter__(self) -> SamplerIterator:
-        return SamplerIterator(self.batch_size, self._begin, self._seek)
+    def __repr__(self) -> str:
+        """Returns what is drawn, for which rank, and how far training is; draws nothing by itself."""
+        drawn = self._draws.get(self.epoch)
+        num_steps = "" if drawn is None else f" of {self._shard.num_steps(len(drawn.order_K))}"
+        options = "".join(
+            f", {name}={value!r}"
+            for name, value in self._settings.items()
+            if name not in ("num_samples", "global_batch")
+        )
+        policy = "None" if self._planner is None else repr(self._planner.policy_name)
+        return (
+            f"ShadeSampler(num_samples={self.num_samples}, batch_size={self.batch_size}, rank={self.rank} of "
+            f"{self.num_replicas}{options}, policy={policy}, epoch={self.epoch}, step={self._steps_done}{num_steps})"
+        )
 
-    def _begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
-        """Begins a pass, when its first index is asked for. One that was set to the epoch's end leaves it ended; the
-        one after it is the next epoch: loaders that keep their place begin anew after what they had ended."""
+    def __iter__(self) -> SamplerIterator:
+        return SamplerIterator(self)
+
+    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[int]]:
+        """Begins a pass, when its first index is asked for.
+
+        A pass that was set to the epoch's end leaves the epoch ended, and the pass after it is the next epoch: loaders
+        that keep their place begin a new iterator after an ended one.
+        """
         if self._is_placed and not is_placed and self._first_step >= self.num_steps:
             self._turn_to(self.epoch + 1)
-        self._remind()
+        self._warn_of_missing_calls()
         if self._begun:
             self._first_step = 0  # the same epoch once more, from its beginning
         self._begun, self._steps_done = True, self._first_step
-        self._shares.begin()
-        if self._steering is not None:
-            self._steering.settle()
-        order_K = self._draw(self.epoch).order_K
-        self._weight_N = self._shares.weights(self._draw(self.epoch), self.num_samples)
+        self._shard.begin()
+        if self._planner is not None:
+            self._planner.settle()
+        draw = self._draw(self.epoch)
+        self._weight_N = self._shard.weights(draw, self.num_samples)
         next_order_K = None
-        if self.mode.draws_ahead and self.epoch != self._last_epoch:
-            next_order_K = self._draw(self.epoch + 1).order_K
+        if self._mode.draws_ahead and self.epoch != self._last_epoch:
+            next_order_K = self._shard.epoch_order(self._draw(self.epoch + 1).order_K)
         for epoch in [e for e in self._draws if e < self.epoch]:
             del self._draws[epoch]
-        walk_K = self._shares.walk(order_K)
-        if self._steering is not None:
+        order_K = self._shard.epoch_order(draw.order_K)
+        if self._planner is not None:
             scores = self._scores()
-            rest_K = walk_K[self._first_step * self.global_batch :]
-            next_order_K = next_order_K if next_order_K is None else self._shares.walk(next_order_K)
             score_N = None if scores is None else scores.score_N
-            self._steering.begin_epoch(EpochWindow(self.epoch, rest_K, next_order_K, score_N), walk_K)
+            start = min(self._first_step * self.global_batch, len(order_K))
+            self._planner.begin_epoch(EpochPlan(self.epoch, order_K, next_order_K, score_N, start=start))
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
-        return self._num_mine(0) - self._num_mine(self._first_step), self._pass(walk_K, len(order_K))
+        return self._num_mine(0) - self._num_mine(self._first_step), self._pass(order_K, len(draw.order_K))
 
-    def _seek(self, step: int, is_between: bool) -> None:
-        """Sets where the next pass begins, whether or not the losses of the steps before were reported."""
+    def _seek(self, step: int, *, is_between: bool) -> None:
+        """Sets where the next pass begins, whether or not the losses of the steps before it were reported."""
         if not is_between and step != self.num_steps:
             raise ConfigError.of(
                 "a place between two batches", f"step {step}", "give loader and sampler one batch_size"
@@ -289,66 +316,66 @@ class ShadeSampler(DistributedSampler[int]):
         self._first_step = self._steps_done = step
         self._is_placed = True
 
-    def _pass(self, walk_K: Indices, num_drawn: int) -> Iterator[int]:
-        """The rest of the epoch, each batch dispatched just before it is handed out."""
+    def _pass(self, order_K: Indices, num_drawn: int) -> Iterator[int]:
+        """Yields the rest of the epoch, and dispatches each batch just before it is handed out."""
         for step in range(self._first_step, self.num_steps):
-            index_G, mine = self._shares.of(walk_K, num_drawn, step)
+            index_G, mine = self._shard.of(order_K, num_drawn, step)
             index_B = index_G[mine]
-            if self._steering is not None:
-                index_B = self._steering.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
-            self._shares.note(step, index_B)
+            if self._planner is not None:
+                index_B = self._planner.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
+            self._shard.remember(step, index_B)
             yield from index_B.tolist()
-        if self._steering is not None:
-            self._steering.end_epoch()
+        if self._planner is not None:
+            self._planner.end_epoch()
 
     def _draw(self, epoch: int) -> Draw:
-        """The draw of an epoch; made at most once, on every rank from the same scores."""
+        """Returns the draw of an epoch; made at most once, on every rank from the same scores."""
         if epoch not in self._draws:
             followed = self._draw_of_leader(epoch)
-            draw = followed or self.mode.draw(
+            draw = followed or self._mode.draw(
                 epoch,
                 self._scores(),
-                resident_N=None if self._steering is None else self._steering.resident_N,
+                resident_N=None if self._planner is None else self._planner.resident_N,
                 validation=Validation(tuple(self._accuracies)),
             )
             if not self.shuffle:
                 draw = Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
-            if followed is None and self._steering is not None:
-                self._steering.publish_draw(epoch, draw.order_K, draw.weight_N)
+            if followed is None and self._planner is not None:
+                self._planner.publish_draw(epoch, draw.order_K, draw.weight_N)
             self._draws[epoch] = draw
         return self._draws[epoch]
 
     def _draw_of_leader(self, epoch: int) -> Draw | None:
-        """The draw of the job that this one follows; None where it draws for itself."""
-        found = None if self._steering is None else self._steering.draw_of_leader(epoch)
+        """Returns the draw of the job whose stream this one takes; None if it draws for itself."""
+        found = None if self._planner is None else self._planner.draw_of_leader(epoch)
         return None if found is None else draw_from(epoch, *found, num_samples=self.num_samples)
 
     def _scores(self) -> Scores | None:
-        self.merger.flush()
-        snapshot = self.table.scores()
+        self._merger.flush()
+        snapshot = self._table.scores()
         return Scores(snapshot.score_N, snapshot.seen_N) if snapshot.seen_N.any() else None
 
-    def _remind(self) -> None:
-        """Tells of calls that the epochs so far should have seen and did not; counts the epochs itself if need be."""
+    def _warn_of_missing_calls(self) -> None:
+        """Warns of calls that the loop has not made in the epochs so far, and counts the epochs itself if need be."""
         if self._iterations == 0:
             return
-        if "set_epoch" not in self._reminders.made:
+        if "set_epoch" not in self._usage_warnings.made:
             self._turn_to(self.epoch + 1)
-        self._reminders.require("set_epoch")
-        if self.mode.uses_scores:
-            self._reminders.require("report")
-        if self._weight_N is not None and self.mode.uses_weights and "report" in self._reminders.made:
-            self._reminders.require("weights")
+        self._usage_warnings.require("set_epoch")
+        if self._mode.uses_scores:
+            self._usage_warnings.require("report")
+        if self._weight_N is not None and self._mode.uses_weights and "report" in self._usage_warnings.made:
+            self._usage_warnings.require("weights")
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the rest of the stream; plain numbers and tensors.
+        """Returns all that decides the rest of the stream, as plain numbers and tensors.
 
-        The cache is not part of it: it may be warm, cold or dead when the run goes on. Call it between steps; one rank
+        The cache is not part of it: it may be warm, cold or dead when the run resumes. Call it between steps; one rank
         may call it alone.
         """
-        self.merger.flush()
+        self._merger.flush()
         draws = [self._draws[epoch] for epoch in (self.epoch, self.epoch + 1) if epoch in self._draws]
         return {
             "settings": dict(self._settings),
@@ -357,16 +384,17 @@ class ShadeSampler(DistributedSampler[int]):
             "draws": {draw.epoch: self._saved.of(draw) for draw in draws},
             "table": {
                 name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                for name, value in self.table.state_dict().items()
+                for name, value in self._table.state_dict().items()
             },
             "accuracies": list(self._accuracies),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict`: the same global order follows, on any number of ranks with the same global batch.
+        """Resumes from a `state_dict`: the same global order follows, on any number of ranks with the same global
+        batch.
 
         Args:
-            state: From `state_dict`, of a sampler with the same settings.
+            state: Of a sampler with the same settings.
 
         Raises:
             ConfigError: The state belongs to other settings, or an order does not match its hash.
@@ -379,17 +407,17 @@ class ShadeSampler(DistributedSampler[int]):
         self._draws = draws
         self._turn_to(int(state["epoch"]))
         self._first_step = self._steps_done = int(state["steps_done"])
-        self.table.load_state_dict(state["table"])
+        self._table.load_state_dict(state["table"])
         self._accuracies = list(state["accuracies"])
-        self._weight_N = self._shares.weights(draws[self.epoch], self.num_samples) if self.epoch in draws else None
-        if self._steering is not None:
-            self._steering.doubt()
+        self._weight_N = self._shard.weights(draws[self.epoch], self.num_samples) if self.epoch in draws else None
+        if self._planner is not None:
+            self._planner.doubt()
 
     def close(self) -> None:
         """Ends the merging thread, and leaves the cache to other jobs. Safe to call twice."""
-        self.merger.close()
-        if self._steering is not None:
-            self._steering.close()
+        self._merger.close()
+        if self._planner is not None:
+            self._planner.close()
 
 
 LINES = {
@@ -401,26 +429,23 @@ LINES = {
 
 
 class ForgottenCallWarning(UserWarning):
-    """The training loop leaves out a call its sampling mode depends on; says which line to add, once."""
+    """The training loop leaves out a call that its sampling mode depends on; the message names the line to add."""
 
 
 class UsageWarnings:
-    """Knows the calls of one training loop."""
+    """Records which calls one training loop makes."""
 
     def __init__(self) -> None:
         self.made: set[str] = set()
-        """Calls that the loop ever made; the sampler adds to it in the middle of a step, where a method call counts."""
-        self._told: set[str] = set()
+        """Calls that the loop ever made. The sampler adds to it in the middle of a step, where a method call would
+        cost."""
+        self._warned: set[str] = set()
 
     def require(self, call: str) -> None:
-        """Warns, the first time, if a call was never made.
-
-        Args:
-            call: One of `LINES`.
-        """
-        if call in self.made or call in self._told:
+        """Warns, once, if one of the calls of `LINES` was never made."""
+        if call in self.made or call in self._warned:
             return
-        self._told.add(call)
+        self._warned.add(call)
         line, why = LINES[call]
         warnings.warn(
             f"the training loop never called sampler.{call}(); add the line `{line}` {why}",

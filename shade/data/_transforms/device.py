@@ -1,11 +1,11 @@
 """Decodes and renders a batch on a GPU: nvJPEG for the files, torch for crop, resize, flip and table.
 
-What is random is drawn on the host as always, so crops and flips are those of every other way. Pixels are not: nvJPEG
+The host draws all random numbers as always, so crops and flips equal those of every other way. Pixels do not: nvJPEG
 widens subsampled colours by other arithmetic than libjpeg, and torch resizes floats where Pillow rounds between its two
-passes. The difference is a level or two of 255 where the decoders agree, and more at sharp edges of colour; so it is
-done for those alone who ask (``decode_on="device"``), on machines whose processors cannot keep up with the GPU.
+passes. They differ by a level or two of 255 where the decoders agree, and by more at sharp edges of colour. So only
+``decode_on="device"`` asks for it, on machines whose processors cannot keep up with the GPU.
 
-What nvJPEG cannot decode is decoded on the host, and one such file does not keep the others from the GPU.
+The host decodes what nvJPEG cannot; one such file does not keep the others from the GPU.
 """
 
 from __future__ import annotations
@@ -24,17 +24,10 @@ _RGB = 3
 
 
 def render_on_device(batch: FusedBatch, device: torch.device) -> torch.Tensor:
-    """Renders a drawn batch.
+    """Renders a drawn batch; returns (B, 3, H, W) on the device.
 
-    Args:
-        batch: Drawn, and not rendered.
-        device: A GPU; any other device gets pictures that the host has decoded.
-
-    Returns:
-        (B, 3, H, W) on the device.
-
-    Raises:
-        BadSampleError: A file that nobody can decode.
+    A device that is no GPU gets pictures that the host has decoded. Raises BadSampleError for a file that no decoder
+    reads.
     """
     files = batch.plain_positions() if device.type == "cuda" else []
     decoded = dict(zip(files, _decode_many([batch.payload(position) for position in files], device), strict=True))
@@ -50,7 +43,7 @@ def render_on_device(batch: FusedBatch, device: torch.device) -> torch.Tensor:
 
 
 def _decode_many(contents: list[Any], device: torch.device) -> list[torch.Tensor | None]:
-    """All at once, as nvJPEG likes it; one by one where it objects to one of them, and None for that one."""
+    """Decodes all files at once, as nvJPEG likes it; one by one if it refuses one of them, and None for that one."""
     if not contents:
         return []
     import torchvision.io  # noqa: F401 - loads the operators; its functions would warn of their age at every call
@@ -66,7 +59,7 @@ def _decode_many(contents: list[Any], device: torch.device) -> list[torch.Tensor
 
 
 def _render(view: TransformView, picture_CHW: torch.Tensor, window: Window) -> torch.Tensor:
-    """One picture to the output's size, as whole numbers of 0 to 255."""
+    """Returns one picture in the output's size, as whole numbers of 0 to 255."""
     (top, left, height, width), (inner_top, inner_left) = window.crop, window.inner
     crop = picture_CHW[None, :, top : top + height, left : left + width].float()
     resized = interpolate(crop, size=window.resized, mode="bilinear", antialias=True, align_corners=False)[0]

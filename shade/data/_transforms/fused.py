@@ -1,12 +1,12 @@
-"""Makes a batch of a recognised view: draws for all samples in order, then renders each into its place, in any order.
+"""FusedBatch: draws for all samples of a batch in order, then renders each into its place, in any order.
 
-Drawing needs the pictures' sizes and no pixels, and sizes are in the files' headers. So what must happen in order takes
-microseconds, and what takes milliseconds may happen in as many threads as there are, straight into the batch's memory.
+Drawing needs the pictures' sizes, which are in the files' headers, and no pixels. So the part that must happen in order
+takes microseconds, and the part that takes milliseconds may run in as many threads as there are, straight into the
+batch's memory.
 
-What cannot be decoded this way (no plain JPEG, or one that the library objects to) is decoded whole by the caller, who
-also knows what to do about bad samples. Where that shows only after the draw, the sample may turn out to be replaced by
-another one of another size: then the batch is drawn and rendered once more from the beginning, so that its random
-numbers are again those that the user's chain would have drawn.
+The caller decodes whole what this way cannot decode (no plain JPEG, or one that the library refuses), and handles bad
+samples. If that shows only after the draw, another sample of another size may take its place: then the batch is drawn
+and rendered again from the beginning, so that its random numbers are those of the user's chain.
 
 Invariant: sample and target are those of the user's chain, bit for bit.
 """
@@ -36,12 +36,8 @@ DecodeWhole = Callable[[int], tuple[npt.NDArray[np.uint8], tuple[Any, ...]]]
 
 
 class Fuser:
-    """What all batches of one view have in common.
-
-    Args:
-        view: The recognised chain.
-        reduced: Whether large pictures may be decoded at a fraction of their size.
-    """
+    """What all batches of one view have in common. ``reduced``: large pictures may be decoded at a fraction of their
+    size."""
 
     def __init__(self, view: TransformView, *, reduced: bool) -> None:
         self.view, self.reduced = view, reduced
@@ -54,7 +50,8 @@ class Fuser:
         self.__init__(**state)  # type: ignore[misc]
 
     def reduction_of(self, window: Window) -> int:
-        """By how much a file is reduced while it is decoded: the crop stays as large as what is made of it."""
+        """Returns the factor by which a file is reduced while it is decoded: the crop stays at least as large as the
+        output."""
         (_, _, height, width), (to_height, to_width) = window.crop, window.resized
         if self.reduced and not self.view.by_torch:
             for reduction in REDUCTIONS:
@@ -64,15 +61,8 @@ class Fuser:
 
 
 def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser | None:
-    """The way to run a chain of transforms in one walk, or None where it runs as written.
-
-    Args:
-        chain: Applied one after the other.
-        reduced: See `Fuser`.
-
-    Returns:
-        None for a chain that is not recognised, and on a machine whose arithmetic is not Pillow's.
-    """
+    """Returns the fuser of a chain of transforms; None if the chain is not recognised, or this machine's arithmetic is
+    not Pillow's, so that it runs as written."""
     view = recognise(chain) if chain else None
     if view is None:
         return None
@@ -88,18 +78,9 @@ def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser |
 
 
 class FusedBatch:
-    """One batch on its way.
-
-    Args:
-        fuser: How.
-        payloads: As they were fetched: files, pictures, or exceptions; in batch order.
-        rests: What comes with each sample.
-        decode_whole: For what is no plain JPEG.
-        generator: What is random is drawn from it.
-
-    Raises:
-        BadSampleError: From ``decode_whole``.
-    """
+    """One batch under way: payloads as they were fetched (files, pictures, or exceptions), and what comes with each
+    sample. ``decode_whole`` decodes what is no plain JPEG, and raises BadSampleError. The generator gives all random
+    numbers."""
 
     def __init__(
         self,
@@ -139,43 +120,33 @@ class FusedBatch:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, C, H, W)."""
+        """Returns (B, C, H, W)."""
         return (len(self), 3, *self._fuser.view.size)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the samples."""
+        """Returns the samples' dtype."""
         return self._fuser.view.dtype
 
     @property
     def view(self) -> TransformView:
-        """What is made of each picture."""
+        """Returns the recognised chain."""
         return self._fuser.view
 
     def window(self, position: int) -> Window:
-        """What was drawn for a sample."""
+        """Returns the window that was drawn for a sample."""
         return self._windows[position]
 
     def payload(self, position: int) -> Any:
-        """A sample as it was fetched."""
+        """Returns a sample as it was fetched."""
         return self._payloads[position]
 
     def plain_positions(self) -> list[int]:
-        """Samples that are plain JPEGs, not decoded yet."""
+        """Returns the positions of plain JPEGs that are not decoded yet."""
         return [position for position in range(len(self)) if position not in self._whole]
 
     def picture(self, position: int) -> npt.NDArray[np.uint8]:
-        """A sample's whole picture, decoded here if need be.
-
-        Args:
-            position: In the batch.
-
-        Returns:
-            (height, width, 3).
-
-        Raises:
-            BadSampleError: From ``decode_whole``.
-        """
+        """Returns a sample's whole picture, (height, width, 3), decoded here if need be. Raises BadSampleError."""
         whole, size = self._whole.get(position), None
         if whole is None:
             size = size_of(self._payloads[position])
@@ -189,30 +160,15 @@ class FusedBatch:
         return whole.source_S.reshape(-1, whole.pitch // 3, 3)
 
     def items(self, indices: Sequence[int], samples_BCHW: torch.Tensor) -> list[tuple[Any, ...]]:
-        """The batch as a list.
-
-        Args:
-            indices: The samples' own.
-            samples_BCHW: What `fill` and `finish` have filled.
-
-        Returns:
-            ``(sample, target, index)`` of each, samples of the class that the user's chain returns.
-        """
+        """Returns the batch as a list of ``(sample, target, index)``, with samples of the class that the user's chain
+        returns, after `fill` and `finish`."""
         kind = self._fuser.view.kind
         samples = [each if kind is torch.Tensor else each.as_subclass(kind) for each in samples_BCHW.unbind()]
         return [(each, *rest, index) for each, rest, index in zip(samples, self.rests, indices, strict=True)]
 
     def fill(self, first: int, stop: int, out_BCHW: npt.NDArray[Any]) -> tuple[int, int]:
-        """Renders samples ``first`` to ``stop``; threads may call it for different ones at the same time.
-
-        Args:
-            first: Position in the batch.
-            stop: The one behind the last.
-            out_BCHW: The whole batch's memory.
-
-        Returns:
-            Nanoseconds spent decoding, and rendering.
-        """
+        """Renders samples ``first`` to before ``stop`` into the batch's memory; threads may call it for different ones
+        at the same time. Returns the nanoseconds spent decoding, and rendering."""
         clock, decoding, rendering = time.perf_counter_ns, 0, 0
         for position in range(first, stop):
             begun = clock()
@@ -233,14 +189,7 @@ class FusedBatch:
         return decoding, rendering
 
     def finish(self, out_BCHW: npt.NDArray[Any]) -> None:
-        """Comes after the last `fill`: sees to what could not be decoded.
-
-        Args:
-            out_BCHW: The whole batch's memory.
-
-        Raises:
-            BadSampleError: From ``decode_whole``.
-        """
+        """Decodes and renders what `fill` could not decode, after the last `fill`. Raises BadSampleError."""
         if self._failed:
             failed, self._failed = self._failed, []
             self._generator.set_state(self._before)
@@ -249,7 +198,7 @@ class FusedBatch:
 
 
 class _FusedFrame:
-    """A crop in the coordinates of what is decoded: offsets of the picture, and the box for the resize."""
+    """A crop in the coordinates of the decoded part: offsets of the picture, and the box for the resize."""
 
     def __init__(self, top: int, left: int, box: tuple[float, ...]) -> None:
         self.top, self.left = top, left
@@ -257,7 +206,7 @@ class _FusedFrame:
 
 
 def _needed(window: Window, view: TransformView, reduction: int) -> tuple[Box, _FusedFrame]:
-    """The part of the (reduced) picture that the output is made of; torch wants the whole crop."""
+    """Returns the part of the (reduced) picture that the output depends on; torch needs the whole crop."""
     (top, left, height, width), size, spans, frames = window.crop, view.size, [], []
     for start, length, to, inner, out in (
         (top, height, window.resized[0], window.inner[0], size[0]),
@@ -293,7 +242,7 @@ def _render(view: TransformView, pixels: Pixels, window: Window, frame: _FusedFr
 
 
 def _resized_by_torch(view: TransformView, pixels: Pixels, window: Window) -> npt.NDArray[np.uint8]:
-    """Crop and resize as the v2 classes do it with tensors: by their own functions."""
+    """Crops and resizes as the v2 classes do it with tensors: by their own functions."""
     from torchvision.transforms.v2 import functional
 
     crop_HWC = np.array(pixels.cut(window.crop))  # torch wants memory that may be written to

@@ -1,16 +1,16 @@
-"""Crop, resize, flip and normalise in one walk over the pixels, bit for bit as Pillow and torchvision do it.
+"""Crop, resize, flip and normalise in one pass over the pixels, bit for bit as Pillow and torchvision do it.
 
-Pillow resizes in two passes, along rows and along columns, with weights in fixed point (22 bits behind the point) and
-a rounding to uint8 after each. Both passes are integer arithmetic, so the same weights give the same bytes whoever does
-the sums: no tolerance is needed, and none is granted. What comes after the resize (ToTensor, Normalize, whatever works
-on each value by itself) is a table of 256 entries a channel, made by the user's own transforms.
+Pillow resizes in two passes, along rows and along columns, with weights in fixed point (22 bits behind the point) and a
+rounding to uint8 after each. Both passes are integer arithmetic, so the same weights give the same bytes in any
+implementation: no tolerance is needed, and none is granted. The steps after the resize (ToTensor, Normalize, and others
+on each value by itself) are a table of 256 entries a channel, made by the user's own transforms.
 
-Numba's vectoriser does not see that four neighbouring RGB pixels are twelve contiguous bytes, so the two sums are
-written in LLVM's words: 16 bytes are loaded, widened, multiplied by 16 weights and folded. Price: some seconds of
-compiling, once a machine.
+Numba's vectoriser does not see that four neighbouring RGB pixels are twelve contiguous bytes. So the two sums are
+written in LLVM's instructions: 16 bytes are loaded, widened, multiplied by 16 weights and folded. Price: some seconds
+of compiling, once a machine.
 
 Invariant: `render` equals Pillow's resize followed by torchvision's tensor transforms, bit for bit; `pillow_order`
-tries it on this machine before anybody relies on it.
+tests it on this machine before it is used.
 
 Legend: S bytes of a source · R rows kept between the passes · V 256 values · C channels (3) · H, W output.
 """
@@ -36,14 +36,14 @@ PRECISION = 22
 """Bits behind the point of a weight: Pillow's ``32 - 8 - 2``."""
 LANES = 16
 PIXELS = 4
-"""RGB pixels that one load of 16 bytes is used for."""
+"""RGB pixels that one load of 16 bytes serves."""
 _HALF = 1 << (PRECISION - 1)
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 _BYTES, _INTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_INT, LANES)
 
 
 def compiled(function: F) -> F:
-    """Decorator: numba's nopython mode, without the interpreter's lock, kept on disk where there is a folder for it."""
+    """Compiles in numba's nopython mode, without the interpreter's lock, cached on disk if there is a folder for it."""
     try:
         return cast(F, numba.njit(nogil=True, cache=True)(function))
     except RuntimeError:  # no folder to keep it in
@@ -51,7 +51,7 @@ def compiled(function: F) -> F:
 
 
 def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """numba's decorator, which is typed in some versions only."""
+    """Applies numba's decorator, which is typed in some versions only."""
     decorate: Any = extending.intrinsic
     decorated: Callable[..., Any] = decorate(function)
     return decorated
@@ -68,7 +68,7 @@ class _Code:
         self._context, self.builder, self._signature, self.arguments = context, builder, signature, arguments
 
     def place(self, array: int, offset: Any, kind: Any) -> Any:
-        """Address of an element of an argument, as a pointer to ``kind``."""
+        """Returns the address of an element of an argument, as a pointer to ``kind``."""
         view = self._context.make_array(self._signature.args[array])(self._context, self.builder, self.arguments[array])
         return self.builder.bitcast(self.builder.gep(view.data, [offset]), kind.as_pointer())
 
@@ -76,12 +76,12 @@ class _Code:
         return self.builder.load(self.place(array, offset, kind), align=align)
 
     def spread(self, value: Any) -> Any:
-        """One number in every lane."""
+        """Returns a vector with one number in every lane."""
         alone = self.builder.insert_element(ir.Constant(_INTS, ir.Undefined), value, _INT(0))
         return self.builder.shuffle_vector(alone, ir.Constant(_INTS, ir.Undefined), _constant([0] * LANES))
 
     def picked(self, vector: Any, lanes: list[int]) -> Any:
-        """Some lanes of a vector, as one of that many."""
+        """Returns some lanes of a vector, as a vector of that many."""
         mask = ir.Constant(ir.VectorType(_INT, len(lanes)), lanes)
         return self.builder.shuffle_vector(vector, vector, mask)
 
@@ -90,13 +90,13 @@ class _Code:
 
 
 def _products(code: _Code, source_at: Any, weights_at: Any) -> Any:
-    """16 bytes of the first argument by 16 weights of the third."""
+    """Multiplies 16 bytes of the first argument by 16 weights of the third."""
     values = code.builder.zext(code.load(0, source_at, _BYTES, 1), _INTS)
     return code.builder.mul(values, code.load(2, weights_at, _INTS, 4))
 
 
 def _fold(code: _Code, products: Any, out: int, out_at: Any) -> Any:
-    """Adds up four pixels' products by channel, rounds, and stores three bytes and a fourth, which means nothing."""
+    """Adds up four pixels' products by channel, rounds, and stores three bytes and a fourth without meaning."""
     builder = code.builder
     pairs = builder.add(
         code.picked(products, [0, 1, 2, 3, 4, 5, 5, 5]), code.picked(products, [6, 7, 8, 9, 10, 11, 11, 11])
@@ -111,7 +111,7 @@ def _fold(code: _Code, products: Any, out: int, out_at: Any) -> Any:
 
 @_intrinsic
 def _blend_four(typing: Any, source: Any, at: Any, weights: Any, weights_at: Any, out: Any, out_at: Any) -> Any:
-    """One output pixel of a row from up to four neighbouring pixels."""
+    """Blends one output pixel of a row from up to four neighbouring pixels."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
@@ -125,7 +125,7 @@ def _blend_four(typing: Any, source: Any, at: Any, weights: Any, weights_at: Any
 def _blend_pixels(
     typing: Any, source: Any, at: Any, weights: Any, weights_at: Any, chunks: Any, out: Any, out_at: Any
 ) -> Any:
-    """One output pixel of a row from ``chunks`` times four neighbouring pixels."""
+    """Blends one output pixel of a row from ``chunks`` times four neighbouring pixels."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
@@ -145,7 +145,7 @@ def _blend_pixels(
 def _blend_rows(
     typing: Any, rows: Any, at: Any, pitch: Any, weights: Any, weights_at: Any, count: Any, out: Any, out_at: Any
 ) -> Any:
-    """16 bytes of an output row: as many rows below each other by their weights, rounded."""
+    """Blends 16 bytes of an output row from ``count`` rows below each other by their weights, rounded."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
@@ -165,7 +165,7 @@ def _blend_rows(
 
 @compiled
 def _weigh(begin: float, end: float, in_size: int, out_size: int, start: int, count: int) -> Any:
-    """Pillow's bilinear weights for ``count`` outputs from ``start`` on: first input, inputs, and weights."""
+    """Returns Pillow's bilinear weights for ``count`` outputs from ``start`` on: first input, inputs, and weights."""
     scale = (end - begin) / out_size
     stretch = max(scale, 1.0)
     support, inverse = stretch, 1.0 / stretch
@@ -319,26 +319,25 @@ def look_up(pixels_CHW: Any, flip: bool, table_CV: Any, out_CHW: Any) -> None:
 
 
 def _rows_first(height: int, width: int, to_height: int, to_width: int) -> bool:
-    """Pillow before version 13."""
+    """Returns the order of Pillow before version 13."""
     return False
 
 
 def _larger_shrink_first(height: int, width: int, to_height: int, to_width: int) -> bool:
-    """Pillow 13: columns first where they lose much more pixels than rows do; found out by trying."""
+    """Returns the order of Pillow 13, found by experiment: columns first if they lose much more pixels than rows do."""
     return height > to_height and height - to_height > 2 * (width - to_width)
 
 
 Order = Callable[[int, int, int, int], bool]
-"""Whether Pillow resizes along columns first, from a size to a size. Each pass rounds, so the order shows."""
+"""Returns whether Pillow resizes along columns first, from a size to a size. Each pass rounds, so the order shows."""
 _SIZES = ((16, 16), (50, 90), (64, 24), (30, 60), (30, 57), (18, 51), (18, 52), (37, 60), (90, 80), (38, 40), (8, 61))
 
 
 @lru_cache(maxsize=1)
 def pillow_order() -> Order | None:
-    """In which order this machine's Pillow resizes: tried on images smaller, larger, and one of either.
+    """Returns the order in which this machine's Pillow resizes, tested on images smaller, larger, and one of either.
 
-    Returns:
-        None where no order gives its bytes: built to compute otherwise (pillow-simd; fused multiply-add).
+    None if no order gives its bytes: such a Pillow computes otherwise (pillow-simd; fused multiply-add).
     """
     pixels = np.random.default_rng(0).integers(0, 256, (41, 67, 3), dtype=np.uint8)
     image = Image.fromarray(pixels).crop((5, 2, 66, 40))
@@ -349,7 +348,7 @@ def pillow_order() -> Order | None:
 
 
 def _gives(pixels: npt.NDArray[np.uint8], image: Image.Image, height: int, width: int, order: Order) -> bool:
-    """Whether `render` makes of a part of ``pixels`` what Pillow makes of ``image``."""
+    """Returns whether `render` makes of a part of ``pixels`` what Pillow makes of ``image``."""
     identity_CV = np.tile(np.arange(256, dtype=np.uint8), (3, 1))
     out = np.empty((3, height, width), np.uint8)
     box, place, inner = np.array([0.0, 0.0, 38.0, 61.0, 38.0, 61.0]), np.array([2, 5]), np.zeros(2, np.int64)

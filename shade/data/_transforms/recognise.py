@@ -1,12 +1,13 @@
-"""Recognises the usual torchvision transforms, and draws what is random in them from the generators they use.
+"""Recognises the usual torchvision transforms, and draws their random numbers from the generators that they use.
 
-A chain is recognised when it is: to a tensor, perhaps; one geometry (RandomResizedCrop, or Resize and CenterCrop, or
-either alone); perhaps a RandomHorizontalFlip; then only what works on each value by itself (ToTensor, Normalize, …).
-Old classes and v2 classes, in any nesting of Compose, exactly these classes and no subclasses, bilinear. Such a chain
-is a `TransformView`: one walk over the pixels does it. Anything else is None and runs as the user wrote it.
+A recognised chain is: perhaps a conversion to a tensor; one geometry (RandomResizedCrop, or Resize and CenterCrop, or
+either alone); perhaps a RandomHorizontalFlip; then only steps that work on each value by itself (ToTensor, Normalize,
+…). It takes old classes and v2 classes, in any nesting of Compose, exactly these classes and no subclasses, bilinear.
+Such a chain is a `TransformView`, done in one pass over the pixels. For any other chain the result is None, and it runs
+as the user wrote it.
 
-What is random is drawn sample by sample with the same calls in the same order as torchvision's, from a generator that
-is handed in: so the numbers are torchvision's, whoever does the work and in however many threads.
+Random numbers are drawn sample by sample with torchvision's calls in torchvision's order, from a generator of the
+caller's: so they are torchvision's, in whichever thread and in however many.
 
 Invariant: `TransformView.draw` leaves the generator where the user's chain would have left it.
 """
@@ -35,29 +36,23 @@ _OUTPUTS = (torch.float32, torch.uint8, torch.float64)
 
 
 class Window(NamedTuple):
-    """What one sample's view is made of; whole numbers of pixels."""
+    """The frame of one sample's view, in whole pixels."""
 
     crop: Box
     """The part of the picture that is resized."""
     resized: tuple[int, int]
-    """Height and width that it is resized to."""
+    """Height and width after the resize."""
     inner: tuple[int, int]
-    """Where in the resized picture the output begins: top and left."""
+    """Top and left of the output in the resized picture."""
     flip: bool
 
 
 Geometry = Callable[[int, int, torch.Generator], tuple[Box, tuple[int, int], tuple[int, int]]]
-"""From a picture's height and width, and what it draws: `Window` without the flip."""
+"""From a picture's height and width, and a generator: a `Window` without the flip."""
 
 
 class RandomCropGeometry:
-    """torchvision's RandomResizedCrop.
-
-    Args:
-        scale: Range of the crop's share of the area.
-        ratio: Range of its width over its height.
-        size: Height and width of the output.
-    """
+    """torchvision's RandomResizedCrop: ranges of the crop's share of the area and of its width over its height."""
 
     def __init__(self, scale: Sequence[float], ratio: Sequence[float], size: tuple[int, int]) -> None:
         self._scale, self._ratio, self._size = scale, ratio, size
@@ -86,13 +81,8 @@ class RandomCropGeometry:
 
 
 class CenterGeometry:
-    """torchvision's Resize, then CenterCrop; nothing in it is random.
-
-    Args:
-        edge: Length of the shorter edge after the resize; None: ``resized`` says it.
-        resized: Height and width after the resize; None: ``edge`` says it.
-        size: Height and width of the output, not larger.
-    """
+    """torchvision's Resize, then CenterCrop; nothing is random. Either ``edge`` (the shorter edge's length after the
+    resize) or ``resized`` (height and width after it) is given."""
 
     def __init__(self, edge: int | None, resized: tuple[int, int] | None, size: tuple[int, int]) -> None:
         self._edge, self._resized, self._size = edge, resized, size
@@ -110,14 +100,11 @@ class CenterGeometry:
 
 
 class TransformView:
-    """A recognised chain.
+    """A recognised chain. Height and width of the output are its ``size``; without a flip, ``flip_probability`` is
+    None.
 
-    Args:
-        geometry: What becomes of the picture's frame.
-        size: Height and width of the output.
-        flip_probability: None where there is no flip.
-        by_torch: The picture is a tensor when it is resized, so torch's arithmetic counts and not Pillow's.
-        result: What the per-value part makes of uint8 values 0 to 255: (3, 1, 256).
+    ``by_torch`` says that the picture is a tensor when it is resized, so torch's arithmetic counts and not Pillow's.
+    ``result`` are the per-value steps' results for the uint8 values 0 to 255: (3, 1, 256).
     """
 
     def __init__(
@@ -134,22 +121,8 @@ class TransformView:
         pure = result.as_subclass(torch.Tensor)
         self.table_CV: npt.NDArray[Any] = np.ascontiguousarray(pure.reshape(3, 256).numpy())
 
-    @property
-    def is_random(self) -> bool:
-        """Whether anything is drawn."""
-        return self._flip_probability is not None or isinstance(self._geometry, RandomCropGeometry)
-
     def draw(self, height: int, width: int, generator: torch.Generator) -> Window:
-        """What is to be done with the next sample.
-
-        Args:
-            height: Of the picture.
-            width: Of the picture.
-            generator: Drawn from as torchvision would.
-
-        Returns:
-            Its window.
-        """
+        """Draws the window of the next sample, a picture of that height and width, as torchvision would."""
         crop, resized, inner = self._geometry(height, width, generator)
         flip = self._flip_probability is not None and bool(
             torch.rand(1, generator=generator).item() < self._flip_probability
@@ -158,14 +131,7 @@ class TransformView:
 
 
 def recognise(chain: Sequence[Callable[[Any], Any]]) -> TransformView | None:
-    """The view that a chain of transforms is, or None.
-
-    Args:
-        chain: Applied one after the other.
-
-    Returns:
-        None for whatever is not exactly known.
-    """
+    """Returns the view of a chain of transforms; None unless all of it is exactly known."""
     steps = list(_flattened(chain))
     before = []
     while steps and type(steps[0]) in _TO_TENSOR:
@@ -196,7 +162,7 @@ def _flattened(chain: Sequence[Any]) -> Iterator[Any]:
 
 
 def _geometry_of(steps: list[Any], *, as_tensor: bool) -> tuple[Geometry, tuple[int, int], int] | None:
-    """The geometry, the output's size, and how many of the steps it takes."""
+    """Returns the geometry, the output's size, and how many of the steps it takes."""
     if not steps:
         return None
     first = steps[0]
@@ -217,14 +183,15 @@ def _geometry_of(steps: list[Any], *, as_tensor: bool) -> tuple[Geometry, tuple[
 
 
 def _is_bilinear(step: Any, *, as_tensor: bool) -> bool:
-    """Also says no to old classes on tensors and to resizing without antialiasing: other arithmetic."""
+    """Returns whether a step is bilinear, with known arithmetic: no for old classes on tensors, and without
+    antialiasing."""
     if as_tensor and (step.antialias is not True or not isinstance(step, v2.Transform)):
         return False
     return step.interpolation in (InterpolationMode.BILINEAR, "bilinear", 2)
 
 
 def _tabulated(steps: list[Any]) -> torch.Tensor | None:
-    """What the per-value steps make of every value, by channel: they are run, not imitated."""
+    """Returns the per-value steps' result for every value, by channel: they are run, not imitated."""
     from PIL import Image
 
     ramp = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)

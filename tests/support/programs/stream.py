@@ -55,7 +55,7 @@ def note_residents(rank: int, dataset: ShadeDataset) -> None:
     """Writes down whom this rank believes resident, and what they may occupy."""
     cache = dataset.cache
     if cache is not None and cache.policy is not None:
-        row = {"residents": cache.policy.resident_N.nonzero()[0].tolist(), "allowed": cache.board.capacity_bytes}
+        row = {"residents": cache.policy.resident_N.nonzero()[0].tolist(), "allowed": cache.residency.capacity_bytes}
         with (LOG / f"residents{rank}.jsonl").open("a") as log:
             log.write(json.dumps(row) + "\n")
 

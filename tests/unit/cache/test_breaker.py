@@ -33,7 +33,7 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def board() -> ResidencyMap:
+def residency() -> ResidencyMap:
     return ResidencyMap(4)
 
 
@@ -61,9 +61,9 @@ def at_once(action: Callable[[], None]) -> None:
 
 
 @pytest.fixture
-def make(board: ResidencyMap, clock: ManualClock, server: Server) -> Callable[[], Breaker]:
-    """Another process's breaker on the same board; its questions are answered at once."""
-    return lambda: Breaker(board, server, clock, at_once)
+def make(residency: ResidencyMap, clock: ManualClock, server: Server) -> Callable[[], Breaker]:
+    """Another process's breaker on the same residency map; its questions are answered at once."""
+    return lambda: Breaker(residency, server, clock, at_once)
 
 
 @pytest.fixture
@@ -82,13 +82,15 @@ def test_closed_lets_everybody_through(breaker: Breaker) -> None:
     assert all(breaker.allows() for _ in range(5))
 
 
-def test_one_failure_opens_it_for_all_processes_of_the_rank(board: ResidencyMap, make: Callable[[], Breaker]) -> None:
+def test_one_failure_opens_it_for_all_processes_of_the_rank(
+    residency: ResidencyMap, make: Callable[[], Breaker]
+) -> None:
     one, other = make(), make()
     one.store_failed(GONE)
     assert one.is_open
     assert not one.allows()
     assert not other.allows()
-    assert board.trips == 1
+    assert residency.trips == 1
 
 
 def test_after_the_pause_one_asks_and_then_one_batch_tries(
@@ -137,7 +139,9 @@ def test_a_late_answer_is_a_bad_one(breaker: Breaker, clock: ManualClock, server
     assert server.num_asked == 1, "the pause has doubled"
 
 
-def test_what_waits_for_no_pause_asks_at_once_and_tries(breaker: Breaker, server: Server, board: ResidencyMap) -> None:
+def test_what_waits_for_no_pause_asks_at_once_and_tries(
+    breaker: Breaker, server: Server, residency: ResidencyMap
+) -> None:
     breaker.store_failed(GONE)
     assert breaker.answers()
     assert server.num_asked == 1
@@ -161,11 +165,11 @@ def test_a_bad_answer_out_of_turn_doubles_the_pause(breaker: Breaker, clock: Man
     assert (server.num_asked, breaker.allows()) == (2, True)
 
 
-def test_two_workers_failing_together_pause_once(board: ResidencyMap, make: Callable[[], Breaker]) -> None:
+def test_two_workers_failing_together_pause_once(residency: ResidencyMap, make: Callable[[], Breaker]) -> None:
     one, other = make(), make()
     one.store_failed(GONE)
     other.store_failed(GONE)
-    assert (board.trips, board.backoff_seconds) == (1, FIRST_PAUSE_SECONDS)
+    assert (residency.trips, residency.backoff_seconds) == (1, FIRST_PAUSE_SECONDS)
 
 
 def test_slower_than_the_origin_twice_in_a_row_opens_it(breaker: Breaker) -> None:
@@ -205,7 +209,9 @@ def test_what_another_worker_learned_of_the_origin_counts(make: Callable[[], Bre
 
 
 @pytest.mark.parametrize("outcome", ["slow", "failed"])
-def test_a_bad_try_opens_it_at_once(breaker: Breaker, board: ResidencyMap, clock: ManualClock, outcome: str) -> None:
+def test_a_bad_try_opens_it_at_once(
+    breaker: Breaker, residency: ResidencyMap, clock: ManualClock, outcome: str
+) -> None:
     breaker.origin_took(SLOW / 2, B)
     breaker.store_failed(GONE)
     let_through(breaker, clock)
@@ -214,7 +220,7 @@ def test_a_bad_try_opens_it_at_once(breaker: Breaker, board: ResidencyMap, clock
     else:
         breaker.store_failed(GONE)
     assert breaker.is_open
-    assert board.backoff_seconds == 2 * FIRST_PAUSE_SECONDS
+    assert residency.backoff_seconds == 2 * FIRST_PAUSE_SECONDS
 
 
 def test_the_log_says_it_once_and_the_return_once(
@@ -235,9 +241,11 @@ def test_the_log_says_it_once_and_the_return_once(
     assert "back in use" in back
 
 
-def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(board: ResidencyMap, clock: ManualClock) -> None:
+def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(
+    residency: ResidencyMap, clock: ManualClock
+) -> None:
     answered = threading.Event()
-    breaker = Breaker(board, answered.wait, clock)
+    breaker = Breaker(residency, answered.wait, clock)
     breaker.store_failed(GONE)
     clock.advance(FIRST_PAUSE_SECONDS)
     assert not breaker.allows()
@@ -249,9 +257,9 @@ def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(board: Re
     assert not any(thread.name == "shade-breaker" for thread in threading.enumerate())
 
 
-def _fail(breaker: Breaker, barrier: Any, told: Any) -> None:
+def _fail(breaker: Breaker, barrier: Any, logged: Any) -> None:
     handler = logging.Handler()
-    handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.put(record.getMessage())  # type: ignore[method-assign]
     module.logger.addHandler(handler)
     barrier.wait()
     breaker.store_failed(GONE)
@@ -260,44 +268,46 @@ def _fail(breaker: Breaker, barrier: Any, told: Any) -> None:
 def test_of_workers_that_fail_at_the_same_moment_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIGNING_SECONDS", 0.2)
     context = multiprocessing.get_context("fork")
-    board, barrier, told = ResidencyMap(4), context.Barrier(4), context.SimpleQueue()
-    children = [context.Process(target=_fail, args=(Breaker(board, lambda: None), barrier, told)) for _ in range(4)]
+    residency, barrier, logged = ResidencyMap(4), context.Barrier(4), context.SimpleQueue()
+    children = [
+        context.Process(target=_fail, args=(Breaker(residency, lambda: None), barrier, logged)) for _ in range(4)
+    ]
     for child in children:
         child.start()
     for child in children:
         child.join(30)
-    told.put("end")
-    assert "out of use" in told.get()
-    assert told.get() == "end"
-    told.close()
+    logged.put("end")
+    assert "out of use" in logged.get()
+    assert logged.get() == "end"
+    logged.close()
 
 
-def _write_row(board: ResidencyMap, worker: int) -> None:
-    board.ledger(worker).add(samples=worker + 10, hits=1)
-    assert board.flag_N.tolist() == [3, 0, 1, 2]
-    board.open_until = 5.5
+def _write_row(residency: ResidencyMap, worker: int) -> None:
+    residency.ledger(worker).add(samples=worker + 10, hits=1)
+    assert residency.flag_N.tolist() == [3, 0, 1, 2]
+    residency.open_until = 5.5
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_board_is_one_page_in_every_child(method: str) -> None:
-    board = ResidencyMap(4)
-    board.post(np.array([0, 2, 3]), np.array([True, True, False]), np.array([True, False, True]), ending=False)
+    residency = ResidencyMap(4)
+    residency.post(np.array([0, 2, 3]), np.array([True, True, False]), np.array([True, False, True]), ending=False)
     context = multiprocessing.get_context(method)
-    children = [context.Process(target=_write_row, args=(board, worker)) for worker in (0, 1)]
+    children = [context.Process(target=_write_row, args=(residency, worker)) for worker in (0, 1)]
     for child in children:
         child.start()
     for child in children:
         child.join(60)
         assert child.exitcode == 0
-    board.ledger(-1).add(samples=100)
-    assert board.totals()["samples"] == 10 + 11 + 100
-    assert board.totals()["hits"] == 2
-    assert board.open_until == 5.5
+    residency.ledger(-1).add(samples=100)
+    assert residency.totals()["samples"] == 10 + 11 + 100
+    assert residency.totals()["hits"] == 2
+    assert residency.open_until == 5.5
 
 
 def test_of_duplicates_the_first_access_is_posted() -> None:
-    board = ResidencyMap(3)
-    assert not board.planned
-    board.post(np.array([1, 1, 2]), np.array([False, True, True]), np.array([True, False, False]), ending=False)
-    assert board.planned
-    assert board.flag_N.tolist() == [0, 2, 1]
+    residency = ResidencyMap(3)
+    assert not residency.planned
+    residency.post(np.array([1, 1, 2]), np.array([False, True, True]), np.array([True, False, False]), ending=False)
+    assert residency.planned
+    assert residency.flag_N.tolist() == [0, 2, 1]

@@ -14,12 +14,12 @@ import pytest
 from shade.cache import breaker as breaker_module
 from shade.cache.admission import COUNTER
 from shade.cache.cache import SampleCache
-from shade.cache.entry import FORM_ITEM
+from shade.cache.entry import FORMAT_ITEM
 from shade.cache.ledger import FIELDS
 from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreAuthError, StoreUnavailableError
 from shade.policy import POLICIES
-from shade.policy.base import EpochWindow
+from shade.policy.base import EpochPlan
 from shade.store import open_store
 from shade.testing import FaultyStore, ManualClock
 
@@ -60,8 +60,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     clock = ManualClock(100.0)
     real = breaker_module.Breaker.__init__
 
-    def patched(self: breaker_module.Breaker, board: ResidencyMap, ask: Callable[[], object]) -> None:
-        real(self, board, ask, clock, lambda action: action())
+    def patched(self: breaker_module.Breaker, residency: ResidencyMap, ask: Callable[[], object]) -> None:
+        real(self, residency, ask, clock, lambda action: action())
 
     monkeypatch.setattr(breaker_module.Breaker, "__init__", patched)
     monkeypatch.setattr(breaker_module, "SIGNING_SECONDS", 0.0)
@@ -70,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
 
 @pytest.fixture
 def cache(store: FaultyStore, clock: ManualClock) -> SampleCache:
-    made = SampleCache(store, "unit", np.full(N, SIZE), 0, FORM_ITEM)
+    made = SampleCache(store, "unit", np.full(N, SIZE), 0, FORMAT_ITEM)
     made.capacity_bytes = int(made.size_bytes_N[:10].sum())
     return made
 
@@ -92,14 +92,19 @@ def begin(cache: SampleCache, order: list[int], following: list[int] | None = No
     if cache.policy is None:
         cache.use_policy(POLICIES.get(policy))
     next_order = None if following is None else np.array(following, dtype=np.int64)
-    cache.begin_epoch(EpochWindow(0, np.array(order), next_order), remove_leaving=True)
+    cache.begin_epoch(EpochPlan(0, np.array(order), next_order), remove_leaving=True)
 
 
-def walk(cache: SampleCache, origin: Origin, order: list[int], batch: int = 5) -> list[bool]:
+def post(cache: SampleCache, index_B: Any, *, ending: bool = False) -> None:
+    """Plans one batch of a rank that is alone."""
+    cache.post(cache.decide(index_B), index_B, slice(0, len(index_B)), 0, 1, ending=ending)
+
+
+def fetch_all(cache: SampleCache, origin: Origin, order: list[int], batch: int = 5) -> list[bool]:
     hits = []
     for start in range(0, len(order), batch):
         index_B = np.array(order[start : start + batch])
-        cache.dispatch(index_B, lambda hit_B: slice(0, len(hit_B)), 0, 1)
+        post(cache, index_B)
         payloads, hit = cache.fetch_many(index_B.tolist(), origin)
         assert [bytes(p) for p in payloads] == [payload(i) for i in index_B]
         hits += hit
@@ -141,12 +146,12 @@ def test_what_the_origin_cannot_read_comes_back_as_its_error(cache: SampleCache,
 def test_planned_departures_make_room_for_planned_arrivals(cache: SampleCache, origin: Origin) -> None:
     first, second = list(range(20)), list(range(10, 30))
     begin(cache, first, second)
-    walk(cache, origin, first)
+    fetch_all(cache, origin, first)
     kept = resident(cache)
     assert len(kept) == 10
     assert set(kept) <= set(second)
     begin(cache, second, first)
-    hits = walk(cache, origin, second)
+    hits = fetch_all(cache, origin, second)
     assert [i for i, hit in zip(second, hits, strict=True) if hit] == kept
     assert used(cache) == (cache.capacity_bytes,) * 2
     assert cache.ledger["surprises"] == cache.ledger["declined"] == 0
@@ -158,14 +163,14 @@ def test_nothing_is_asked_of_the_store_that_is_known_not_to_be_there(
 ) -> None:
     begin(cache, list(range(20)), [])
     store.num_calls.clear()
-    walk(cache, origin, list(range(20)))
+    fetch_all(cache, origin, list(range(20)))
     assert not store.num_calls
 
 
 def test_victims_of_an_online_policy_leave(cache: SampleCache, origin: Origin) -> None:
     order = list(range(30))
     begin(cache, order, policy="lru")
-    walk(cache, origin, order)
+    fetch_all(cache, origin, order)
     assert resident(cache) == list(range(20, 30))
     assert used(cache) == (cache.capacity_bytes,) * 2
 
@@ -174,10 +179,10 @@ def test_arrivals_wait_for_a_slower_neighbours_departures(cache: SampleCache, or
     order = list(range(15))
     cache.store.increment(cache.keys.counter_key(COUNTER), cache.capacity_bytes)
     begin(cache, order, order)
-    walk(cache, origin, order[:10])
+    fetch_all(cache, origin, order[:10])
     assert resident(cache) == []
     cache.store.increment(cache.keys.counter_key(COUNTER), -cache.capacity_bytes)  # the neighbour is done
-    walk(cache, origin, order[10:])
+    fetch_all(cache, origin, order[10:])
     assert len(resident(cache)) == 10
     assert used(cache) == (cache.capacity_bytes,) * 2
 
@@ -186,13 +191,13 @@ def test_what_waits_too_long_is_declined(cache: SampleCache, origin: Origin, mon
     monkeypatch.setattr("shade.cache.admission.WAITING_BYTES", 3 * SIZE)
     cache.store.increment(cache.keys.counter_key(COUNTER), cache.capacity_bytes)
     begin(cache, list(range(10)), list(range(10)))
-    walk(cache, origin, list(range(10)))
+    fetch_all(cache, origin, list(range(10)))
     assert cache.ledger["declined"] == 8
 
 
 def test_larger_than_planned_is_not_admitted(cache: SampleCache, origin: Origin) -> None:
     begin(cache, [0, 1], [0, 1])
-    cache.dispatch(np.array([0, 1]), lambda hit_B: slice(0, 2), 0, 1)
+    post(cache, np.array([0, 1]))
     cache.fetch_many([0, 1], lambda indices: [b"x" * (SIZE if i else 5000) for i in indices])
     assert resident(cache) == [1]
     assert cache.ledger["declined"] == 1
@@ -203,9 +208,9 @@ def test_a_new_count_of_the_residents_cancels_old_debts(
 ) -> None:
     """1. A departure fails. 2. The next epoch counts and finds the sample still there. 3. It must not be removed."""
     begin(cache, list(range(15)), policy="lru")
-    walk(cache, origin, list(range(10)))
+    fetch_all(cache, origin, list(range(10)))
     store.fail_from("delete_many", 0, GONE)
-    walk(cache, origin, list(range(10, 15)))
+    fetch_all(cache, origin, list(range(10, 15)))
     assert store.num_faults["delete_many"] > 0
     assert resident(cache) == list(range(10))
     store.heal()
@@ -213,7 +218,7 @@ def test_a_new_count_of_the_residents_cancels_old_debts(
     cache.find_residents()  # asks whether the store is back
     cache.adopt(cache.find_residents(), remove_refused=True)
     begin(cache, list(range(10)))
-    assert walk(cache, origin, list(range(10))) == [True] * 10
+    assert fetch_all(cache, origin, list(range(10))) == [True] * 10
     assert resident(cache) == list(range(10))
 
 
@@ -227,12 +232,12 @@ def test_waiting_for_a_neighbour_is_not_the_stores_slowness(
     begin(cache, order, order)
     for start in range(0, 20, 5):
         index_B = np.array(order[start : start + 5])
-        cache.board.origin_seconds = 1e-6
-        cache.board.strikes = 1
-        cache.dispatch(index_B, lambda hit_B: slice(0, 5), 0, 1, ending=True)
+        cache.residency.origin_seconds = 1e-6
+        cache.residency.strikes = 1
+        post(cache, index_B, ending=True)
         cache.fetch_many(index_B.tolist(), origin)
-    assert cache.room.waited_seconds > 0.1
-    assert cache.board.trips == 0
+    assert cache.admission.waited_seconds > 0.1
+    assert cache.residency.trips == 0
 
 
 # ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,28 +246,28 @@ def test_waiting_for_a_neighbour_is_not_the_stores_slowness(
 def test_damaged_entries_are_misses_and_are_repaired_in_place(cache: SampleCache, origin: Origin) -> None:
     order = list(range(10))
     begin(cache, order, order)
-    walk(cache, origin, order)
+    fetch_all(cache, origin, order)
     one, two, three, four = cache.keys.many([1, 2, 3, 4])
     swapped = dict(zip((one, two), cache.store.get_many([two, one]), strict=True))
     cache.store.set_many({key: value or b"" for key, value in swapped.items()} | {three: b"?" * 9000, four: b""})
     reads = len(origin.reads)
     begin(cache, order, order)
-    hits = walk(cache, origin, order)
+    hits = fetch_all(cache, origin, order)
     assert [i for i, hit in zip(order, hits, strict=True) if not hit] == [1, 2, 3, 4]
     assert origin.reads[reads:] == [1, 2, 3, 4]
     assert cache.ledger["corrupt"] == 4
     begin(cache, order, order)
-    assert walk(cache, origin, order) == [True] * 10
+    assert fetch_all(cache, origin, order) == [True] * 10
     assert used(cache) == (cache.capacity_bytes,) * 2
 
 
 def test_damaged_entries_that_are_to_leave_leave(cache: SampleCache, origin: Origin) -> None:
     order = list(range(10))
     begin(cache, order, order)
-    walk(cache, origin, order)
+    fetch_all(cache, origin, order)
     cache.store.set_many({cache.keys.key(0): b"?" * 5})
     begin(cache, order, list(range(10, 30)))
-    walk(cache, origin, order + list(range(10, 10)))
+    fetch_all(cache, origin, order + list(range(10, 10)))
     counter, truth = used(cache)
     assert counter == truth <= cache.capacity_bytes
     assert cache.ledger["corrupt"] == 1
@@ -279,11 +284,11 @@ def test_no_failure_of_the_store_is_seen_by_training(
 ) -> None:
     first, second, third = list(range(20)), list(range(10, 30)), list(range(20, 40))
     begin(cache, first, second)
-    walk(cache, origin, first)
+    fetch_all(cache, origin, first)
     store.num_calls.clear()
     store.fail_from(method, call, error, num_calls=1)
     begin(cache, second, third)
-    walk(cache, origin, second)
+    fetch_all(cache, origin, second)
     assert sum(store.num_faults.values()) >= 1
     assert cache.ledger["store_errors"] >= 1
     store.heal()
@@ -295,7 +300,7 @@ def test_no_failure_of_the_store_is_seen_by_training(
     cache.adopt(cache.find_residents(), remove_refused=True)
     for order, following in ((third, first), (first, first), (first, first)):
         begin(cache, order, following)
-        hits = walk(cache, origin, order)
+        hits = fetch_all(cache, origin, order)
     assert sum(hits) == 10, "all is well again"
     assert len(set(used(cache))) == 1
 
@@ -308,7 +313,7 @@ def test_a_dead_store_is_asked_once_and_told_once(
     begin(cache, order, order)
     store.num_calls.clear()
     store.fail_from("*", 0, GONE)
-    walk(cache, origin, order)
+    fetch_all(cache, origin, order)
     assert sum(store.num_calls.values()) == 1
     assert len(caplog.records) == 1
     assert cache.ledger["declined"] == 10
@@ -321,11 +326,11 @@ def test_a_cold_cache_that_was_dead_is_found_again(
     order = list(range(N))
     begin(cache, order, order)
     store.fail_from("*", 0, GONE)
-    walk(cache, origin, order[:25])
+    fetch_all(cache, origin, order[:25])
     store.heal()
     clock.advance(1000)
-    walk(cache, origin, order[25:30])  # asks whether the store is back
-    walk(cache, origin, order[30:])
+    fetch_all(cache, origin, order[25:30])  # asks whether the store is back
+    fetch_all(cache, origin, order[30:])
     assert resident(cache) == order[30:]
 
 
@@ -334,10 +339,10 @@ def test_planned_hits_that_are_not_even_asked_for_are_counted(
 ) -> None:
     order = list(range(10))
     begin(cache, order, order)
-    walk(cache, origin, order)
+    fetch_all(cache, origin, order)
     store.fail_from("get_many", store.num_calls["get_many"], GONE)
     begin(cache, order, order)
-    assert walk(cache, origin, order) == [False] * 10
+    assert fetch_all(cache, origin, order) == [False] * 10
     assert (cache.ledger["store_errors"], cache.ledger["skipped"]) == (1, 5)
 
 
@@ -421,7 +426,7 @@ def test_a_copy_in_a_worker_has_the_board_and_no_policy(cache: SampleCache, orig
     copy = pickle.loads(ForkingPickler.dumps(cache))
     copy.enter_worker(0)
     copy.fetch_many([1, 2], origin)
-    assert cache.board.totals()["samples"] == 2
+    assert cache.residency.totals()["samples"] == 2
     assert copy.policy is None
     with pytest.raises(AssertionError):
         _ = copy.size_bytes_N

@@ -12,11 +12,11 @@ import pytest
 from shade.cache import breaker
 from shade.cache.cache import SampleCache
 from shade.cache.coordinated_read import CoordinatedRead
-from shade.cache.entry import FORM_ITEM
+from shade.cache.entry import FORMAT_ITEM
 from shade.cache.job_registry import LEASE_SECONDS, JobRegistry, slot_keys
 from shade.cache.sharing import Sharing
 from shade.policy import POLICIES
-from shade.policy.base import EpochWindow
+from shade.policy.base import EpochPlan
 from shade.store import open_store
 from shade.store.base import Store
 from shade.testing import ManualClock
@@ -46,13 +46,13 @@ class OneJob:
     """A job of one rank, without threads: a look a step."""
 
     def __init__(self, store: Store, clock: ManualClock, seed: int, group: str = "") -> None:
-        self.cache = SampleCache(store, "data", np.full(N, SIZE), 0, FORM_ITEM)
+        self.cache = SampleCache(store, "data", np.full(N, SIZE), 0, FORMAT_ITEM)
         self.cache.capacity_bytes = int(FRACTION * self.cache.size_bytes_N.sum())
         self.jobs = JobRegistry(store, "data", group=group, clock=clock)
-        self.jobs.note = replace(self.jobs.note, machine="another")
+        self.jobs.record = replace(self.jobs.record, machine="another")
         self.sharing = Sharing(self.cache, self.jobs, 0, 1, clock)
         self.sharing.look()
-        self.follow = CoordinatedRead(self.cache, self.jobs, self.sharing, BATCH) if group else None
+        self.coordinated = CoordinatedRead(self.cache, self.jobs, self.sharing, BATCH) if group else None
         self.cache.use_policy(POLICIES.get("plan"))
         self.rng = np.random.default_rng(seed)
         self.orders = [self.rng.permutation(N), self.rng.permutation(N)]
@@ -64,27 +64,28 @@ class OneJob:
         return [bytes([index % 256]) * SIZE for index in indices]
 
     def may_go(self) -> bool:
-        """Whether it is its turn, where jobs follow one stream."""
+        """Whether it is its turn, where jobs take one stream."""
         place = (self.epoch, (self.step + 1) * BATCH, N)
-        return self.follow is None or self.follow._may_go(*place)
+        return self.coordinated is None or self.coordinated._may_go(*place)
 
     def take(self) -> None:
         """One batch."""
         cache, sharing = self.cache, self.sharing
         if self.step == 0:
-            sharing.begin_epoch(self.epoch, self.orders[0], self.orders[1], 0)
-            if not cache.board.is_shared:
+            plan = EpochPlan(self.epoch, self.orders[0], self.orders[1])
+            sharing.begin_epoch(plan)
+            if not cache.residency.is_shared:
                 cache.adopt(cache.find_residents(), remove_refused=True)
-                cache.begin_epoch(EpochWindow(self.epoch, self.orders[0], self.orders[1]), remove_leaving=True)
-        if sharing.has_company and not cache.board.is_shared:
+                cache.begin_epoch(plan, remove_leaving=True)
+        if sharing.has_company and not cache.residency.is_shared:
             assert cache.policy is not None
             sharing.enter(cache.policy.resident_N)
         index_B = self.orders[0][self.step * BATCH : (self.step + 1) * BATCH]
-        if cache.board.is_shared:
+        if cache.residency.is_shared:
             sharing.dispatch(index_B, BATCH, None, ending=False)
         else:
-            sharing.walked(BATCH)
-            cache.dispatch(index_B, lambda hit_B: slice(0, BATCH), 0, 1)
+            sharing.advance(BATCH)
+            cache.post(cache.decide(index_B), index_B, slice(0, BATCH), 0, 1)
         payloads, _ = cache.fetch_many(index_B.tolist(), self._read)
         assert [bytes(each) for each in payloads] == [bytes([i % 256]) * SIZE for i in index_B.tolist()]
         self.step += 1
@@ -111,9 +112,9 @@ def run(jobs: list[OneJob], clock: ManualClock, epochs: int) -> None:
             else:
                 each.sharing.look()
         if steps % 20 == 0:
-            total = sum(held_bytes(each.cache.store, each, each.jobs.note.home) for each in jobs)
+            total = sum(held_bytes(each.cache.store, each, each.jobs.record.home) for each in jobs)
             assert total <= jobs[0].cache.capacity_bytes
-        claims = sum(each.jobs.note.claim_bytes for each in jobs)
+        claims = sum(each.jobs.record.claim_bytes for each in jobs)
         assert claims <= jobs[0].cache.capacity_bytes
 
 
@@ -124,7 +125,7 @@ def test_three_jobs_with_orders_of_their_own_read_much_less_than_alone(store: St
     assert max(reads) <= 0.6, reads
     assert np.mean(reads) <= 0.57, reads
     for each in jobs:
-        assert each.cache.board.is_shared
+        assert each.cache.residency.is_shared
         assert each.cache.ledger["borrowed"] > 0.2 * N
 
 
@@ -132,7 +133,7 @@ def test_one_job_alone_reads_what_the_exact_plan_says(store: Store, clock: Manua
     one = OneJob(store, clock, 0)
     run([one], clock, 4)
     assert one.reads[1:4] == [N - int(FRACTION * N)] * 3
-    assert not one.cache.board.is_shared
+    assert not one.cache.residency.is_shared
     assert one.cache.ledger["borrowed"] == 0
     assert [key for key in store.scan("shade:") if "order-" in key] == [], "nobody wants to know"
 
@@ -141,18 +142,18 @@ def test_each_keeps_an_equal_part(store: Store, clock: ManualClock) -> None:
     jobs = [OneJob(store, clock, seed) for seed in range(3)]
     run(jobs, clock, 3)
     for each in jobs:
-        assert each.cache.board.capacity_bytes == each.cache.capacity_bytes // 3
-        kept = held_bytes(store, each, each.jobs.note.home)
-        assert 0.7 * each.cache.board.capacity_bytes <= kept <= each.cache.board.capacity_bytes
+        assert each.cache.residency.capacity_bytes == each.cache.capacity_bytes // 3
+        kept = held_bytes(store, each, each.jobs.record.home)
+        assert 0.7 * each.cache.residency.capacity_bytes <= kept <= each.cache.residency.capacity_bytes
 
 
 def test_one_that_comes_later_gets_its_part_and_never_more_than_is_free(store: Store, clock: ManualClock) -> None:
     one = OneJob(store, clock, 0)
     run([one], clock, 2)
     two = OneJob(store, clock, 1)
-    assert two.cache.board.capacity_bytes == 0, "all is taken"
+    assert two.cache.residency.capacity_bytes == 0, "all is taken"
     run([one, two], clock, 2)
-    assert one.cache.board.capacity_bytes == two.cache.board.capacity_bytes == one.cache.capacity_bytes // 2
+    assert one.cache.residency.capacity_bytes == two.cache.residency.capacity_bytes == one.cache.capacity_bytes // 2
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
@@ -171,10 +172,10 @@ def test_what_a_job_leaves_is_taken_over_and_not_lost(store: Store, clock: Manua
         clock.advance(LEASE_SECONDS * 0.2)
     one.sharing.look()
     one.sharing.look()
-    assert one.cache.board.owned_slots == [0, 1]
-    assert one.cache.board.capacity_bytes == one.cache.capacity_bytes, "its part is free at once"
+    assert one.cache.residency.owned_slots == [0, 1]
+    assert one.cache.residency.capacity_bytes == one.cache.capacity_bytes, "its part is free at once"
     assert not one.sharing.has_company
-    one.cache.board.is_shared = False  # what settling does as the next epoch begins
+    one.cache.residency.is_shared = False  # what settling does as the next epoch begins
     one.step = 0
     one.cache.adopt(one.cache.find_residents(), remove_refused=True)
     kept = int(one.cache.policy.resident_N.sum())  # type: ignore[union-attr]
@@ -191,8 +192,8 @@ def test_those_who_follow_one_stream_read_it_once(store: Store, clock: ManualClo
     reads = [sum(each.reads[2:4]) / 2 / N for each in jobs]
     assert sum(reads) / 3 <= 0.3, reads
     assert max(reads[1:]) <= 0.02, "followers read next to nothing"
-    assert jobs[0].cache.board.capacity_bytes == jobs[0].cache.capacity_bytes, "the leader keeps for all"
-    assert [each.cache.board.capacity_bytes for each in jobs[1:]] == [0, 0]
+    assert jobs[0].cache.residency.capacity_bytes == jobs[0].cache.capacity_bytes, "the leader keeps for all"
+    assert [each.cache.residency.capacity_bytes for each in jobs[1:]] == [0, 0]
 
 
 def test_a_follower_that_dies_is_not_waited_for_and_a_leader_is_replaced(store: Store, clock: ManualClock) -> None:
@@ -212,6 +213,6 @@ def test_a_follower_that_dies_is_not_waited_for_and_a_leader_is_replaced(store: 
     jobs[0].sharing.close()
     for _ in range(3):
         jobs[1].sharing.look()
-    assert jobs[1].follow is not None
-    assert jobs[1].follow.leader() is None
+    assert jobs[1].coordinated is not None
+    assert jobs[1].coordinated.leader() is None
     assert jobs[1].may_go()

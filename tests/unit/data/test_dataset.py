@@ -57,11 +57,11 @@ def test_a_bad_sample_stops_with_its_path(folder: Path, cache: str | None, worke
     try:
         for index in bad.values():
             iterator = iter(DataLoader(dataset, sampler=[index], num_workers=workers))
-            with pytest.raises(BadSampleError) as told:
+            with pytest.raises(BadSampleError) as raised:
                 next(iterator)
             assert next(iterator, None) is None  # ends the workers in good order
-            assert wrapped.samples[index][0] in str(told.value)
-            assert "on_bad_sample='skip'" in str(told.value)
+            assert wrapped.samples[index][0] in str(raised.value)
+            assert "on_bad_sample='skip'" in str(raised.value)
     finally:
         dataset.close()
 
@@ -86,7 +86,7 @@ def test_a_bad_sample_is_replaced_by_the_next_good_one_everywhere(folder: Path) 
         os.utime(target, ns=(0, 0))
         streams.append(stream)
         if dataset.cache is not None:
-            assert dataset.cache.board.totals()["bad_samples"] == 2 * len(bad)
+            assert dataset.cache.residency.totals()["bad_samples"] == 2 * len(bad)
         dataset.close()
     assert streams[0] == streams[1] == streams[2]
     by_index = {index: (target, pixels) for index, target, pixels in streams[0]}
@@ -103,7 +103,7 @@ def test_replacements_are_counted_where_they_are_read() -> None:
     for _ in range(2):
         values = [int(sample[0]) for sample, _ in dataset.__getitems__(list(range(N)))]
         assert values == [*range(4), 6, 6, *range(6, N)]
-    totals = dataset.cache.board.totals()
+    totals = dataset.cache.residency.totals()
     assert totals["origin_reads"] == sum(index not in (4, 5) for index in origin.reads)
     assert totals["bad_samples"] == 4
     dataset.close()
@@ -132,7 +132,7 @@ def test_every_read_is_in_the_ledger_probes_included() -> None:
     for epoch in range(4):
         sampler.set_epoch(epoch)
         list(DataLoader(dataset, batch_size=5, sampler=sampler))
-    totals = dataset.cache.board.totals()
+    totals = dataset.cache.residency.totals()
     assert totals["origin_reads"] == len(origin.reads)
     payload = len(dataset.source.read_many([0], lambda reads, num_bytes: None)[0])
     assert totals["origin_bytes"] == (len(origin.reads) - 1) * payload
@@ -183,17 +183,19 @@ def test_an_index_outside_is_an_index_error() -> None:
 
 def quickly(action: Callable[[], Any], expected: type[Exception]) -> str:
     begun = time.monotonic()
-    with pytest.raises(expected) as told:
+    with pytest.raises(expected) as raised:
         action()
     assert time.monotonic() - begun < 20 * 0.25, "some timeouts, not a wait"
-    return str(told.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("scheme", ["redis", "unix", "rediss", "redis+cluster"])
 def test_a_wrong_password_is_told_at_construction(get_place: Callable[[str], Place], scheme: str) -> None:
     place = get_place(scheme)
-    told = quickly(lambda: ShadeDataset(TensorDataset(torch.zeros(8)), cache=place.wrong_password_url), StoreAuthError)
-    assert "wr0ng" not in told
+    message = quickly(
+        lambda: ShadeDataset(TensorDataset(torch.zeros(8)), cache=place.wrong_password_url), StoreAuthError
+    )
+    assert "wr0ng" not in message
 
 
 def test_a_named_server_that_does_not_answer_is_told_at_construction(tmp_path: Path) -> None:
@@ -291,4 +293,4 @@ def test_a_store_handed_in_may_fail_on_command() -> None:
         for _ in range(3):
             assert [int(s[0]) for s, _ in dataset.__getitems__(list(range(N)))] == list(range(N))
         assert store.num_faults["get_many"] == 1
-        assert dataset.cache.board.totals()["store_errors"] == 1
+        assert dataset.cache.residency.totals()["store_errors"] == 1

@@ -80,7 +80,7 @@ def test_wrapped_it_is_read_in_parallel_and_cached(folder: Path, url: str, worke
         for epoch in range(3):
             sampler.set_epoch(epoch)
             stream += [(images.clone(), targets.tolist(), indices.tolist()) for images, targets, indices in loader]
-        totals = dataset.cache.board.totals()
+        totals = dataset.cache.residency.totals()
         assert totals["hits"] > 10
         assert totals["origin_reads"] == totals["misses"]
         streams.append(stream)
@@ -131,7 +131,7 @@ def test_any_data_set_of_urls(url: str) -> None:
             assert target == remote.targets[index]
             if index % 7 == 0:
                 assert np.array_equal(np.asarray(image), np.asarray(remote[index][0]))
-    assert dataset.cache.board.totals()["hits"] == len(remote)
+    assert dataset.cache.residency.totals()["hits"] == len(remote)
     dataset.close()
     remote.origin.close()
 

@@ -178,7 +178,7 @@ def test_an_uneven_last_step_weighs_samples_and_not_ranks() -> None:
 
 
 def forgetful(calls: set[str], epochs: int = 4) -> list[str]:
-    """What a loop with only these calls is told."""
+    """Returns the warnings of a loop with only these calls."""
     with warnings.catch_warnings(record=True) as caught, sampler_of(keep=0.6) as sampler:
         warnings.simplefilter("always")
         for epoch in range(epochs):
@@ -196,12 +196,12 @@ def forgetful(calls: set[str], epochs: int = 4) -> list[str]:
 
 def test_each_forgotten_call_is_told_once_with_the_line_to_add() -> None:
     assert forgetful({"set_epoch", "report", "weights"}) == []
-    (told,) = forgetful({"report", "weights"})
-    assert "sampler.set_epoch(epoch)" in told
-    (told,) = forgetful({"set_epoch", "weights"})
-    assert "sampler.report(indices, losses)" in told
-    (told,) = forgetful({"set_epoch", "report"})
-    assert "sampler.weights(indices)" in told
+    (warning,) = forgetful({"report", "weights"})
+    assert "sampler.set_epoch(epoch)" in warning
+    (warning,) = forgetful({"set_epoch", "weights"})
+    assert "sampler.report(indices, losses)" in warning
+    (warning,) = forgetful({"set_epoch", "report"})
+    assert "sampler.weights(indices)" in warning
     assert len(forgetful(set())) == 2, "without losses there are no weights to forget"
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from shade.policy import POLICIES, CachePolicy, EpochWindow
+from shade.policy import POLICIES, CachePolicy, EpochPlan
 from shade.policy.belady import NEVER, next_uses
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
@@ -17,7 +17,7 @@ def started(name: str, size_bytes: list[int], capacity_bytes: int, score: list[f
     """A policy in its first epoch."""
     policy = POLICIES.get(name)(np.array(size_bytes), capacity_bytes)
     scores = None if score is None else np.array(score, dtype=np.float32)
-    policy.begin_epoch(EpochWindow(0, np.arange(len(size_bytes)), None, scores))
+    policy.begin_epoch(EpochPlan(0, np.arange(len(size_bytes)), None, scores))
     return policy
 
 
@@ -89,7 +89,7 @@ def test_among_equals_shade_evicts_the_least_used() -> None:
 def test_shade_takes_new_scores_at_the_epoch() -> None:
     policy = started("shade", [1] * 3, 1, score=[5, 3, 1])
     assert residents(policy, 0, 1, 2) == [0]
-    policy.begin_epoch(EpochWindow(1, np.arange(3), None, np.array([1, float("nan"), 2], dtype=np.float32)))
+    policy.begin_epoch(EpochPlan(1, np.arange(3), None, np.array([1, float("nan"), 2], dtype=np.float32)))
     assert residents(policy, 1) == [0], "a score that is not a number counts as none"
     assert residents(policy, 2) == [2]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shade.errors import ConfigError
-from shade.policy import EpochWindow
+from shade.policy import EpochPlan
 from shade.policy.base import EMPTY
 from shade.policy.plan import PlanPolicy, latest_that_fit
 from shade.policy.simulator import simulate
@@ -68,7 +68,7 @@ def test_no_choice_gets_more_hits_out_of_two_known_epochs(data: st.DataObject) -
 
     policy = PlanPolicy(np.ones(num_samples, dtype=np.int64), capacity)
     policy.adopt(np.array(before, dtype=np.int64))
-    policy.begin_epoch(EpochWindow(0, np.array(order), np.array(following)))
+    policy.begin_epoch(EpochPlan(0, np.array(order), np.array(following)))
     hits = np.count_nonzero(policy.access_many(np.array(order)).hit_B)
     assert hits + np.count_nonzero(policy.resident_N[following]) == best
 
@@ -113,7 +113,7 @@ def test_mixed_sizes_leave_less_than_two_percent_of_the_bytes(sigma: float, frac
     for epoch in range(6):
         order_K, next_order_K = trace.orders[epoch : epoch + 2]
         best = most_bytes_at_the_boundary(policy, order_K, next_order_K)
-        policy.begin_epoch(EpochWindow(epoch, order_K, next_order_K))
+        policy.begin_epoch(EpochPlan(epoch, order_K, next_order_K))
         for start in range(0, len(order_K), trace.global_batch):
             policy.access_many(order_K[start : start + trace.global_batch])
         wanted = next_order_K[policy.resident_N[next_order_K]]
@@ -136,7 +136,7 @@ def test_the_passes_are_the_greedy_walk_from_the_last_candidate_to_the_first(dat
 
 def test_arrivals_are_as_late_as_the_room_allows() -> None:
     policy = PlanPolicy(np.ones(8, dtype=np.int64), 3)
-    policy.begin_epoch(EpochWindow(0, np.arange(8), np.arange(8)))
+    policy.begin_epoch(EpochPlan(0, np.arange(8), np.arange(8)))
     verdicts = [policy.access_many(np.array([index])) for index in range(8)]
     assert [bool(verdict.stay_B[0]) for verdict in verdicts] == [False] * 5 + [True] * 3
 
@@ -144,7 +144,7 @@ def test_arrivals_are_as_late_as_the_room_allows() -> None:
 def test_a_sample_leaves_at_its_last_use_and_makes_room_for_the_next() -> None:
     policy = PlanPolicy(np.ones(5, dtype=np.int64), 2)
     policy.adopt(np.array([0, 1]))
-    gone = policy.begin_epoch(EpochWindow(3, np.array([0, 2, 0, 3, 4]), np.array([3, 2, 4])))
+    gone = policy.begin_epoch(EpochPlan(3, np.array([0, 2, 0, 3, 4]), np.array([3, 2, 4])))
     assert gone.tolist() == [1], "neither epoch uses it, and others need the room"
     assert in_order(policy, [0, 2, 0, 3, 4]) == [
         (True, True),
@@ -176,7 +176,7 @@ def test_with_the_next_epoch_unknown_it_fills_up_once_and_keeps() -> None:
     kept = []
     for epoch in range(3):
         order_K = rng.permutation(50)[:40]
-        assert not policy.begin_epoch(EpochWindow(epoch, order_K, None)).size
+        assert not policy.begin_epoch(EpochPlan(epoch, order_K, None)).size
         policy.access_many(order_K)
         kept.append(np.flatnonzero(policy.resident_N).tolist())
     assert len(kept[0]) == 10
@@ -186,7 +186,7 @@ def test_with_the_next_epoch_unknown_it_fills_up_once_and_keeps() -> None:
 def test_the_last_epoch_leaves_the_cache_as_it_is() -> None:
     policy = PlanPolicy(np.ones(6, dtype=np.int64), 4)
     policy.adopt(np.array([0, 1]))
-    assert not policy.begin_epoch(EpochWindow(9, np.array([1, 2, 3]), EMPTY)).size
+    assert not policy.begin_epoch(EpochPlan(9, np.array([1, 2, 3]), EMPTY)).size
     assert in_order(policy, [1, 2, 3]) == [(True, True), (False, False), (False, False)]
     assert np.flatnonzero(policy.resident_N).tolist() == [0, 1]
 
@@ -195,7 +195,7 @@ def test_walking_another_order_than_the_planned_one_is_refused() -> None:
     policy = PlanPolicy(np.ones(6, dtype=np.int64), 4)
     with pytest.raises(ConfigError, match="call begin_epoch with the order"):
         policy.access_many(np.array([0]))
-    policy.begin_epoch(EpochWindow(0, np.array([3, 1, 2]), np.array([1])))
+    policy.begin_epoch(EpochPlan(0, np.array([3, 1, 2]), np.array([1])))
     with pytest.raises(ConfigError, match=r"\[3, 1\] …, got \[1, 3\]"):
         policy.access_many(np.array([1, 3]))
     assert not policy.resident_N.any()
@@ -205,7 +205,7 @@ def test_who_is_used_last_yields_first() -> None:
     order_K, next_order_K = np.array([3, 1, 4, 0, 5, 2]), np.array([1, 2, 3])
     policy = PlanPolicy(np.full(7, 10), 70)
     policy.adopt(np.arange(7))
-    policy.begin_epoch(EpochWindow(0, order_K, next_order_K))
+    policy.begin_epoch(EpochPlan(0, order_K, next_order_K))
     policy.access_many(order_K[:3])
     # Left of this epoch: 0 5 2; then 1 2 3. Nobody uses 4 and 6 any more.
     assert policy.resize(50).tolist() == [6, 4]
@@ -217,12 +217,12 @@ def test_an_epoch_goes_on_with_the_plan_of_the_smaller_cache() -> None:
     rng = np.random.default_rng(0)
     orders = tuple(rng.permutation(300)[:210] for _ in range(3))
     plan, fresh = PlanPolicy(np.full(300, 10), 900), PlanPolicy(np.full(300, 10), 400)
-    plan.begin_epoch(EpochWindow(0, orders[0], orders[1]))
+    plan.begin_epoch(EpochPlan(0, orders[0], orders[1]))
     for start in range(0, 120, 10):
         plan.access_many(orders[0][start : start + 10])
     plan.resize(400)
     fresh.adopt(np.flatnonzero(plan.resident_N))
-    fresh.begin_epoch(EpochWindow(0, orders[0][120:], orders[1]))
+    fresh.begin_epoch(EpochPlan(0, orders[0], orders[1], start=120))
     for start in range(120, 210, 10):
         batch = orders[0][start : start + 10]
         assert plan.access_many(batch).stay_B.tolist() == fresh.access_many(batch).stay_B.tolist()

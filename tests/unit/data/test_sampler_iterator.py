@@ -1,7 +1,8 @@
-"""A pass over an epoch says how far it has come, goes to a place, and is told when its batches are dealt out twice."""
+"""A pass over an epoch says how far it has come, goes to a place, and refuses batches that are dealt out twice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,28 +20,35 @@ def make(**options: Any) -> ShadeSampler:
     return ShadeSampler(range(N), batch_size=B, **({"mode": "uniform"} | options))
 
 
-def begun(taken: int, limit: int) -> Any:
-    return lambda placed: (taken, iter(range(taken, limit)))
+class FakeSampler:
+    """Begins a pass at one place, and refuses to be sent to another."""
+
+    batch_size = B
+
+    def __init__(self, taken: int, limit: int) -> None:
+        self._taken, self._limit = taken, limit
+
+    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[int]]:
+        return self._taken, iter(range(self._taken, self._limit))
+
+    def _seek(self, step: int, *, is_between: bool) -> None:
+        raise AssertionError((step, is_between))
 
 
-def nowhere(step: int, is_between: bool) -> None:
-    raise AssertionError((step, is_between))
+def test_an_iterator_counts_what_it_gave() -> None:
+    iterator = SamplerIterator(FakeSampler(8, 11))
+    assert isinstance(iterator, Stateful)
+    assert iterator.state_dict() == {"num_taken": None, "batch_size": B}
+    assert list(iterator) == [8, 9, 10]
+    assert iterator.state_dict() == {"num_taken": 11, "batch_size": B}
 
 
-def test_a_walk_counts_what_it_gave() -> None:
-    walk = SamplerIterator(B, begun(8, 11), nowhere)
-    assert isinstance(walk, Stateful)
-    assert walk.state_dict() == {"num_taken": None, "batch_size": B}
-    assert list(walk) == [8, 9, 10]
-    assert walk.state_dict() == {"num_taken": 11, "batch_size": B}
-
-
-def test_a_walk_that_has_not_begun_puts_nobody_anywhere() -> None:
-    SamplerIterator(B, begun(0, 1), nowhere).load_state_dict({"num_taken": None, "batch_size": B})
+def test_a_state_of_a_pass_that_has_not_begun_moves_nothing() -> None:
+    SamplerIterator(FakeSampler(0, 1)).load_state_dict({"num_taken": None, "batch_size": B})
 
 
 @pytest.mark.parametrize("taken", [0, B, 5 * B, 12 * B, N])
-def test_a_walk_goes_to_its_place(taken: int) -> None:
+def test_an_iterator_goes_to_its_place(taken: int) -> None:
     one, other = make(), make()
     whole = list(one)
     rest = iter(other)
@@ -52,7 +60,7 @@ def test_a_walk_goes_to_its_place(taken: int) -> None:
         sampler.close()
 
 
-def test_after_a_walk_that_was_set_to_the_end_comes_the_next_epoch() -> None:
+def test_after_a_pass_that_was_set_to_the_end_comes_the_next_epoch() -> None:
     with_epochs, sampler = make(), make()
     with_epochs.set_epoch(1)
     following = list(with_epochs)
@@ -87,14 +95,14 @@ def test_a_place_is_found_on_other_ranks() -> None:
     one = ShadeSampler(range(N), batch_size=2 * B, mode="uniform")
     parts = [list(sampler) for sampler in two]
     expected = [index for step in range(3, 6) for part in parts for index in part[step * B : step * B + B]]
-    walk = iter(one)
-    walk.load_state_dict({"num_taken": 3 * B, "batch_size": B})
-    assert list(walk)[: 3 * 2 * B] == expected
+    iterator = iter(one)
+    iterator.load_state_dict({"num_taken": 3 * B, "batch_size": B})
+    assert list(iterator)[: 3 * 2 * B] == expected
     for sampler in (*two, one):
         sampler.close()
 
 
-def test_batches_that_are_dealt_out_twice_are_told_of() -> None:
+def test_batches_that_are_dealt_out_twice_are_reported() -> None:
     """What accelerator.prepare(loader) does: of this rank's batches it takes every second."""
     for rank, wrong in ((0, 1), (1, 0)):
         sampler = make(num_replicas=2, rank=rank)

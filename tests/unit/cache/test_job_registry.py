@@ -32,7 +32,7 @@ def job(store: Store, clock: ManualClock, *, elsewhere: bool = True) -> JobRegis
     """A job; as if on another machine, whose processes cannot be looked at."""
     made = JobRegistry(store, "data", clock=clock)
     if elsewhere:
-        made.note = replace(made.note, machine="another")
+        made.record = replace(made.record, machine="another")
     return made
 
 
@@ -42,7 +42,7 @@ def test_each_has_a_slot_of_its_own(store: Store, clock: ManualClock) -> None:
     assert two.beat().slots_of(two.owner) == [1]
     view = one.beat()
     assert (sorted(view.living), view.left) == ([0, 1], {})
-    assert [note.owner for note in view.others(one.owner).values()] == [two.owner]
+    assert [record.owner for record in view.others(one.owner).values()] == [two.owner]
     assert slot_keys("data", 0).prefix != slot_keys("data", 1).prefix
     assert slot_keys("data", 0).index_of(slot_keys("data", 1).key(7)) is None
 
@@ -79,7 +79,7 @@ def test_it_is_the_first_of_the_living_that_looks_after_it(store: Store, clock: 
 def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(store: Store, clock: ManualClock) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         gone = job(store, clock, elsewhere=False)
-        gone.note = replace(gone.note, process_id=child.pid, started=start_of(child.pid) or "")
+        gone.record = replace(gone.record, process_id=child.pid, started=start_of(child.pid) or "")
         gone.beat()
         mine = job(store, clock, elsewhere=False)
         assert mine.beat().slots_of(mine.owner) == [1]
@@ -115,7 +115,7 @@ def test_an_emptied_store_is_filled_again_by_those_who_live(store: Store, clock:
     two.beat()
     one.beat()
     view = two.beat()
-    assert {note.owner for note in view.living.values()} == {one.owner, two.owner}
+    assert {record.owner for record in view.living.values()} == {one.owner, two.owner}
     assert len(view.living) == 2
 
 

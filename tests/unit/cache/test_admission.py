@@ -1,4 +1,4 @@
-"""What finds no room waits in hand, and near an epoch's end for a moment, until a neighbour's departures have paid."""
+"""An arrival without space waits in memory, near an epoch's end for a moment, until another's departures paid."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ PAYLOAD = b"x" * 1000
 
 
 class Setting(NamedTuple):
-    """A store with room for one entry, and two processes that want it."""
+    """A store with space for one entry, and two processes that want it."""
 
     store: Store
-    board: ResidencyMap
+    residency: ResidencyMap
     mine: Admission
     neighbour: Admission
 
 
 @pytest.fixture
 def setting() -> Setting:
-    store, board = open_store("memory://"), ResidencyMap(4)
-    slots = EntryNames("room", board)
-    board.capacity_bytes = largest = store.stored_bytes(slots.key_length, 1100)
+    store, residency = open_store("memory://"), ResidencyMap(4)
+    slots = EntryNames("room", residency)
+    residency.capacity_bytes = largest = store.stored_bytes(slots.key_length, 1100)
     mine, neighbour = (
-        Admission(store, slots, board, board.ledger(worker), form=0, largest_bytes=largest) for worker in (0, 1)
+        Admission(store, slots, residency, residency.ledger(worker), cached_format=0, largest_bytes=largest)
+        for worker in (0, 1)
     )
-    return Setting(store, board, mine, neighbour)
+    return Setting(store, residency, mine, neighbour)
 
 
-def post(board: ResidencyMap, *, ending: bool) -> None:
-    board.post(np.arange(4), np.zeros(4, dtype=bool), np.ones(4, dtype=bool), ending=ending)
+def post(residency: ResidencyMap, *, ending: bool) -> None:
+    residency.post(np.arange(4), np.zeros(4, dtype=bool), np.ones(4, dtype=bool), ending=ending)
 
 
 def test_in_mid_epoch_nobody_waits(setting: Setting) -> None:
-    post(setting.board, ending=False)
+    post(setting.residency, ending=False)
     assert setting.neighbour.settle({0: PAYLOAD}) == 1
     assert setting.mine.settle({1: PAYLOAD}) == 0
     assert setting.mine.is_unfinished
@@ -53,8 +54,8 @@ def test_in_mid_epoch_nobody_waits(setting: Setting) -> None:
 
 
 def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setting) -> None:
-    post(setting.board, ending=True)
-    setting.board.origin_seconds = 0.5
+    post(setting.residency, ending=True)
+    setting.residency.origin_seconds = 0.5
     assert setting.neighbour.settle({0: PAYLOAD}) == 1
     setting.neighbour.owe([0])
     late = threading.Timer(0.05, setting.neighbour.settle, args=({},))
@@ -65,14 +66,14 @@ def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setti
         late.join()
     assert not setting.mine.is_unfinished
     used = setting.store.increment(SampleKeys("room").counter_key(COUNTER), 0)
-    assert used == setting.mine.size_bytes(len(PAYLOAD)), "waiting has cost no room"
+    assert used == setting.mine.size_bytes(len(PAYLOAD)), "waiting has cost no space"
 
 
 def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shade.cache.admission.LEAST_PATIENCE_SECONDS", 0.02)
     pauses: list[float] = []
     monkeypatch.setattr("shade.cache.admission.time.sleep", pauses.append)
-    post(setting.board, ending=True)
+    post(setting.residency, ending=True)
     assert setting.neighbour.settle({0: PAYLOAD}) == 1
     assert setting.mine.settle({1: PAYLOAD}) == 0
     waited = len(pauses)
@@ -93,8 +94,8 @@ def test_nobody_waits_longer_for_room_than_reading_again_takes(
 
     monkeypatch.setattr("shade.cache.admission.time.sleep", sleep)
     monkeypatch.setattr("shade.cache.admission.time.monotonic", lambda: now)
-    post(setting.board, ending=True)
-    setting.board.origin_seconds = origin_seconds
+    post(setting.residency, ending=True)
+    setting.residency.origin_seconds = origin_seconds
     assert setting.neighbour.settle({0: PAYLOAD}) == 1
     assert setting.mine.settle({1: PAYLOAD, 2: PAYLOAD}) == 0
     assert setting.mine.waited_seconds == pytest.approx(expected, abs=0.006)

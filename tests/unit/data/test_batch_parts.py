@@ -1,4 +1,4 @@
-"""Buffers: memory comes back when nobody looks at it any more, and never before."""
+"""BatchBuffers: memory comes back when nobody looks at it any more, and never before."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from shade.data._loader.batch_parts import Buffers
+from shade.data._loader.batch_parts import BatchBuffers
 
 SHAPE = (4, 3, 8, 8)
 
 
 def test_memory_is_used_again_once_it_is_free() -> None:
-    buffers = Buffers(2, pinned=False)
+    buffers = BatchBuffers(2, pinned=False)
     first = buffers.take(SHAPE, torch.float32)
     assert first.shape == SHAPE
     assert first.is_contiguous()
@@ -26,7 +26,7 @@ def test_memory_is_used_again_once_it_is_free() -> None:
 
 
 def test_whoever_holds_any_part_of_a_batch_keeps_it() -> None:
-    buffers = Buffers(8, pinned=False)
+    buffers = BatchBuffers(8, pinned=False)
     views = {
         "row": lambda batch: batch[1],
         "numpy": lambda batch: batch.numpy()[2:],
@@ -44,14 +44,14 @@ def test_whoever_holds_any_part_of_a_batch_keeps_it() -> None:
 
 
 def test_living_batches_never_share_memory() -> None:
-    buffers = Buffers(4, pinned=False)
+    buffers = BatchBuffers(4, pinned=False)
     alive = [buffers.take(SHAPE, torch.float32).fill_(float(number)) for number in range(9)]
     assert all(bool((batch == number).all()) for number, batch in enumerate(alive))
     assert len({batch.data_ptr() for batch in alive}) == 9
 
 
 def test_only_so_many_blocks_are_kept() -> None:
-    buffers = Buffers(2, pinned=False)
+    buffers = BatchBuffers(2, pinned=False)
     alive = [buffers.take(SHAPE, torch.float32) for _ in range(6)]
     del alive
     gc.collect()
@@ -62,7 +62,7 @@ def test_only_so_many_blocks_are_kept() -> None:
 
 def test_no_line_of_python_runs_when_a_batch_dies() -> None:
     """A signal that is waiting would be raised in it, and what is raised there is lost."""
-    buffers, calls = Buffers(2, pinned=False), []
+    buffers, calls = BatchBuffers(2, pinned=False), []
     batch = buffers.take(SHAPE, torch.float32)
 
     def note(frame: Any, event: str, argument: object) -> None:
@@ -77,7 +77,7 @@ def test_no_line_of_python_runs_when_a_batch_dies() -> None:
 
 
 def test_threads_may_take_and_drop_at_once() -> None:
-    buffers = Buffers(4, pinned=False)
+    buffers = BatchBuffers(4, pinned=False)
     wrong = []
 
     def use(number: int) -> None:
@@ -95,7 +95,7 @@ def test_threads_may_take_and_drop_at_once() -> None:
 
 
 def test_a_batch_outlives_its_drawer() -> None:
-    buffers = Buffers(4, pinned=False)
+    buffers = BatchBuffers(4, pinned=False)
     batch = buffers.take(SHAPE, torch.float32).fill_(3.0)
     del buffers
     gc.collect()

@@ -61,7 +61,7 @@ def test_samples_are_the_same_in_every_form(folder: Path, view: Any, workers: in
             ImageFolder(str(folder)), cache="local://", working_set_fraction=0.9, transform=view, form=form
         )
         streams.append(epochs(dataset, workers=workers))
-        hits.append(dataset.cache.board.totals()["hits"])
+        hits.append(dataset.cache.residency.totals()["hits"])
         dataset.close()
     for stream in streams[1:]:
         assert all(torch.equal(one, other) for one, other in zip(streams[0], stream, strict=True))
@@ -75,14 +75,14 @@ def test_decoded_hits_cost_no_decoding_and_the_room_is_kept(
     dataset = ShadeDataset(ImageFolder(str(folder)), cache="memory://?capacity=4MiB", transform=FUSED, form="decoded")
     log = tmp_path / "reads"
     dataset.source._files._origin = CountingOrigin(str(log))  # type: ignore[attr-defined]
-    probed = dataset.cache.board.totals()
+    probed = dataset.cache.residency.totals()
     assert probed["origin_reads"] > 0, "what the probe read is in the ledger"
     epochs(dataset, 1)
-    cold, decodings = dataset.cache.board.totals(), []
-    dataset._fuser.decode = lambda *call: decodings.append(call)  # type: ignore[union-attr]
+    cold, decodings = dataset.cache.residency.totals(), []
+    dataset._reader._fuser.decode = lambda *call: decodings.append(call)  # type: ignore[union-attr]
     monkeypatch.setattr("shade.data._dataset.decoded_source.decoded", lambda *call: decodings.append(call))
     epochs(dataset, 1)
-    warm = dataset.cache.board.totals() - cold
+    warm = dataset.cache.residency.totals() - cold
     assert warm["hits"] == N
     assert not decodings
     assert CountingOrigin.total(log)[0] == N
@@ -111,7 +111,7 @@ def test_with_a_largest_side_every_sample_is_resized_cached_or_not(folder: Path)
             assert max(image.size) == 32
             assert np.array_equal(np.asarray(image), np.asarray(expected))
             assert target == wrapped[index][1]
-    totals = dataset.cache.board.totals()
+    totals = dataset.cache.residency.totals()
     assert totals["hits"] > 0
     assert totals["misses"] > N
     sampler.close()
@@ -164,7 +164,7 @@ MB = 1 << 20
 )
 def test_the_cheaper_form_is_chosen(costs: FormatCosts, share: float, expected: str) -> None:
     found = forecast(costs, 1000, share * 1000 * costs.encoded_bytes, num_cores=2)
-    assert found.form == expected
+    assert found.cached_format == expected
     assert 0.0 <= found.hit_ratios["decoded"] <= found.hit_ratios["encoded"] <= 1.0
 
 
@@ -190,7 +190,7 @@ def test_the_choice_is_logged_with_its_reasons(folder: Path, caplog: pytest.LogC
     assert "samples/s" in line
     assert "hits" in line
     epochs(dataset, 2)
-    row = dataset.check_forecast(dataset.cache.board.totals().as_dict())
+    row = dataset.check_forecast(dataset.cache.residency.totals().as_dict())
     assert row["form"] in ("encoded", "decoded")
     assert row["measured_seconds_per_sample"] > 0
     dataset.close()

@@ -1,0 +1,218 @@
+"""BatchReader: reads a batch of a `ShadeDataset` through the cache, decodes it and runs the transforms.
+
+The DataLoader's processes use it through ``ShadeDataset.__getitems__``, `ShadeLoader`'s threads step by step: one
+thread fetches and draws, many render. torchvision's usual transforms are fused into one pass over the pixels
+(`_transforms.fused`); all others run as they were written. The samples are the same either way.
+
+It pickles into workers under fork, spawn and forkserver; the access log is opened again where it is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import default_generator
+
+from shade.cache.cache import SampleCache
+from shade.cache.residency_map import STAY
+from shade.config import ACCESS_LOG
+from shade.data._dataset.decoded_source import DecodedSource
+from shade.data._dataset.source import SampleSource
+from shade.data._transforms.fused import FusedBatch, fuser_of
+from shade.data._transforms.randomness import BatchGenerators
+from shade.errors import BadSampleError
+
+_REPLACEMENTS = 64
+"""Samples after a bad one that are tried in its place."""
+Transforms = list[Callable[[Any], Any]]
+
+
+class BatchReader:
+    """Reads batches in one process or thread. With ``skips_bad`` a readable sample replaces a bad one."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        cache: SampleCache | None,
+        transforms: Transforms,
+        target_transforms: Transforms,
+        *,
+        reduced_decode: bool,
+        skips_bad: bool,
+    ) -> None:
+        self._source, self._cache, self._skips_bad = source, cache, skips_bad
+        self._transforms, self._target_transforms = transforms, target_transforms
+        plain = source.has_pictures and not target_transforms
+        self._fuser = fuser_of(transforms, reduced=reduced_decode) if plain else None
+        self._access_log = os.environ.get(ACCESS_LOG)
+        self._log_fd: tuple[int, int] | None = None
+        self.generators = BatchGenerators()
+        """Sets the random generators before each batch, once `BatchGenerators.follow` has set the epoch."""
+
+    def __len__(self) -> int:
+        return len(self._source.payload_bytes_N)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_log_fd": None}
+
+    @property
+    def is_fused(self) -> bool:
+        """Returns whether the transforms run in one pass; otherwise they run as written."""
+        return self._fuser is not None
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Returns whether no code of the user's touches a sample, so that all random draws are the fused ones."""
+        has_transforms = bool(self._transforms or self._target_transforms)
+        return self._fuser is not None or (self._source.has_pictures and not has_transforms)
+
+    def for_worker(self, number: int) -> BatchReader:
+        """Returns a reader for one thread: the same store and plan, with counters and departures of its own.
+
+        ``number`` counts the threads from 0, as a DataLoader numbers its workers. Closing the original closes both.
+        """
+        other = copy.copy(self)
+        if self._cache is not None:
+            other._cache = copy.copy(self._cache)
+            other._cache.enter_worker(number)
+        return other
+
+    def checked(self, index: int) -> int:
+        """Returns an index in [0, N): negative ones count from the end. Raises IndexError for others."""
+        index = int(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"expected a sample index below {len(self)}, got {index}")
+        return index % len(self)
+
+    def fetch(self, indices: Sequence[int]) -> list[Any]:
+        """Fetches the payloads of a batch: one round to the cache, one to the origin.
+
+        Returns payloads in order, with an exception in place of one that cannot be read.
+        """
+        if self._cache is None:
+            payloads, hits = self._source.read_many(list(indices), _not_counted), [False] * len(indices)
+        else:
+            payloads, hits = self._cache.fetch_many(indices, self._read_origin)
+        if self._access_log is not None:
+            self._log_accesses(indices, hits)
+        return payloads
+
+    def _read_origin(self, absent: list[int]) -> list[Any]:
+        assert self._cache is not None
+        source, residency = self._source, self._cache.residency
+        payloads = source.read_many(absent, self._cache.count_origin)
+        if isinstance(source, DecodedSource):
+            begun = time.perf_counter_ns()
+            is_planned = residency.planned and not source.prepares_all
+            stays = residency.flag_N[absent] & STAY if is_planned else [1] * len(absent)
+            payloads = [source.prepared(each) if stay else each for each, stay in zip(payloads, stays, strict=True)]
+            took = time.perf_counter_ns() - begun
+            self._cache.ledger.add(decode_nanoseconds=took, origin_nanoseconds=-took)
+        return payloads
+
+    def finish(self, indices: Sequence[int], payloads: list[Any]) -> list[Any]:
+        """Decodes and transforms a batch from `fetch`; returns ``(sample, target, index)`` of each, in order.
+
+        Raises BadSampleError for a bad sample that must not be skipped.
+        """
+        if self._fuser is None:
+            with self.generators.of(indices):
+                return self.run_as_written(indices, payloads)
+        following = self.generators.following
+        batch = self.fuse(indices, payloads, self.generators.alone(indices, 0) if following else default_generator)
+        samples_BCHW = torch.empty(batch.shape, dtype=batch.dtype)
+        self.count_time(*batch.fill(0, len(batch), samples_BCHW.numpy()))
+        batch.finish(samples_BCHW.numpy())
+        return batch.items(indices, samples_BCHW)
+
+    def fuse(self, indices: Sequence[int], payloads: list[Any], generator: torch.Generator) -> FusedBatch:
+        """Draws a batch, where `is_fused`; its samples may then be rendered in any order. The generator gives all
+        random numbers, in batch order, before anything is rendered. Raises BadSampleError."""
+        assert self._fuser is not None, "fuse() is for recognised transforms"
+
+        def decode_whole(position: int) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
+            image, *rest = self._decode(indices[position], payloads[position])
+            return np.asarray(image), tuple(rest)
+
+        rests = [self._source.rest_of(index) for index in indices]
+        return FusedBatch(self._fuser, payloads, rests, decode_whole, generator)
+
+    def run_as_written(self, indices: Sequence[int], payloads: Sequence[Any]) -> list[Any]:
+        """Does what `finish` does, sample after sample, and leaves the generators as they are."""
+        clock = time.perf_counter_ns
+        decoding = transforming = 0
+        batch = []
+        for index, payload in zip(indices, payloads, strict=True):
+            begun = clock()
+            item = self._decode(index, payload)
+            decoded = clock()
+            sample, *rest = item
+            try:
+                for transform in self._transforms:
+                    sample = transform(sample)
+                if rest:
+                    for transform in self._target_transforms:
+                        rest[0] = transform(rest[0])
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"while transforming {self._source.name_of(index)}")
+                raise
+            batch.append((sample, *rest, index))
+            decoding += decoded - begun
+            transforming += clock() - decoded
+        self.count_time(decoding, transforming)
+        return batch
+
+    def count_time(self, decoding: int, transforming: int) -> None:
+        """Adds nanoseconds to the ledger, if there is a cache."""
+        if self._cache is not None:
+            self._cache.ledger.add(decode_nanoseconds=decoding, transform_nanoseconds=transforming)
+
+    def _decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        try:
+            return self._source.decode(index, payload)
+        except BadSampleError:
+            if not self._skips_bad:
+                raise
+        count = _not_counted if self._cache is None else self._cache.count_origin
+        # The nearest readable sample after it, which is the same one on every rank.
+        for offset in range(1, min(_REPLACEMENTS, len(self)) + 1):
+            other = (index + offset) % len(self)
+            try:
+                item = self._source.decode(other, self._source.read_many([other], count)[0])
+            except BadSampleError:
+                continue
+            if self._cache is not None:
+                self._cache.ledger.add(bad_samples=1)
+            return item
+        raise BadSampleError(
+            f"expected a readable sample among the {_REPLACEMENTS} after {self._source.name_of(index)}, got none; "
+            "restore the data set"
+        )
+
+    def _log_accesses(self, indices: Sequence[int], hits: list[bool]) -> None:
+        """Writes the lines of the access log, one write a batch, so that processes may share the file."""
+        if self._log_fd is None or self._log_fd[0] != os.getpid():
+            assert self._access_log is not None
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._log_fd = (os.getpid(), os.open(self._access_log, flags, 0o644))
+        lines = [f"{'hitting' if hit else 'miss'} {index}\n" for index, hit in zip(indices, hits, strict=True)]
+        os.write(self._log_fd[1], "".join(lines).encode())
+
+    def close(self) -> None:
+        """Closes the access log and the source's threads. Safe to call twice."""
+        if self._log_fd is not None and self._log_fd[0] == os.getpid():
+            os.close(self._log_fd[1])
+        self._log_fd = None
+        self._source.close()
+
+
+def _not_counted(num_reads: int, num_bytes: int) -> None:
+    """Counts nothing: without a cache there is no ledger."""

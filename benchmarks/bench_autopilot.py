@@ -51,7 +51,7 @@ from strategy_report import Report
 from strategy_run import FIRST_STEPS, Training
 
 from shade import Checkpointer
-from shade.checkpoint._strategies.pilot import candidates
+from shade.checkpoint._strategies.auto import candidates
 from shade.checkpoint._strategies.predict import Prediction, judge
 
 FLOWN = "autopilot.jsonl"

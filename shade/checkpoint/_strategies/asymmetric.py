@@ -1,28 +1,24 @@
-"""Asymmetric: copies a part of the state in each window of the next pass, as much as the window has time for.
+"""Asymmetric: each window of the next pass copies as many bytes as its length allows.
 
-`overlap` begins after the optimizer's step and copies as fast as it can, so it takes its bandwidth from the first
-layers of the forward pass, which are short. Here every window releases its partition, small in the forward pass and
-large in the backward pass, and the copy never runs ahead of what is released. The last partition is released a little
-before the pass ends, because the finished copy is checked; what is left when the optimizer wants to step is copied at
-once.
+`overlap` copies as fast as it can once the optimizer's step has ended, and so takes its bandwidth from the first, short
+layers of the forward pass. Here every window releases its partition: small ones in the forward pass, large ones in the
+backward pass. The threads copy no more than has been released. The last partition is released a little before the pass
+ends, to leave time for the check; when the optimizer wants to step, the rest is copied at once. What has been copied is
+written meanwhile, in batches of the length that finishes first (`_pacing.batching`).
 
-This pays in windows with spare time: a device computes, or cores are idle. Where the training computes on all cores,
-no window has spare time and all partitions are empty: then the training stands still, all threads copy, and each
-hashes what is in its cache; only the short check runs beside the training. Beside such a training the same work costs
-up to three times as much, because an operation of several threads ends with its slowest, so time taken from one core
-is lost on all.
+This helps where windows have idle cores or a device computes. Where the training uses all cores, all partitions are
+empty: the training waits while every thread copies, and hashes what is in its cache; only the short check follows in
+the background. Copying beside such a training costs up to three times as much, because an operation of several threads
+ends with its slowest.
 
-Copied bytes are written while the rest follows, in batches of the best length (`_pacing.batching`).
+AsymCheck (DAC 2026, §3), its snapshot and its flushing module. Where we differ: partitions are byte ranges of the shard
+as it will be stored, not slices of a second flat state, so nothing is joined afterwards; windows and idle cores are
+measured all the time; a save without measurements (the first of a run) is copied as `overlap` does. Invariant: the
+buffer holds the state of one step, or the snapshot is refused.
 
-AsymCheck (DAC 2026, §3): its snapshot and flushing modules. Differences: partitions are byte ranges of the shard as it
-is stored, not slices of a second flat state, so nothing is joined afterwards; windows and idle cores are measured all
-the time; the first save of a run, before any measurement, is copied as `overlap` does. Invariant: as for all
-strategies, the buffer holds the state of one moment, or the snapshot is refused.
-
-Three ablations show what each module of AsymCheck brings, as in the paper: ``asymmetric-naive`` copies an equal part
-in each window; ``asymmetric-S`` as much as the window has time for (asymmetric snapshotting); ``asymmetric-S+O`` also
-writes in batches of the best length (optimal flushing). All three copy beside the training, whether or not cores are
-idle (decisions 0020, 0027).
+Three variants measure the modules of AsymCheck, as the paper does. ``asymmetric-naive`` copies the same amount in every
+window; ``asymmetric-S`` adds partitions by time (asymmetric snapshotting); ``asymmetric-S+O`` adds batched writes
+(optimal flushing). All three copy beside the training without regard to idle cores. (Decisions 0020, 0027.)
 """
 
 from __future__ import annotations
@@ -43,20 +39,20 @@ from shade.checkpoint._strategies.deepfreeze import Pooled
 from shade.checkpoint._strategies.windows import Windows, partition
 
 _LEAST_BYTES: Final = 2**20
-"""Released at once: below, waking the threads would cost more than the copy."""
+"""Least amount to release: waking the threads for less would cost more than the copy."""
 _PIECE_BYTES: Final = 16 * 2**20
-"""A thread takes at a time, at most."""
+"""Most that a thread takes at a time."""
 _MOST_THREADS: Final = 4
-"""More do not copy faster: it is memory that they wait for."""
+"""More do not copy faster: memory is the limit."""
 _TAIL_FRACTION: Final = 1 / 8
-"""Of the pass, at its end, that is left to the check."""
+"""Share of the pass, at its end, that is reserved for the check."""
 _PASSES: Final = 2
-"""Where no window begins for as long as so many passes take, the training does something else: nothing to wait for."""
+"""If no window begins for the length of so many passes, the training does something else, and all is released."""
 
 
 @STRATEGIES.register("asymmetric")
 class Asymmetric(Pooled):
-    """Copying threads, paced by the training."""
+    """A strategy whose copying threads follow the windows of the training."""
 
     config = StrategyConfig(streams=True, batches=True)
 
@@ -75,7 +71,7 @@ class Asymmetric(Pooled):
 
     @property
     def partitions(self) -> tuple[list[int], list[int]]:
-        """Bytes that the windows of the forward and of the backward pass release, in the save begun last."""
+        """Bytes that each forward and each backward window releases, in the save begun last."""
         forward, _ = self._windows.seconds()
         sizes = [end - begin for begin, end in zip([0, *self._ends], self._ends, strict=False)]
         return sizes[: len(forward)], sizes[len(forward) :]
@@ -88,7 +84,7 @@ class Asymmetric(Pooled):
     def begin(self, copying: Copying) -> Future[None]:
         snapshot = super().begin(copying)
         if self._stands_still():
-            wait(self._copied)  # the check runs beside the training
+            wait(self._copied)  # the check runs in the background
         return snapshot
 
     @override
@@ -103,22 +99,15 @@ class Asymmetric(Pooled):
         return [partial(self._copy, copying, num_threads)] * num_threads
 
     def _stands_still(self) -> bool:
-        """Returns whether the training waits for the copy, because it leaves no core idle."""
+        """Whether the training waits for the copy, because it leaves no core idle."""
         return self._windows.cores_left() == 0
 
     def _shares(self, windows: Sequence[float]) -> list[float]:
-        """Returns the part of the state that each window releases: as much as it has time for, without the tail.
-
-        Args:
-            windows: Seconds of each.
-
-        Returns:
-            One for each, in any unit.
-        """
+        """Returns each window's share of the state, in any unit: its seconds, without the tail."""
         return _without_tail(windows)
 
     def _at_mark(self, number: int) -> None:
-        """A window begins: its partition may be copied."""
+        """Releases the partition of the window that begins."""
         end = self._ends[min(number, len(self._ends) - 1)]
         if end - self._released >= _LEAST_BYTES or number == len(self._ends) - 1:
             with self._turn:
@@ -145,11 +134,11 @@ class Asymmetric(Pooled):
     # ── the threads ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _copy(self, copying: Copying, num_threads: int) -> None:
-        """Takes its share of what is released, until all is copied or taken by others."""
+        """Copies shares of what is released, until nothing is left."""
         moved = 1
         while moved:
             with self._turn:
-                if not self._turn.wait_for(self._may_go_on, self._patience_seconds):
+                if not self._turn.wait_for(self._may_copy, self._patience_seconds):
                     self._all = True
                     self._turn.notify_all()
                 waiting = _PIECE_BYTES if self._all else (self._released - self._taken) // num_threads
@@ -157,15 +146,15 @@ class Asymmetric(Pooled):
                 self._taken += share
             moved = copying.advance(share)
             with self._turn:
-                self._taken += moved - share  # more, where a tensor is not divided
+                self._taken += moved - share  # an undivided tensor moves more than its share
 
-    def _may_go_on(self) -> bool:
-        """Something has been released, or all has: then there is something left, or nothing to wait for."""
+    def _may_copy(self) -> bool:
+        """Whether enough bytes are released for a share, or no more releases will come."""
         return self._all or self._released - self._taken >= _LEAST_BYTES or self._released == self._ends[-1]
 
 
 def _without_tail(seconds: Sequence[float]) -> list[float]:
-    """Windows as far as a partition may use them."""
+    """Returns the windows' usable seconds, without the tail of the pass."""
     left = (1 - _TAIL_FRACTION) * sum(seconds)
     usable = []
     for each in seconds:
@@ -174,8 +163,8 @@ def _without_tail(seconds: Sequence[float]) -> list[float]:
     return usable
 
 
-class _Beside(Asymmetric):
-    """Never lets the training wait while it can do otherwise."""
+class _Background(Asymmetric):
+    """A variant that always copies in the background."""
 
     is_ablation = True
 
@@ -185,8 +174,8 @@ class _Beside(Asymmetric):
 
 
 @STRATEGIES.register("asymmetric-naive")
-class AsymmetricNaive(_Beside):
-    """Equal partitions."""
+class AsymmetricNaive(_Background):
+    """A variant with equal partitions."""
 
     config = StrategyConfig()
 
@@ -196,14 +185,14 @@ class AsymmetricNaive(_Beside):
 
 
 @STRATEGIES.register("asymmetric-S")
-class AsymmetricSnapshot(_Beside):
-    """Partitions by time; nothing else."""
+class AsymmetricSnapshot(_Background):
+    """A variant with partitions by time and no batches."""
 
     config = StrategyConfig()
 
 
 @STRATEGIES.register("asymmetric-S+O")
-class AsymmetricSnapshotFlush(_Beside):
-    """Partitions by time, written in batches."""
+class AsymmetricSnapshotFlush(_Background):
+    """A variant with partitions by time, written in batches."""
 
     config = StrategyConfig(streams=True, batches=True)

@@ -1,10 +1,10 @@
-"""Defines a strategy: when a snapshot's bytes are copied, and how often, how far and with what it is saved.
+"""Defines a strategy: when a snapshot's bytes are copied, and which config it proposes.
 
-A strategy sees the tensors as a `Copying` and decides when each is copied; its one promise is about `Strategy.wait`.
-What else distinguishes the published methods needs no code of theirs: how often they save, how many saves are in
-flight, whether chunks leave while others are still being copied, what the training waits for. Those are values of the
-*strategy config*, which the rest of the package honours for all strategies alike. What is in a snapshot, where it
-lies, when it counts and how it is restored is the same for every strategy.
+A strategy gets the tensors as a `Copying` and decides when each is copied. `Strategy.wait` is its only promise. The
+published ways of checkpointing differ mostly in plain values: how often they save, how many saves are in flight,
+whether chunks leave while others are copied, what the training waits for. These values are the `StrategyConfig`, which
+the rest of the package honours for all strategies alike. The content of a snapshot, its place, its commit and its
+restore are the same for all.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from shade.errors import ConfigError
 from shade.registry import Registry
 
 DurabilityLevel = Literal["begun", "copied", "committed", "durable"]
-"""How far a save has come: it is under way; the state may change again; it survives this machine; it is in storage.
-Without storage, *durable* means *committed*."""
+"""How far a save has come. *Begun*: nothing is certain. *Copied*: the state may change again. *Committed*: the snapshot
+outlives this machine. *Durable*: storage holds it; without storage, the same as *committed*."""
 
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """What a strategy proposes; an argument of `Checkpointer` of the same name has the last word."""
+    """The settings that a strategy proposes; an argument of `Checkpointer` of the same name overrides each."""
 
     every: str | int = "30s"
-    """When `step` saves: see `_pacing.schedule.Schedule`."""
+    """When `step` saves, as `_pacing.schedule.Schedule` takes it."""
     codec: str = "none"
-    """Of the chunks: a name in `_codecs.base.CODECS`."""
+    """The chunks' codec: a name in `_codecs.base.CODECS`."""
     slots: int = 3
-    """Snapshots that the cluster's memory has room for: those on their way, and the newest."""
+    """Snapshots that fit into the cluster's memory: those in flight and the newest."""
     replicas: int = 0
-    """Further copies of every chunk on other servers, as far as there are servers for them."""
+    """Further copies of every chunk on other servers, as far as servers suffice."""
     buffers: int = 1
-    """Snapshots that own memory has room for."""
+    """Snapshots that fit into shared memory."""
     in_flight: int = 1
-    """Saves under way at once: one more waits until the oldest has landed. One, where the codec stores differences."""
+    """Saves in flight at once; a further save waits for the oldest. 1 with a delta codec."""
     streams: bool = False
-    """Whether chunks are hashed and sent while others are still being copied. What has a codec goes as a whole."""
+    """Whether chunks are hashed and sent while others are still copied; never with a codec."""
     batches: bool = False
-    """Whether streamed chunks go to storage in batches of the length that ends soonest."""
+    """Whether streamed chunks go to storage in batches of the length that finishes first."""
     save_waits_for: DurabilityLevel = "begun"
-    """Before `Checkpointer.save` returns."""
+    """The level that a save reaches before `Checkpointer.save` returns."""
     step_waits_for: DurabilityLevel = "copied"
-    """Before an attached optimizer steps; never less than *copied*."""
+    """The level that a save reaches before an attached optimizer steps; at least *copied*."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every bit comes back."""
+        """Whether a restore returns every bit."""
         return CODECS.get(self.codec).is_exact
 
     def agreed(
@@ -68,28 +68,15 @@ class StrategyConfig:
         buffers: int | None = None,
         in_flight: int | None = None,
     ) -> StrategyConfig:
-        """What is proposed, with what the user has said in its place.
+        """Returns the config with the user's values in place of the proposed ones; None: not given.
 
-        A save in flight needs a buffer, and a slot beside that of the newest snapshot. So fewer buffers or slots mean
-        fewer saves in flight, and more saves in flight mean more of both, unless the user has said how many.
-
-        Args:
-            every: As given to `Checkpointer`, like all that follow; None: not given.
-            codec: Of the chunks.
-            slots: In the cluster's memory.
-            replicas: Further copies.
-            buffers: In own memory.
-            in_flight: Saves under way at once.
-
-        Returns:
-            The config that holds.
-
-        Raises:
-            ConfigError: No buffer, or more saves in flight than there is room for, or a codec that is none.
+        A save in flight needs a buffer, and a slot beside the newest snapshot's. So fewer buffers or slots lower the
+        number of saves in flight, and more saves in flight raise both, unless the user gives the number. Raises
+        `ConfigError` if there is no buffer, no room for `in_flight` saves, or no such codec.
         """
         chosen = self.codec if codec is None else codec
         wanted = self.in_flight if in_flight is None else in_flight
-        if is_delta(chosen):  # what a save is compared with has to have landed
+        if is_delta(chosen):  # a difference needs a committed base
             if in_flight is not None and in_flight > 1:
                 raise ConfigError.of(f"one save in flight with codec {chosen!r}", in_flight, "leave in_flight out")
             wanted = 1
@@ -119,78 +106,56 @@ class StrategyConfig:
 
 
 class Strategy(ABC):
-    """Copies snapshots. All methods but `before_chunk` are called on the training thread."""
+    """Decides when bytes are copied. Runs on the training thread, except `before_chunk`."""
 
     config: ClassVar[StrategyConfig] = StrategyConfig()
-    """What it proposes."""
+    """The proposed settings."""
     is_ablation: ClassVar[bool] = False
-    """Whether it is another strategy without one part, made to measure that part and not to train with."""
+    """Whether it leaves out a part of another strategy, to measure that part; `auto` never chooses it."""
     is_for_devices: ClassVar[bool] = False
-    """Whether it differs from its parent class on a device only, so that a state on the host is saved alike."""
+    """Whether it differs from its parent on a device only."""
 
-    def open(self, config: StrategyConfig) -> None:  # noqa: B027 - most strategies need only their class's config
-        """Receives the config that holds, before anything else.
-
-        Args:
-            config: The config that holds.
-        """
+    def open(self, config: StrategyConfig) -> None:  # noqa: B027 - most strategies need nothing beyond their class
+        """Takes the config in force, before any other call."""
 
     @property
     def streams(self) -> bool:
-        """Whether the next save is streamed; if the config that holds forbids streaming, it is not."""
+        """Whether the next save is streamed, if the config in force allows it."""
         return self.config.streams
 
     def steer(self, mine: Pace, agreed: Pace) -> Pace:
-        """Returns the pace that this rank sends with a save; called before each, when the previous one is copied.
+        """Returns the pace that rank 0 publishes with the next save; called before each save, after the last copy.
 
-        Args:
-            mine: As this rank has measured it.
-            agreed: The newest that every rank knows, rank 0's.
-
-        Returns:
-            The pace that all ranks adopt from rank 0 once this save is committed; by default as measured.
+        `mine` is this rank's measurement; `agreed` is the newest pace of rank 0 that every rank knows.
         """
         return mine
 
     def attach(  # noqa: B027 - most strategies hang no hooks
         self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Receives the trained objects, to register hooks. Called before the first `begin`, perhaps more than once.
-
-        Args:
-            modules: Attached modules.
-            optimizers: Attached optimizers.
-        """
+        """Takes the modules and optimizers to hook; called before the first `begin`, perhaps several times."""
 
     @abstractmethod
     def begin(self, copying: Copying) -> Future[None]:
-        """Takes a snapshot; may return before its bytes are copied, but not before what is not steady is.
+        """Begins a snapshot. May return before its bytes are copied, but copies first what is not in `Copying.steady`.
 
-        Args:
-            copying: Not begun; see `Copying.steady`.
-
-        Returns:
-            Resolved when the buffer holds the snapshot, or with the `TornSnapshotError` that `wait` raises.
+        The future resolves when the buffer holds the snapshot, or fails with the error that `wait` raises.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the snapshot begun last is copied in full: from then on the state may change.
+        """Waits until the snapshot begun last is copied in full; from then on the state may change.
 
         Raises:
-            TornSnapshotError: Something changed too early.
+            TornSnapshotError: The state changed during the copy.
         """
 
     def before_chunk(self, num_bytes: int) -> None:  # noqa: B027 - most strategies send as fast as they can
-        """Returns when a chunk may be sent: the async writer's thread calls it before each.
+        """Waits until a chunk of `num_bytes` may be sent; the async writer calls it in its thread."""
 
-        Args:
-            num_bytes: Length of the chunk.
-        """
-
-    def close(self) -> None:  # noqa: B027 - nor threads
-        """Takes hooks off and ends threads; nothing waits in `before_chunk` from then on. Safe to call twice."""
+    def close(self) -> None:  # noqa: B027 - some have no threads
+        """Removes hooks, ends threads and releases `before_chunk`. Safe to call twice."""
 
 
 STRATEGIES: Registry[Strategy] = Registry("checkpoint strategy")
-"""Name → class, built without arguments."""
+"""Maps a name to a class that takes no arguments."""

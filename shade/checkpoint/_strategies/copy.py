@@ -1,7 +1,7 @@
-"""Stop and copy: training waits for one memcpy of its state, and for nothing else.
+"""Stop and copy: training waits for one copy of its state, and for nothing else.
 
-The simplest that is right: no window in which a tensor must stand still. Costs the state's size over the memory's
-bandwidth, each time; one core does not use all of that, so two copy, while the training stands still anyway.
+The simplest correct strategy: no tensor has to stand still behind the training. A save costs the state's size over the
+memory's bandwidth. One core does not use all of that bandwidth, so two threads copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shade.errors import TornSnapshotError
 
 @STRATEGIES.register("copy")
 class Copy(Strategy):
-    """Everything at once, in `begin`."""
+    """A strategy that copies the whole state in `begin`."""
 
     config = StrategyConfig(save_waits_for="copied")
 

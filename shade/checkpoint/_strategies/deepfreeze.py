@@ -1,16 +1,15 @@
-"""DeepFreeze: copies layer by layer with several threads, and sends each layer as soon as it is copied.
+"""DeepFreeze: a few threads copy the state layer by layer, and each layer leaves as soon as it is copied.
 
-Nicolae et al., CCGrid 2020. The state consists of hundreds of tensors; each layer's are copied on their own,
-serialised in threads of their own, and divided among the ranks that hold the same. Here a layer is what one module
-owns, or what the optimizer keeps for one parameter. A few threads copy layers in the order of the shard, so its first
-chunks are complete, hashed and sent while the last are still being copied; every rank has its share of the layers
-anyway.
+Nicolae et al., CCGrid 2020. The paper copies and serialises the tensors of each layer in threads of their own, and
+shares the layers out among the ranks that hold the same. Here a layer is what one module owns, or what the optimizer
+keeps for one parameter. The threads take layers in the shard's order, so its first chunks are hashed and sent while the
+last are still copied; every rank has its share of the layers anyway.
 
-Difference: the paper inserts its copies into TensorFlow's graph, where a layer's update is final before the backward
-pass reaches the layers below. PyTorch updates all parameters in one call of the optimizer, so all are final when
-`step` has returned, which is when a save begins. The next pass is what the copy overlaps with.
+Where we differ: the paper hangs its copies into TensorFlow's graph, where a layer's update is final before the backward
+pass reaches the layers below. PyTorch updates all parameters in one call of the optimizer, so all are final when `step`
+returns and the save begins. The copy overlaps the next pass.
 
-`Pooled` is shared with `asymmetric`: a pool of copying threads, and one check of the copy when all have finished.
+`asymmetric` shares `Pooled`: a pool of copying threads, and one check after all have finished.
 """
 
 from __future__ import annotations
@@ -35,28 +34,21 @@ _LAST_PART: Final = re.compile(r"[./][^./]*$")
 
 
 class Pooled(Strategy):
-    """Shares a copy among the threads of a pool."""
+    """A strategy that divides a copy among the threads of a pool."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._copied: list[Future[None]] = []
-        """Of the save begun last, its parts: all that stands between them and the snapshot is the check."""
+        """The parts of the save begun last; the check follows them."""
 
     @abstractmethod
     def _num_threads(self) -> int:
-        """Returns the size of the pool, which is made with the first save."""
+        """Returns the size of the pool, which the first save creates."""
 
     @abstractmethod
     def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
-        """Returns the threads' work; what they leave is copied with the check.
-
-        Args:
-            copying: What is not steady is copied already.
-
-        Returns:
-            Parts, in the order in which they are begun.
-        """
+        """Returns the threads' work in order; the check copies what they leave. The unsteady tensors are copied."""
 
     @override
     def begin(self, copying: Copying) -> Future[None]:
@@ -86,7 +78,7 @@ class Pooled(Strategy):
 
 
 def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
-    """Checks the whole copy. It is submitted last, so the thread that runs it waits for no queued part."""
+    """Checks the copied parts. It is submitted last, so it never waits for a part that is still queued behind it."""
     for each in copied:
         each.result()
     copying.finish()
@@ -94,7 +86,7 @@ def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
 
 @STRATEGIES.register("deepfreeze")
 class DeepFreeze(Pooled):
-    """Layers, in the order of the shard."""
+    """A strategy that copies layers in the shard's order."""
 
     config = StrategyConfig(streams=True)
 
@@ -108,14 +100,7 @@ class DeepFreeze(Pooled):
 
 
 def layers(names: list[str]) -> list[list[str]]:
-    """Names of tensors by layer: neighbours that share all of their path but its last part.
-
-    Args:
-        names: In the order of the shard.
-
-    Returns:
-        The same names, in the same order.
-    """
+    """Groups tensor names, in the shard's order, by layer: neighbours that differ in the last part of their path."""
     return [list(group) for _, group in itertools.groupby(names, key=lambda name: _LAST_PART.sub("", name))]
 
 

@@ -1,24 +1,19 @@
-"""Gemini: every snapshot into the memory of peers, in the gaps that training leaves on the network.
+"""Gemini: copies every snapshot into the memory of peers, and sends it in the network's idle gaps.
 
-Wang et al., SOSP 2023. Each machine's state is kept in its own memory and in those of its group, so that a lost machine
-comes back from its peers and not from storage, and saves can be as frequent as steps. The peers' memory is the
-cluster's here: servers on the training machines, each chunk on one of them and on `replicas` others of its group
-(`_tiers.slot_table`), two snapshots in own memory, storage behind all of it; a restore asks them in that order.
+Wang et al., SOSP 2023. Each machine's state lies in its own memory and in that of its group, so a lost machine restores
+from its peers and not from storage, and saves can be as frequent as steps. Here the peers' memory is the cluster's:
+each chunk lies on one server and on `replicas` others of its group (`_tiers.slot_table`). Shared memory holds two
+snapshots, and storage stands behind all; a restore asks them in that order.
 
-Traffic goes into the gaps. Data-parallel ranks exchange gradients in the backward pass; in the forward pass and in the
-optimizer's step the network rests. How long, is measured in every step (`Gaps`), and a chunk is sent when it fits into
-what is left of a gap. Where there is no gap for longer than two steps take, it is sent all the same. The interval is
-one step if a snapshot's chunks fit into its gaps, and as many as they need otherwise, as the paper has it: that is
-``profiled``. Where we differ: the paper sends through NCCL between buffers of the GPUs, we through sockets from the
-snapshot in shared memory; and under FSDP the forward pass is not silent, which is not known here.
+Data-parallel ranks exchange gradients during the backward pass. A gap begins where an optimizer steps, lasts through
+the next forward pass, and ends where the backward pass begins. `Gaps` keeps the median length of the last ones. A chunk
+passes if the rest of the gap is long enough for it, by the rate of earlier chunks. If no gap comes for two usual steps,
+or before anything is measured, every chunk passes. A training thread that waits for the sender is in no backward pass,
+so its gap stays open and everything passes. The interval is ``profiled``, as in the paper: one step if a snapshot fits
+into the gaps of one, else as many as it needs.
 
-`Gaps` finds the gaps. Gradients are exchanged during the backward pass, as each becomes ready, and nothing else is. So
-a gap begins where an optimizer steps, lasts through what the training does between two steps and through the next
-forward pass, and ends where the backward pass begins. Its length is the median of the last ones. Something of known
-length is let through if what is left of the gap is long enough for it, by the rate of what went through before. A
-sender does not wait for a gap that does not come: after twice the usual step without one, or before anything is known
-of the training, everything passes. A training thread that waits for the sender is in no backward pass: the gap is open,
-lasts longer than any before, and lets everything through.
+Where we differ: the paper sends through NCCL between GPU buffers, we send through sockets from shared memory. Limit:
+under FSDP the forward pass uses the network too, which `Gaps` does not know.
 """
 
 from __future__ import annotations
@@ -39,37 +34,32 @@ from shade.checkpoint._strategies.windows import PROFILED_STEPS, first_tensor
 
 _PATIENT_STEPS: Final = 2.0
 _MEASURED: Final = 32
-"""Things let through without a wait, by which a rate is measured: senders take a few ahead of what they send."""
+"""Chunks that pass without a wait and give one rate; a few, because senders ask ahead of what they send."""
 _REMEMBERED: Final = 4
-"""Rates; the fastest counts, as what else comes in between (the end of a snapshot) only makes it look slower."""
+"""Rates that are kept; the fastest counts, because pauses between snapshots only slow a rate down."""
 _LEAST_SECONDS: Final = 0.001
-"""Of a wait."""
+"""Shortest wait."""
 
 
 class Gaps:
-    """Lets senders through in gaps."""
+    """A gate that lets senders pass in gaps of the network traffic."""
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
         self._turn = threading.Condition()
         self._opened: float | None = time.monotonic()
-        """When the gap began; None: there is none."""
+        """When the gap began; None outside a gap."""
         self._last_opened: float | None = None
         self._gap_seconds: deque[float] = deque(maxlen=PROFILED_STEPS)
         self._step_seconds: deque[float] = deque(maxlen=PROFILED_STEPS)
         self._passed: list[tuple[float, int]] = []
-        """Times and lengths of the chunks that passed since a sender last had to wait."""
+        """Time and length of each chunk that has passed since the last wait."""
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)
         """Bytes a second."""
         self._closed = False
 
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hangs hooks.
-
-        Args:
-            modules: A forward pass of any of them is a gap; the gradient of what it returns ends it.
-            optimizers: A step of any of them begins one.
-        """
+        """Adds hooks: a forward pass and an optimizer's step begin a gap, the gradient of a module's output ends it."""
         for module in modules:
             self._hooks.append(module.register_forward_pre_hook(lambda *_: self._begin()))
             self._hooks.append(module.register_forward_hook(lambda *last: self._watch(last[-1])))
@@ -84,7 +74,6 @@ class Gaps:
             tensor.register_hook(lambda _: self._end())  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
-        """A gap begins."""
         now = time.monotonic()
         with self._turn:
             if self._opened is None:
@@ -94,18 +83,13 @@ class Gaps:
                 self._turn.notify_all()
 
     def _end(self) -> None:
-        """The gap ends."""
         with self._turn:
             if self._opened is not None and self._last_opened is not None:
                 self._gap_seconds.append(time.monotonic() - self._opened)
             self._opened = None
 
     def wait(self, num_bytes: int) -> None:
-        """Returns when something may be sent.
-
-        Args:
-            num_bytes: Its length.
-        """
+        """Waits until `num_bytes` may be sent."""
         with self._turn:
             patience = _PATIENT_STEPS * statistics.median(self._step_seconds) if self._step_seconds else 0.0
             until = time.monotonic() + patience
@@ -119,7 +103,7 @@ class Gaps:
             self._measure()
 
     def _fits(self, num_bytes: int) -> bool:
-        """Whether there is a gap, with time for so many bytes, or longer already than what is usual."""
+        """Whether a gap is open that has time for so many bytes, or lasts longer than usual already."""
         if self._opened is None:
             return False
         if not self._gap_seconds or not self._rates:
@@ -128,7 +112,7 @@ class Gaps:
         return left <= 0 or num_bytes / max(self._rates) <= left
 
     def _seconds_left(self) -> float:
-        """Of the gap, if it is as long as usual; of no gap, for ever."""
+        """Returns the seconds until the gap ends, if it is as long as usual; infinity outside a gap."""
         if self._opened is None:
             return float("inf")
         return self._opened + statistics.median(self._gap_seconds) - time.monotonic()
@@ -140,7 +124,7 @@ class Gaps:
             self._passed.clear()
 
     def close(self) -> None:
-        """Takes the hooks off; everything passes. Safe to call twice."""
+        """Removes the hooks and lets everything pass. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -151,7 +135,7 @@ class Gaps:
 
 @STRATEGIES.register("gemini")
 class Gemini(Overlap):
-    """Copies in a thread, sends in gaps."""
+    """A strategy that copies in a thread and sends in gaps."""
 
     config = StrategyConfig(every="profiled", replicas=1, buffers=2)
 

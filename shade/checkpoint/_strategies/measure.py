@@ -1,14 +1,14 @@
 """Measures what the parts of a save cost on this machine, its storage and its store, and keeps the rates as `Costs`.
 
-Every prediction is made from one set of rates (`Costs`). Rates are state bytes a second of one rank; everything else
-is in seconds. *Drag* is what the training loses while another thread works: seconds a second, 0 on a machine with
-spare cores and bandwidth, near 1 where the thread takes a core from the training. It decides whether a copy beside the
-training is cheap, and no data sheet has it. `Costs` is kept as JSON, so that `shade checkpoint simulate` can ask what
-another strategy or interval would have cost the same run.
+All predictions use one set of rates (`Costs`): bytes a second of one rank, the state's bytes, else seconds. *Drag* is
+what the training loses while another thread works in the background, in seconds a second: near 0 with cores and
+bandwidth to spare, near 1 where the thread takes a core from the training. It decides whether a background copy is
+cheap, and no data sheet has it. `Costs` is kept as JSON, so `shade checkpoint simulate` can replay the same run with
+another strategy or interval.
 
-Each rate is the median of three tries on a sample that is large enough to leave the caches. Storage is written to and
-synced, and the file is removed. Its reading speed is not measured, because the file would come out of the page cache:
-a restore is assumed to be as fast as a save, which is the safe side for most disks.
+A rate is the median of three tries on a sample larger than the caches. The storage sample is written, synced and
+removed. Its read rate is not measured, since the sample would come from the page cache; a restore is taken to be as
+fast as a save, which is the pessimistic side for most disks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from shade.storage.base import Volume
 from shade.store.base import Store
 
 SAMPLE_BYTES: Final = 64 * 2**20
-"""Of each try; beyond the caches of most processors."""
+"""Bytes of each try, more than most processors cache."""
 _TRIES: Final = 3
 
 
 @dataclass(frozen=True)
 class CodecCost:
-    """One codec, on this state."""
+    """The cost of one codec on this state."""
 
     encode_rate: float
     """Plain bytes a second."""
@@ -52,33 +52,33 @@ class CodecCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The rates of one machine and one training; see the top of the file."""
+    """The rates of one machine and one training."""
 
     state_bytes: int
-    """Of this rank's shard."""
+    """Size of this rank's shard."""
     step_seconds: float
-    """Of a step in which nothing is saved."""
+    """Length of a step without a save."""
     pass_seconds: float
-    """Forward and backward: the part of a step in which the state stands still."""
+    """Length of the forward and backward pass, in which the state stands still."""
     copy_rate: float
-    """One thread, into memory that has been written to before."""
+    """Copy rate of one thread, into warm pages."""
     burst_rate: float
-    """Two threads, while the training stands still."""
+    """Copy rate of two threads while the training waits."""
     hash_rate: float
     copy_drag: float = 0.0
-    """While a copy runs behind the training."""
+    """Drag of a background copy."""
     work_drag: float = 0.0
-    """While chunks are encoded, hashed, sent and written behind it."""
+    """Drag while chunks are encoded, hashed, sent and written."""
     send_rate: float | None = None
-    """To the cluster's memory; None where there is none."""
+    """Rate to the cluster's memory; None without a cluster."""
     write_rate: float | None = None
-    """To storage, until it is durable; None where there is none."""
+    """Rate to storage, until durable; None without storage."""
     fetch_rate: float | None = None
-    """Back from the cluster's memory; None: as sent."""
+    """Rate from the cluster's memory; None: the send rate."""
     read_rate: float | None = None
-    """Back from storage; None: as written."""
+    """Rate from storage; None: the write rate."""
     commit_seconds: float = 0.0
-    """Of each save, whatever its size: files, records, rounds between ranks."""
+    """Fixed time of each save: files, records, rounds between ranks."""
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,17 +94,7 @@ class Costs:
 
     @classmethod
     def load(cls, path: Path) -> Costs:
-        """Reads one.
-
-        Args:
-            path: Of it.
-
-        Returns:
-            The costs.
-
-        Raises:
-            ConfigError: It is no such file.
-        """
+        """Reads the JSON file; raises `ConfigError` if it holds no costs."""
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             codecs = {name: CodecCost(**each) for name, each in found.pop("codecs", {}).items()}
@@ -117,7 +107,7 @@ class Costs:
 
 
 class MemoryRates(NamedTuple):
-    """Bytes a second."""
+    """Rates of memory, in bytes a second."""
 
     copy: float
     """One thread, warm pages."""
@@ -127,30 +117,23 @@ class MemoryRates(NamedTuple):
 
 
 class StorageRates(NamedTuple):
-    """Of a volume."""
+    """Rates of a volume."""
 
     write: float
     """Bytes a second, until durable."""
     commit_seconds: float
-    """Of a small file, until durable."""
+    """Time of a small file, until durable."""
 
 
 class StoreRates(NamedTuple):
-    """Bytes a second, of a cluster's memory."""
+    """Rates of a cluster's memory, in bytes a second."""
 
     send: float
     fetch: float
 
 
 def memory_rates(num_bytes: int = SAMPLE_BYTES) -> MemoryRates:
-    """Measures this process's memory rates now, while other processes take their share.
-
-    Args:
-        num_bytes: Of the sample.
-
-    Returns:
-        The rates.
-    """
+    """Measures this process's memory on a sample of `num_bytes`; other running work lowers the rates."""
     prepare()
     source, target = (np.ones(num_bytes, dtype=np.uint8) for _ in range(2))
     half = num_bytes // 2
@@ -173,19 +156,7 @@ def memory_rates(num_bytes: int = SAMPLE_BYTES) -> MemoryRates:
 
 
 def codec_cost(name: str, sample: memoryview, item_bytes: int = 4) -> CodecCost:
-    """What a codec takes and gives, on a piece of a state.
-
-    Args:
-        name: In `CODECS`: one that stands alone.
-        sample: Bytes of the state, whole items.
-        item_bytes: Width of an item.
-
-    Returns:
-        Its cost.
-
-    Raises:
-        ConfigError: What it takes depends on a snapshot before.
-    """
+    """Measures the codec `name` on whole items of a state; raises `ConfigError` if it needs an earlier snapshot."""
     codec, stored = standalone_codec(name), 0
     begun = time.perf_counter()
     for start in range(0, len(sample), CHUNK_BYTES):
@@ -194,18 +165,7 @@ def codec_cost(name: str, sample: memoryview, item_bytes: int = 4) -> CodecCost:
 
 
 def storage_rates(volume: Volume, num_bytes: int = SAMPLE_BYTES) -> StorageRates:
-    """Of a volume; what is written for it is removed.
-
-    Args:
-        volume: Open.
-        num_bytes: Of the sample.
-
-    Returns:
-        The rates.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Measures an open volume and removes the sample; raises `StorageError` if the volume cannot be written."""
     name = f"shade-probe/{os.getpid()}-{time.monotonic_ns()}"
     piece = np.random.default_rng(0).bytes(CHUNK_BYTES)
     parts = max(1, num_bytes // CHUNK_BYTES)
@@ -218,18 +178,7 @@ def storage_rates(volume: Volume, num_bytes: int = SAMPLE_BYTES) -> StorageRates
 
 
 def store_rates(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreRates:
-    """Of a cluster's memory; what is put there is removed.
-
-    Args:
-        store: Open.
-        num_bytes: Of the sample.
-
-    Returns:
-        The rates.
-
-    Raises:
-        StoreError: It does not answer, or has no room for the sample.
-    """
+    """Measures an open store and removes the sample; raises `StoreError` without an answer or room for the sample."""
     stem = f"shade-probe:{os.getpid()}:{time.monotonic_ns()}"
     piece = np.random.default_rng(0).bytes(CHUNK_BYTES)
     items = {f"{stem}:{number}": piece for number in range(max(1, num_bytes // CHUNK_BYTES))}
@@ -247,20 +196,11 @@ def store_rates(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreRates:
 
 
 def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace) -> Costs:
-    """Derives costs from the rates of memory and from measured saves.
+    """Derives costs from the rates of memory and from measured background saves.
 
-    A save's time beyond its copy and its hashes is sending. Its cost beyond its stall is drag: per second of processor
-    time where that is known, else per second of all work behind the training. (Waiting for a disk is no work, so
-    sending drags less than copying.)
-
-    Args:
-        num_bytes: Of the state.
-        rates: Of memory.
-        pass_seconds: Forward and backward.
-        pace: Measured with such saves. The drag of a single one is mostly chance: give the mean of some.
-
-    Returns:
-        The costs.
+    The time of a save beyond its copy and hashes is sending. Its cost beyond its stall is drag: of the threads' CPU
+    time, if that is known, else of all background time alike. (A wait for a disk uses no CPU time, so sending drags
+    less than copying.) `pace` is the mean of several saves, since the drag of a single one is mostly chance.
     """
     copying, hashing = num_bytes / rates.copy, num_bytes / rates.hashing
     sending = max(num_bytes / rates.burst / 10, pace.save_seconds - copying - hashing)
@@ -283,7 +223,7 @@ def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """The middle of some tries."""
+    """Returns the median time of some tries."""
     taken = []
     for _ in range(_TRIES):
         begun = time.perf_counter()

@@ -1,10 +1,9 @@
-"""Overlap: a thread copies while the next forward and backward pass run; the optimizer's step waits for what is left.
+"""Overlap: a thread copies during the next forward and backward pass; the optimizer's step waits for the rest.
 
-Parameters and optimizer state change in the optimizer's step and nowhere else, so between two steps they stand still
-and can be copied behind the training's back. Everything else (batch-norm statistics, generators, a sampler's cursor)
-may change at any moment, is small, and is copied at once. What remains is interference: the thread and the training
-share cores and memory bandwidth. The insight is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's; there the wait
-was left to the user, or did not work.
+Parameters and optimizer state change in the optimizer's step only, so a thread can copy them between two steps. All
+else (batch-norm statistics, generators, a sampler's cursor) may change at any time, is small, and is copied at once.
+The price is interference: the thread shares cores and memory bandwidth with the training. The idea is
+DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's; there the user had to wait, or the wait did not work.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shade.errors import TornSnapshotError
 
 @STRATEGIES.register("overlap")
 class Overlap(Strategy):
-    """One copying thread."""
+    """A strategy with one copying thread."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Copying, Future[None]] | None] = queue.SimpleQueue()
@@ -47,7 +46,7 @@ class Overlap(Strategy):
         return running
 
     def _secure(self, copying: Copying) -> bool:
-        """Does what must be done before the thread begins; whether the state may change from then on."""
+        """Prepares the thread's work; returns whether the state may change already."""
         del copying
         return False
 
@@ -57,9 +56,9 @@ class Overlap(Strategy):
             try:
                 copying.finish()
                 done.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the thread that waits
+            except BaseException as error:  # noqa: BLE001 - `wait` raises it
                 done.set_exception(error)
-            del order, copying, done  # what was set aside on a device goes with it
+            del order, copying, done  # frees the copy on the device
 
     @override
     def wait(self) -> None:

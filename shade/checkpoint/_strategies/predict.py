@@ -1,21 +1,21 @@
 """Predicts what a save costs the training and how soon it is safe, and ranks the strategies by it.
 
-A save has four parts: its bytes are copied, packed (encoded and hashed), sent, and flushed. What sets strategies apart
-is which of them the training waits for, and which merely drag on it:
+A save copies its bytes, packs them (encodes and hashes), sends and flushes them. Strategies differ in which of these
+parts the training waits for, and which only drag on it:
 
-* Where saving waits for the copy, that stops the training for S / burst_rate. Otherwise it takes S / copy_rate,
-  stretched by the drag, of which the forward and backward pass hide as much as they last; the rest is waited for, and
-  what was hidden is paid as drag.
-* Packing and sending are behind the training unless `StrategyConfig.save_waits_for` or `step_waits_for` says otherwise.
-  Then what is waited for costs time, but drags on nothing.
-* Chunks that leave while others are copied (`StrategyConfig.streams`) take as long as the slowest part; otherwise the
-  parts follow on each other. Restoring is reading, then hashing what was read.
+* A save that waits for the copy stops the training for S / burst_rate. A background copy takes S / copy_rate, stretched
+  by the drag. The forward and backward pass hide as much of it as they last; the training waits for the rest, and pays
+  drag for the hidden part.
+* Packing and sending run in the background, unless `StrategyConfig.save_waits_for` or `step_waits_for` makes the
+  training wait. A part that the training waits for has no drag.
+* Streamed chunks (`StrategyConfig.streams`) take as long as the slowest part; otherwise the parts run one after the
+  other. A restore reads, then hashes.
 
-To compare strategies, each gets its own best interval: the exact optimum of `_pacing.schedule.best_cycle`, and
-not shorter than its budget and its commit allow: C ≤ budget · f · t, and a save is committed before the next one
-needs its slot. Then the strategies are ranked by what each keeps of a run's time. A budget of 2 % with a failure a day
-is often not used up: saving more often than is best costs more than it brings. Invariant: a choice never plans to be
-over the budget. Arithmetic only: the same rates give the same ranking.
+Each strategy gets its own best interval: the exact optimum of `_pacing.schedule.best_cycle`, but no shorter than its
+budget and its saves in flight allow (C ≤ budget · f · t, and a save commits before the next one needs its buffer). The
+strategies are then ranked by the share of a run's time that ends up as training. A budget of 2 % with a failure a day
+is often not used up, since more frequent saves cost more than they bring. Invariant: a choice never plans to exceed the
+budget. This is arithmetic: the same rates give the same ranking.
 """
 
 from __future__ import annotations
@@ -31,63 +31,52 @@ from shade.checkpoint._strategies.measure import Costs
 from shade.errors import ConfigError
 
 MOST_STEPS: Final = 10**9
-"""Between two saves; where nothing fails, the best is never."""
+"""Longest interval; without failures the best interval is infinite."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one strategy's saves are expected to be like, in seconds; None: there is no such tier."""
+    """The expected times of one strategy's saves; None: there is no such tier."""
 
     stall_seconds: float
-    """The training thread waits."""
+    """Time that the training thread waits."""
     drag_seconds: float
-    """Steps that do not wait take so much longer, all together."""
+    """Time by which background work lengthens the steps, in all."""
     kept_seconds: float
-    """From the moment it is taken until own memory holds it."""
+    """Time until shared memory holds the snapshot."""
     committed_seconds: float | None
-    """Until the cluster's memory does."""
+    """Time until the cluster's memory holds it."""
     durable_seconds: float | None
-    """Until storage does."""
+    """Time until storage holds it."""
     recover_own_seconds: float
     recover_cluster_seconds: float | None
     recover_storage_seconds: float | None
     stored_bytes: int
-    """That leave this rank."""
+    """Bytes that leave this rank."""
     in_flight: int = 1
 
     @property
     def cost_seconds(self) -> float:
-        """What a save adds to the training."""
+        """Time that a save adds to the training."""
         return self.stall_seconds + self.drag_seconds
 
     @property
     def landed_seconds(self) -> float:
-        """Until it is beyond own memory, or in it where there is nothing else: then the buffer is free."""
+        """Time until the snapshot is in the next tier, or in shared memory without one, and its buffer is free."""
         if self.committed_seconds is not None:
             return self.committed_seconds
         return self.kept_seconds if self.durable_seconds is None else self.durable_seconds
 
     @property
     def recover_seconds(self) -> float:
-        """From where it landed."""
+        """Time of a restore from that tier."""
         if self.recover_cluster_seconds is not None:
             return self.recover_cluster_seconds
         return self.recover_own_seconds if self.recover_storage_seconds is None else self.recover_storage_seconds
 
 
 def predict(costs: Costs, config: StrategyConfig) -> Prediction:
-    """What a strategy's saves will be like.
-
-    Args:
-        costs: Of the machine and the model.
-        config: Of the strategy, as agreed.
-
-    Returns:
-        The prediction.
-
-    Raises:
-        ConfigError: Its codec has not been measured.
-    """
+    """Predicts the saves of a strategy with this config; raises `ConfigError` if its codec has not been measured."""
     state = costs.state_bytes
     at_once = config.save_waits_for != "begun"
     ratio, encode = _codec(costs, config.codec)
@@ -133,7 +122,7 @@ def predict(costs: Costs, config: StrategyConfig) -> Prediction:
 
 
 def _codec(costs: Costs, name: str) -> tuple[float, float]:
-    """Plain bytes a stored byte, and seconds a plain byte."""
+    """Returns plain bytes a stored byte, and seconds a plain byte."""
     if name == "none":
         return 1.0, 0.0
     if name not in costs.codecs:
@@ -144,7 +133,7 @@ def _codec(costs: Costs, name: str) -> tuple[float, float]:
 def _stall(
     reached: dict[DurabilityLevel, float], save: DurabilityLevel, step: DurabilityLevel, at_once: float, passing: float
 ) -> float:
-    """What the training waits for: within the save, and before the step, which comes a pass later."""
+    """Returns the training's wait: within the save, and before the step, which comes a pass later."""
     in_save = max(at_once, reached[save])
     needed = max(reached[step], reached["copied"])
     return in_save + max(0.0, needed - in_save - passing)
@@ -156,15 +145,15 @@ def _recovery(costs: Costs, stored: int, rate: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy, how often, and what is expected of it."""
+    """A strategy at an interval, with its expected overhead and goodput."""
 
     strategy: str
     every_steps: int
     prediction: Prediction
     overhead: float
-    """What saving adds, as a share of the training without."""
+    """Time that saves add, as a share of the training without saves."""
     goodput: float
-    """Share of all time that ends up as training, failures included."""
+    """Share of all time, failures included, that ends up as training."""
 
     def __str__(self) -> str:
         return (
@@ -174,16 +163,9 @@ class Choice:
 
 
 def interval_steps(prediction: Prediction, step_seconds: float, budget: float, mtbf_seconds: float) -> int:
-    """Steps between two saves of a strategy.
+    """Returns the best number of steps between two saves, at least 1.
 
-    Args:
-        prediction: Of its saves.
-        step_seconds: Of a step without a save.
-        budget: Share of the training that saving may add; > 0.
-        mtbf_seconds: Mean time between failures; infinity: they do not happen.
-
-    Returns:
-        At least 1.
+    `budget` is the share of the training that saves may add, > 0. `mtbf_seconds` is infinite without failures.
     """
     cost = prediction.cost_seconds
     wanted = min(best_cycle(cost, mtbf_seconds) - cost, MOST_STEPS * step_seconds)
@@ -194,18 +176,7 @@ def interval_steps(prediction: Prediction, step_seconds: float, budget: float, m
 
 
 def judge(strategy: str, prediction: Prediction, every_steps: int, step_seconds: float, mtbf_seconds: float) -> Choice:
-    """What is to be expected of a strategy at an interval.
-
-    Args:
-        strategy: Its name.
-        prediction: Of its saves; predicted or measured.
-        every_steps: The interval.
-        step_seconds: Of a step without a save.
-        mtbf_seconds: Mean time between failures.
-
-    Returns:
-        The choice that this would be.
-    """
+    """Returns a strategy's choice at an interval, from predicted or measured saves."""
     work, cost = every_steps * step_seconds, prediction.cost_seconds
     kept = goodput(
         work,
@@ -224,19 +195,9 @@ def ranked(
     budget: float,
     mtbf_seconds: float = MTBF_SECONDS,
 ) -> list[Choice]:
-    """All strategies, each at its best interval, the best first; of two alike the one that stalls less.
+    """Ranks all strategies, each at its best interval, by goodput; of equals, the one that stalls less comes first.
 
-    Args:
-        predictions: By strategy.
-        step_seconds: Of a step without a save.
-        budget: Share of the training that saving may add.
-        mtbf_seconds: Mean time between failures.
-
-    Returns:
-        As many as there are predictions.
-
-    Raises:
-        ConfigError: No predictions, or a budget or a time that cannot be.
+    Raises `ConfigError` if there are no predictions, or a budget or a time is not positive.
     """
     if not predictions or not budget > 0 or not mtbf_seconds > 0 or not step_seconds > 0:
         got = (

@@ -1,8 +1,8 @@
 """The published systems that differ from `copy` and `overlap` in their configs alone: one row a paper.
 
 A row gives the names, the paper, the class that copies and the config; `about` says what the paper does and where we
-differ. The strategy of a row is a subclass with that config and no code. CheckFreq needs two lines of code, and so has
-a class. Systems that copy or send in a way of their own have a module: `asymmetric`, `deepfreeze`, `gemini`.
+differ. Each row becomes a subclass with that config and no code. CheckFreq needs two lines of code, so it is a class.
+Systems that copy or send in their own way have a module: `asymmetric`, `deepfreeze`, `gemini`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shade.checkpoint._strategies.overlap import Overlap
 
 @dataclass(frozen=True)
 class PublishedSystem:
-    """One row."""
+    """A published system."""
 
     names: tuple[str, ...]
-    """As `Checkpointer(strategy=…)` takes them; the second one is another name of the same."""
+    """Names that `Checkpointer(strategy=…)` takes; the second is an alias."""
     paper: str
     """Authors or project, venue and year."""
     parent: type[Strategy]
-    """Which copies."""
+    """The strategy that copies."""
     config: StrategyConfig
     about: str
-    """What the paper does, and where we differ."""
+    """A summary of the paper and of our differences."""
 
 
 PUBLISHED: Final = (
@@ -39,17 +39,17 @@ PUBLISHED: Final = (
         "torch.save and fsync",
         Copy,
         StrategyConfig(save_waits_for="durable"),
-        "Training continues when the snapshot is in storage, and not before. Every other strategy is measured against "
-        "it: its cost is the whole way to the disk, each time.",
+        "Training continues only when the snapshot is in storage. It is the baseline of all other strategies: each "
+        "save costs the whole way to the disk.",
     ),
     PublishedSystem(
         ("mlc-base",),
         "the baseline of ACUTE and DASH, IEEE Access 12, 2024",
         Copy,
         StrategyConfig(save_waits_for="committed"),
-        "Multi-level checkpointing: a blocking copy, a blocking transfer to the remote node's memory, and only the way "
-        "to storage behind the training. Where we differ: every rank sends its share, and not rank 0 the whole state; "
-        "and a save sends one copy (the published baseline loops over the number of saves in each of them, and hangs "
+        "Multi-level checkpointing: a blocking copy, a blocking transfer to the remote node's memory, and a write to "
+        "storage in the background. Where we differ: every rank sends its share, where rank 0 sent the whole state; "
+        "and a save sends one copy (the published baseline loops over the number of saves in each save, and hangs "
         "in the second).",
     ),
     PublishedSystem(
@@ -58,12 +58,11 @@ PUBLISHED: Final = (
         Overlap,
         StrategyConfig(slots=2),
         "Three threads: one copies the state while training computes the next gradients, one sends it, one on the "
-        "remote node flushes it from a circular buffer with a dirty bit a slot. Here the first is `overlap`, the "
-        "second the async writer, the third the flusher, a process on the memory node; two slots are the fewest that "
-        "keep a whole snapshot there. Where we differ: waiting for the copy waits (the published barrier reads a flag "
-        "that is never cleared), bits are cleared after the write to the disk and not before, every rank sends its "
-        "share of bytes that were never serialised, and there is a way back. `_integrations.acute` has the "
-        "original's interface.",
+        "remote node flushes it from a circular buffer with a dirty bit a slot. Here `overlap` copies, the async "
+        "writer sends, and the flusher is a process on the memory node; two slots are the fewest that keep a whole "
+        "snapshot there. Where we differ: the wait for the copy works (the published barrier reads a flag that is "
+        "never cleared), dirty bits are cleared after the write to the disk, every rank sends its share without "
+        "serialising it, and a restore exists. `_integrations.acute` has the original's interface.",
     ),
     PublishedSystem(
         ("datastates",),
@@ -71,48 +70,45 @@ PUBLISHED: Final = (
         Overlap,
         StrategyConfig(streams=True),
         "Parameters and optimizer state do not change during a forward and a backward pass, so a thread copies them "
-        "then (`overlap`, which has the idea from there), and what has been copied is written while the rest is still "
-        "coming. Where we differ: the buffer is not a ring of a few gigabytes that blocks when it is full, but as long "
-        "as the state, in pinned shared memory, and used in turn; so it is the nearest tier as well, and a torn copy "
-        "is found, for which the copy must still be there. What reaches the file has its header and its commit record "
-        "(the published code builds the header and does not write it), and is on the medium, not in a page cache, "
-        "before it counts.",
+        "then (the idea of `overlap`), and copied chunks are written while others are still copied. Where we differ: "
+        "the buffer is as long as the state, in pinned shared memory, where the paper's is a ring of a few gigabytes "
+        "that blocks when it is full; so it is the nearest tier as well, and a torn copy is detected. The file has its "
+        "header and its commit record (the published code builds the header and does not write it), and a save counts "
+        "when it is on the medium, not in a page cache.",
     ),
     PublishedSystem(
         ("excp",),
         "ExCP: Li et al., ICML 2024",
         Overlap,
         StrategyConfig(codec="excp"),
-        "Stores of each snapshot what has changed, pruned together with its moments and clustered to sixteen values. "
-        "Not exact. All that sets it apart is in its codec; the paper compresses while training waits. Where we "
-        "differ: a thread copies and compresses, what was lost is measured and reported with every snapshot, and a "
-        "keyframe that is exact comes again and again (``keyframe_every``), so that errors and chains of snapshots "
-        "end.",
+        "Stores each snapshot's changes, pruned together with Adam's moments and clustered to sixteen values; not "
+        "exact. Only its codec is special; the paper compresses while training waits. Where we differ: a thread copies "
+        "and compresses, every snapshot reports its measured loss, and regular exact keyframes (``keyframe_every``) "
+        "end errors and chains.",
     ),
     PublishedSystem(
         ("fastpersist",),
         "FastPersist: Wang et al. (DeepSpeed), 2024",
         Overlap,
         StrategyConfig(streams=True, step_waits_for="durable"),
-        "Written past the page cache by all data-parallel ranks. A save is decoupled by one step: it begins after step "
-        "i, and step i + 1 may not change the state before it is durable, so nothing but that one step is ever at "
-        "risk. What makes this bearable is speed: while one part of the buffer is written with O_DIRECT the next is "
-        "filled, and every rank writes its share of the bytes. Here the writer is `DirectFile`. Where we "
-        "differ: shares are whole tensors, the largest first, and not byte ranges of one serialised stream, so that a "
-        "file can be read by itself; no rank has more than 4/3 of the best possible (decision 0008 has the price). "
-        "With a store the way goes through its memory, and durable is what the flusher has written.",
+        "All data-parallel ranks write past the page cache. A save begins after step i, and step i + 1 may not change "
+        "the state before the save is durable, so one step at most is at risk. Speed makes this bearable: while one "
+        "part of the buffer is written with O_DIRECT the next is filled, and every rank writes its share. Here "
+        "`DirectFile` writes. Where we differ: shares are whole tensors, the largest first, not byte ranges of one "
+        "serialised stream, so a file can be read by itself; no rank has more than 4/3 of the optimum (decision 0008 "
+        "has the price). With a store, snapshots pass through its memory, and the flusher makes them durable.",
     ),
     PublishedSystem(
         ("pccheck",),
         "PCcheck: Strati et al., ASPLOS 2025",
         Overlap,
         StrategyConfig(every="profiled 5%", in_flight=2, buffers=2, streams=True),
-        "Where storage is slower than the interval, one save at a time means that training waits for the disk; N at a "
-        "time mean that each may take N intervals. The interval is bounded by that, f ≥ T / (N·q·t): see "
-        "`_pacing.schedule`; N is `in_flight`. Memory is that of N snapshots, the cluster keeps N + 1. The "
-        "pointer to the newest whole snapshot is the highest sequence among the commit records, so one that is "
-        "overtaken never replaces a newer one. Where we differ: no address of a mapping is stored, which would mean "
-        "nothing to the next process; tensors keep their types; what was there before a restart is still there after.",
+        "If storage is slower than the interval, training with one save in flight waits for the disk; with N in flight "
+        "each save may take N intervals. That bounds the interval, f ≥ T / (N·q·t) (`_pacing.schedule`); N is "
+        "`in_flight`. Own memory holds N snapshots, the cluster N + 1. The newest whole snapshot has the highest "
+        "sequence among the commit records, so a save that is overtaken never replaces a newer one. Where we differ: "
+        "no address of a mapping is stored, since the next process could not use it; tensors keep their types; "
+        "snapshots survive a restart.",
     ),
 )
 
@@ -125,14 +121,13 @@ for _row in PUBLISHED:
 
 @STRATEGIES.register("checkfreq")
 class CheckFreq(Overlap):
-    """CheckFreq: Mohan et al., FAST 2021. Copies on the device, where it has room, and from there in a thread.
+    """CheckFreq: Mohan et al., FAST 2021. Copies into the device's spare memory first, then to the host in a thread.
 
-    The first phase copies the state: on a device into its spare memory, if there is any, which takes milliseconds, and
-    the next update waits for nothing more; else into the host's, in a thread, and the update waits for that. The second
-    phase brings it to storage. The interval is profiled, k = max(⌈(T − o) / t⌉, 1), and grows where saves cost more
-    than the budget: see `_pacing.schedule`. Where we differ: it is followed all the time, in both directions;
-    what is half written is never found by a restore; snapshots are retired by rules, not by the order of a listing. The
-    data loader's position is in the snapshot if it is attached, as anything that has a state.
+    With spare memory the device's copy takes milliseconds, and the next update waits for nothing more; else it waits
+    for the thread. A second phase writes to storage. The interval is profiled, k = max(⌈(T − o) / t⌉, 1), and grows
+    where saves cost more than the budget (`_pacing.schedule`). Where we differ: the interval follows measurements in
+    both directions; a restore never finds a half-written snapshot; rules retire snapshots, not the order of a listing.
+    The data loader's position is in the snapshot if the loader is attached.
     """
 
     config = StrategyConfig(every="profiled 5%")

@@ -1,25 +1,23 @@
-"""The windows of a training step: their lengths, the bytes each one gets, and the cores that the training leaves idle.
+"""Measures the windows of a training step, divides a snapshot among them, and counts idle cores.
 
-A window begins where a module's forward begins, and where the gradient of its output has come, which is where its
-backward begins. So forward and backward together are a sequence of marks, the same in every step of a model that does
-the same in every step. The lengths are measured in steps in which nothing is copied, all the time: the median of the
-last few is what a plan is made from, so it follows a training that changes. (AsymCheck profiles ten steps once.)
-
-The hooks are put on modules without children, which do nearly all the work; compiled modules have none. Backward marks
-are hooks on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, as an
-in-place ReLU is one. Price: two calls a module and step, some microseconds each; and a module with hooks of ours can be
-copied, but not pickled whole. On a device the marks are events on the current stream: a hook sees there when work is
+A window begins where a module's forward pass begins, and where the gradient of its output arrives, which is where its
+backward pass begins. So a step is a sequence of marks, the same in every step of a regular model. Windows are measured
+all the time, in steps without a copy: a plan uses the median of the last few, so it follows changes. (AsymCheck
+profiles ten steps once.) On a device the marks are events on the current stream, since a hook there sees when work is
 submitted, not when it is done.
 
-`partition` divides a snapshot among the windows (AsymCheck, DAC 2026). Windows are long in the backward pass and short
-in the forward pass, and partitions of equal size stall in the short ones. With windows of t_i seconds and a state of R
-bytes, r_i = R · t_i / (ΣT_f + ΣT_b). The code published with it corrects the rounding of each pass by itself, so that
-its partitions hold the state twice and the last forward one is the largest; here the cumulative shares are rounded,
-once. Invariant: the partitions add up to R.
+Modules without children get the hooks, since they do nearly all the work; compiled modules get none. Backward marks
+hang on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, such as an
+in-place ReLU. Price: two calls a module and step, some microseconds each; a hooked module can be copied, but not
+pickled whole.
 
-`CoresLeft` counts idle cores. Linux counts for each core how long it was idle (``/proc/stat``, proc(5)). Threads of
-PyTorch that wait for each other do not rest, they spin, and count as working; rightly so, since a thread that takes
-their core keeps the others waiting.
+`partition` divides a state of R bytes (AsymCheck, DAC 2026): t_i seconds get r_i = R · t_i / (ΣT_f + ΣT_b) bytes. Equal
+partitions would stall in the short windows of the forward pass. The published code corrects the rounding of each pass
+by itself, so its partitions hold the state twice; here the cumulative shares are rounded once. Invariant: the
+partitions add up to R.
+
+`CoresLeft` reads each core's idle time from ``/proc/stat`` (proc(5)). PyTorch threads that wait for each other spin and
+count as busy. That is right: a thread that takes their core would keep the others waiting.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ from typing import Any, Final
 import torch
 
 PROFILED_STEPS: Final = 10
-"""As many as AsymCheck's warm-up has; medians of fewer are noise, of more are the past."""
+"""Steps in a median, as in AsymCheck's warm-up: fewer are noise, more are the past."""
 _STAT: Final = Path("/proc/stat")
 _IDLE_COLUMNS: Final = slice(4, 6)
-"""Idle, and waiting for a disk."""
+"""The columns of idle time and of waiting for a disk."""
 _PAUSE_SECONDS: Final = 1.0
-"""After a measurement: asking takes a millisecond where there are many cores, and steps may take ten."""
+"""Least time between measurements: reading takes a millisecond with many cores, and a step may take ten."""
 
 
 class Windows:
-    """Marks of the steps of some modules.
+    """The marks of some modules' steps.
 
     Args:
         on_mark: Called at every mark between `begin` and `end`, with its number in the step, while `is_watched`.
@@ -54,7 +52,7 @@ class Windows:
     def __init__(self, on_mark: Callable[[int], None]) -> None:
         self._on_mark = on_mark
         self.is_watched = False
-        """Whether `on_mark` is called; such a step is not measured, since the copy would be measured too."""
+        """Whether `on_mark` is called; such a step is not measured, since the copy would lengthen it."""
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
         self._marks: list[_Mark] = []
@@ -65,12 +63,7 @@ class Windows:
         self._cores = CoresLeft(PROFILED_STEPS)
 
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hangs hooks.
-
-        Args:
-            modules: Trained; their innermost modules are marked, each once.
-            optimizers: A step of any of them ends a pass, and the next one begins after it.
-        """
+        """Hooks the innermost modules, each once, and the optimizers, whose step ends a pass and begins the next."""
         for module in modules:
             for inner in module.modules():
                 if not any(True for _ in inner.children()) and id(inner) not in self._hooked:
@@ -83,13 +76,13 @@ class Windows:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.begin()))
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         self._marks.clear()
         self._first_backward = None
         self._is_spoilt = self.is_watched
 
     def end(self) -> None:
-        """It has ended; remembered, if nothing was copied in it."""
+        """Ends the pass; keeps its marks if nothing was copied in it."""
         if self._marks and not self._is_spoilt and not self.is_watched:
             self._passes.append(_Pass([*self._marks, self._mark()], self._first_backward))
             self._cores.end()
@@ -97,10 +90,9 @@ class Windows:
         self._is_spoilt = True
 
     def seconds(self) -> tuple[list[float], list[float]]:
-        """Median length of each window of the forward and of the backward pass.
+        """Returns the median length of each forward and of each backward window, over steps formed like the last.
 
-        Returns:
-            Both empty before the first step has been measured. Steps of another form than the last one do not count.
+        Both lists are empty before the first measured step.
         """
         if not self._passes:
             return [], []
@@ -111,27 +103,23 @@ class Windows:
         return medians[:num_forward], medians[num_forward:]
 
     def cores_left(self) -> int | None:
-        """Returns the processor cores that are idle during the windows.
-
-        Returns:
-            None: not known yet; or the training is on a device, which copies by itself.
-        """
+        """Returns the cores that are idle during the windows; None if not measured yet, or on a device."""
         return None if self._is_on_device else self._cores.number()
 
     def close(self) -> None:
-        """Takes the hooks off. Safe to call twice."""
+        """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     # ── hooks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # Functions, not methods: a copied module copies its hooks too, and a bound method would copy this object.
+    # The hooks are lambdas: `copy.deepcopy` of a module copies its hooks, and with a bound method this object too.
 
     def _forward(self) -> None:
-        if torch.compiler.is_compiling():  # then the hook is left out, instead of cutting the graph in two
+        if torch.compiler.is_compiling():  # a hook would cut the compiled graph in two
             return
-        if self._first_backward is None and torch.is_grad_enabled():  # neither evaluation nor recomputing
+        if self._first_backward is None and torch.is_grad_enabled():  # neither evaluation nor recomputation
             self._arrive()
 
     def _watch(self, output: Any) -> None:
@@ -148,7 +136,7 @@ class Windows:
 
     def _arrive(self) -> None:
         if not self._marks:
-            self._cores.begin()  # whatever the training waited for before is not in a window
+            self._cores.begin()  # waits before the first mark lie outside all windows
         self._marks.append(self._mark())
         if self.is_watched:
             self._is_spoilt = True
@@ -166,7 +154,7 @@ _Mark = float | torch.cuda.Event
 
 
 class _Pass:
-    """The marks of one step, its end included."""
+    """The marks of one step, with its end."""
 
     def __init__(self, marks: list[_Mark], first_backward: int | None) -> None:
         self._marks = marks
@@ -174,7 +162,7 @@ class _Pass:
         self.form = num_windows, num_windows if first_backward is None else first_backward
 
     def seconds(self) -> list[float]:
-        """Length of each window."""
+        """Returns the length of each window."""
         return [_between(begin, end) for begin, end in zip(self._marks, self._marks[1:], strict=False)]
 
 
@@ -186,7 +174,7 @@ def _between(begin: _Mark, end: _Mark) -> float:
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
-    """Of whatever a module returns."""
+    """Returns the first tensor in a module's output; None if it has none."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
@@ -197,11 +185,11 @@ def partition(num_bytes: int, window_seconds: Sequence[float]) -> list[int]:
     """Divides a state among windows.
 
     Args:
-        num_bytes: Of the state, R ≥ 0.
+        num_bytes: Size of the state, R ≥ 0.
         window_seconds: Length of each window of a pass, in order; not negative.
 
     Returns:
-        Bytes for each, adding up to R; equal shares where nothing has been measured, none where there is no window.
+        Bytes of each window; their sum is R. Equal shares if all lengths are 0.
     """
     if not window_seconds:
         return []
@@ -213,10 +201,10 @@ def partition(num_bytes: int, window_seconds: Sequence[float]) -> list[int]:
 
 
 class CoresLeft:
-    """Measured between `begin` and `end`, of the cores that this process may use.
+    """A count of idle cores, among those of this process, between `begin` and `end`.
 
     Args:
-        num_remembered: Measurements that count; more would be of another time.
+        num_remembered: Measurements in the average.
     """
 
     def __init__(self, num_remembered: int) -> None:
@@ -225,11 +213,11 @@ class CoresLeft:
         self._next = 0.0
 
     def begin(self) -> None:
-        """From now on; unless it was measured a moment ago."""
+        """Begins a measurement, unless the last one is too recent."""
         self._begun = _idle_seconds() if time.perf_counter() >= self._next else None
 
     def end(self) -> None:
-        """Until now, where it was begun."""
+        """Ends the measurement, if one has begun."""
         begun, self._begun = self._begun, None
         ended = None if begun is None else _idle_seconds()
         if begun is not None and ended is not None:
@@ -237,21 +225,17 @@ class CoresLeft:
             self._next = ended[1] + _PAUSE_SECONDS
 
     def number(self) -> int | None:
-        """Returns the idle cores, on average, rounded.
-
-        Returns:
-            None: nothing has been measured, or the system does not say.
-        """
+        """Returns the mean number of idle cores, rounded; None without a measurement or without ``/proc/stat``."""
         seconds = sum(length for _, length in self._measured)
         return round(sum(idle for idle, _ in self._measured) / seconds) if seconds > 0 else None
 
 
 def _idle_seconds() -> tuple[float, float] | None:
-    """Seconds that our cores have been idle, together, and the time."""
+    """Returns the idle seconds of this process's cores together, and the time; None without Linux."""
     try:
         ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
-    except (OSError, AttributeError):  # no Linux
+    except (OSError, AttributeError):  # not Linux
         return None
     ticks = sum(int(ticks) for line in lines if line[0] in ours for ticks in line[_IDLE_COLUMNS])
     return ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter()

@@ -37,7 +37,7 @@ class Training:
         strategy = self.checkpointer._strategy
         assert isinstance(strategy, Auto)
         self.auto = strategy
-        self.flown: list[str] = []
+        self.strategies: list[str] = []
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -45,12 +45,12 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.checkpointer.step():
-                self.flown.append(self.auto.chosen)
+                self.strategies.append(self.auto.chosen)
 
     @property
     def has_settled(self) -> bool:
         """Whether it has tried more than one, and knows what the chosen one costs."""
-        return len(set(self.flown)) > 1 and CHOSEN_AND_MEASURED.search(self.auto.report) is not None
+        return len(set(self.strategies)) > 1 and CHOSEN_AND_MEASURED.search(self.auto.report) is not None
 
 
 @pytest.fixture
@@ -65,12 +65,12 @@ def test_it_flies_several_settles_and_says_why(training: Training, caplog: pytes
         while training.checkpointer.step_count < 6000 and not training.has_settled:
             training.run(50)  # how many it takes is for the pace of this machine's disk to say: it makes the interval
         training.checkpointer.close()
-    assert training.flown[:2] == [FIRST, FIRST]
-    assert len(set(training.flown)) > 1, "nothing but the first was ever tried"
+    assert training.strategies[:2] == [FIRST, FIRST]
+    assert len(set(training.strategies)) > 1, "nothing but the first was ever tried"
     messages = [record.getMessage() for record in caplog.records]
     assert any("autopilot: measured costs: {" in message for message in messages)
-    told = next(message for message in messages if message.startswith("autopilot, at the end"))
-    assert CHOSEN_AND_MEASURED.search(told)
+    report = next(message for message in messages if message.startswith("autopilot, at the end"))
+    assert CHOSEN_AND_MEASURED.search(report)
 
 
 def test_what_it_saves_comes_back(training: Training, tmp_path: Path) -> None:
@@ -84,18 +84,18 @@ def test_what_it_saves_comes_back(training: Training, tmp_path: Path) -> None:
     other.checkpointer.close()
 
 
-def test_those_that_are_not_flown_any_more_let_go(training: Training) -> None:
+def test_inactive_strategies_are_closed(training: Training) -> None:
     training.run(300)
     training.checkpointer.wait_durable()
-    assert set(training.auto._flown) == {training.flown[-1]}
+    assert set(training.auto._active) == {training.strategies[-1]}
 
 
 def test_it_takes_up_what_the_ranks_agreed_on() -> None:
     auto = Auto()
     auto.open(Auto.config)
-    told = auto.steer(Pace(), Pace(strategy="copy"))
+    published = auto.steer(Pace(), Pace(strategy="copy"))
     assert auto.chosen == "copy"
-    assert told.strategy == FIRST  # what it would like itself, with nothing measured
+    assert published.strategy == FIRST  # what it would like itself, with nothing measured
     auto.steer(Pace(), Pace())
     assert auto.chosen == "copy"
     auto.close()
@@ -117,7 +117,7 @@ def test_the_one_that_began_a_copy_is_waited_for() -> None:
         def wait(self) -> None:
             begun.append("waited")
 
-    auto._flown[FIRST] = Slow()
+    auto._active[FIRST] = Slow()
     auto.begin(Copied())
     auto.steer(Pace(), Pace(strategy="copy"))
     auto.wait()
@@ -125,18 +125,18 @@ def test_the_one_that_began_a_copy_is_waited_for() -> None:
     auto.close()
 
 
-def test_what_cannot_be_changed_in_flight_is_not_flown() -> None:
+def test_strategies_that_do_not_fit_the_open_tiers_are_no_candidates() -> None:
     auto = Auto()
     auto.open(Auto.config)
-    assert auto._pilot is not None
-    able = set(auto._pilot._candidates)
+    assert auto._selector is not None
+    able = set(auto._selector._candidates)
     assert {"overlap", "copy", "asymmetric", "datastates"} <= able
     assert not able & {"auto", "sync", "mlc-base", "fastpersist", "pccheck", "acute", "dash"}
     auto.close()
     roomy = Auto()
     roomy.open(StrategyConfig(every="2% mtbf 1h", in_flight=2, buffers=2, slots=4, batches=True))
-    assert roomy._pilot is not None
-    assert "pccheck" in roomy._pilot._candidates
+    assert roomy._selector is not None
+    assert "pccheck" in roomy._selector._candidates
     roomy.close()
 
 

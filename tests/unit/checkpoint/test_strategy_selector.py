@@ -1,4 +1,4 @@
-"""The pilot believes measurements and not itself, tries what could be better, and settles."""
+"""The selector believes measurements, tries promising candidates, and settles on the best."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._strategies import STRATEGIES
+from shade.checkpoint._strategies.auto import AUTO, TRIALS, StrategySelector, candidates
 from shade.checkpoint._strategies.base import StrategyConfig
 from shade.checkpoint._strategies.measure import Costs, MemoryRates, costs_of
-from shade.checkpoint._strategies.pilot import AUTO, TRIALS, Pilot, candidates
 
 STEP = 0.5
 COSTS = Costs(
@@ -33,27 +33,29 @@ CONFIGS = {
 }
 
 
-def pilot() -> Pilot:
-    return Pilot(CONFIGS, "overlap", budget=0.05, mtbf_seconds=3600.0)
+def selector() -> StrategySelector:
+    return StrategySelector(CONFIGS, "overlap", budget=0.05, mtbf_seconds=3600.0)
 
 
 def pace(cost: float, *, blocked: float = 0.01, landed: float = 1.2) -> Pace:
     return Pace(step_seconds=STEP, cost_seconds=cost, save_seconds=landed, blocked_seconds=blocked)
 
 
-def fly(made: Pilot, true_costs: dict[str, float], num_saves: int, noise: float = 0.0, seed: int = 0) -> list[str]:
-    """Saves whose costs are so; who took them."""
-    rng, flown = random.Random(seed), []
+def save_all(
+    made: StrategySelector, true_costs: dict[str, float], num_saves: int, noise: float = 0.0, seed: int = 0
+) -> list[str]:
+    """Makes saves with these costs; returns their strategies."""
+    rng, strategies = random.Random(seed), []
     for _ in range(num_saves):
         name = made.chosen
-        flown.append(name)
-        made.saw(name, pace(true_costs[name] * (1 + rng.uniform(-noise, noise))))
+        strategies.append(name)
+        made.record(name, pace(true_costs[name] * (1 + rng.uniform(-noise, noise))))
         made.decide()
-    return flown
+    return strategies
 
 
 def test_until_something_is_measured_the_first_goes_on() -> None:
-    made = pilot()
+    made = selector()
     assert made.decide() == "overlap"
     assert made.choices() == []
     assert made.report() == ""
@@ -61,94 +63,96 @@ def test_until_something_is_measured_the_first_goes_on() -> None:
 
 def test_the_best_is_found_whatever_was_predicted() -> None:
     for best in CONFIGS:
-        made = pilot()
+        made = selector()
         made.learn(COSTS)
         true_costs = dict.fromkeys(CONFIGS, 0.4) | {best: 0.2}
-        flown = fly(made, true_costs, 30)
-        assert set(flown[-15:]) == {best}
-        assert max(flown.count(name) for name in CONFIGS if name != best) <= 2 * TRIALS
+        strategies = save_all(made, true_costs, 30)
+        assert set(strategies[-15:]) == {best}
+        assert max(strategies.count(name) for name in CONFIGS if name != best) <= 2 * TRIALS
 
 
 def test_whoever_was_predicted_to_be_free_is_not_believed_once_another_was_dear() -> None:
     """The save that rates are learned from has happened to cost nothing, so all that do not wait seem free."""
-    made = pilot()
+    made = selector()
     made.learn(replace(COSTS, copy_drag=0.0, work_drag=0.0))
     assert made.cost_seconds("streamed") == made.cost_seconds("overlap") == 0.0
-    made.saw("overlap", pace(0.3))
+    made.record("overlap", pace(0.3))
     assert made.cost_seconds("streamed") == pytest.approx(0.3)
     assert made.cost_seconds("copy") == pytest.approx(0.3)
-    made.saw("copy", pace(0.5))  # predicted not to be free, so there is a factor; it is none of the free ones'
+    made.record("copy", pace(0.5))  # predicted not to be free, so there is a factor; it is none of the free ones'
     assert made.cost_seconds("streamed") == pytest.approx(0.4)
     for best in CONFIGS:
-        made = pilot()
+        made = selector()
         made.learn(replace(COSTS, copy_drag=0.0, work_drag=0.0))
-        flown = fly(made, dict.fromkeys(CONFIGS, 0.4) | {best: 0.2}, 30)
-        assert set(flown[-15:]) == {best}
+        strategies = save_all(made, dict.fromkeys(CONFIGS, 0.4) | {best: 0.2}, 30)
+        assert set(strategies[-15:]) == {best}
 
 
 def test_a_trial_does_not_go_on_while_its_answers_are_under_way() -> None:
     """A choice holds two saves later, and the first save of each in a row is not measured."""
-    made, under_way, flown = pilot(), ["overlap", "overlap"], []
+    made, under_way, strategies = selector(), ["overlap", "overlap"], []
     made.learn(COSTS)
     for _ in range(24):
-        flown.append(under_way.pop(0))
-        if len(flown) > 1 and flown[-2] == flown[-1]:
-            made.saw(flown[-1], pace(0.3))
+        strategies.append(under_way.pop(0))
+        if len(strategies) > 1 and strategies[-2] == strategies[-1]:
+            made.record(strategies[-1], pace(0.3))
         under_way.append(made.decide())
-    turns = [len(list(turn)) for _, turn in itertools.groupby(flown)]
+    turns = [len(list(turn)) for _, turn in itertools.groupby(strategies)]
     assert turns[1:-1] == [TRIALS + 1] * (len(turns) - 2)
     assert len(turns) >= len(CONFIGS)
 
 
 def test_what_the_first_saves_cost_is_learned_from_several_the_cheap_and_the_dear() -> None:
-    made = pilot()
+    made = selector()
     for cost in (-0.1, 0.5, 0.5):
-        assert made.seen("overlap") == Pace()
-        made.saw("overlap", pace(cost))
-    assert made.seen("overlap").cost_seconds == pytest.approx(0.3)
-    made.saw("copy", pace(-0.4, blocked=0.1))
+        assert made.mean_pace("overlap") == Pace()
+        made.record("overlap", pace(cost))
+    assert made.mean_pace("overlap").cost_seconds == pytest.approx(0.3)
+    made.record("copy", pace(-0.4, blocked=0.1))
     for _ in range(TRIALS):
-        made.saw("copy", pace(-0.4, blocked=0.1))
-    assert made.seen("copy").cost_seconds == pytest.approx(0.1), "nobody costs less than was waited for"
+        made.record("copy", pace(-0.4, blocked=0.1))
+    assert made.mean_pace("copy").cost_seconds == pytest.approx(0.1), "nobody costs less than was waited for"
 
 
 def test_a_prediction_is_no_reason_not_to_be_tried() -> None:
     """The saves that rates are learned from were dear, so all like them are predicted to be: half as much again as the
     one that was found to be cheaper."""
-    made = pilot()
+    made = selector()
     made.learn(replace(COSTS, copy_drag=0.6, work_drag=0.6))
     for _ in range(TRIALS):
-        made.saw("overlap", pace(0.9))
-        made.saw("copy", pace(0.6, blocked=0.12))
+        made.record("overlap", pace(0.9))
+        made.record("copy", pace(0.6, blocked=0.12))
     untried = made.cost_seconds("streamed") or 0.0
     assert untried > 1.25 * 0.6
-    flown = fly(made, {"overlap": 0.9, "copy": 0.6, "streamed": 0.3}, 20)
-    assert flown.count("overlap") <= 1, "what was measured needs no trial"
-    assert set(flown[-10:]) == {"streamed"}
+    strategies = save_all(made, {"overlap": 0.9, "copy": 0.6, "streamed": 0.3}, 20)
+    assert strategies.count("overlap") <= 1, "what was measured needs no trial"
+    assert set(strategies[-10:]) == {"streamed"}
 
 
 def test_with_noise_it_loses_little() -> None:
     for seed in range(20):
-        made = pilot()
+        made = selector()
         made.learn(COSTS)
         true_costs = {"overlap": 0.3, "copy": 0.36, "streamed": 0.24}
-        flown = fly(made, true_costs, 60, noise=0.3, seed=seed)
-        assert sum(true_costs[name] for name in flown[-20:]) / 20 <= 1.15 * 0.24
+        strategies = save_all(made, true_costs, 60, noise=0.3, seed=seed)
+        assert sum(true_costs[name] for name in strategies[-20:]) / 20 <= 1.15 * 0.24
 
 
 PARTS = {"overlap": (0.01, 0.20), "copy": (0.07, 0.10), "streamed": (0.10, 0.02)}
 """Seconds that a save waits and works; a second's work costs a second and a half."""
 
 
-def flown_in_parts(noise: float, seed: int, factors: dict[str, float], *, are_known: bool = True) -> Pilot:
-    """A pilot after 20 saves, whose steps are longer by what their parts cost, times a factor, and by chance."""
-    made, rng = pilot(), random.Random(seed)
+def selector_with_parts(
+    noise: float, seed: int, factors: dict[str, float], *, are_known: bool = True
+) -> StrategySelector:
+    """A selector after 20 saves, whose steps are longer by what their parts cost, times a factor, and by chance."""
+    made, rng = selector(), random.Random(seed)
     made.learn(COSTS)
     for _ in range(20):
         waited, worked = PARTS[made.chosen]
         cost = factors.get(made.chosen, 1.0) * (waited + 1.5 * worked)
         known = worked if are_known else 0.0
-        made.saw(made.chosen, replace(pace(rng.gauss(cost, noise), blocked=waited), worked_seconds=known))
+        made.record(made.chosen, replace(pace(rng.gauss(cost, noise), blocked=waited), worked_seconds=known))
         made.decide()
     return made
 
@@ -156,65 +160,68 @@ def flown_in_parts(noise: float, seed: int, factors: dict[str, float], *, are_kn
 def test_where_steps_are_noise_the_parts_decide() -> None:
     """0.13, 0.22 and 0.31 s a save; a single one is measured to 0.2."""
     num_right = [
-        sum(flown_in_parts(0.2, seed, {}, are_known=known).choices()[0].strategy == "streamed" for seed in range(100))
+        sum(
+            selector_with_parts(0.2, seed, {}, are_known=known).choices()[0].strategy == "streamed"
+            for seed in range(100)
+        )
         for known in (True, False)
     ]
     assert num_right[0] >= 97
     assert num_right[0] > num_right[1] + 10, "by their steps alone they are mistaken for each other"
-    held = [flown_in_parts(0.2, seed, {}).cost_seconds("streamed") for seed in range(100)]
+    held = [selector_with_parts(0.2, seed, {}).cost_seconds("streamed") for seed in range(100)]
     assert sum(abs(each - 0.13) < 0.03 for each in held if each is not None) >= 90
 
 
 def test_in_the_long_run_the_steps_decide() -> None:
     """One that gets in the way costs three times its parts: found out where steps tell."""
     for seed in range(20):
-        made = flown_in_parts(0.02, seed, {"streamed": 3.0})
+        made = selector_with_parts(0.02, seed, {"streamed": 3.0})
         assert made.choices()[0].strategy == "copy"
         assert (made.cost_seconds("streamed") or 0.0) > 0.22, "that is what copy costs"
 
 
 def test_work_that_costs_nothing_is_free() -> None:
     """Where cores are left over nothing is lost but what is waited for."""
-    made = pilot()
+    made = selector()
     made.learn(COSTS)
     for name, (waited, worked) in PARTS.items():
         for sign in (-1, 1, -1, 1):
-            made.saw(name, replace(pace(waited + 0.01 * sign, blocked=waited), worked_seconds=worked))
+            made.record(name, replace(pace(waited + 0.01 * sign, blocked=waited), worked_seconds=worked))
     assert [each.strategy for each in made.choices()] == ["overlap", "copy", "streamed"]
     assert made.cost_seconds("overlap") == pytest.approx(0.01, abs=0.003)
 
 
 def test_when_things_change_so_does_the_choice() -> None:
-    made = pilot()
+    made = selector()
     made.learn(COSTS)
-    fly(made, {"overlap": 0.2, "copy": 0.5, "streamed": 0.3}, 20)
+    save_all(made, {"overlap": 0.2, "copy": 0.5, "streamed": 0.3}, 20)
     assert made.chosen == "overlap"
-    flown = fly(made, {"overlap": 0.9, "copy": 0.5, "streamed": 0.3}, 30)
-    assert flown[-1] == "streamed"
+    strategies = save_all(made, {"overlap": 0.9, "copy": 0.5, "streamed": 0.3}, 30)
+    assert strategies[-1] == "streamed"
 
 
 def test_what_was_not_tried_is_believed_no_more_than_what_was() -> None:
-    made = pilot()
+    made = selector()
     made.learn(COSTS)
     before = {each.strategy: each.prediction.cost_seconds for each in made.choices()}
     for _ in range(TRIALS):
-        made.saw("overlap", pace(3 * before["overlap"]))
+        made.record("overlap", pace(3 * before["overlap"]))
     after = {each.strategy: each.prediction.cost_seconds for each in made.choices()}
     assert after["overlap"] == pytest.approx(3 * before["overlap"])
     assert after["copy"] == pytest.approx(3 * before["copy"])
 
 
 def test_a_save_that_has_not_been_measured_says_nothing() -> None:
-    made = pilot()
+    made = selector()
     made.learn(COSTS)
-    made.saw("copy", Pace())
+    made.record("copy", Pace())
     assert "measured" not in made.report()
 
 
 def test_the_report_has_predicted_beside_measured() -> None:
-    made = pilot()
+    made = selector()
     made.learn(COSTS)
-    fly(made, {"overlap": 0.2, "copy": 0.5, "streamed": 0.3}, 20)
+    save_all(made, {"overlap": 0.2, "copy": 0.5, "streamed": 0.3}, 20)
     lines = made.report().splitlines()
     assert len(lines) == len(CONFIGS)
     assert lines[0].startswith("> overlap")
@@ -223,7 +230,9 @@ def test_the_report_has_predicted_beside_measured() -> None:
 
 
 def test_a_candidate_whose_codec_was_not_measured_is_dropped() -> None:
-    made = Pilot(CONFIGS | {"packed": StrategyConfig(codec="zstd")}, "overlap", budget=0.05, mtbf_seconds=3600.0)
+    made = StrategySelector(
+        CONFIGS | {"packed": StrategyConfig(codec="zstd")}, "overlap", budget=0.05, mtbf_seconds=3600.0
+    )
     made.learn(COSTS)
     assert set(made.predicted) == set(CONFIGS)
 

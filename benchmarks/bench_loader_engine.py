@@ -35,7 +35,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset
-from shade.data._loader.batch_parts import Buffers, FusedParts
+from shade.data._loader.batch_parts import BatchBuffers, FusedParts
 from shade.data._loader.pipeline import LoaderPipeline
 
 BATCH, WORKERS, DEPTH, FETCHERS = 64, 2, 4, 2
@@ -66,7 +66,7 @@ class Work:
             ]
         )
         self.dataset = ShadeDataset(ImageFolder(str(folder)), cache=None, transform=view)
-        self.empty, self.buffers = empty, Buffers(DEPTH + 2, pinned=False)
+        self.empty, self.buffers = empty, BatchBuffers(DEPTH + 2, pinned=False)
         count = len(self.dataset) // BATCH
         order = np.random.default_rng(1).permutation(len(self.dataset)).tolist()
         self.batches = [order[BATCH * number : BATCH * (number + 1)] for number in range(count)]

@@ -64,11 +64,6 @@ def size_of(content: Bytes) -> tuple[int, int] | None:
     return None
 
 
-def reduced_size(height: int, width: int, reduction: int) -> tuple[int, int]:
-    """Returns the size of a picture that libjpeg decodes at 1/``reduction``."""
-    return -(-height // reduction), -(-width // reduction)
-
-
 def decode_rgb(content: Bytes) -> Image.Image:
     """Decodes an image file to an RGB image: torchvision's own PIL loader, from memory."""
     with Image.open(io.BytesIO(content)) as image:

@@ -43,7 +43,7 @@ def post(residency: ResidencyMap, *, ending: bool) -> None:
     residency.post(np.arange(4), np.zeros(4, dtype=bool), np.ones(4, dtype=bool), ending=ending)
 
 
-def test_in_mid_epoch_nobody_waits(setting: Setting) -> None:
+def test_in_mid_epoch_no_process_waits(setting: Setting) -> None:
     post(setting.residency, ending=False)
     assert setting.neighbour.settle({0: PAYLOAD}) == 1
     assert setting.mine.settle({1: PAYLOAD}) == 0
@@ -69,7 +69,7 @@ def test_near_the_end_an_arrival_waits_for_a_neighbours_departure(setting: Setti
     assert used == setting.mine.size_bytes(len(PAYLOAD)), "waiting has cost no space"
 
 
-def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shade.cache.admission.LEAST_PATIENCE_SECONDS", 0.02)
     pauses: list[float] = []
     monkeypatch.setattr("shade.cache.admission.time.sleep", pauses.append)
@@ -83,7 +83,7 @@ def test_room_that_never_comes_is_waited_for_once(setting: Setting, monkeypatch:
 
 
 @pytest.mark.parametrize(("origin_seconds", "expected"), [(1e-5, 0.05), (0.1, 0.2), (60.0, 0.5)])
-def test_nobody_waits_longer_for_room_than_reading_again_takes(
+def test_no_wait_for_space_is_longer_than_reading_again(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, origin_seconds: float, expected: float
 ) -> None:
     now = 0.0

@@ -241,9 +241,7 @@ def test_the_log_says_it_once_and_the_return_once(
     assert "back in use" in back
 
 
-def test_a_question_that_is_never_answered_holds_nobody_up_but_the_end(
-    residency: ResidencyMap, clock: ManualClock
-) -> None:
+def test_a_question_that_is_never_answered_delays_only_the_end(residency: ResidencyMap, clock: ManualClock) -> None:
     answered = threading.Event()
     breaker = Breaker(residency, answered.wait, clock)
     breaker.store_failed(GONE)
@@ -289,7 +287,7 @@ def _write_row(residency: ResidencyMap, worker: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_the_board_is_one_page_in_every_child(method: str) -> None:
+def test_the_residency_map_is_shared_memory_in_every_child(method: str) -> None:
     residency = ResidencyMap(4)
     residency.post(np.array([0, 2, 3]), np.array([True, True, False]), np.array([True, False, True]), ending=False)
     context = multiprocessing.get_context(method)

@@ -143,7 +143,7 @@ def test_what_the_origin_cannot_read_comes_back_as_its_error(cache: SampleCache,
 # ── by plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_planned_departures_make_room_for_planned_arrivals(cache: SampleCache, origin: Origin) -> None:
+def test_planned_departures_free_space_for_planned_arrivals(cache: SampleCache, origin: Origin) -> None:
     first, second = list(range(20)), list(range(10, 30))
     begin(cache, first, second)
     fetch_all(cache, origin, first)
@@ -305,7 +305,7 @@ def test_no_failure_of_the_store_is_seen_by_training(
     assert len(set(used(cache))) == 1
 
 
-def test_a_dead_store_is_asked_once_and_told_once(
+def test_a_dead_store_is_asked_once_and_logged_once(
     cache: SampleCache, store: FaultyStore, origin: Origin, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "shade.cache")
@@ -322,7 +322,7 @@ def test_a_dead_store_is_asked_once_and_told_once(
 def test_a_cold_cache_that_was_dead_is_found_again(
     cache: SampleCache, store: FaultyStore, origin: Origin, clock: ManualClock
 ) -> None:
-    """Nobody looks anything up in an empty cache, so arrivals must probe too."""
+    """An empty cache is never looked up, so arrivals must probe too."""
     order = list(range(N))
     begin(cache, order, order)
     store.fail_from("*", 0, GONE)
@@ -411,7 +411,7 @@ def test_a_count_that_failed_is_wanted_again(cache: SampleCache, store: FaultySt
 
 def test_residents_of_an_earlier_run_are_found_and_too_many_removed(cache: SampleCache, origin: Origin) -> None:
     cache.fetch_many(list(range(10)), origin)
-    cache.store.increment(cache.keys.counter_key(COUNTER), 10**9)  # somebody died reserving
+    cache.store.increment(cache.keys.counter_key(COUNTER), 10**9)  # a process died reserving
     found = cache.find_residents()
     assert found.tolist() == list(range(10))
     cache.capacity_bytes //= 2
@@ -421,7 +421,7 @@ def test_residents_of_an_earlier_run_are_found_and_too_many_removed(cache: Sampl
     assert used(cache) == (cache.capacity_bytes,) * 2
 
 
-def test_a_copy_in_a_worker_has_the_board_and_no_policy(cache: SampleCache, origin: Origin) -> None:
+def test_a_copy_in_a_worker_has_the_residency_map_and_no_policy(cache: SampleCache, origin: Origin) -> None:
     begin(cache, list(range(5)), [])
     copy = pickle.loads(ForkingPickler.dumps(cache))
     copy.enter_worker(0)

@@ -70,7 +70,7 @@ def test_it_is_the_first_of_the_living_that_looks_after_it(store: Store, clock: 
     one.leave()
     assert three.beat().left.keys() == {0}, "not the last"
     view = two.beat()
-    assert view.slots_of(two.owner) == [1, 0], "it goes on writing where it did"
+    assert view.slots_of(two.owner) == [1, 0], "it still writes where it did"
     assert three.beat().others(three.owner).keys() == {1}
     two.release(0)
     assert sorted(three.beat().living) == [1, 2]
@@ -89,7 +89,7 @@ def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(store: Store, 
     assert again.beat().slots_of(again.owner) == [2]
 
 
-def test_a_job_that_is_alone_goes_on_where_the_last_one_was(store: Store, clock: ManualClock) -> None:
+def test_a_job_that_is_alone_continues_where_the_last_one_was(store: Store, clock: ManualClock) -> None:
     for _ in range(3):
         one = job(store, clock)
         assert one.beat().slots_of(one.owner) == [0]
@@ -126,7 +126,7 @@ def test_there_is_an_end_to_it(store: Store, clock: ManualClock) -> None:
         job(store, clock).beat()
 
 
-def test_what_is_no_note_is_nobodys(store: Store, clock: ManualClock) -> None:
+def test_an_unreadable_record_has_no_owner(store: Store, clock: ManualClock) -> None:
     store.set_many({slot_keys("data", 0).counter_key("job-0"): b"[1]"})
     assert JobRecord.parse(b"{}") is None
     one = job(store, clock)

@@ -69,7 +69,7 @@ def test_what_comes_back_late_is_put_right() -> None:
             assert tally.value() == 15
 
 
-def test_without_any_copy_the_reason_is_told() -> None:
+def test_without_any_copy_the_reason_is_raised() -> None:
     with Nodes() as store:
         store.away = {0, 1, 2}
         with pytest.raises(StoreUnavailableError, match="node 0 is away"):

@@ -135,7 +135,7 @@ def test_one_job_alone_reads_what_the_exact_plan_says(store: Store, clock: Manua
     assert one.reads[1:4] == [N - int(FRACTION * N)] * 3
     assert not one.cache.residency.is_shared
     assert one.cache.ledger["borrowed"] == 0
-    assert [key for key in store.scan("shade:") if "order-" in key] == [], "nobody wants to know"
+    assert [key for key in store.scan("shade:") if "order-" in key] == [], "no other job reads them"
 
 
 def test_each_keeps_an_equal_part(store: Store, clock: ManualClock) -> None:

@@ -1,4 +1,4 @@
-"""BatchBuffers: memory comes back when nobody looks at it any more, and never before."""
+"""BatchBuffers: memory is used again when its batch is gone, and never before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_memory_is_used_again_once_it_is_free() -> None:
     assert buffers.take((2, 3, 8, 8), torch.uint8).data_ptr() == place, "a smaller batch fits into it"
 
 
-def test_whoever_holds_any_part_of_a_batch_keeps_it() -> None:
+def test_a_reference_to_any_part_of_a_batch_keeps_it() -> None:
     buffers = BatchBuffers(8, pinned=False)
     views = {
         "row": lambda batch: batch[1],

@@ -1,4 +1,4 @@
-"""What a sampler refuses to steer a cache with; see tests/integration for what it does with it."""
+"""What a sampler refuses to plan a cache with; see tests/integration for what it does with it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def epochs(dataset: ShadeDataset, count: int = 3, workers: int = 0) -> list[torc
         pytest.param(to_tensor, 2, id="written-2", marks=pytest.mark.slow),
     ],
 )
-def test_samples_are_the_same_in_every_form(folder: Path, view: Any, workers: int) -> None:
+def test_samples_are_the_same_in_every_cached_format(folder: Path, view: Any, workers: int) -> None:
     streams, hits = [], []
     for form in ("encoded", "decoded", "auto"):
         dataset = ShadeDataset(
@@ -69,7 +69,7 @@ def test_samples_are_the_same_in_every_form(folder: Path, view: Any, workers: in
     assert hits[1] < hits[0], "pictures are larger than files, in the same room"
 
 
-def test_decoded_hits_cost_no_decoding_and_the_room_is_kept(
+def test_decoded_hits_cost_no_decoding_and_the_capacity_is_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = ShadeDataset(ImageFolder(str(folder)), cache="memory://?capacity=4MiB", transform=FUSED, form="decoded")
@@ -118,7 +118,7 @@ def test_with_a_largest_side_every_sample_is_resized_cached_or_not(folder: Path)
     dataset.close()
 
 
-def test_a_bad_file_is_told_in_every_form(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_file_is_reported_in_every_cached_format(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "a"
     place.mkdir()
     for number, path in enumerate(sorted(folder.rglob("*.jpg"))[:8]):

@@ -190,7 +190,7 @@ def quickly(action: Callable[[], Any], expected: type[Exception]) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["redis", "unix", "rediss", "redis+cluster"])
-def test_a_wrong_password_is_told_at_construction(get_place: Callable[[str], Place], scheme: str) -> None:
+def test_a_wrong_password_raises_at_construction(get_place: Callable[[str], Place], scheme: str) -> None:
     place = get_place(scheme)
     message = quickly(
         lambda: ShadeDataset(TensorDataset(torch.zeros(8)), cache=place.wrong_password_url), StoreAuthError
@@ -198,7 +198,7 @@ def test_a_wrong_password_is_told_at_construction(get_place: Callable[[str], Pla
     assert "wr0ng" not in message
 
 
-def test_a_named_server_that_does_not_answer_is_told_at_construction(tmp_path: Path) -> None:
+def test_a_named_server_that_does_not_answer_raises_at_construction(tmp_path: Path) -> None:
     for url in ("redis://127.0.0.1:1", f"unix://{quote(str(tmp_path))}/none.sock", "redis+cluster://127.0.0.1:1"):
         quickly(lambda url=url: ShadeDataset(TensorDataset(torch.zeros(8)), cache=url), StoreUnavailableError)
 
@@ -211,7 +211,7 @@ def test_a_failed_construction_leaves_no_server_behind(monkeypatch: pytest.Monke
     assert len(psutil.Process().children(recursive=True)) == children
 
 
-def test_transforms_that_would_be_frozen_are_told(folder: Path) -> None:
+def test_transforms_that_would_be_frozen_warn(folder: Path) -> None:
     with_transform = ImageFolder(str(folder), transform=lambda image: np.asarray(image))
     with pytest.warns(UserWarning, match="Subset applies its own transform"):
         ShadeDataset(Subset(with_transform, [1, 2]), cache=None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shade.data._decode.jpeg import _with_pillow, _with_simplejpeg, decode_rgb, jpeg_decoder, reduced_size, size_of
+from shade.data._decode.jpeg import _with_pillow, _with_simplejpeg, decode_rgb, jpeg_decoder, size_of
 from shade.data._decode.pixels import Box, DecodeWindow
 from shade.data._decode.turbojpeg import TurboDecoder, open_turbo
 from tests.support.data_plane import make_zoo
@@ -80,7 +80,7 @@ def test_reduced_pictures_are_pillows_drafts(name: str, reduction: int) -> None:
     decode = way(name)
     for width, height in ((400, 300), (401, 303), (799, 123)):
         content = jpeg(width, height, quality=90)
-        size = reduced_size(height, width, reduction)
+        size = -(-height // reduction), -(-width // reduction)
         image = Image.open(io.BytesIO(content))
         image.draft("RGB", (width // reduction, height // reduction))
         assert image.size == size[::-1]

@@ -115,7 +115,7 @@ def test_closing_does_not_wait_for_what_was_not_begun() -> None:
     assert not jobs[-1].done.is_set()
 
 
-def test_a_batch_that_is_late_is_told_and_may_be_waited_for_again() -> None:
+def test_a_late_batch_raises_and_may_be_waited_for_again() -> None:
     held = threading.Event()
 
     def begin(number: int, indices: Sequence[int]) -> Numbers:

@@ -1,4 +1,4 @@
-"""Transforms draw the same for the same batch of the same epoch, whoever loads it, and nobody else notices."""
+"""Transforms draw the same for the same batch of the same epoch, in any process, and change no other random numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_samples_of_a_batch_draw_differently() -> None:
         assert draw() != draw()
 
 
-def test_the_process_goes_on_as_if_nothing_had_been_drawn() -> None:
+def test_the_process_continues_as_if_nothing_had_been_drawn() -> None:
     generators = BatchGenerators()
     generators.follow(0, 0)
     set_generators(3)

@@ -116,7 +116,7 @@ def test_a_file_that_changed_is_another_data_set(folder: Path, url: str) -> None
 
 
 def test_any_data_set_of_urls(url: str) -> None:
-    """No RemoteImageFolder: whoever has (URL, class) pairs."""
+    """No RemoteImageFolder: a data set of (URL, class) pairs."""
 
     class Listed(ImageFolder):
         def __init__(self) -> None:

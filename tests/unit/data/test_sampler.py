@@ -1,4 +1,4 @@
-"""ShadeSampler: DistributedSampler's manners, and a stream that can be cut anywhere and goes on the same."""
+"""ShadeSampler: DistributedSampler's manners, and a stream that can be cut anywhere and continues the same."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def forgetful(calls: set[str], epochs: int = 4) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def test_each_forgotten_call_is_told_once_with_the_line_to_add() -> None:
+def test_each_forgotten_call_warns_once_with_the_line_to_add() -> None:
     assert forgetful({"set_epoch", "report", "weights"}) == []
     (warning,) = forgetful({"report", "weights"})
     assert "sampler.set_epoch(epoch)" in warning

@@ -90,7 +90,7 @@ def test_a_place_inside_a_batch_is_refused() -> None:
 
 
 def test_a_place_is_found_on_other_ranks() -> None:
-    """Two ranks of 4 had taken three steps; one rank of 8 goes on with the fourth."""
+    """Two ranks of 4 had taken three steps; one rank of 8 continues with the fourth."""
     two = [make(num_replicas=2, rank=rank) for rank in range(2)]
     one = ShadeSampler(range(N), batch_size=2 * B, mode="uniform")
     parts = [list(sampler) for sampler in two]

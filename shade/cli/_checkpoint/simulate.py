@@ -273,8 +273,8 @@ def _measured(given: argparse.Namespace) -> Costs:
 def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str, Prediction]:
     """Predicts the named strategies, or all that restore bit for bit and whose codec has been measured."""
     from shade.checkpoint._strategies import STRATEGIES
-    from shade.checkpoint._strategies.measure import codec_cost
     from shade.checkpoint._strategies.auto import candidates
+    from shade.checkpoint._strategies.measure import codec_cost
     from shade.checkpoint._strategies.predict import predict
 
     if names is not None:

@@ -1,4 +1,4 @@
-"""Every exception that `shade` raises on purpose, as one tree.
+"""Defines every exception that `shade` raises on purpose, as one tree.
 
 ::
 
@@ -25,33 +25,35 @@
         ├── NonFiniteGradientError    NaN or infinity on some rank; no weight and no residual was changed
         └── PeerLostError             another rank is gone, or did not answer in time
 
-Each message says what was expected, what came, and the cure. Every class is built from one string, so that it
-survives the trip from a worker process to the training loop unchanged.
+Each message says what was expected, what came, and the cure. Every class takes one string, so it survives the trip from
+a worker process to the training loop unchanged.
 """
 
 from __future__ import annotations
+
+from typing_extensions import Self
 
 
 class ShadeError(Exception):
     """Base of every deliberate error."""
 
-
-class ConfigError(ShadeError, ValueError):
-    """An argument, flag or combination of them that cannot be honoured."""
-
     @classmethod
-    def of(cls, expected: str, got: object, cure: str) -> ConfigError:
-        """Builds the one-line message every bad input ends in.
+    def of(cls, expected: str, got: object, cure: str) -> Self:
+        """Builds the error with its one-line message.
 
         Args:
-            expected: What would have been accepted, with its unit or range.
+            expected: What is accepted, with its unit or range.
             got: What came; shown with ``repr``.
-            cure: What to type instead.
+            cure: What to type or do instead.
 
         Returns:
             The exception, ready to raise.
         """
         return cls(f"expected {expected}, got {got!r}; {cure}")
+
+
+class ConfigError(ShadeError, ValueError):
+    """An argument, flag or combination of them that cannot be honoured."""
 
 
 class UnknownNameError(ConfigError):
@@ -60,20 +62,6 @@ class UnknownNameError(ConfigError):
 
 class DataError(ShadeError):
     """The data set on disk is missing, empty or malformed."""
-
-    @classmethod
-    def of(cls, expected: str, got: object, cure: str) -> DataError:
-        """As `ConfigError.of`.
-
-        Args:
-            expected: What a healthy data set would hold.
-            got: What was found; shown with ``repr``.
-            cure: What to do about it.
-
-        Returns:
-            The exception, ready to raise.
-        """
-        return cls(f"expected {expected}, got {got!r}; {cure}")
 
 
 class BadSampleError(DataError):
@@ -115,20 +103,6 @@ class StorageFullError(StorageError):
 class CheckpointError(ShadeError):
     """Base of what goes wrong with a snapshot; a checkpoint never degrades in silence."""
 
-    @classmethod
-    def of(cls, expected: str, got: object, cure: str) -> CheckpointError:
-        """As `ConfigError.of`.
-
-        Args:
-            expected: What should have been there.
-            got: What was found; shown with ``repr``.
-            cure: What to do about it.
-
-        Returns:
-            The exception, ready to raise.
-        """
-        return cls(f"expected {expected}, got {got!r}; {cure}")
-
 
 class TornSnapshotError(CheckpointError):
     """A tensor was changed while it was being copied. Nothing was committed; the message names the tensor."""
@@ -148,20 +122,6 @@ class RunInUseError(CheckpointError):
 
 class GradientError(ShadeError):
     """Base of what goes wrong between a gradient and the weights; raised on all ranks or on none."""
-
-    @classmethod
-    def of(cls, expected: str, got: object, cure: str) -> GradientError:
-        """As `ConfigError.of`.
-
-        Args:
-            expected: What should have come.
-            got: What came; shown with ``repr``.
-            cure: What to do about it.
-
-        Returns:
-            The exception, ready to raise.
-        """
-        return cls(f"expected {expected}, got {got!r}; {cure}")
 
 
 class PayloadError(GradientError):

@@ -2,7 +2,7 @@
 
 A launcher that is killed outright cannot stop its children, so each child asks the kernel for a signal at that moment.
 Linux only; elsewhere a user has to end the children of a killed launcher. A shell that ends at once starts servers and
-flushers in a session of their own: they have no parent of ours, and the end of a terminal does not reach them.
+flushers in a session of their own, so neither a parent's end nor a terminal's end stops them.
 """
 
 from __future__ import annotations
@@ -69,14 +69,8 @@ def this_machine() -> str:
 
 
 def start_of(process_id: int) -> str | None:
-    """Returns when a live process of this machine started, as the kernel counts; None if there is no such process.
-
-    Args:
-        process_id: Its id.
-
-    Returns:
-        A text that another process with the same id would not have.
-    """
+    """Returns the kernel's start time of a live process, as text; None if none has this id. It tells reused ids
+    apart."""
     status = _status(process_id)
     return None if status is None or status[0] in _ENDED else status[19]
 

@@ -1,7 +1,7 @@
-"""One way for a name to become a class.
+"""Maps names to classes.
 
-A room owns a `Registry`, its files decorate their classes, and the room's ``__init__`` imports the files. Nothing
-else ever compares names, so a new policy, mode, store or codec is one file and one import.
+A package owns a `Registry`, its modules decorate their classes, and its ``__init__`` imports the modules. No other code
+compares names, so a new policy, mode, store or codec is one module and one import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Registry(Generic[T]):
     """A table of names, with an error that lists them.
 
     Args:
-        noun: What the names are names of, for the error: ``"cache policy"``.
+        noun: The kind of the names in the error: ``"cache policy"``.
     """
 
     def __init__(self, noun: str) -> None:
@@ -27,7 +27,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, type[T]] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator: ``@POLICIES.register("lru")``."""
+        """Decorates a class with its name: ``@POLICIES.register("lru")``."""
 
         def enter(cls: type[T]) -> type[T]:
             if name in self._entries:
@@ -38,17 +38,7 @@ class Registry(Generic[T]):
         return enter
 
     def get(self, name: str) -> type[T]:
-        """The class of that name.
-
-        Args:
-            name: As it was registered.
-
-        Returns:
-            The class, unchanged.
-
-        Raises:
-            UnknownNameError: No such name; the message lists the known ones and the nearest.
-        """
+        """Returns the class; raises `UnknownNameError`, which lists the known names, if there is none."""
         try:
             return self._entries[name]
         except KeyError:

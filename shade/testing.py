@@ -1,7 +1,7 @@
-"""Fault doubles for tests of training code: a clock, a store that fails on command, a data set that counts.
+"""Provides doubles for tests of training code: a clock, a store that fails on command, a data set that counts reads.
 
-Shipped, so that a user can ask of their own loop what our tests ask of ours: does it continue, with the same samples,
-when the cache does not? Each double records what it did, because a fault test must first show that its fault happened.
+Users can test with them whether their own loop continues, with the same samples, when the cache fails. Each double
+records what it did, because a fault test must first show that its fault happened.
 
 Example: ``FaultyStore(open_store("local://")).fail_from("get_many", 3, StoreUnavailableError("gone"))``
 """
@@ -28,7 +28,7 @@ class ManualClock:
     """A clock that moves only when `advance` is called.
 
     Args:
-        now: Where it starts, in seconds.
+        now: Its first time, in seconds.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -43,9 +43,9 @@ class ManualClock:
 
 
 class FaultyStore(Store):
-    """A store that hands every call on to another one, later or not at all as scripted.
+    """A store that passes every call to another one, delayed or failing as scripted.
 
-    Belongs to one process; a copy that travels to a worker has no script.
+    It belongs to one process: a copy in a worker has no script.
 
     Args:
         inner: The store that does the work.
@@ -55,26 +55,17 @@ class FaultyStore(Store):
         self.inner = inner
         self.url, self.shared = inner.url, inner.shared
         self.num_calls: Counter[str] = Counter()
-        """Calls by method, the failed ones included."""
+        """Calls by method, with the failed ones."""
         self.num_faults: Counter[str] = Counter()
-        """How often the script struck, by method."""
+        """Faults by method."""
         self._scripts: list[tuple[str, range, Exception | None, float]] = []
 
     def __reduce__(self) -> tuple[type[FaultyStore], tuple[Store]]:
         return type(self), (self.inner,)
 
     def fail_from(self, method: str, call: int, error: Exception, *, num_calls: int = 2**31) -> FaultyStore:
-        """Makes calls raise.
-
-        Args:
-            method: Name of a method of `Store`, or ``*`` for all.
-            call: The first call to fail, counted from 0 by method.
-            error: What it raises.
-            num_calls: How many in a row.
-
-        Returns:
-            Itself.
-        """
+        """Makes ``num_calls`` calls of a method (``*``: of all) raise the error, from this call on, counted from 0
+        by method."""
         self._scripts.append((method, range(call, call + num_calls), error, 0.0))
         return self
 
@@ -84,7 +75,7 @@ class FaultyStore(Store):
         return self
 
     def heal(self) -> None:
-        """Forgets the script."""
+        """Removes the script."""
         self._scripts.clear()
 
     def _call(self, method: str, action: Callable[[], T]) -> T:
@@ -152,11 +143,11 @@ class FaultyStore(Store):
 
 
 class CountingDataset:
-    """A map-style data set that counts its reads, in this process, and may be slow or broken.
+    """A map-style data set that counts its reads in this process, and may be slow or broken.
 
     Args:
-        items: What it returns.
-        seconds: What one read takes.
+        items: The samples.
+        seconds: Duration of a read.
         bad: Indices whose read raises `OSError`.
     """
 

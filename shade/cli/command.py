@@ -75,14 +75,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        argv: What was typed after ``shade``; the process's own if None.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command with the words after ``shade``, by default the process's own, and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["run"]:

@@ -6,7 +6,7 @@ written to try a folder are removed at once.
 
 A Redis server is a database by default, and each of those defaults costs a cache something: snapshots cost memory,
 eviction breaks the plan, a cluster that wants all its slots falls silent with one node (reasons in ``redis.conf``). A
-user with no more rights than a cache needs may not ask for settings; that is no fault.
+user whose rights only cover a cache may not read settings; that is no fault.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def fail(name: str, found: str, cure: str) -> Finding:
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """A space of bytes, and how little of it is too little."""
+    """A space of bytes with its limits for fail and warn."""
 
     name: str
     least_bytes: int

@@ -29,27 +29,16 @@ if TYPE_CHECKING:
     from shade.policy.simulator import MissRatioCurves
 
 ENOUGH_EPOCHS: Final = 4
-"""Recorded epochs from which on nothing is drawn here: two that warm up, and two that do not."""
+"""Recorded epochs that suffice without drawn ones: two that warm up, and two that do not."""
 _DRAWN: Final = 6
-"""Epochs drawn; the first of them is left out, for it still meets what the recorded ones left in the cache."""
+"""Epochs drawn; the first does not count, because it meets the recorded epochs' cache."""
 _SETTINGS: Final = {"unbiased": ("keep",), "pads": ("replication_factor",)}
 
 
 def what_if(directory: Path, trace: Trace, add_cache: int | None, add_workers: int | None) -> Iterator[str]:
-    """Yields what more cache, or more workers, would change.
+    """Yields lines of text about more cache or more workers; with neither given, about a choice of sizes.
 
-    Args:
-        directory: The run directory.
-        trace: Of the run.
-        add_cache: Bytes more of cache, or None for a choice of sizes.
-        add_workers: Workers more of a rank, or None.
-
-    Yields:
-        Lines of text.
-
-    Raises:
-        DataError: The run has no finished epoch.
-        ConfigError: It has no cache to enlarge, or its settings are not known.
+    Raises `DataError` if the run has no finished epoch, and `ConfigError` if it has no cache to enlarge.
     """
     run = load_run(directory)
     measured, capacity = measure(run)
@@ -86,19 +75,7 @@ def what_if(directory: Path, trace: Trace, add_cache: int | None, add_workers: i
 def predict(
     steady: Trace, skip_epochs: int, policy: str, capacity_bytes: int, measured: MeasuredEpoch, num_workers: int
 ) -> EpochForecast:
-    """One epoch with this cache and these workers.
-
-    Args:
-        steady: A trace with epochs that are like those to come.
-        skip_epochs: How many at its start are not.
-        policy: Name of the cache policy.
-        capacity_bytes: Of the cache.
-        measured: An epoch of the run.
-        num_workers: Of a rank.
-
-    Returns:
-        The forecast.
-    """
+    """Forecasts an epoch with this cache and these workers, from a trace without its first `skip_epochs`."""
     result = simulate(steady, policy, capacity_bytes)
     reads, samples = result.origin_reads[skip_epochs:], result.accesses[skip_epochs:]
     return forecast(
@@ -107,14 +84,9 @@ def predict(
 
 
 def prolong(trace: Trace, plan: dict[str, Any]) -> tuple[Trace, int]:
-    """A trace whose last epochs are like those to come.
+    """Returns a trace that ends with steady epochs, and the number of epochs to leave out at its start.
 
-    Args:
-        trace: Recorded.
-        plan: ``run.json``.
-
-    Returns:
-        The trace, longer by epochs drawn here where few were recorded, and how many to leave out at its start.
+    A short recording gets further epochs, drawn here by the run's own sampling mode.
     """
     if trace.num_epochs >= ENOUGH_EPOCHS:
         return trace, trace.num_epochs // 2
@@ -131,27 +103,19 @@ def prolong(trace: Trace, plan: dict[str, Any]) -> tuple[Trace, int]:
 
 
 def policy_of(plan: dict[str, Any]) -> str:
-    """The cache policy of a run."""
+    """Returns the cache policy of a run."""
     return str(plan.get("policy") or MODES.get(str(plan.get("sampling") or "unbiased")).default_policy)
 
 
 def workers_of(plan: dict[str, Any]) -> int:
-    """Workers of each of its ranks."""
+    """Returns the workers of each rank."""
     return int(plan["workers"]) if isinstance(plan.get("workers"), int) else 2
 
 
 def measure(run: Run) -> tuple[MeasuredEpoch, int]:
-    """An epoch as the run had them: the mean of its later half, for the first ones fill the cache.
+    """Returns the mean epoch of the run's later half, since the first epochs fill the cache, and the cache's capacity.
 
-    Args:
-        run: With an epoch.
-
-    Returns:
-        The epoch, and the cache's capacity in bytes.
-
-    Raises:
-        DataError: Its rows do not say how long their epochs took.
-        ConfigError: It had no cache.
+    Raises `DataError` if the rows hold no times, and `ConfigError` if the run had no cache.
     """
     later = [each for each in run.epochs if each.epoch_seconds and each.counts.get("samples")]
     later = later[len(later) // 2 :]
@@ -258,15 +222,8 @@ def _answer(given: argparse.Namespace) -> int:
 def format_table(curves: MissRatioCurves, *, markdown: bool = True) -> str:
     """Returns one line a policy: for each capacity the hit ratio in percent, and origin reads per sample and epoch.
 
-    The hit ratio says how good the policy was, origin reads are what the run pays for. Only the second compares
-    different sampling modes.
-
-    Args:
-        curves: From `miss_ratio_curves`.
-        markdown: False: a table fitted to the terminal.
-
-    Returns:
-        Lines without a final newline; Markdown also reads well as plain text.
+    The hit ratio shows how good the policy is; origin reads are the run's cost, and only they compare sampling modes.
+    Without ``markdown`` the table fits the terminal.
     """
     skip = curves.skip_epochs
     rows = [["policy", *(f"f={fraction:g}: hits %, reads/N" for fraction in curves.fractions)]]
@@ -277,14 +234,9 @@ def format_table(curves: MissRatioCurves, *, markdown: bool = True) -> str:
 
 
 def plot_curves(curves_by_title: dict[str, MissRatioCurves], path: str | Path) -> None:
-    """Draws origin reads per sample over capacity, one panel a trace, one line a policy.
+    """Draws origin reads per sample over capacity, one panel a title, one line a policy; the suffix says the format.
 
-    Args:
-        curves_by_title: Panel title → curves.
-        path: Where to write; the suffix says the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
+    Raises `ConfigError` if matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

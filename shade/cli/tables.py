@@ -20,15 +20,15 @@ _SHORT: Final = 20
 
 
 def table(rows: Sequence[Sequence[str]], align: str, *, markdown: bool = False) -> str:
-    """Returns rows as columns side by side, for standard output.
+    """Returns rows as ended lines with columns side by side, for standard output.
 
     Args:
         rows: Cells; the first row is the heading.
         align: ``<`` or ``>`` for each column.
-        markdown: Draw the lines of a Markdown table, whatever the output is.
+        markdown: Whether to draw a Markdown table on any output.
 
     Returns:
-        Lines, each ended.
+        The lines.
     """
     from rich.console import Console  # imported here: most commands print no table
 

@@ -30,19 +30,12 @@ if TYPE_CHECKING:
 
 
 def cache_nodes(url: str) -> Iterator[str]:
-    """A line for each node.
-
-    Args:
-        url: Of the store, any password in it masked.
-
-    Yields:
-        Address, role, memory, keys; or that no node answers.
-    """
+    """Yields a line for each node of the store at a URL without password, or one line that no node answers."""
     from shade.store import open_store
     from shade.store.url import StoreURL
 
     if not url.startswith(("unix:", "redis")):
-        return  # this process has no part in a store of another's own memory, and starts none
+        return  # only the run's own processes reach its private memory
     try:
         named = dataclasses.replace(StoreURL.parse(url), password=None)
         with open_store(str(named)) as store:
@@ -63,20 +56,13 @@ _TAIL_BYTES: Final = 1 << 20
 _COLUMNS: Final = (
     "rank", "step", "samples/s", "density", "compute", "exchange", "waits", "sent", "received", "silent", "compress"
 )  # fmt: skip
-"""The least important stand last: a narrow terminal drops them."""
+"""Columns; a narrow terminal drops the last, least important ones."""
 _ENDS: Final = {"process": "if killed now", "machine": "with this machine", "cluster": "with all machines"}
-"""As `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate.row` names them."""
+"""The names in `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate.row`."""
 
 
 def of_server(state: Mapping[str, Any]) -> list[str]:
-    """Every rank's steps, and the last decision.
-
-    Args:
-        state: As `shade.control.server.History.state`.
-
-    Returns:
-        Lines.
-    """
+    """Returns lines about every rank's steps and the last decision, from `shade.control.server.History.state`."""
     rows = [_COLUMNS]
     ranks = [rank for rank in state.get("ranks", ()) if isinstance(rank, dict)]
     for rank in ranks:
@@ -109,14 +95,7 @@ def of_server(state: Mapping[str, Any]) -> list[str]:
 
 
 def of_run(folder: Path) -> list[str]:
-    """Where a run is, where its time goes, what an end would cost, and what its cache's nodes hold.
-
-    Args:
-        folder: A run directory.
-
-    Returns:
-        Lines.
-    """
+    """Returns lines about a run directory: progress, shares of time, the cost of a failure, and its cache's nodes."""
     lines: list[str] = []
     live: Any = None
     url: Any = None
@@ -152,13 +131,9 @@ def of_run(folder: Path) -> list[str]:
 
 
 def gauge(row: Mapping[str, Any]) -> str:
-    """What an end would cost, in a sentence; ends that cost the same stand once.
+    """Returns what an end would cost, as a sentence from `RecoveryEstimate.row`; ends of equal cost stand once.
 
-    Args:
-        row: As `shade.checkpoint._preemption.recovery_estimate.RecoveryEstimate.row`.
-
-    Returns:
-        ``if killed now: lose 3 steps / 1.2 s, recover in 0.40 s from own memory``.
+    For example: ``if killed now: lose 3 steps / 1.2 s, recover in 0.40 s from own memory``.
     """
     parts: list[str] = []
     tier: object = None
@@ -177,7 +152,7 @@ def gauge(row: Mapping[str, Any]) -> str:
 
 
 def _spent(now: Mapping[str, Any]) -> list[str]:
-    """What the present epoch has read, and on what its time went, the largest share first."""
+    """Returns a line about the present epoch's origin reads and shares of time, the largest first."""
     reads, stalls = _value(now, "origin_reads"), now.get("stall_seconds")
     rank = f", rank 0 of {ranks:.0f}" if (ranks := _value(now, "num_ranks") or 1) > 1 else ""
     parts = [] if reads is None else [f"read {reads:,.0f} from the origin in this epoch{rank}"]
@@ -191,7 +166,7 @@ def _spent(now: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The last rows of a metrics file, however long it has become."""
+    """Returns the last rows of a metrics file of any length."""
     rows = []
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -261,17 +236,7 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _look(where: Sequence[str]) -> list[str]:
-    """Returns one look at everything, as lines.
-
-    Args:
-        where: URLs and folders.
-
-    Returns:
-        Lines.
-
-    Raises:
-        ConfigError: A server does not answer, or there is no such folder.
-    """
+    """Returns lines about each URL or folder; raises `ConfigError` for one that does not answer or exist."""
     from shade.control.client import fetch_state
 
     lines: list[str] = []

@@ -65,7 +65,6 @@ def add(verbs: Any) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-
     from shade.control.study import Space, Study, run
     from shade.control.trial import CommandObjective
     from shade.terminal import progress_bar
@@ -118,14 +117,9 @@ def _report(study: Study, done: list[Evaluation], folder: Path) -> int:
 
 
 def draw(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes a picture of a profile, on a canvas of its own, so that no display is needed.
+    """Writes a picture of a profile on a canvas without display; the suffix says the format.
 
-    Args:
-        profile: With its evaluations.
-        path: The suffix says the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+    Raises `ConfigError` if matplotlib is not installed, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -67,11 +67,7 @@ class TelemetryClient:
         self._wake.set()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Sends the rest of the queue if there is time. Safe to call twice.
-
-        Args:
-            timeout_seconds: How long to wait for the thread, which ends with the process at the latest.
-        """
+        """Sends the rest of the queue, if the thread ends within the timeout. Safe to call twice."""
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_seconds)
@@ -134,18 +130,7 @@ class TelemetryClient:
 
 
 def fetch_state(url: str, *, token: str | None = None) -> dict[str, Any]:
-    """Fetches a server's latest state.
-
-    Args:
-        url: The server's, ``http://host:port``.
-        token: The server's token; by default the environment's.
-
-    Returns:
-        As `shade.control.server.History.state`.
-
-    Raises:
-        ConfigError: The URL is not valid, or no telemetry server answers there.
-    """
+    """Returns `History.state` of the server at ``http://host:port``; raises `ConfigError` if none answers there."""
     host, port = _address(url)
     try:
         state = json.loads(_request(host, port, "GET", "/state", _headers(token)))

@@ -29,13 +29,13 @@ randomness: the same reports give the same decisions, also after a resume.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Final, TypeAlias
 
 from shade.control.curve import Curve, power
-from shade.control.smoothing import Slope, Smoothed
 from shade.errors import ConfigError
 from shade.types import Decision, StepReport
 
@@ -59,6 +59,96 @@ _MOST_OPEN: Final = 16
 """Incomplete steps that are kept; an older one will not be completed, because its missing reports were dropped."""
 _CANDIDATES: Final = 120
 """Densities to choose from, each 4.5 % above the one before: finer than the hysteresis."""
+
+WINDOW: Final = 3
+QUICK_WEIGHT, STEADY_WEIGHT = 0.8, 0.1
+"""Weight of the newest median in the average: when it differs by more than `NOISE_FRACTION`, and when not."""
+NOISE_FRACTION: Final = 0.2
+"""A median that differs by more is a change, not noise."""
+
+FADING: Final = 0.99
+"""Factor of a measurement's weight in a slope with each newer one: about a hundred count."""
+DOUBT: Final = 5 * 0.1**2
+"""A slope starts as if five measurements, each a tenth of x from the mean, had shown no growth."""
+
+
+class Smoothed:
+    """One smoothed quantity: the median of the last three measurements, then a moving average.
+
+    The median removes a single outlier. The average is slow while medians stay near it, and quick once they do not.
+    Bandwidth is smoothed as seconds per byte: the average follows a link that breaks down within two steps, and one
+    that recovers within about four. This order is right, because a step on an overestimated link takes long, and a step
+    on an underestimated one only carries less. `value` is None before the first measurement.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self.value: float | None = None
+
+    def add(self, measured: float) -> None:
+        """Adds a measurement; ignores one that is not finite, because a broken clock must not steer."""
+        if not math.isfinite(measured):
+            return
+        self._recent.append(measured)
+        middle = median(self._recent)
+        if self.value is None:
+            self.value = middle
+            return
+        is_noise = abs(middle - self.value) <= NOISE_FRACTION * abs(self.value)
+        self.value += (STEADY_WEIGHT if is_noise else QUICK_WEIGHT) * (middle - self.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state."""
+        return {"recent": list(self._recent), "value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state."""
+        self._recent = deque(map(float, state["recent"]), maxlen=WINDOW)
+        self.value = None if state["value"] is None else float(state["value"])
+
+
+class Slope:
+    """The growth of y with x: a line through all measurements, in which old ones lose weight; 0 while it may be
+    noise."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = self._yy = 0.0
+        self._level_weight = 0.0
+        """Total weight of the measurements in the means of x and y."""
+
+    def add(self, x: float, y: float) -> None:
+        """Adds a measurement (x, y), both finite."""
+        kept = FADING * self._level_weight
+        self._weight, self._level_weight = FADING * self._weight + 1, kept + 1
+        step_x, step_y, share = x - self._x, y - self._y, kept / self._level_weight
+        self._x += step_x / self._level_weight
+        self._y += step_y / self._level_weight
+        self._xx = FADING * self._xx + share * step_x * step_x
+        self._xy = FADING * self._xy + share * step_x * step_y
+        self._yy = FADING * self._yy + share * step_y * step_y
+
+    def start_level(self) -> None:
+        """Starts a new level of y, which changed for another reason than x; keeps the slope."""
+        self._level_weight = 0.0
+
+    @property
+    def value(self) -> float:
+        """The slope of the line minus its standard error; shrunk towards 0 if x has hardly varied."""
+        spread = self._xx + DOUBT * self._x**2
+        if self._weight <= 2 or not spread:
+            return 0.0
+        slope = self._xy / spread
+        unexplained = max(0.0, self._yy - slope * self._xy)
+        return max(0.0, slope - math.sqrt(unexplained / (self._weight - 2) / spread))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state."""
+        return {"sums": [self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state."""
+        sums = map(float, state["sums"])
+        self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy = sums
 
 
 class Controller:
@@ -171,7 +261,7 @@ class Controller:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bandwidth of the slowest hop in bytes per second, or None before the first measurement."""
+        """The slowest hop's bandwidth in bytes per second; None before the first measurement."""
         slowness = self._seconds_per_byte.value
         return 1 / slowness if slowness else None
 

@@ -55,14 +55,7 @@ class Curve:
         object.__setattr__(self, "progress", tuple(filled))
 
     def at(self, density: float) -> float:
-        """Returns the progress of one step, in the curve's unit.
-
-        Args:
-            density: Above 0.
-
-        Returns:
-            A value above 0, never less than at a smaller density.
-        """
+        """Returns the progress of one step, above 0 and never less than at a smaller density."""
         place = bisect.bisect_right(self.densities, density)
         if place in (0, len(self.densities)):
             return self.progress[min(place, len(self.densities) - 1)]

@@ -43,17 +43,7 @@ def line(record: StepReport | Decision) -> bytes:
 
 
 def read(data: bytes) -> StepReport | Decision:
-    """Reads one line.
-
-    Args:
-        data: With or without its end.
-
-    Returns:
-        The report or the decision.
-
-    Raises:
-        DataError: It is not a line that `line` writes.
-    """
+    """Reads one line, with or without its end; raises `DataError` if `line` did not write it."""
     if len(data) > MOST_LINE_BYTES:
         raise DataError.of(f"a line of at most {MOST_LINE_BYTES} bytes", len(data), "another program sent it")
     try:

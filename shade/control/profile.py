@@ -37,7 +37,7 @@ FORMAT: Final = "shade-profile-1"
 SHORTFALL_COST: Final = 50.0
 """Samples that a shortfall costs: a quality that is 2 % worse means twice as much training."""
 ALLOWED_SHORTFALL_FRACTION: Final = 0.02
-"""What a low density may cost by default, as a fraction of the best quality."""
+"""Default loss of quality that a low density may cause, as a fraction of the best quality."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,8 @@ class Profile:
             raise ConfigError.of("a finite quality everywhere", "a value that is not finite", "run shade tune again")
 
     def expected(self, batch: float, density: float) -> float:
-        """Returns the expected quality in the metric's own unit, interpolated over the logarithms of both arguments.
-
-        Args:
-            batch: Global, in samples.
-            density: Kept fraction.
-
-        Returns:
-            The quality; outside the grid, that of its edge.
-        """
+        """Returns the expected quality in the metric's unit, interpolated in logarithms; outside the grid, its
+        edge's."""
         row, along = _place(self.batches, batch)
         column, across = _place(self.densities, density)
         below = min(row + 1, len(self.batches) - 1)
@@ -135,14 +128,7 @@ class Profile:
     # ── the file ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the profile, whole or not at all.
-
-        Args:
-            path: Replaced if it exists.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Writes the profile, whole or not at all; raises `ConfigError` if the file cannot be written."""
         beside = Path(f"{os.fspath(path)}.part")
         try:
             beside.write_text(json.dumps({"format": FORMAT, **jsonable(asdict(self))}, indent=1) + "\n", "utf-8")
@@ -152,17 +138,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads a profile.
-
-        Args:
-            path: As `save` wrote it.
-
-        Returns:
-            The profile.
-
-        Raises:
-            ConfigError: The file cannot be read, or is not a profile.
-        """
+        """Reads what `save` wrote; raises `ConfigError` if the file cannot be read or is no profile."""
         try:
             found = json.loads(Path(path).read_bytes())
             if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -90,14 +90,7 @@ class History:
         self._num_decisions = 0
 
     def add(self, report: StepReport) -> bool:
-        """Adds a report.
-
-        Args:
-            report: Of any rank and step.
-
-        Returns:
-            False if it was known (its sender did not get the answer) or its rank exceeds `MOST_RANKS`.
-        """
+        """Adds a report; returns False if it is known (its sender got no answer) or its rank exceeds `MOST_RANKS`."""
         if report.rank not in self._ranks and len(self._ranks) >= MOST_RANKS:
             return False
         rank = self._ranks.setdefault(report.rank, _Rank())
@@ -219,14 +212,7 @@ class TelemetryServer:
                 self._unread.append(item)
 
     def hear_lines(self, body: bytes) -> int:
-        """Adds lines, and counts those that are not reports or decisions.
-
-        Args:
-            body: Lines of JSON.
-
-        Returns:
-            The number of good lines.
-        """
+        """Adds lines of JSON, counts those that are no reports or decisions, and returns the number of good ones."""
         good = 0
         for data in body.splitlines():
             try:
@@ -274,16 +260,9 @@ class TelemetryServer:
 
 
 def token_given(token: str | None) -> str | None:
-    """Returns the caller's token, else the environment's, else None.
+    """Returns the token that requests must carry: the caller's, else the environment's, else None.
 
-    Args:
-        token: The caller's, if any.
-
-    Returns:
-        The token that requests must carry.
-
-    Raises:
-        ConfigError: An HTTP header cannot carry it. The message does not show it.
+    Raises `ConfigError`, without showing the token, if an HTTP header cannot carry it.
     """
     token = token or os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and not (token.isascii() and token.isprintable() and token == token.strip()):

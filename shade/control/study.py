@@ -45,7 +45,7 @@ class EvaluationError(Exception):
 
 
 class Point(NamedTuple):
-    """What one evaluation tries."""
+    """The batch and density of one evaluation."""
 
     batch: int
     """Global, in samples."""
@@ -89,15 +89,7 @@ class Space:
                 "density": FloatDistribution(*self.densities, log=True)}  # fmt: skip
 
     def rounded(self, num_multiples: float, density: float) -> Point:
-        """Returns the nearest point that can be tried.
-
-        Args:
-            num_multiples: The batch, in multiples of `batch_multiple`.
-            density: Rounded to three digits, so that a line of a log identifies it.
-
-        Returns:
-            A point inside the space.
-        """
+        """Returns the nearest possible point; three digits of density identify it in a line of a log."""
         (low, high), (least, most) = self._multiples, self.densities
         batch = min(max(round(num_multiples), low), high) * self.batch_multiple
         return Point(batch, min(max(float(f"{density:.3g}"), least), most))
@@ -133,21 +125,21 @@ class Evaluation:
 
     @property
     def point(self) -> Point:
-        """What was tried."""
+        """The batch and density that were tried."""
         return Point(self.batch, self.density)
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is searched for, and how.
+    """The search and its settings.
 
     Args:
         space: The points that may be tried.
         is_loss: Whether a smaller quality is better.
         seed: Seed of all random draws.
-        num_evaluations: In all, failures included.
-        num_first: How many of them are spread evenly, before the search uses results.
-        about: What else identifies this study, as the command; plain JSON.
+        num_evaluations: Number of evaluations, with failures.
+        num_first: Number of evenly spread evaluations, before the search uses results.
+        about: Further identity of this study, such as the command; plain JSON.
 
     Raises:
         ConfigError: There is less than one evaluation, or the seed is negative.
@@ -181,17 +173,7 @@ class Study:
         return suggest(self.space, tried, seed=self.seed, num_first=self.num_first)
 
     def profile(self, evaluations: list[Evaluation]) -> Profile:
-        """Fits the expected quality over a grid.
-
-        Args:
-            evaluations: All of the study.
-
-        Returns:
-            The fit, and what it was made from.
-
-        Raises:
-            DataError: No evaluation succeeded.
-        """
+        """Fits the expected quality over a grid; raises `DataError` if no evaluation succeeded."""
         measured = [(each.point, self._sign * each.quality) for each in evaluations if each.quality is not None]
         if not measured:
             why = evaluations[-1].failure if evaluations else "none was made"
@@ -324,17 +306,9 @@ def run(study: Study, objective: Callable[[Point], float], journal: str | os.Pat
 
 
 def read_journal(journal: str | os.PathLike[str], study: Study) -> list[Evaluation]:
-    """Reads the evaluations so far.
+    """Returns the journal's evaluations in order, without a line that a kill cut short; none if there is no file.
 
-    Args:
-        journal: As `run` wrote it; may be absent.
-        study: The study that it must belong to.
-
-    Returns:
-        Evaluations, in order; a line that was cut short by a kill is skipped.
-
-    Raises:
-        ConfigError: It belongs to another study, or is not a journal.
+    Raises `ConfigError` if the journal belongs to another study, or is no journal.
     """
     rows = _lines(journal)
     if not rows:

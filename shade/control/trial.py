@@ -83,16 +83,9 @@ class CommandObjective:
         self._folder = Path(folder)
 
     def __call__(self, point: Point) -> float:
-        """Runs the command.
+        """Runs the command with the point's values and returns the quality.
 
-        Args:
-            point: Replaces the placeholders.
-
-        Returns:
-            The point's quality.
-
-        Raises:
-            EvaluationError: The command failed, took too long or printed no number; the message shows its last line.
+        Raises `EvaluationError`, with the command's last line, if it failed, took too long or printed no number.
         """
         values = {"{batch}": str(point.batch), "{density}": f"{point.density:g}"}
         words = [functools.reduce(lambda word, name: word.replace(name, values[name]), values, w) for w in self._words]

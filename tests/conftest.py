@@ -23,7 +23,7 @@ from shade.store._servers.local_cluster import LocalCluster, free_ports
 from shade.store._servers.server import LocalServer, find_server_binary
 from shade.store.base import Store
 from shade.store.link import Endpoint
-from shade.store.local import LocalStore
+from shade.store.redis import LocalStore
 from shade.store.url import PASSWORD_VARIABLE, USERNAME_VARIABLE, StoreURL
 
 PASSWORD = "s3cr€t p@ss:/#?word"

@@ -6,9 +6,8 @@ Read `base` (what a score is), `loss`, `rank` and `grad_norm` (the three there a
 from shade.importance.base import SCORES, ScoreStrategy
 from shade.importance.grad_norm import GradNormScore, last_layer_norm
 from shade.importance.loss import LossScore
-from shade.importance.merge import ScoreMerger
 from shade.importance.rank import RankScore
-from shade.importance.table import ImportanceTable, ScoreSnapshot
+from shade.importance.table import ImportanceTable, ScoreMerger, ScoreSnapshot
 
 __all__ = [
     "SCORES",

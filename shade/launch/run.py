@@ -27,10 +27,10 @@ from pathlib import Path
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, SNAPSHOTS, RunConfig
 from shade.errors import ConfigError, ShadeError
-from shade.launch import flags, preflight
+from shade.launch import preflight
 from shade.launch.preflight import has_snapshots
 from shade.launch.ranks import Ended, Ranks, command, free_port, signals_as_exceptions, watch
-from shade.launch.resolve import StoreURLs, resolve
+from shade.launch.resolve import StoreURLs, parse, resolve
 from shade.report import write_report
 from shade.store import open_store
 from shade.telemetry import JsonlSink
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     Returns:
         The exit code, see the top of the file.
     """
-    args = flags.parse(sys.argv[1:] if argv is None else argv, prog)
+    args = parse(sys.argv[1:] if argv is None else argv, prog)
     dry_run = vars(args).pop("dry_run", False)
     config: RunConfig | None = None
     stores = StoreURLs("none")

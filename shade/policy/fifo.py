@@ -1,7 +1,9 @@
-"""First in, first out: the sample that was admitted longest ago leaves, however often it was used since.
+"""Evicts by age: `fifo` the sample that was admitted longest ago, `lru` the one that was used longest ago.
 
-A control. If every sample is used once an epoch it does no better than `lru`: by the time a sample comes round again,
-about N others were admitted.
+If every sample is used once an epoch, `fifo` does no better than `lru`: by the time a sample comes round again, about
+N others were admitted. `lru` is what a page cache or Redis' ``allkeys-lru`` does, and the worst fit for shuffled
+epochs: a sample survives to its next use only if fewer than the cache's worth of others come in between, which for two
+independent shuffles has probability f + (1 - f) ln(1 - f), about f²/2.
 
 Price: one ordered dict over the residents, O(1) an access.
 """
@@ -52,3 +54,14 @@ class FIFO(CachePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Returns the residents in queue order."""
         return {"resident": np.fromiter(self._queue, dtype=np.int64, count=len(self._queue))}
+
+
+@POLICIES.register("lru")
+class LRU(FIFO):
+    """A queue in order of use."""
+
+    def _touch(self, index: int) -> Sequence[int]:
+        if index in self._queue:
+            self._queue.move_to_end(index)
+            return ()
+        return self._admit(index)

@@ -15,9 +15,8 @@ from shade.errors import ConfigError
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.cluster import ClusterStore
 from shade.store.keys import SampleKeys
-from shade.store.local import LocalStore
 from shade.store.memory import MemoryStore
-from shade.store.redis import RedisStore
+from shade.store.redis import LocalStore, RedisStore
 from shade.store.url import StoreURL
 
 __all__ = [

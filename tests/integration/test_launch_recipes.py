@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shade.launch import flags
+from shade.launch import resolve
 from tests.support.launching import ROOT, environment, make_images, rows
 
 TESTBED = ROOT / "scripts" / "testbed"
@@ -135,7 +135,7 @@ def test_the_launcher_takes_what_the_manifest_gives_it() -> None:
     line = script.partition("runshade.py")[2].replace("\\\n", " ")
     shell = f"JOB_COMPLETION_INDEX=2; resume=; CACHE={shlex.quote(container['env'][0]['value'])}; printf '%s\\n' {line}"
     words = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
-    given = flags.parse([word for word in words if word])
+    given = resolve.parse([word for word in words if word])
     assert (given.nodes, given.nr, given.master_address) == (3, 2, "shade-train-0.shade-train")
     assert given.cache.count("shade-cache-") == 3
 

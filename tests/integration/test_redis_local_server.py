@@ -20,7 +20,7 @@ from shade.errors import ConfigError, StoreUnavailableError
 from shade.process import is_running
 from shade.store import open_store
 from shade.store._servers.server import LocalServer, find_server_binary
-from shade.store.local import LocalStore
+from shade.store.redis import LocalStore
 
 OWNER = """
 import multiprocessing, os, sys, time

@@ -30,8 +30,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
 from shade.data._sampler.cache_planner import CachePlanner
-from shade.data._sampler.rank_shard import RankShard, SavedDraws, draw_from, load_draw
-from shade.data._sampler.sampler_iterator import LOOK_AHEAD_STEPS, SamplerIterator, check_order
+from shade.data._sampler.rank_shard import (
+    LOOK_AHEAD_STEPS,
+    RankShard,
+    SamplerIterator,
+    SavedDraws,
+    check_order,
+    draw_from,
+    load_draw,
+)
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochPlan

@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shade.data._decode.jpeg import _with_pillow, _with_simplejpeg, decode_rgb, jpeg_decoder, size_of
+from shade.data._decode.jpeg import (
+    TurboDecoder,
+    _with_pillow,
+    _with_simplejpeg,
+    decode_rgb,
+    jpeg_decoder,
+    open_turbo,
+    size_of,
+)
 from shade.data._decode.pixels import Box, DecodeWindow
-from shade.data._decode.turbojpeg import TurboDecoder, open_turbo
 from tests.support.data_plane import make_zoo
 
 WAYS = ["pillow", "simplejpeg", "turbo", "chosen"]

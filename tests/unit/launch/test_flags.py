@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shade.launch import flags
-from shade.launch.flags import parse
+from shade.launch import resolve
+from shade.launch.resolve import parse
 
 ORIGINAL_CLUSTER = (
     "bench_cifar10.py /mnt/nfs/cifar10/train/ -master_address 10.0.0.1 -master_socket eno1 -n 4 -g 2 -nr 0 --epochs 5 "
@@ -80,7 +80,7 @@ def test_every_switch_is_known_in_every_spelling(name: str, flag: str) -> None:
 
 def test_no_flag_is_untested() -> None:
     tested = {flag for _, _, spelt in BOTH_SPELLINGS for flag in spelt} | {f for _, spelt in SWITCHES for f in spelt}
-    known = {flag for action in flags.parser()._actions for flag in action.option_strings}
+    known = {flag for action in resolve.parser()._actions for flag in action.option_strings}
     assert known - tested == {"-h", "--help"}
 
 
@@ -135,15 +135,15 @@ def test_paths_stand_anywhere(line: str) -> None:
     }
 
 
-@pytest.mark.parametrize("greedy", sorted(flags._GREEDY))
+@pytest.mark.parametrize("greedy", sorted(resolve._GREEDY))
 def test_no_flag_swallows_the_script(greedy: str) -> None:
     typed = vars(parse([greedy, *(["v"] if "val" in greedy else []), "s.py", "a"]))
     assert (typed["script"], typed["train_paths"]) == ("s.py", ["a"])
 
 
 def test_every_flag_that_takes_a_list_or_nothing_is_known_as_greedy() -> None:
-    actions = [action for action in flags.parser()._actions if action.nargs in ("?", "+", "*")]
-    assert {flag for action in actions for flag in action.option_strings} == flags._GREEDY
+    actions = [action for action in resolve.parser()._actions if action.nargs in ("?", "+", "*")]
+    assert {flag for action in actions for flag in action.option_strings} == resolve._GREEDY
 
 
 @pytest.mark.parametrize("line", ["--epochs three", "--epoch 3", "-x", "--on-bad-sample maybe"])

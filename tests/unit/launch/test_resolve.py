@@ -9,8 +9,7 @@ import test_flags
 
 from shade.config import RunConfig
 from shade.errors import ConfigError
-from shade.launch.flags import parse
-from shade.launch.resolve import resolve
+from shade.launch.resolve import parse, resolve
 
 PASSWORD = "s3cret/pass"
 

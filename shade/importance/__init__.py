@@ -1,12 +1,10 @@
 """Turns per-sample losses into scores, keeps them in an (N,) table, and keeps that table the same on every rank.
 
-Read `base` (what a score is), `loss`, `rank` and `grad_norm` (the three there are), `table`, then `merge`.
+Read `base` (what a score is), `scores` (the three there are), then `table`.
 """
 
 from shade.importance.base import SCORES, ScoreStrategy
-from shade.importance.grad_norm import GradNormScore, last_layer_norm
-from shade.importance.loss import LossScore
-from shade.importance.rank import RankScore
+from shade.importance.scores import GradNormScore, LossScore, RankScore, last_layer_norm
 from shade.importance.table import ImportanceTable, ScoreMerger, ScoreSnapshot
 
 __all__ = [

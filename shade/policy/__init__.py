@@ -1,19 +1,6 @@
-"""Cache policies: who is admitted, who stays, who leaves. One file a policy; importing this package registers
-them all."""
+"""Cache policies: who is admitted, who stays, who leaves. Importing this package registers them."""
 
-from shade.policy import belady, fifo, lfu, plan, shade, static
+from shade.policy import belady, controls, lfu, plan, shade
 from shade.policy.base import POLICIES, CachePolicy, EpochPlan, Verdict
 
-__all__ = [
-    "POLICIES",
-    "CachePolicy",
-    "EpochPlan",
-    "Verdict",
-    "belady",
-    "fifo",
-    "lfu",
-    "lru",
-    "plan",
-    "shade",
-    "static",
-]
+__all__ = ["POLICIES", "CachePolicy", "EpochPlan", "Verdict", "belady", "controls", "lfu", "plan", "shade"]

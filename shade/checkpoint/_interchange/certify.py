@@ -1,8 +1,8 @@
 """Provides what a certificate needs: a trail of the run's losses, a copy of a snapshot, a comparison by bits.
 
-A run that resumes bit for bit passes through the same losses to the same tensors. `shade.launch.certify_resume` replays
-some steps from a snapshot in a fresh process and compares the loss of every step with the trail, which shows *when* the
-runs diverge, and every tensor with the run's next snapshot, which shows *what* differs.
+A run that resumes bit for bit passes through the same losses to the same tensors. `shade.cli._checkpoint.repair`
+replays some steps from a snapshot in a fresh process and compares the loss of every step with the trail, which shows
+*when* the runs diverge, and every tensor with the run's next snapshot, which shows *what* differs.
 
 The trail has a line per step, ``{"step": 12, "loss": "0x1.3333340000000p+1"}``: the exact sum of rank 0's losses.
 Losses stay on their device until a few dozen are written together, so no step waits for one. About 45 bytes per step.

@@ -1,11 +1,16 @@
-"""Evicts by age: `fifo` the sample that was admitted longest ago, `lru` the one that was used longest ago.
+"""Simple policies to compare with: `fifo` and `lru` evict by age, `static` never evicts.
 
-If every sample is used once an epoch, `fifo` does no better than `lru`: by the time a sample comes round again, about
-N others were admitted. `lru` is what a page cache or Redis' ``allkeys-lru`` does, and the worst fit for shuffled
-epochs: a sample survives to its next use only if fewer than the cache's worth of others come in between, which for two
-independent shuffles has probability f + (1 - f) ln(1 - f), about f²/2.
+If every sample is used once an epoch, `fifo` (the sample admitted longest ago leaves) does no better than `lru`: by
+the time a sample comes round again, about N others were admitted. `lru` is what a page cache or Redis' ``allkeys-lru``
+does, and the worst fit for shuffled epochs: a sample survives to its next use only if fewer than the cache's worth of
+others come in between, which for two independent shuffles has probability f + (1 - f) ln(1 - f), about f²/2. Price:
+one ordered dict, O(1) an access.
 
-Price: one ordered dict over the residents, O(1) an access.
+`static` (MinIO in the CoorDL paper) admits while there is space. It is optimal if each epoch uses every sample once,
+knows nothing of the future, writes each sample at most once, and is the best choice for a mode that cannot draw ahead.
+
+References:
+    Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, §4.1.
 """
 
 from __future__ import annotations
@@ -65,3 +70,14 @@ class LRU(FIFO):
             self._queue.move_to_end(index)
             return ()
         return self._admit(index)
+
+
+@POLICIES.register("static")
+class Static(CachePolicy):
+    """Keeps the first samples."""
+
+    def _touch(self, index: int) -> Sequence[int]:
+        fits = self.used_bytes + int(self.size_bytes_N[index]) <= self.capacity_bytes
+        if fits and not self.resident_N[index]:
+            self._enter(index)
+        return ()

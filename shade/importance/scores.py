@@ -1,0 +1,96 @@
+"""Turns a batch of per-sample losses into scores: by rank (SHADE's), by moving average, or by gradient norm.
+
+`RankScore`: the sample with the j-th smallest loss gets ``log(j + 10)``. Ranks can be compared across batches and
+epochs where losses cannot, which is the paper's reason; the price is that the scores span only log(B + 9) / log(10), a
+factor of 1.9 at B = 64, however far the losses are apart. B is the global batch, so the scores do not depend on the
+number of ranks.
+
+`LossScore`, the default: one report an epoch is noisy (augmentation, dropout), so half of the score is the past. The
+half-life of one epoch cuts the noise's variance to a third and lags a falling loss by about one epoch, on all samples
+alike; only ratios matter.
+
+`GradNormScore`: for cross-entropy the gradient with respect to the logits is ``softmax(logits) − onehot(target)``; its
+norm, times a factor that is about the same for all samples, bounds the norm of the whole gradient. That is closer to
+what minimises variance than the loss is. It costs one softmax of what the loss has already read. Report it in place of
+the loss.
+
+References:
+    Khan et al., "SHADE: Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023 (rank).
+    Katharopoulos & Fleuret, "Not All Samples Are Created Equal", ICML 2018, §3.2 (gradient norm).
+
+Legend: B batch · C classes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from shade.importance.base import SCORES, ScoreStrategy
+from shade.types import Bools, Floats
+
+OFFSET = 10
+"""SHADE's constant: keeps the first few ranks from being far apart."""
+
+
+@SCORES.register("rank")
+class RankScore(ScoreStrategy):
+    """``log(j + 10)`` for rank j from 0; equal losses keep the order of the batch."""
+
+    by_sample = False
+
+    def __init__(self) -> None:
+        self._score_of_rank = np.empty(0, dtype=np.float32)
+
+    @override
+    def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
+        """Ignores the past."""
+        del score_B, seen_B
+        size = len(value_B)
+        if size > len(self._score_of_rank):
+            self._score_of_rank = np.array([math.log(j + OFFSET) for j in range(size)], dtype=np.float32)
+        new_B = np.empty(size, dtype=np.float32)
+        new_B[np.argsort(value_B, kind="stable")] = self._score_of_rank[:size]
+        return new_B
+
+
+NEW_SHARE = np.float32(0.5)
+"""Weight of the newest report."""
+
+
+@SCORES.register("loss")
+class LossScore(ScoreStrategy):
+    """Exponential moving average; a negative value counts as 0."""
+
+    @override
+    def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
+        value_B = np.maximum(value_B, np.float32(0))
+        return np.where(seen_B, score_B + NEW_SHARE * (value_B - score_B), value_B)
+
+
+@SCORES.register("grad-norm")
+class GradNormScore(LossScore):
+    """Moving average, as `LossScore`, of what `last_layer_norm` returns."""
+
+    takes_losses = False
+
+
+@torch.no_grad()
+def last_layer_norm(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
+    """Returns the norm of the cross-entropy's gradient with respect to the logits, per sample.
+
+    Args:
+        logits_BC: Float (B, C), any dtype and device; left unmodified.
+        targets_B: int64 (B,), on the same device.
+
+    Returns:
+        float32 (B,), in [0, sqrt(2)], on the same device; nothing is synchronised.
+    """
+    gradient_BC = torch.softmax(logits_BC.float(), dim=1)
+    gradient_BC.scatter_add_(1, targets_B[:, None], gradient_BC.new_full((len(targets_B), 1), -1.0))
+    norm_B: Tensor = torch.linalg.vector_norm(gradient_BC, dim=1)
+    return norm_B

@@ -111,11 +111,7 @@ class RunRecord:
         self._num_seen += len(losses_B)
 
     def show_progress(self, gauge: Callable[[], dict[str, Any]]) -> None:
-        """Writes the small file that the launcher's progress bar and `shade top` show.
-
-        Args:
-            gauge: Returns what the end of a process would cost now, as `RecoveryEstimate.row` does.
-        """
+        """Writes the file for the launcher's bar and `shade top`; `gauge` returns what `RecoveryEstimate.row` does."""
         if self._exposition.is_due:
             self._expose()
         now = time.monotonic()

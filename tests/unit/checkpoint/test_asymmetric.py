@@ -108,7 +108,7 @@ def test_without_idle_cores_the_training_waits(training: Training) -> None:
     assert training.strategy.partitions == ([], [])
     expected = torch.cat([tensor.detach().flatten() for tensor in training.model.state_dict().values()])
     assert torch.equal(buffer.view(torch.float32), expected)
-    training.backward()  # without a save
+    training.backward()  # the marks are not watched
     training.strategy.wait()
 
 

@@ -122,7 +122,7 @@ def exhaustive(known: dict[str, Prediction], step: float, given: argparse.Namesp
         while every * step < MOST_OF_MTBF * given.mtbf:
             steps = max(1, round(every))
             choice = judge(name, prediction, steps, step, given.mtbf)
-            if choice.overhead <= given.budget and steps * step + prediction.cost_seconds >= prediction.landed_seconds:
+            if choice.overhead <= given.budget and steps * step + prediction.cost_seconds >= prediction.safe_seconds:
                 found.append(choice)
             every = max(every * STEP_OF_GRID, every + 1)
     return max(found, key=lambda choice: choice.goodput)

@@ -12,15 +12,7 @@ from typing import Any
 
 
 def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes a package's ``__getattr__`` and ``__dir__``.
-
-    Args:
-        package: The package's ``__name__``.
-        homes: The public names that each module defines.
-
-    Returns:
-        The two functions.
-    """
+    """Returns a package's ``__getattr__`` and ``__dir__``, from the public names that each module defines."""
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def load(name: str) -> Any:

@@ -49,9 +49,9 @@ class RunConfig:
     node_rank: int = 0
     """This machine's number."""
     master_address: str = "127.0.0.1"
-    """Where the ranks of all machines meet."""
+    """Address where the ranks of all machines meet."""
     master_port: int = 8888
-    """And on which port."""
+    """Port of that address."""
     master_socket: str | None = None
     """Network interface for the exchange between ranks; None lets the backend choose."""
     epochs: int = 1
@@ -71,7 +71,7 @@ class RunConfig:
     keep: float | None = None
     """Mean inclusion probability (`unbiased`)."""
     replication_factor: float | None = None
-    """How often cached samples appear (`pads`)."""
+    """Repetitions of cached samples (`pads`)."""
     workers: int = 2
     """DataLoader workers per rank."""
     seed: int = 0
@@ -96,7 +96,7 @@ class RunConfig:
     checkpoint_strategy: str = "overlap"
     """Name of the strategy that copies a snapshot."""
     gradient: str | None = None
-    """How a rank picks the elements of its gradient that it sends; None: whole gradients are averaged."""
+    """Compressor that picks the elements of a gradient to send; None: DDP averages whole gradients."""
     density: float = 0.01
     """Share of the elements that are sent (``gradient``)."""
     staleness: int = 0
@@ -106,7 +106,7 @@ class RunConfig:
     profile: str | None = None
     """Path of a profile of `shade tune`: the controller's prior."""
     restarts: int = 0
-    """How often all ranks restart from the newest snapshot after a rank was lost."""
+    """Restarts of all ranks from the newest snapshot after the loss of a rank."""
     min_nodes: int | None = None
     """Fewest machines with which the run continues when others are lost; None: it needs all of them."""
     notice: str | None = None
@@ -120,16 +120,9 @@ class RunConfig:
             object.__setattr__(self, "run", f"{name}-{secrets.token_hex(4)}")
 
     def shared_by(self, ranks: int) -> RunConfig:
-        """Returns the run on a number of ranks: they share the global batch, which decides the sample stream.
+        """Returns the run with the batch of one of so many ranks: the global batch decides the sample stream.
 
-        Args:
-            ranks: Ranks of all machines together.
-
-        Returns:
-            The run with the batch of one rank.
-
-        Raises:
-            ConfigError: The ranks cannot share the batch equally.
+        Raises `ConfigError` if the ranks cannot share the global batch equally.
         """
         global_batch = self.batch_size * self.processes * self.nodes
         if global_batch % ranks:
@@ -166,17 +159,7 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
-        """Reads ``run.json``.
-
-        Args:
-            path: Path of the file.
-
-        Returns:
-            The resolved run.
-
-        Raises:
-            ConfigError: The file is not there, or is not a run.json.
-        """
+        """Reads ``run.json``; raises `ConfigError` if there is none, or another program wrote it."""
         try:
             fields: dict[str, Any] = json.loads(Path(path).read_text())
             for name in ("train_paths", "val_paths"):

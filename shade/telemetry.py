@@ -53,14 +53,8 @@ class Histogram:
         return int(self.bucket_counts.sum())
 
     def observe(self, value: float) -> None:
-        """Adds one value; zero and negative values go into the first bucket.
-
-        Args:
-            value: Finite.
-
-        Raises:
-            ValueError: The value is not finite; the histogram did not change.
-        """
+        """Adds one value; values up to 0 go into the first bucket. Raises `ValueError`, unchanged, if it is not
+        finite."""
         if not math.isfinite(value):
             raise ValueError(f"expected a finite value, got {value!r}; a clock or a division upstream is broken")
         bucket = min(int(np.searchsorted(self.EDGES, value)), len(self.EDGES) - 1)
@@ -150,11 +144,7 @@ class JsonlSink:
 class TensorBoardSink:
     """Writes every number of a row as a scalar over epochs, nested ones under ``outer/inner``.
 
-    Args:
-        directory: The folder that TensorBoard reads.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
+    Raises `ConfigError` if TensorBoard is not installed.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -229,16 +219,10 @@ class _Families(list["Metric"]):
 
 
 def join_pages(pages: Iterable[str]) -> str:
-    """Joins the pages of several ranks: the format wants all lines of a metric under one header.
+    """Joins the `prometheus_text` pages of several ranks: the format wants all lines of a metric under one header.
 
     Joins text. Reading the pages with the library's parser takes 25 times as long (decision 0035), in the process of a
-    rank that trains.
-
-    Args:
-        pages: From `prometheus_text`, with labels that identify the ranks.
-
-    Returns:
-        One page.
+    rank that trains. Labels identify the ranks.
     """
     headers: dict[str, dict[str, None]] = {}
     samples: dict[str, list[str]] = {}

@@ -2,8 +2,8 @@
 
 A folder in the run directory: ``00003.npy`` holds epoch 3, half a float a sample, NaN where the sample was not used;
 ``samples.json.gz`` names the samples and their targets, so that a reader needs neither the data set nor the training
-script. Why files and not statistics kept in memory: the losses were computed anyway, a file is written once an
-epoch, and what makes a sample suspicious can be decided later, again and differently.
+script. Files keep the losses, not statistics, so a reader can decide later, and differently, which samples are
+suspicious; one file is written an epoch.
 
 Price: two bytes a sample and epoch on disk (230 MB for 90 epochs of ImageNet), four a sample in memory. float16 keeps
 three digits of a loss and ends at 65504, which is where larger ones are cut.
@@ -44,9 +44,9 @@ class Samples:
     """Names and targets of the samples."""
 
     names: tuple[str, ...] = ()
-    """By sample index: paths; empty where the samples have none."""
+    """Paths by sample index; empty if samples have none."""
     targets: tuple[int, ...] = ()
-    """By sample index; empty if the targets are no classes."""
+    """Classes by sample index; empty if targets are no classes."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,8 @@ class Trajectory:
 
     @classmethod
     def load(cls, folder: Path) -> Trajectory:
-        """Reads a folder.
-
-        Args:
-            folder: Folder that a `LossRecorder` wrote.
-
-        Returns:
-            The losses.
-
-        Raises:
-            DataError: The folder has no losses, or losses of different data sets.
-        """
+        """Reads what a `LossRecorder` wrote; raises `DataError` without losses, or with losses of different data
+        sets."""
         epochs = sorted(int(path.stem) for path in folder.glob("*.npy") if re.fullmatch(r"\d{5,}", path.stem))
         if not epochs:
             raise DataError.of("the losses of an epoch", str(folder), _CURE)
@@ -100,14 +91,9 @@ class LossRecorder:
         self._folder, self._samples = folder, samples
 
     def end_epoch(self, epoch: int, loss_N: Floats) -> None:
-        """Writes an epoch; keeps what an earlier part of it has written for samples that this part did not use.
+        """Writes an epoch's float32 (N,) losses, NaN where none was reported; an epoch without any loss is left out.
 
-        Args:
-            epoch: Its number.
-            loss_N: float32 (N,), NaN where no loss was reported; an epoch without any loss is left out.
-
-        Raises:
-            OSError: The file cannot be written.
+        Keeps losses of the epoch's earlier part for samples without a new one. Raises `OSError` if it cannot write.
         """
         if np.isnan(loss_N).all():
             return

@@ -17,16 +17,9 @@ __all__ = ["EpochSummary", "Run", "load_run", "write_report"]
 
 
 def write_report(directory: str | os.PathLike[str]) -> str:
-    """Reads a run and writes the four files beside its ``metrics.jsonl``; a second call replaces them.
+    """Writes the four files beside a run's ``metrics.jsonl``, in place of old ones; returns the text of ``report.txt``.
 
-    Args:
-        directory: The folder with ``metrics.jsonl`` and, if the launcher wrote one, ``run.json``.
-
-    Returns:
-        The text of ``report.txt``.
-
-    Raises:
-        DataError: There is no ``metrics.jsonl``, or no epoch in it.
+    Raises `DataError` if there is no ``metrics.jsonl``, or no epoch in it.
     """
     run = load_run(directory)
     (run.directory / "epochs.csv").write_text(text.render_csv(run), encoding="utf-8")

@@ -51,7 +51,7 @@ class Series:
     colour: str
     """A class of the style sheet: ``c1`` … ``c7``."""
     values: Sequence[float | None]
-    """One an epoch; None leaves a gap."""
+    """A value for each epoch; None leaves a gap."""
 
     @property
     def is_known(self) -> bool:
@@ -76,15 +76,7 @@ class Figure:
 
 
 def write_html(run: Run, path: Path) -> None:
-    """Writes the page.
-
-    Args:
-        run: The run that the page shows.
-        path: Where the page goes; replaced if there.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Writes the page, in place of an old one; raises `OSError` if it cannot."""
     path.write_text(render(run), encoding="utf-8", errors="replace")
 
 
@@ -230,16 +222,9 @@ def _sheet(directory: Path) -> str:
 
 
 def line_chart(epochs: Sequence[int], series: Sequence[Series], form: Format, *, top: float | None = None) -> str:
-    """Returns lines with a mark at each epoch.
+    """Returns lines with a mark at each epoch as an ``<svg>`` element, or a sentence where nothing is known.
 
-    Args:
-        epochs: Numbers, ascending.
-        series: Drawn in this order.
-        form: Writes a value as text.
-        top: Where the axis ends, and it then begins at 0; None: the axis spans the values.
-
-    Returns:
-        An ``<svg>`` element, or a sentence where nothing is known.
+    The axis runs from 0 to `top`, or without `top` over the values. `form` writes a value as text.
     """
     known = [value for each in series for value in each.values if value is not None]
     if not known:
@@ -258,16 +243,9 @@ def line_chart(epochs: Sequence[int], series: Sequence[Series], form: Format, *,
 
 
 def bar_chart(epochs: Sequence[int], series: Sequence[Series], form: Format, *, rule: float | None = None) -> str:
-    """Returns bars, one an epoch, with the series on top of each other.
+    """Returns bars, one an epoch, with the series on top of each other, as `line_chart` does.
 
-    Args:
-        epochs: Numbers, ascending.
-        series: From the bottom to the top.
-        form: Writes a value as text.
-        rule: Where a dashed line is drawn across, if anywhere.
-
-    Returns:
-        As `line_chart`.
+    A dashed line stands at `rule`, if given.
     """
     heights = [sum(each.values[n] or 0.0 for each in series) for n in range(len(epochs))]
     if not any(each.is_known for each in series):
@@ -288,16 +266,7 @@ def bar_chart(epochs: Sequence[int], series: Sequence[Series], form: Format, *, 
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns round numbers that span an axis.
-
-    Args:
-        low: Smallest value.
-        high: Largest; may be the same.
-        most: About how many.
-
-    Returns:
-        At least two, ascending, the first ≤ low and the last ≥ high.
-    """
+    """Returns about `most` round numbers, at least two, ascending, that span an axis from `low` to `high`."""
     span = (high - low) or abs(high) or 1.0
     magnitude = 10.0 ** math.floor(math.log10(span / most))
     step = next(s * magnitude for s in (1, 2, 2.5, 5, 10, 20) if span / (s * magnitude) <= most)

@@ -20,15 +20,7 @@ STALL_COLOURS = {"origin": RED, "cache": ORANGE, "decode": "#8d6bb1", "transform
 
 
 def write_png(run: Run, path: Path) -> str:
-    """Draws the run.
-
-    Args:
-        run: The run that the picture shows.
-        path: Where the PNG goes; replaced if there.
-
-    Returns:
-        A line for the report: what is missing if nothing could be drawn, else empty.
-    """
+    """Draws the run; returns a line for the report if nothing could be drawn, else an empty text."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -60,7 +60,7 @@ class Verdicts:
     best_N: Floats
     """The largest probability it ever gave its label."""
     forgotten_N: Counts
-    """How often a learned sample was not any more."""
+    """Times that a learned sample was forgotten."""
     usual_N: Floats
     """Median confidence of its class."""
     suspicion_N: Floats
@@ -93,7 +93,7 @@ def judge(losses: Iterable[Floats], num_epochs: int, target_N: npt.ArrayLike | N
     Args:
         losses: float32 (N,) an epoch, NaN where a sample was not used.
         num_epochs: Number of epochs.
-        target_N: Integers (N,), the classes; None: all are one.
+        target_N: Integers (N,), the classes; None: one class.
 
     Returns:
         The verdicts.

@@ -20,7 +20,7 @@ from typing import Any
 from shade.errors import DataError
 
 CAUSES = ("origin", "cache", "decode", "transform", "wait")
-"""What a training step can stall on; ``wait`` is what none of the others explains."""
+"""Causes of a stall; ``wait`` is the time that the others do not explain."""
 
 COUNTERS = (
     "samples", "hits", "misses", "duplicates", "origin_reads", "origin_bytes", "cache_reads", "cache_bytes",
@@ -38,7 +38,7 @@ class EpochSummary:
     counts: dict[str, int]
     """`COUNTERS` that at least one row held."""
     epoch_seconds: float | None
-    """Of the slowest rank."""
+    """Time of the slowest rank."""
     stall_seconds: dict[str, float]
     """Cause → seconds of the mean rank; together, the time its training waited for data."""
     loss: float | None
@@ -55,7 +55,7 @@ class EpochSummary:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     """Cause → time spent on it, summed over all workers of all ranks; they run side by side."""
     num_cpus: int | None = None
-    """That the ranks of a machine may run on."""
+    """Cores that the ranks of a machine may use."""
     snapshot_seconds: float | None = None
     """The training waited for snapshots: slowest rank."""
     gradient_bytes: float | None = None
@@ -85,12 +85,12 @@ class Run:
     num_torn: int = 0
     """Lines that were not JSON: torn by a kill, and left out."""
     snapshots: dict[str, float] = field(default_factory=dict)
-    """``saves``, ``failed``, ``blocked_seconds`` of the slowest rank, ``committed_step``, ``durable_step``; what no row
-    tells of is left out."""
+    """``saves``, ``failed``, ``blocked_seconds`` of the slowest rank, ``committed_step``, ``durable_step``, as far as
+    rows have them."""
     num_samples: int | None = None
+    """N, the size of the data set, from the last row with ``num_samples``, else from the plan."""
     gradient: dict[str, float] = field(default_factory=dict)
     """Some of the gradient engine's counts, each of the rank that has most; empty where gradients went whole."""
-    """N, the size of the data set, as the last row that names ``num_samples`` has it, or else the plan."""
 
     def total(self, name: str) -> int | None:
         """Returns a counter over all epochs; None if no epoch has it."""
@@ -99,17 +99,7 @@ class Run:
 
 
 def load_run(directory: str | os.PathLike[str]) -> Run:
-    """Reads a run directory.
-
-    Args:
-        directory: The folder with ``metrics.jsonl`` and perhaps ``run.json``.
-
-    Returns:
-        The run, epochs in ascending order.
-
-    Raises:
-        DataError: There is no ``metrics.jsonl``, or no epoch row in it.
-    """
+    """Reads a run directory, epochs ascending; raises `DataError` without ``metrics.jsonl`` or an epoch row in it."""
     directory = Path(directory)
     path = directory / "metrics.jsonl"
     try:

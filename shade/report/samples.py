@@ -46,17 +46,7 @@ _THREADS = 32
 
 
 def write_quality(directory: str | os.PathLike[str]) -> str:
-    """Writes the two files from the losses of a run; a second call replaces them.
-
-    Args:
-        directory: A run directory.
-
-    Returns:
-        A summary for a person.
-
-    Raises:
-        DataError: The run recorded no losses.
-    """
+    """Writes the two files from a run's losses and returns a summary; raises `DataError` if the run recorded none."""
     directory = Path(directory)
     trajectory = Trajectory.load(directory / LOSSES)
     samples = trajectory.samples
@@ -169,15 +159,7 @@ class Duplicates:
 
 
 def find_duplicates(names: Sequence[str], by_suspicion: Indices) -> Duplicates:
-    """Finds equal files.
-
-    Args:
-        names: Paths by sample index.
-        by_suspicion: Sample indices in the order in which they are worth reading.
-
-    Returns:
-        The duplicates; a file that cannot be read is none.
-    """
+    """Finds equal files among paths by sample index, the most suspicious first; skips files that cannot be read."""
     with ThreadPoolExecutor(_THREADS) as pool:
         length_N = np.fromiter(pool.map(_length, names, chunksize=256), dtype=np.int64, count=len(names))
         _, inverse_N, counts = np.unique(length_N, return_inverse=True, return_counts=True)
@@ -220,14 +202,9 @@ class Exhibit:
 
 
 def write_sheet(exhibits: Sequence[Exhibit], path: Path) -> int:
-    """Draws the contact sheet.
+    """Draws the contact sheet of at most `MOST` exhibits; returns how many could be shown.
 
-    Args:
-        exhibits: In the order in which they are shown; at most `MOST` of them are.
-        path: Where the PNG goes; replaced if there, and removed if there is nothing to show.
-
-    Returns:
-        How many are on it; a file that is gone or is not a picture is left out.
+    Leaves out a file that is gone or is no picture. Without anything to show, removes an old sheet.
     """
     shown = [(each, picture) for each in exhibits[:MOST] if (picture := _thumbnail(each.path)) is not None]
     path.unlink(missing_ok=True)

@@ -38,15 +38,7 @@ How to read it
 
 
 def render(run: Run, note: str = "") -> str:
-    """Returns the whole of ``report.txt``.
-
-    Args:
-        run: The run that the report shows.
-        note: A line about the picture; may be empty.
-
-    Returns:
-        Text ending in a newline.
-    """
+    """Returns the whole of ``report.txt``, with a line about the picture, which may be empty."""
     parts = [
         "shade run report\n================",
         "\n".join(_header(run)),

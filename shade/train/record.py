@@ -130,11 +130,7 @@ class Exposition:
         return join_pages(pages)
 
     def end_epoch(self, row: Mapping[str, Any]) -> None:
-        """Adds an epoch's row, as in ``metrics.jsonl``, to the totals.
-
-        Args:
-            row: This rank's row, with the quotients that `RunRecord` adds.
-        """
+        """Adds this rank's epoch row, as in ``metrics.jsonl`` with `RunRecord`'s quotients, to the totals."""
         for name, value in row["gradient"].items():
             if name in COUNTS:
                 self._totals[name] = self._totals.get(name, 0) + value
@@ -148,13 +144,7 @@ class Exposition:
         return time.monotonic() - self._written_at >= EVERY_SECONDS
 
     def write(self, totals: Mapping[str, float], now: Mapping[str, float], waits: Histogram) -> None:
-        """Writes the page.
-
-        Args:
-            totals: Totals since the run began; names that `MEANING` lacks are left out.
-            now: Present values.
-            waits: Waiting times for batches.
-        """
+        """Writes the page: totals since the run began that `MEANING` knows, present values, and waits for batches."""
         self._written_at = time.monotonic()
         counts = {name: value for name, value in {**totals, **self._totals}.items() if name in MEANING}
         gauges = {**now, **self._last}
@@ -253,11 +243,7 @@ class RunRecord:
         self._num_seen += len(losses_B)
 
     def show_progress(self, gauge: Callable[[], dict[str, Any]]) -> None:
-        """Writes the small file that the launcher's progress bar and `shade top` show.
-
-        Args:
-            gauge: Returns what the end of a process would cost now, as `RecoveryEstimate.row` does.
-        """
+        """Writes the file for the launcher's bar and `shade top`; `gauge` returns what `RecoveryEstimate.row` does."""
         if self._exposition.is_due:
             self._expose()
         now = time.monotonic()

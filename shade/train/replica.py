@@ -41,7 +41,7 @@ class ControlClient:
     """Reports one rank's steps, and on rank 0 decides. Collective to make.
 
     Args:
-        engine: Its steps are reported; on rank 0 it also gets the decisions.
+        engine: The engine whose steps are reported; on rank 0 it gets the decisions.
         make: Makes the controller for a number of ranks; called on rank 0.
         host: Name or address of rank 0's machine, as the other ranks reach it.
     """
@@ -109,17 +109,8 @@ _SPARSE: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
 
 
 def sparse_optimizer(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Returns the optimizer that computes the same from sparse gradients.
-
-    Args:
-        kind: An optimizer of PyTorch.
-
-    Returns:
-        Its sparse counterpart, with the same settings.
-
-    Raises:
-        ConfigError: It has no sparse counterpart.
-    """
+    """Returns the sparse counterpart of a PyTorch optimizer, with the same settings; raises `ConfigError` without
+    one."""
     if kind not in _SPARSE:
         known = ", ".join(each.__name__ for each in _SPARSE)
         raise ConfigError.of(
@@ -133,14 +124,7 @@ class Replica(ABC):
 
     @abstractmethod
     def __call__(self, inputs_B: torch.Tensor) -> Any:
-        """Runs the model forward.
-
-        Args:
-            inputs_B: This rank's batch.
-
-        Returns:
-            What the model returns.
-        """
+        """Runs the model forward on this rank's batch."""
 
     @abstractmethod
     def step(self) -> None:
@@ -287,11 +271,8 @@ class SparseReplica(Replica):
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restores the states of all ranks; where there were more ranks, shares out their residuals among these.
-
-        Args:
-            states: States of all ranks of the saved run.
-        """
+        """Restores from the states of all ranks of the saved run; shares out the residuals of more ranks among
+        these."""
         self._engine.load_state_dicts([state["engine"] for state in states])
         if self._steering is not None:
             first: dict[str, Any] = next((state["controller"] for state in states if state.get("controller")), {})

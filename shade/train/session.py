@@ -85,14 +85,7 @@ class TrainSession:
 
     @classmethod
     def from_environment(cls) -> TrainSession:
-        """Returns the session of the launcher that started this process.
-
-        Returns:
-            The session, not yet entered.
-
-        Raises:
-            ConfigError: No launcher started this process.
-        """
+        """Returns the launcher's session, not yet entered; raises `ConfigError` if no launcher started this process."""
         path = os.environ.get(RUN_FILE)
         if path is None:
             raise ConfigError.of(
@@ -219,17 +212,14 @@ class TrainSession:
         return self.config.gradient is not None and self.world_size > 1
 
     def save(self) -> None:
-        """Saves a snapshot now, between two steps, and returns when it outlives this process. On every rank.
-
-        Raises:
-            CheckpointError: No tier has it.
-        """
+        """Saves between two steps, on every rank, until it outlives this process; raises `CheckpointError` if no
+        tier has it."""
         snapshots = self._attached()[3]
         self._begin_save(again=True)
         snapshots.wait_committed()
 
     def _begin_save(self, metrics: Mapping[str, float] | None = None, *, again: bool = False) -> None:
-        """Begins a save, unless this very moment has a snapshot already."""
+        """Begins a save, unless this place between two steps has a snapshot already."""
         moment = (self.total_steps, self._place.epoch_ended)
         if again or moment != self._saved:
             self._attached()[3].save(self.total_steps, metrics)

@@ -49,7 +49,7 @@ from shade.types import Stateful
 
 _ROUNDS: Final = 5
 LANDING_SECONDS: Final = 5.0
-"""How long the beginning of an epoch waits for the save in flight, to learn which slots it leaves behind."""
+"""Longest wait of an epoch's beginning for the save in flight, whose slots may then be emptied."""
 
 logger = logging.getLogger("shade.train")
 
@@ -84,22 +84,13 @@ class OneMemory:
         return found
 
     def make_room(self, num_bytes: int) -> None:
-        """Makes samples yield to a snapshot. On every rank after the same step, before the save begins.
-
-        Args:
-            num_bytes: Length of this rank's shard.
-        """
+        """Makes samples yield to this rank's shard. On every rank after the same step, before the save begins."""
         if self._divided:
             self._shard_bytes = self._group.gather(num_bytes)
             self._divide(self._shard_bytes, at_most=self._cache.allowed_bytes)
 
     def begin_epoch(self, *, due: bool, latest: SaveHandle | None) -> None:
-        """Divides the memory for an epoch. On every rank before the epoch is planned.
-
-        Args:
-            due: Whether a save falls due in it.
-            latest: The newest save.
-        """
+        """Divides the memory for an epoch, with a save due in it or not. On every rank before the epoch is planned."""
         is_whole = self._cache.allowed_bytes == self._cache.capacity_bytes
         if not self._divided or (is_whole and not (due and self._shard_bytes)):
             return
@@ -222,46 +213,28 @@ class Snapshots:
             self._one_memory.make_room(num_bytes)
 
     def begin_epoch(self, total_steps: int, num_steps: int) -> None:
-        """Divides the memory for an epoch, before it is planned.
-
-        Args:
-            total_steps: Steps of the whole run so far.
-            num_steps: Most steps of the epoch.
-        """
+        """Divides the memory for an epoch of at most `num_steps` steps, before it is planned."""
         if self._one_memory is not None:
             due = self._checkpointer.is_due(total_steps + num_steps - 1)
             self._one_memory.begin_epoch(due=due, latest=self._checkpointer.latest)
 
     def step(self, total_steps: int) -> None:
-        """Saves if a save is due; call it between two steps.
-
-        Args:
-            total_steps: Steps of the whole run, this one included.
-        """
+        """Saves if a save is due; call it between two steps, with the steps of the whole run."""
         self._checkpointer.step_count = total_steps - 1
         if self._checkpointer.step():
             self._follow(self._checkpointer.latest)
 
     def save(self, total_steps: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Saves now; returns when the training may continue.
-
-        Args:
-            total_steps: Steps of the whole run.
-            metrics: Numbers to choose the best snapshot by.
-        """
+        """Saves now, with metrics to choose the best snapshot by; returns when the training may continue."""
         self._checkpointer.step_count = total_steps
         self._follow(self._checkpointer.save(metrics))
 
     def wait_committed(self) -> None:
-        """Returns when the newest save lies where it outlives this process.
-
-        Raises:
-            CheckpointError: No tier has it.
-        """
+        """Waits until the newest save outlives this process; raises `CheckpointError` if no tier has it."""
         self._checkpointer.wait_committed()
 
     def settle(self) -> None:
-        """Returns when the newest save is committed or has failed."""
+        """Waits until the newest save is committed or has failed."""
         if self._checkpointer.latest is not None:
             self._checkpointer.wait_copy_complete()
             wait([self._checkpointer.latest.committed])
@@ -309,13 +282,7 @@ class Snapshots:
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Closes the Checkpointer. After an error shared memory stays, for a restart on this machine.
 
-        Args:
-            kind: Class of the error, or None.
-            error: The error that ends the run, or None.
-            trace: Traceback of the error, or None.
-
-        Raises:
-            CheckpointError: There was no error, but no tier has the last save.
+        Raises `CheckpointError` if there was no error, but no tier has the last save.
         """
         try:
             self._checkpointer.__exit__(kind, error, trace)

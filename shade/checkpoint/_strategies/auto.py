@@ -163,13 +163,13 @@ class StrategySelector:
         if measured is None:
             return self._corrected(prediction)
         mean = _mean(measured)
-        stall, landing = mean.blocked_seconds, mean.save_seconds
+        stall, safe = mean.blocked_seconds, mean.save_seconds
         found = replace(prediction, stall_seconds=stall, drag_seconds=self._weighted_cost(measured) - stall)
         if prediction.committed_seconds is not None:
-            return replace(found, committed_seconds=landing)
+            return replace(found, committed_seconds=safe)
         if prediction.durable_seconds is not None:
-            return replace(found, durable_seconds=landing)
-        return replace(found, kept_seconds=landing)
+            return replace(found, durable_seconds=safe)
+        return replace(found, kept_seconds=safe)
 
     def _weighted_cost(self, measured: Collection[Pace]) -> float:
         """Returns the cost of one strategy's save, weighted between its parts and the steps after it."""
@@ -222,11 +222,11 @@ class StrategySelector:
             planned = judge(name, before, choice.every_steps, self._step_seconds, self._mtbf_seconds)
             line = f"{'>' if name == self.chosen else ' '} {name:<14} every {choice.every_steps} steps; predicted: "
             line += f"stall {before.stall_seconds:.3f} s, cost {before.cost_seconds:.3f} s, "
-            line += f"safe in {before.landed_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
+            line += f"safe in {before.safe_seconds:.2f} s, overhead {100 * planned.overhead:.2f} %"
             if self._num_measured(name):
                 mean, now = _mean(self._measured[name]), choice.prediction
                 line += f"; measured {self._num_measured(name)} times: stall {now.stall_seconds:.3f} s, "
-                line += f"cost {mean.cost_seconds:.3f} s, safe in {now.landed_seconds:.2f} s, "
+                line += f"cost {mean.cost_seconds:.3f} s, safe in {now.safe_seconds:.2f} s, "
                 line += f"work {mean.worked_seconds:.3f} s; held to cost {now.cost_seconds:.3f} s, "
                 line += f"overhead {100 * choice.overhead:.2f} %"
             lines.append(line)

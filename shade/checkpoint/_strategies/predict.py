@@ -61,7 +61,7 @@ class Prediction:
         return self.stall_seconds + self.drag_seconds
 
     @property
-    def landed_seconds(self) -> float:
+    def safe_seconds(self) -> float:
         """Time until the snapshot is in the next tier, or in shared memory without one, and its buffer is free."""
         if self.committed_seconds is not None:
             return self.committed_seconds
@@ -89,18 +89,18 @@ def predict(costs: Costs, config: StrategyConfig) -> Prediction:
     sent = 0.0 if first is None else stored / first
     is_streamed = config.streams and config.codec == "none"
     kept = copied + packed
-    landed = max(copied, packed, sent) if is_streamed else kept + sent
-    landed += 0.0 if first is None else costs.commit_seconds
-    committed = None if costs.send_rate is None else landed
+    safe = max(copied, packed, sent) if is_streamed else kept + sent
+    safe += 0.0 if first is None else costs.commit_seconds
+    committed = None if costs.send_rate is None else safe
     durable = None
     if costs.write_rate is not None:
         flushed = 0.0 if committed is None else stored / costs.write_rate + costs.commit_seconds
-        durable = landed + flushed
+        durable = safe + flushed
     reached: dict[DurabilityLevel, float] = {
         "begun": 0.0,
         "copied": copied,
-        "committed": landed,
-        "durable": landed if durable is None else durable,
+        "committed": safe,
+        "durable": safe if durable is None else durable,
     }
     stall = _stall(
         reached, config.save_waits_for, config.step_waits_for, copied if at_once else 0.0, costs.pass_seconds
@@ -170,7 +170,7 @@ def interval_steps(prediction: Prediction, step_seconds: float, budget: float, m
     cost = prediction.cost_seconds
     wanted = min(best_cycle(cost, mtbf_seconds) - cost, MOST_STEPS * step_seconds)
     allowed = cost / budget
-    possible = prediction.landed_seconds / prediction.in_flight - cost
+    possible = prediction.safe_seconds / prediction.in_flight - cost
     steps = max(wanted, possible) / step_seconds
     return max(1, round(steps), math.ceil(allowed / step_seconds - 1e-9))
 
@@ -182,7 +182,7 @@ def judge(strategy: str, prediction: Prediction, every_steps: int, step_seconds:
         work,
         cost,
         mtbf_seconds,
-        lag_seconds=prediction.landed_seconds - cost,
+        lag_seconds=prediction.safe_seconds - cost,
         recover_seconds=prediction.recover_seconds,
     )
     return Choice(strategy, every_steps, prediction, cost / work, kept)

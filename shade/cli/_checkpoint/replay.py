@@ -167,8 +167,8 @@ class Habit:
     @property
     def cost_seconds(self) -> float:
         """Time that a save adds; with ``in_flight`` saves in progress the next one waits for the oldest."""
-        landing = self.prediction.landed_seconds / self.prediction.in_flight
-        return max(self.prediction.cost_seconds, landing - self.work_seconds)
+        safe = self.prediction.safe_seconds / self.prediction.in_flight
+        return max(self.prediction.cost_seconds, safe - self.work_seconds)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def expected(habit: Habit, mtbf_seconds: float) -> float:
         habit.work_seconds,
         cost,
         mtbf_seconds,
-        lag_seconds=prediction.landed_seconds - cost,
+        lag_seconds=prediction.safe_seconds - cost,
         recover_seconds=prediction.recover_seconds,
     )
 
@@ -65,7 +65,7 @@ def rows(outcomes: Sequence[Outcome], mtbf_seconds: float) -> list[list[str]]:
                 str(outcome.habit.every_steps),
                 f"{prediction.stall_seconds:.3f} s",
                 f"{outcome.habit.cost_seconds:.3f} s",
-                f"{prediction.landed_seconds:.2f} s",
+                f"{prediction.safe_seconds:.2f} s",
                 f"{100 * outcome.goodput:.3f} %",
                 *(f"{100 * share / total:.3f} %" for share in shares),
                 lost,

@@ -85,7 +85,7 @@ def test_a_whole_pass_releases_everything(training: Training) -> None:
     assert torch.equal(buffer.view(torch.float32), expected)
 
 
-def test_where_no_pass_comes_the_copy_ends_by_itself(training: Training) -> None:
+def test_without_a_pass_the_copy_ends_by_itself(training: Training) -> None:
     training.strategy._windows.seconds = lambda: ([0.001] * 4, [0.003] * 4)  # type: ignore[method-assign]
     copying, _ = training.begin()
     assert eventually(lambda: not copying.names)
@@ -100,7 +100,7 @@ def test_a_step_of_another_form_releases_what_it_can(training: Training) -> None
     assert copying.names == []
 
 
-def test_where_no_core_is_left_the_training_stands_still(training: Training) -> None:
+def test_without_idle_cores_the_training_waits(training: Training) -> None:
     training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]
     copying, buffer = training.begin()
     assert all(part.done() for part in training.strategy._copied)  # before `begin` returned
@@ -108,11 +108,11 @@ def test_where_no_core_is_left_the_training_stands_still(training: Training) -> 
     assert training.strategy.partitions == ([], [])
     expected = torch.cat([tensor.detach().flatten() for tensor in training.model.state_dict().values()])
     assert torch.equal(buffer.view(torch.float32), expected)
-    training.backward()  # nobody watches
+    training.backward()  # the marks are not watched
     training.strategy.wait()
 
 
-def test_a_change_is_found_where_the_training_stands_still(training: Training) -> None:
+def test_a_change_is_found_while_the_training_waits(training: Training) -> None:
     training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]
     check = Copying.finish
 
@@ -128,7 +128,7 @@ def test_a_change_is_found_where_the_training_stands_still(training: Training) -
             training.strategy.wait()
 
 
-def test_the_parts_of_asymcheck_copy_beside_the_training_all_the_same() -> None:
+def test_the_variants_always_copy_in_the_background() -> None:
     for kind in (AsymmetricNaive, AsymmetricSnapshot, AsymmetricSnapshotFlush):
         training = Training(kind())
         training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Strategy ``auto`` in a real training: it flies several, settles on one, and what it saves comes back bit for bit."""
+"""Strategy `auto` in a real training tries several strategies, settles on one, and restores its saves bit for bit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
     made.checkpointer.close()
 
 
-def test_it_flies_several_settles_and_says_why(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+def test_tries_several_strategies_settles_and_logs_why(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shade.checkpoint"):
         while training.checkpointer.step_count < 6000 and not training.has_settled:
             training.run(50)  # how many it takes is for the pace of this machine's disk to say: it makes the interval
@@ -73,7 +73,7 @@ def test_it_flies_several_settles_and_says_why(training: Training, caplog: pytes
     assert CHOSEN_AND_MEASURED.search(report)
 
 
-def test_what_it_saves_comes_back(training: Training, tmp_path: Path) -> None:
+def test_restores_its_saves(training: Training, tmp_path: Path) -> None:
     training.run(150)
     training.checkpointer.save()
     saved = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
@@ -90,7 +90,7 @@ def test_inactive_strategies_are_closed(training: Training) -> None:
     assert set(training.auto._active) == {training.strategies[-1]}
 
 
-def test_it_takes_up_what_the_ranks_agreed_on() -> None:
+def test_follows_the_agreed_strategy() -> None:
     auto = Auto()
     auto.open(Auto.config)
     published = auto.steer(Pace(), Pace(strategy="copy"))
@@ -101,7 +101,7 @@ def test_it_takes_up_what_the_ranks_agreed_on() -> None:
     auto.close()
 
 
-def test_the_one_that_began_a_copy_is_waited_for() -> None:
+def test_waits_for_the_strategy_that_began_the_copy() -> None:
     auto, begun = Auto(), []
     auto.open(Auto.config)
 
@@ -140,13 +140,13 @@ def test_strategies_that_do_not_fit_the_open_tiers_are_no_candidates() -> None:
     roomy.close()
 
 
-def test_a_budget_can_be_left_out_and_so_can_the_failures() -> None:
+def test_budget_and_failures_are_optional() -> None:
     for every in ("5%", "60s", 50, "never", "2% mtbf 6h"):
         auto = Auto()
         auto.open(StrategyConfig(every=every))
         auto.close()
 
 
-def test_what_is_no_budget(tmp_path: Path) -> None:
+def test_refuses_an_invalid_budget(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2% mtbf 6h"):
         Checkpointer(persist_to=str(tmp_path), strategy="auto", every="2% mtbf soon")

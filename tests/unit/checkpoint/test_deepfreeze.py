@@ -1,4 +1,4 @@
-"""Layers: what is copied together, in which order, and by whom."""
+"""DeepFreeze copies layer by layer in the threads of a pool, and checks the copy at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shade.checkpoint._strategies.deepfreeze import DeepFreeze, layers
 from shade.errors import TornSnapshotError
 
 
-def test_a_layer_is_what_a_module_owns_or_what_belongs_to_a_parameter() -> None:
+def test_a_layer_is_a_module_or_one_parameters_state() -> None:
     names = [
         *("model/h.0.attn.bias", "model/h.0.attn.weight", "model/h.0.mlp.weight", "model/norm"),
         *("optimizer/state/0/exp_avg", "optimizer/state/0/exp_avg_sq", "optimizer/state/1/exp_avg"),
@@ -41,7 +41,7 @@ def test_all_layers_are_copied_by_a_pool_and_checked_at_the_end() -> None:
     strategy.close()
 
 
-def test_a_change_is_found_whichever_thread_has_copied_it() -> None:
+def test_every_threads_copy_is_checked_for_changes() -> None:
     live = {f"model/layer.{number}.weight": torch.randn(1000) for number in range(20)}
     copying, _ = copying_of(live)
     live["model/layer.7.weight"].add_(1)

@@ -1,4 +1,4 @@
-"""What is predicted follows from the rates and the config, and what the training does not wait for costs it little."""
+"""Predictions follow from the rates and the config; background work costs the training little."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_stop_and_copy() -> None:
     assert found.drag_seconds == pytest.approx(0.1 * (0.1 + 1.0))
     assert found.kept_seconds == pytest.approx(0.35)
     assert found.committed_seconds is None
-    assert found.durable_seconds == found.landed_seconds == pytest.approx(1.37)
+    assert found.durable_seconds == found.safe_seconds == pytest.approx(1.37)
     assert found.recover_storage_seconds == found.recover_seconds == pytest.approx(1.1)
     assert found.recover_own_seconds == pytest.approx(0.6)
 
 
-def test_a_copy_behind_the_training_is_hidden_by_the_pass_and_drags() -> None:
+def test_a_background_copy_is_hidden_by_the_pass_and_drags() -> None:
     found = predict(COSTS, StrategyConfig())
     assert found.stall_seconds == 0.0
     assert found.drag_seconds == pytest.approx(0.2 * 0.6 + 0.1 * 1.1)
@@ -46,7 +46,7 @@ def test_a_copy_behind_the_training_is_hidden_by_the_pass_and_drags() -> None:
     assert short.drag_seconds < found.drag_seconds
 
 
-def test_what_is_waited_for_does_not_drag() -> None:
+def test_a_wait_does_not_drag() -> None:
     found = predict(COSTS, StrategyConfig(save_waits_for="durable"))
     assert found.stall_seconds == pytest.approx(0.25 + 0.1 + 1.0 + 0.02)
     assert found.drag_seconds == 0.0
@@ -55,20 +55,20 @@ def test_what_is_waited_for_does_not_drag() -> None:
 
 
 def test_streamed_chunks_take_as_long_as_the_slowest_part() -> None:
-    assert predict(COSTS, StrategyConfig(streams=True)).landed_seconds == pytest.approx(1.02)
-    assert predict(COSTS, StrategyConfig()).landed_seconds == pytest.approx(0.6 + 0.1 + 1.0 + 0.02)
+    assert predict(COSTS, StrategyConfig(streams=True)).safe_seconds == pytest.approx(1.02)
+    assert predict(COSTS, StrategyConfig()).safe_seconds == pytest.approx(0.6 + 0.1 + 1.0 + 0.02)
 
 
 def test_with_a_cluster_memory_comes_first() -> None:
     found = predict(dataclasses.replace(COSTS, send_rate=0.5e9, fetch_rate=2e9), StrategyConfig())
-    assert found.committed_seconds == found.landed_seconds == pytest.approx(0.6 + 0.1 + 2.0 + 0.02)
-    assert found.durable_seconds == pytest.approx(found.landed_seconds + 1.0 + 0.02)
+    assert found.committed_seconds == found.safe_seconds == pytest.approx(0.6 + 0.1 + 2.0 + 0.02)
+    assert found.durable_seconds == pytest.approx(found.safe_seconds + 1.0 + 0.02)
     assert found.recover_seconds == found.recover_cluster_seconds == pytest.approx(0.5 + 0.1)
 
 
-def test_own_memory_alone() -> None:
+def test_shared_memory_alone() -> None:
     found = predict(dataclasses.replace(COSTS, write_rate=None), StrategyConfig())
-    assert found.landed_seconds == found.kept_seconds == pytest.approx(0.7)
+    assert found.safe_seconds == found.kept_seconds == pytest.approx(0.7)
     assert found.recover_seconds == found.recover_own_seconds
     assert found.durable_seconds is None
 
@@ -77,13 +77,13 @@ def test_a_codec_costs_time_and_saves_bytes() -> None:
     slow = dataclasses.replace(COSTS, write_rate=0.1e9, codecs={"zstd": CodecCost(1e9, 2.0)})
     plain, packed = predict(slow, StrategyConfig()), predict(slow, StrategyConfig(codec="zstd"))
     assert packed.stored_bytes == plain.stored_bytes / 2
-    assert plain.landed_seconds == pytest.approx(0.6 + 0.1 + 10.0 + 0.02)
-    assert packed.landed_seconds == pytest.approx(0.6 + 1.0 + 0.05 + 5.0 + 0.02)
+    assert plain.safe_seconds == pytest.approx(0.6 + 0.1 + 10.0 + 0.02)
+    assert packed.safe_seconds == pytest.approx(0.6 + 1.0 + 0.05 + 5.0 + 0.02)
     with pytest.raises(ConfigError, match="codec 'zstd' to be measured"):
         predict(COSTS, StrategyConfig(codec="zstd"))
 
 
-def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
+def test_costs_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     costs = dataclasses.replace(COSTS, codecs={"zstd": CodecCost(1e9, 2.0)})
     costs.save(path)
@@ -95,6 +95,6 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("step_seconds", 0.0), ("copy_rate", -1.0), ("pass_seconds", 2.0)])
-def test_costs_that_cannot_be(field: str, value: float) -> None:
+def test_refuses_impossible_costs(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
         dataclasses.replace(COSTS, **{field: value})

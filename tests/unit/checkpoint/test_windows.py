@@ -1,4 +1,4 @@
-"""What the hooks see of a training, and what they leave alone."""
+"""The hooks measure the windows of a training, and leave everything else alone."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Training:
     def __init__(self, *layers: torch.nn.Module) -> None:
         self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
-        self.told: list[int] = []
-        self.windows = Windows(self.told.append)
+        self.marks: list[int] = []
+        self.windows = Windows(self.marks.append)
         self.windows.attach([self.model], [self.optimizer])
 
     def step(self, num_passes: int = 1) -> None:
@@ -72,7 +72,7 @@ def test_every_layer_is_a_window_forward_and_backward(training: Training) -> Non
     assert min(*forward, *backward) >= 0
 
 
-def test_long_windows_are_seen_to_be_long() -> None:
+def test_long_windows_are_measured_as_long() -> None:
     training = Training(Slow(0.004), torch.nn.Identity(), Slow(0.02))
     for _ in range(4):
         training.step()
@@ -82,14 +82,14 @@ def test_long_windows_are_seen_to_be_long() -> None:
     training.windows.close()
 
 
-def test_only_watched_steps_are_told_and_they_are_not_measured(training: Training) -> None:
+def test_watched_steps_call_back_and_are_not_measured(training: Training) -> None:
     training.step()
     training.step()
     before = training.windows.seconds()
-    assert training.told == []
+    assert training.marks == []
     training.windows.is_watched = True
     training.model(torch.ones(2, 4)).sum().backward()
-    assert training.told == [0, 1, 2, 3, 4, 5]
+    assert training.marks == [0, 1, 2, 3, 4, 5]
     training.windows.is_watched = False
     training.optimizer.step()
     assert training.windows.seconds() == before
@@ -128,7 +128,7 @@ def test_a_copy_of_the_model_is_no_part_of_the_training(training: Training) -> N
     assert [len(windows) for windows in training.windows.seconds()] == [3, 3]
 
 
-def test_closing_takes_every_hook_off(training: Training) -> None:
+def test_closing_removes_every_hook(training: Training) -> None:
     training.windows.close()
     training.windows.close()
     for module in training.model.modules():
@@ -136,10 +136,10 @@ def test_closing_takes_every_hook_off(training: Training) -> None:
         assert not module._forward_hooks
     training.windows.is_watched = True
     training.step()
-    assert training.told == []
+    assert training.marks == []
 
 
-def test_cores_that_rest_before_the_pass_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_before_the_pass_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     idle, now = 0.0, 0.0
     monkeypatch.setattr(windows, "_idle_seconds", lambda: (idle, now))
 

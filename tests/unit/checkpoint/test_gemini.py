@@ -1,4 +1,4 @@
-"""Something is sent when the network rests long enough for it, and in the end in any case."""
+"""Gemini sends in gaps that are long enough, and after a limited wait in any case."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     made.gaps.close()
 
 
-def test_before_anything_is_known_everything_passes(training: Training) -> None:
+def test_without_measurements_everything_passes(training: Training) -> None:
     training.gaps.wait(10**9)
     assert training.waited == 0
 
 
-def test_what_fits_into_the_gap_passes_and_what_does_not_waits_for_its_end(training: Training) -> None:
+def test_a_chunk_passes_if_it_fits_into_the_gap(training: Training) -> None:
     for _ in range(4):
         training.step()
     assert list(training.gaps._gap_seconds)[-2:] == pytest.approx([0.4, 0.4])
@@ -83,10 +83,10 @@ def test_what_fits_into_the_gap_passes_and_what_does_not_waits_for_its_end(train
     training.gaps.wait(90_000)
     assert training.waited == 0
     training.gaps.wait(110_000)
-    assert training.waited == pytest.approx(0.1, abs=0.01), "until the gap is longer than usual: nobody trains"
+    assert training.waited == pytest.approx(0.1, abs=0.01), "until the gap is longer than usual, since no training runs"
 
 
-def test_nothing_passes_in_a_backward_pass_but_what_has_waited_long(training: Training) -> None:
+def test_a_backward_pass_blocks_until_patience_ends(training: Training) -> None:
     for _ in range(4):
         training.step()
     loss = training.forward()
@@ -101,7 +101,7 @@ def test_nothing_passes_in_a_backward_pass_but_what_has_waited_long(training: Tr
     assert seen == pytest.approx([2.0]), "twice a step"
 
 
-def test_closing_lets_everybody_through() -> None:
+def test_closing_lets_everything_pass() -> None:
     model, gaps = torch.nn.Linear(2, 2), Gaps()
     gaps.attach([model], [])
     for _ in range(3):

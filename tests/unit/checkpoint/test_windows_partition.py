@@ -1,4 +1,4 @@
-"""The shares of a state that the windows of a pass get."""
+"""Windows of a pass get shares of a state in proportion to their lengths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_partitions_add_up_to_the_state_exactly(num_bytes: int, windows: list[fl
 
 
 @given(st.integers(0, 10**10), st.lists(seconds, min_size=1, max_size=50).filter(lambda windows: sum(windows) > 1e-3))
-def test_each_is_its_share_of_the_time(num_bytes: int, windows: list[float]) -> None:
+def test_each_window_gets_its_share_of_the_time(num_bytes: int, windows: list[float]) -> None:
     total = sum(windows)
     for size, window in zip(partition(num_bytes, windows), windows, strict=True):
         assert abs(size - num_bytes * window / total) <= 1 + 1e-6 * num_bytes

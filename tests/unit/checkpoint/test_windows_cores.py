@@ -1,4 +1,4 @@
-"""Cores that a training leaves alone: counted as the system counts them, and none where all are busy."""
+"""Idle cores are counted from the system's idle times; there are none while all are busy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERTZ = os.sysconf("SC_CLK_TCK")
 
 
 class System:
-    """Four cores, of which we may use those numbered 1 and 2; time passes when it is told to."""
+    """Four cores, of which this process may use 1 and 2, and a manual clock."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.now, self.idle = path, 100.0, [0.0] * 4
@@ -39,7 +39,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     return System(tmp_path / "stat", monkeypatch)
 
 
-def test_cores_that_rest_are_left(system: System) -> None:
+def test_idle_cores_are_counted(system: System) -> None:
     left = CoresLeft(10)
     assert left.number() is None
     for idle, expected in [([1.0, 0.0, 0.1, 1.0], 0), ([0.0, 0.9, 0.9, 0.0], 1), ([0.0, 1.0, 1.0, 0.0], 1)]:
@@ -77,13 +77,13 @@ def test_short_passes_are_not_all_measured(system: System, monkeypatch: pytest.M
     assert left.number() == 1
 
 
-def test_what_was_not_begun_is_not_measured(system: System) -> None:
+def test_an_end_without_a_begin_measures_nothing(system: System) -> None:
     left = CoresLeft(10)
     left.end()
     assert left.number() is None
 
 
-def test_where_the_system_does_not_tell_nothing_is_known(system: System) -> None:
+def test_without_proc_stat_nothing_is_known(system: System) -> None:
     system.path.unlink()
     left = CoresLeft(10)
     left.begin()
@@ -98,7 +98,7 @@ def _work(seconds: float) -> None:
 
 
 @pytest.mark.skipif(not windows._STAT.exists(), reason="the system does not tell")
-def test_where_every_core_works_none_is_left() -> None:
+def test_busy_cores_are_not_idle() -> None:
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_work, args=(1.0,)) for _ in os.sched_getaffinity(0)]
     left = CoresLeft(1)

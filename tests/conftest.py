@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import os
 import re
 import secrets
@@ -82,6 +83,29 @@ def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the person who runs the tests uses to reach their own servers is not for these."""
     monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
     monkeypatch.delenv(USERNAME_VARIABLE, raising=False)
+
+
+COMPILER_PROGRAMS = ("ldconfig", "gcc", "ld", "objdump")
+"""What `ctypes.util.find_library` runs."""
+
+
+@pytest.fixture(autouse=True)
+def _only_marked_tests_start_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the promise of ``scripts/test --quick``: without a marker, a test starts no process."""
+    if any(request.node.get_closest_marker(name) for name in ("multiprocess", "redis")):
+        return
+    start = subprocess.Popen.__init__
+
+    def popen(self: Any, command: Any, *words: Any, **options: Any) -> None:
+        program = os.path.basename(str(command if isinstance(command, str | bytes | Path) else command[0]))
+        assert program in COMPILER_PROGRAMS, f"starts {program}: mark the test multiprocess, or redis if it is a server"
+        start(self, command, *words, **options)
+
+    def fork(self: Any) -> None:
+        raise AssertionError(f"starts {self.name}: mark the test multiprocess")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", popen)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", fork)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,6 +20,8 @@ from shade.process import is_running
 from tests.support.data_plane import Job, Outcome, make_pictures, train
 from tests.support.fault_plane import Patient, patient
 
+pytestmark = pytest.mark.multiprocess
+
 N, BATCH, EPOCHS = 320, 16, 5
 STRIKE = 50
 """In the third epoch: the cache is warm."""

@@ -20,6 +20,8 @@ import pytest
 from tests.simulation import chaos_training
 from tests.simulation.cluster_chaos import Act, Chaos, RelayedCluster, schedule
 
+pytestmark = pytest.mark.multiprocess
+
 STEPS_AN_EPOCH = chaos_training.NUM_SAMPLES // chaos_training.BATCH
 WINDOW = 100
 """Steps from one schedule to the next; the last third of each is calm."""

@@ -14,6 +14,8 @@ import pytest
 from tests.simulation.chaos_training import play
 from tests.simulation.cluster_chaos import LASTING, SUDDEN, Act, schedule
 
+pytestmark = pytest.mark.multiprocess
+
 QUICK_SEEDS = range(4)
 SOAK_SEEDS = range(int(os.environ.get("SHADE_CHAOS_FIRST", "1000")), int(os.environ.get("SHADE_CHAOS_END", "1200")))
 NOTICED = ("surprises", "corrupt", "store_errors", "skipped", "declined")

@@ -11,6 +11,8 @@ from tests.simulation import chaos_training
 from tests.simulation.chaos_training import EPOCHS, FIRST_EPOCH, live, train, troubled, undisturbed
 from tests.simulation.cluster_chaos import Act, RelayedCluster
 
+pytestmark = pytest.mark.multiprocess
+
 MODE = "uniform"
 COUNTED = {
     "kill": ("surprises", "store_errors"),

@@ -26,6 +26,8 @@ from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._strategies import STRATEGIES
 from shade.errors import CheckpointError, TornSnapshotError
 
+pytestmark = pytest.mark.multiprocess
+
 SIZES = (2_000_000, 500, 300_000, 7)
 PATIENCE = 20
 """Times as many saves as are asked for, until the adversary must have met one: short saves and its rests miss."""

@@ -26,6 +26,8 @@ from shade.checkpoint._tiers.storage import StorageTier
 from shade.storage.base import open_volume
 from tests.simulation.torture.bench import retire
 
+pytestmark = pytest.mark.multiprocess
+
 CODECS = ["topk-delta", "int8-delta", "excp", "xor-zstd", "dedup"]
 NUM_ITEMS = 4000
 

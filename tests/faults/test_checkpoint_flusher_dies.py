@@ -37,6 +37,8 @@ from shade.store._servers.server import LocalServer
 from tests.conftest import PASSWORD, REPOSITORY
 from tests.support.snapshots import Snapshot, damages, make, save
 
+pytestmark = pytest.mark.multiprocess
+
 WAIT_SECONDS = 60.0
 RUN = "vgg"
 

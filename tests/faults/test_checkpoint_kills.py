@@ -26,6 +26,8 @@ from shade.store._servers.local_cluster import free_ports
 from shade.store._servers.server import LocalServer
 from tests.support.killed_training import Job, train
 
+pytestmark = pytest.mark.multiprocess
+
 PATIENCE_SECONDS = 120.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.killed_training"])

@@ -23,6 +23,8 @@ from shade.store._servers.local_cluster import free_ports
 from shade.store._servers.server import LocalServer
 from tests.support.noticed_training import build, digest, run_of
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "noticed_training.py"
 PATIENCE_SECONDS = 120.0

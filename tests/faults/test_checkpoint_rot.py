@@ -28,6 +28,8 @@ from shade.store import Store, open_store
 from shade.store._servers.server import LocalServer
 from tests.simulation.torture.ledger import RUN, Saved, saved
 
+pytestmark = pytest.mark.multiprocess
+
 NUM_RANKS = 2
 SAVES = [saved(10, 1, NUM_RANKS), saved(20, 2, NUM_RANKS)]
 

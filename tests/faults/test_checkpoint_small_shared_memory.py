@@ -12,6 +12,8 @@ import torch
 from shade import Checkpointer
 from shade.errors import StorageFullError
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture
 def no_room(monkeypatch: pytest.MonkeyPatch) -> list[int]:

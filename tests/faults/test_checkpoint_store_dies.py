@@ -21,6 +21,8 @@ from shade.types import Bytes
 from tests.conftest import PASSWORD, WRONG
 from tests.support.snapshots import Snapshot, damages, make, readable, save
 
+pytestmark = pytest.mark.multiprocess
+
 TIMEOUT_SECONDS = 0.5
 PATIENCE = 12
 """A failing call may take so many timeouts: connecting, asking, asking the others, and the calls under way."""

@@ -35,6 +35,8 @@ from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
 from tests.simulation.torture.scenario import SETUPS, Stand, episodes, play
 from tests.simulation.torture.world import Act, CrashedError, Fault, World
 
+pytestmark = pytest.mark.multiprocess
+
 NUM_FAST = 120
 main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "torture"))["main"]
 

@@ -21,6 +21,8 @@ import pytest
 from shade.gradient._elastic import rendezvous
 from tests.support.network_bed import Bed
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "elastic_training.py"
 TIMEOUT_SECONDS, FAULT_STEP, PATIENCE_SECONDS = 8.0, 30, 150.0

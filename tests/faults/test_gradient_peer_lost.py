@@ -21,6 +21,8 @@ from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
 
+pytestmark = pytest.mark.multiprocess
+
 TIMEOUT_SECONDS = 4.0
 FAULT_STEP = 5
 

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from tests.support.launching import ROOT, make_images
 
+pytestmark = pytest.mark.multiprocess
+
 EXAMPLE = ROOT / "benchmarks" / "training_example.py"
 SCRIPT = ROOT / "benchmarks" / "execute_example.sh"
 LIMIT_SECONDS = 240
@@ -48,6 +50,7 @@ def example(environment: dict[str, str], folder: Path, *words: str) -> subproces
     )
 
 
+@pytest.mark.multiprocess
 def test_every_flag_of_the_original_and_back_again(
     environment: dict[str, str], images: Path, tmp_path: Path, name: str
 ) -> None:
@@ -65,6 +68,7 @@ def test_every_flag_of_the_original_and_back_again(
     assert sorted(losses(on.stdout)) == [3]
 
 
+@pytest.mark.multiprocess
 def test_a_word_that_is_no_boolean_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
     refused = example(environment, tmp_path, "2", "1", "127.0.0.1", "1234", "--file_date", "Flase")
     assert refused.returncode == 2

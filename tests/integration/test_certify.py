@@ -13,6 +13,8 @@ from shade.checkpoint._interchange.certify import TRAIL_FILE, read_trail
 from shade.cli import main
 from tests.support.launching import STREAM, make_images, run
 
+pytestmark = pytest.mark.multiprocess
+
 
 class Certified:
     """A finished run with all its snapshots; the replays write their stream elsewhere."""
@@ -49,6 +51,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.multiprocess
 def test_a_run_that_forgets_nothing_is_certified_and_not_touched(
     whole: Certified, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,8 @@ from shade.storage import open_volume
 from shade.store import Store, open_store
 from shade.store._servers.server import LocalServer
 
+pytestmark = pytest.mark.multiprocess
+
 Capture = pytest.CaptureFixture[str]
 STATE = {
     "model": {"weight": torch.arange(3_000_000, dtype=torch.float32), "bias": torch.ones(10)},
@@ -123,6 +125,8 @@ class TestHelp:
             words = words[1 : words.index("2>>")] if "2>>" in words else words[1:]
             assert parser().parse_args(words).answer is not None
 
+    @pytest.mark.multiprocess
+    @pytest.mark.redis
     @pytest.mark.parametrize(
         ("line", "named"),
         [
@@ -155,6 +159,7 @@ class TestHelp:
 class TestList:
     """``list`` and ``show``."""
 
+    @pytest.mark.redis
     def test_it_tells_where_each_lies(self, store: Store, url: str, folder: Path, capsys: Capture) -> None:
         keep_in_both(store, url, folder, 10)
         keep_in_memory(store, 20)
@@ -218,6 +223,7 @@ class TestDamage:
         assert "sound" in out
         assert "1 snapshot, 0 damaged" in out
 
+    @pytest.mark.redis
     def test_a_flipped_bit_in_a_file_is_named_and_mended_from_memory(
         self, store: Store, url: str, folder: Path, capsys: Capture
     ) -> None:
@@ -237,6 +243,7 @@ class TestDamage:
         assert data.read_bytes() == before
         assert shade(capsys, "verify", "10", "--store", url, "--persist", folder)[0] == 0
 
+    @pytest.mark.redis
     def test_a_key_that_is_gone_is_named_and_mended_from_storage(
         self, store: Store, url: str, folder: Path, capsys: Capture
     ) -> None:
@@ -254,6 +261,7 @@ class TestDamage:
         assert shade(capsys, "scrub", "--store", url, "--persist", folder)[0] == 0
         assert store.get_many([key]) == [before]
 
+    @pytest.mark.redis
     def test_restore_takes_each_byte_from_where_it_is_right(
         self, store: Store, url: str, folder: Path, tmp_path: Path, capsys: Capture
     ) -> None:
@@ -266,6 +274,7 @@ class TestDamage:
         assert str(to) in out
         assert equal(torch.load(to, weights_only=True), STATE)
 
+    @pytest.mark.redis
     def test_what_is_right_nowhere_is_refused(
         self, store: Store, url: str, folder: Path, tmp_path: Path, capsys: Capture
     ) -> None:

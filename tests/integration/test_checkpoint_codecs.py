@@ -20,6 +20,8 @@ from shade.cli import main
 from shade.errors import ConfigError
 from shade.store._servers.server import LocalServer
 
+pytestmark = pytest.mark.multiprocess
+
 DELTAS = [name for name in CODECS if issubclass(CODECS.get(name), Delta)]
 ROUGH = [name for name in CODECS if not CODECS.get(name).is_exact]
 
@@ -100,6 +102,7 @@ def test_a_run_goes_on_from_storage(
     assert (newest.step, newest.base) == (6, None), "a process that comes after begins with a keyframe"
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("codec", DELTAS)
 def test_cluster_memory_and_its_flusher_know_the_chain(
     codec: str, begin: Callable[..., tuple[Training, Checkpointer]], tmp_path: Path

@@ -16,6 +16,8 @@ from shade.store import open_store
 from shade.store._servers.server import LocalServer
 from tests.support.launching import ROOT, environment, make_images, truncate
 
+pytestmark = pytest.mark.multiprocess
+
 Capture = pytest.CaptureFixture[str]
 
 
@@ -60,6 +62,7 @@ class TestHelp:
             if verb != "run":
                 parser().parse_args([verb, *words])
 
+    @pytest.mark.multiprocess
     def test_it_is_quick_as_it_loads_no_torch(self) -> None:
         program = "import sys; from shade.cli import main; main(['cache', 'status'])\nassert 'torch' not in sys.modules"
         told = subprocess.run(
@@ -86,6 +89,7 @@ class TestRun:
 class TestCache:
     """``shade cache``."""
 
+    @pytest.mark.multiprocess
     def test_one_server_from_up_to_down(self, capsys: Capture) -> None:
         assert main(["cache", "up", "--dir", "c", "--memory", "64MiB"]) == 0
         try:
@@ -104,6 +108,7 @@ class TestCache:
         assert capsys.readouterr().out == "1 server ended\n"
         assert "a directory given to `up`" in refused(capsys, "cache", "down", "--dir", "c")
 
+    @pytest.mark.multiprocess
     def test_a_cluster_with_a_password_that_nobody_repeats(
         self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -210,6 +215,7 @@ class TestDoctor:
         assert "fail  cache" in told
         assert cure in told
 
+    @pytest.mark.multiprocess
     def test_a_database_is_no_cache_and_is_told_why(self, tmp_path: Path, capsys: Capture) -> None:
         settings = {"maxmemory-policy": "allkeys-lru", "save": "60 1", "appendonly": "yes"}
         with LocalServer(directory=tmp_path, settings=settings, password="right") as server:
@@ -222,6 +228,7 @@ class TestDoctor:
             assert found in told
         assert told.count("warn ") >= 4
 
+    @pytest.mark.multiprocess
     def test_a_user_with_few_rights_is_no_fault(self, tmp_path: Path, capsys: Capture) -> None:
         settings = {"user": "few on >pw ~* -@all +ping +get +info +dbsize +select +client|setname"}
         with LocalServer(directory=tmp_path, settings=settings) as server:

@@ -16,6 +16,8 @@ from shade.control.server import TOKEN_VARIABLE, TelemetryServer
 from shade.types import StepReport
 from tests.support.launching import ROOT, environment
 
+pytestmark = [pytest.mark.multiprocess, pytest.mark.redis]
+
 NUM_STEPS, NUM_RANKS = 40, 3
 HIDDEN = (0.1 / 0.9) ** 0.25  # of the compute, what the exchange beside it is to take
 RANK = f"""\

@@ -15,6 +15,8 @@ from shade.store import open_store
 from shade.store.keys import SampleKeys
 from tests.support.data_plane import CountingOrigin, Job, global_steps, make_pictures, train, train_ranks
 
+pytestmark = pytest.mark.multiprocess
+
 N, BATCH, EPOCHS = 640, 16, 6
 COUNTER = SampleKeys("0123456789abcdef").counter_key("used-bytes")
 NOTE = SampleKeys("0123456789abcdef").counter_key("job-0")

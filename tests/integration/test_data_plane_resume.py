@@ -15,7 +15,7 @@ from shade.store._servers.server import LocalServer
 from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
 
 N, G, EPOCHS = 150, 16, 5
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from shade import ShadeDataset
 from tests.support.data_plane import CountingOrigin, Job, Outcome, make_pictures, make_zoo, train
 
 URL = "local://"
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from shade.checkpoint.dcp import ShadeReader
 from shade.cli import main
 from shade.store import open_store
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "programs" / "dcp_rank.py"
 PATIENCE_SECONDS = 200.0
@@ -62,6 +64,7 @@ def state(folder: Path, name: str) -> Any:
     return torch.load(folder / name, weights_only=True)
 
 
+@pytest.mark.multiprocess
 def test_two_ranks_one_rank_two_ranks(tmp_path: Path) -> None:
     for world_size, verb in ((2, "save"), (1, "load"), (2, "load")):
         assert run(tmp_path, world_size, verb) == [0] * world_size, told(tmp_path)
@@ -146,6 +149,7 @@ except ImportError:
 """
 
 
+@pytest.mark.multiprocess
 def test_what_checkpointer_saved_is_read_without_this_package(tmp_path: Path) -> None:
     assert run(tmp_path, 2, "checkpointer") == [0, 0], told(tmp_path)
     made = subprocess.run(

@@ -21,6 +21,7 @@ from shade.store._servers.server import LocalServer
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "programs" / "deepspeed_rank.py"
 pytestmark = [
+    pytest.mark.multiprocess,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
     pytest.mark.slow,
     pytest.mark.timeout(900),

@@ -30,6 +30,7 @@ NEEDS = {
     "audio": ("datasets",),
 }
 pytestmark = [
+    pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -218,6 +219,8 @@ def two_ranks(server: LocalServer, folder: Path, way: str) -> subprocess.Complet
     )  # fmt: skip
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_accelerate_on_two_ranks_sees_every_sample_once(server: LocalServer, tmp_path: Path) -> None:
     load("accelerate_loop")
     told = two_ranks(server, tmp_path, "right")
@@ -229,6 +232,8 @@ def test_accelerate_on_two_ranks_sees_every_sample_once(server: LocalServer, tmp
         assert sorted(seen) == list(range(200))
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_a_loader_given_to_accelerate_is_told_what_to_do(server: LocalServer, tmp_path: Path) -> None:
     load("accelerate_loop")
     told = two_ranks(server, tmp_path, "wrong")
@@ -254,6 +259,8 @@ def test_on_one_rank_accelerate_may_have_the_loader() -> None:
 # ── Hugging Face: the Trainer, data sets of dicts ───────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_trainer_goes_on_in_mid_epoch(workers: int, server: LocalServer, tmp_path: Path) -> None:

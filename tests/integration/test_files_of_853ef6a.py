@@ -29,6 +29,8 @@ from shade.cli import main
 from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, run, stream_of
 
+pytestmark = pytest.mark.multiprocess
+
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures_853ef6a"
 MODIFIED_NS = 1_600_000_000_000_000_000
 """Time of change of every image when its fingerprint was taken."""
@@ -131,6 +133,8 @@ class TestSnapshots:
         checkpointer.restore(4)
         check(things, expected["delta"][4])
 
+    @pytest.mark.multiprocess
+    @pytest.mark.redis
     def test_a_server_gives_it_back(self, server: LocalServer, expected: dict[str, Any]) -> None:
         url = server.url.reveal()
         fill(url, FIXTURES / "memory.json")
@@ -238,6 +242,8 @@ def copy_images(source: Path, to: Path) -> Path:
 class TestCache:
     """Entries in a server, and a sampler's state."""
 
+    @pytest.mark.multiprocess
+    @pytest.mark.redis
     @pytest.mark.parametrize("form", ["encoded", "decoded", "item"])
     def test_every_entry_is_a_hit(self, form: str, server: LocalServer, tmp_path: Path) -> None:
         url = server.url.reveal()
@@ -305,6 +311,7 @@ class TestRunDirectory:
         code, told = shade(capsys, "top", out, "--once")
         assert code == 0, told
 
+    @pytest.mark.multiprocess
     def test_it_is_resumed_with_the_samples_it_would_have_drawn(self, out: Path, tmp_path: Path) -> None:
         log = tmp_path / "log"
         log.mkdir()

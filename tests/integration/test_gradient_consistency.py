@@ -18,6 +18,8 @@ from shade.gradient._engine.replica import Consistency
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, network, play, results_of
 
+pytestmark = pytest.mark.multiprocess
+
 
 class _Lines(logging.Handler):
     def __init__(self) -> None:
@@ -83,6 +85,7 @@ def story_of_another_form(rank: int, world_size: int) -> str:
     return ""
 
 
+@pytest.mark.multiprocess
 def test_drift_is_found_and_repaired_by_what_most_ranks_hold(tmp_path: Path) -> None:
     outcomes = play([story_of_drift, story_of_another_form], 3, tmp_path)
     stories = results_of(outcomes, story_of_drift)

@@ -17,6 +17,8 @@ from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.types import Decision
 from tests.support.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, results_of
 
+pytestmark = pytest.mark.multiprocess
+
 SMALL: dict[str, Any] = {"bucket_bytes": 4 * 4000, "timeout_seconds": 30.0, "density": 0.05}
 EXACT: dict[str, Any] = {**SMALL, "density": 1.0, "quantiser": "none"}
 
@@ -441,6 +443,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 # ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.multiprocess
 def test_replicas_stay_alike_to_the_bit_and_two_runs_are_the_same(pair: Any) -> None:
     first, second = results_of(pair, story_of_replicas)
     assert first == second
@@ -505,6 +508,7 @@ def test_a_decision_takes_effect_at_one_step_on_all_ranks(pair: Any) -> None:
         assert [mine[5][1], mine[6][1], theirs[6][1]] == [None, 10, 11]
 
 
+@pytest.mark.multiprocess
 def test_unequal_batches_weigh_by_their_samples(pair: Any, four: Any) -> None:
     assert max(results_of(pair, story_of_samples)) < 1e-5
     assert max(results_of(four, story_of_samples)) < 1e-5

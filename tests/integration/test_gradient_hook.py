@@ -14,6 +14,8 @@ from shade.gradient._engine.comm_hook import SparseState, sparse_hook
 from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
 from tests.support.gradient_ranks import damage, digest, distance, loss_of, network, play, results_of
 
+pytestmark = pytest.mark.multiprocess
+
 
 def wrapped(model: nn.Module, **settings: Any) -> tuple[nn.parallel.DistributedDataParallel, SparseState]:
     """A model under DDP with several small buckets, and the state of its hook."""
@@ -240,6 +242,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return play(STORIES, 2, tmp_path_factory.mktemp("pair"))
 
 
+@pytest.mark.multiprocess
 def test_all_sent_the_hook_is_plain_ddp(pair: Any) -> None:
     assert max(results_of(pair, story_of_all_sent)) < 1e-5
 

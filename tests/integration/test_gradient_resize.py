@@ -14,6 +14,8 @@ from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network, play, results_of
 
+pytestmark = pytest.mark.multiprocess
+
 PLACE = "SHADE_TEST_PLACE"
 
 

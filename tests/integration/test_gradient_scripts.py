@@ -19,6 +19,8 @@ import pytest
 from shade.store._servers.local_cluster import free_ports
 from tests.support.launching import make_images
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, SCRIPTS = ROOT / "benchmarks", ROOT / "scripts"
 TEST_SCRIPT, TEST_SCRIPT_IMAGENET, TESTBED = (
@@ -96,6 +98,7 @@ def bed() -> Iterator[str]:
     subprocess.run([*command, "down", "--name", name], capture_output=True, check=True)
 
 
+@pytest.mark.multiprocess
 def test_two_ranks_train_with_the_engine_on_loopback() -> None:
     rows = launch(TEST_SCRIPT, "--steps", "3", *SMALL)
     expect_training(rows, num_steps=3)
@@ -184,6 +187,7 @@ def test_a_quick_look_measures_writes_and_cleans_up(bed: str, tmp_path: Path, fl
     assert "none named" in left.stdout
 
 
+@pytest.mark.multiprocess
 def test_help_teaches() -> None:
     for script, arguments in (
         (
@@ -199,6 +203,7 @@ def test_help_teaches() -> None:
             assert argument in outputs.stdout
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [

@@ -19,6 +19,8 @@ from shade.launch.run import main
 from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, make_images, rows, run, truncate
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -159,6 +161,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
         yield server
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("login", ["", ":wr0ng@", "me:wr0ng@"])
 def test_a_wrong_password_is_refused_and_not_repeated(
     login: str, here: Path, guarded: LocalServer, capsys: pytest.CaptureFixture[str]
@@ -169,6 +172,7 @@ def test_a_wrong_password_is_refused_and_not_repeated(
     assert "wr0ng" not in told
 
 
+@pytest.mark.multiprocess
 def test_a_dry_run_shows_the_plan_without_the_password_and_starts_nothing(
     here: Path, guarded: LocalServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,8 @@ from tests.support.launching import (
     wait_for,
 )
 
+pytestmark = pytest.mark.multiprocess
+
 KILL_AT, SAVED = 10, 9
 """The stream's script saves every third step."""
 WORDS = ("--epochs", "3", "--workers", "0", "--cache", "none", "--batch_size", "8", "--out", "out")
@@ -141,6 +143,7 @@ def test_two_runs_side_by_side_keep_their_snapshots_apart(data: Path, tmp_path: 
     assert len(set(ids)) == 2
 
 
+@pytest.mark.multiprocess
 def test_a_resume_without_a_snapshot_anywhere_is_refused(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,8 @@ from shade.errors import ConfigError
 from shade.launch.ranks import command
 from tests.support.launching import ROOT, RUNSHADE, STREAM, environment, make_images, run, stream_of, wait_for
 
+pytestmark = pytest.mark.multiprocess
+
 TESTBED = ROOT / "scripts" / "testbed"
 NOT_HERE = 3
 SHADE = "import sys; from shade.cli import main; sys.exit(main())"
@@ -48,6 +50,7 @@ def test_the_command_names_the_fewest_and_the_most() -> None:
     assert "--node_rank" in command(CONFIG)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

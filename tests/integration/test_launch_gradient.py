@@ -11,6 +11,8 @@ from shade.control.profile import Profile
 from shade.launch.run import main
 from tests.support.launching import forget, make_images, rows, run
 
+pytestmark = pytest.mark.multiprocess
+
 WORDS = (
     *("bench_cifar10.py", "--network", "cnn", "--workers", "0", "--cache", "none", "--batch_size", "8", "-g", "2"),
     *("--sampling", "uniform", "--gradient", "threshold-v16", "--density", "0.1", "--out", "out"),

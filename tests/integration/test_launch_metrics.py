@@ -12,6 +12,8 @@ import pytest
 from shade.cli import main
 from tests.support.launching import make_images, run, start, wait_for
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_a_run_is_scraped_and_looked_at_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_images(tmp_path / "train", per_class=12)

@@ -22,6 +22,8 @@ from shade.sampling import MODES
 from shade.store._servers.server import LocalServer
 from tests.support.launching import ROOT, make_images, rows, saved_step
 
+pytestmark = pytest.mark.multiprocess
+
 ONLINE = [name for name in POLICIES if not POLICIES.get(name).offline]
 Train = Callable[..., list[dict[str, object]]]
 

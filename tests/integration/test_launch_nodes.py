@@ -11,6 +11,8 @@ import pytest
 from shade.store._servers.local_cluster import LocalCluster, free_ports
 from tests.support.launching import make_images, rows, run, start
 
+pytestmark = pytest.mark.multiprocess
+
 BATCH, EPOCHS = 4, 2
 
 
@@ -21,6 +23,7 @@ def cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.redis
 def test_two_machines_train_together_and_the_first_one_reports(cluster: LocalCluster, tmp_path: Path) -> None:
     data = make_images(tmp_path / "data")
     (port,) = free_ports(1)

@@ -19,6 +19,8 @@ import pytest
 from shade.launch import resolve
 from tests.support.launching import ROOT, environment, make_images, rows
 
+pytestmark = pytest.mark.multiprocess
+
 TESTBED = ROOT / "scripts" / "testbed"
 SLURM = ROOT / "scripts" / "slurm.sbatch"
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
@@ -40,6 +42,7 @@ exit $status
 # ------------------------------------------------------------------------------------------------ Slurm
 
 
+@pytest.mark.multiprocess
 def test_the_batch_script_is_one_and_says_what_it_does() -> None:
     assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
     told = subprocess.run(["bash", str(SLURM), "--help"], capture_output=True, text=True, check=True).stdout
@@ -47,6 +50,7 @@ def test_the_batch_script_is_one_and_says_what_it_does() -> None:
     assert "#SBATCH" not in told
 
 
+@pytest.mark.multiprocess
 def test_two_machines_make_no_cluster(tmp_path: Path) -> None:
     fake = environment(SLURM_JOB_NUM_NODES="2", SLURM_NODEID="0", SLURM_JOB_ID="7", SHADE_MASTER="127.0.0.1")
     words = ["bash", str(SLURM), "--on-a-machine", "bench_cifar10.py", "data"]
@@ -129,6 +133,7 @@ def test_what_refers_to_something_refers_to_what_there_is() -> None:
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
 
 
+@pytest.mark.multiprocess
 def test_the_launcher_takes_what_the_manifest_gives_it() -> None:
     (container,) = containers("Job", "shade-train")
     script = container["command"][-1]
@@ -140,6 +145,7 @@ def test_the_launcher_takes_what_the_manifest_gives_it() -> None:
     assert given.cache.count("shade-cache-") == 3
 
 
+@pytest.mark.multiprocess
 def test_the_nodes_of_the_manifest_are_caches(tmp_path: Path) -> None:
     """Every line of its redis.conf is one that the server takes, and those that make a cache are all there."""
     from shade.cli.doctor import _WANTED, _WANTED_OF_NODES

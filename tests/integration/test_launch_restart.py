@@ -13,6 +13,8 @@ from shade.config import RunConfig
 from shade.launch.run import main
 from tests.support.launching import Family, forget, make_images, rows, run, saved_step, start, wait_for
 
+pytestmark = pytest.mark.multiprocess
+
 EPOCHS = 14
 WORDS = (
     *("--network", "cnn", "--workers", "0", "--cache", "none", "--batch_size", "8", "-g", "2", "--sampling", "uniform"),

@@ -18,6 +18,8 @@ from shade.policy.trace import Trace
 from shade.trajectory import Trajectory
 from tests.support.launching import ROOT, environment, make_images, rows, run
 
+pytestmark = pytest.mark.multiprocess
+
 EPOCHS, RANKS, BATCH = 3, 2, 4
 ROW_FIELDS = {name for name in FIELDS if not name.endswith("_nanoseconds")} | {
     "kind", "epoch", "rank", "world_size", "num_samples", "busy_seconds", "epoch_seconds", "stall_seconds",
@@ -53,6 +55,7 @@ def shell(command: str, cwd: Path) -> int:
     return int(subprocess.run(command, shell=True, cwd=cwd, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.multiprocess
 def test_it_leaves_all_that_it_promises(done: Done) -> None:
     names = {path.name for path in done.out.iterdir()}
     files = {"train.log", "output.log", "metrics.jsonl", "epochs.csv", "report.txt", "report.png", "run.json"}
@@ -97,6 +100,7 @@ def test_it_ends_with_the_report_and_says_where_it_is(done: Done) -> None:
     assert done.told.stderr == f"runshade.py: report, picture and logs are in {done.out}\n"
 
 
+@pytest.mark.multiprocess
 def test_the_readmes_greps_count_what_the_ledger_counts(done: Done) -> None:
     told = rows(done.out)
     hits, misses = sum(row["hits"] for row in told), sum(row["misses"] for row in told)
@@ -170,6 +174,7 @@ def test_shade_report_writes_the_same_report_again(done: Done, capsys: pytest.Ca
     assert capsys.readouterr().out == before == (done.out / "report.txt").read_text()
 
 
+@pytest.mark.multiprocess
 def test_a_reader_who_leaves_early_is_no_error(done: Done) -> None:
     program = "import sys; from shade.cli import main; sys.exit(main())"
     command = f"{sys.executable} -c '{program}' report {done.out} | head -1"
@@ -177,6 +182,7 @@ def test_a_reader_who_leaves_early_is_no_error(done: Done) -> None:
     assert told.stderr == ""
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("more", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
 def test_what_a_step_frees_stays_with_the_rank_unless_the_user_says_otherwise(
     tmp_path: Path, more: dict[str, str], is_kept: bool

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.launching import STREAM, Family, forget, make_images, saved_step, start, wait_for
 
+pytestmark = pytest.mark.multiprocess
+
 WORKERS_NOTICE_SECONDS = 20.0
 """A worker looks after its rank every five seconds."""
 
@@ -67,6 +69,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     forget(tmp_path / "out")
 
 
+@pytest.mark.multiprocess
 def test_the_run_of_these_tests_has_all_that_could_be_left_behind(running: Running) -> None:
     assert len(running.ranks()) == 2
     assert len(running.family.named("torch.distributed.run")) == 1
@@ -80,6 +83,7 @@ def test_the_run_of_these_tests_has_all_that_could_be_left_behind(running: Runni
     running.assert_all_gone()
 
 
+@pytest.mark.multiprocess
 def test_sigterm(running: Running) -> None:
     wait_for(lambda: saved_step(running.here / "out"))
     running.launcher.send_signal(signal.SIGTERM)
@@ -89,6 +93,7 @@ def test_sigterm(running: Running) -> None:
     running.assert_all_gone()
 
 
+@pytest.mark.multiprocess
 def test_sigkill_of_the_launcher(running: Running) -> None:
     running.launcher.kill()
     assert running.end()[0] == -signal.SIGKILL
@@ -116,6 +121,7 @@ def test_a_rank_that_is_killed_is_told_in_one_line(running: Running) -> None:
     running.assert_all_gone()
 
 
+@pytest.mark.multiprocess
 def test_a_signal_while_the_ranks_are_starting(tmp_path: Path) -> None:
     make_images(tmp_path / "data")
     words = (STREAM, tmp_path / "data", "--batch_size", "4", "--out", "out")

@@ -31,7 +31,7 @@ from shade import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.errors import BadSampleError, ConfigError, DataError
 from tests.support.data_plane import CountingOrigin, loss_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 N = 70
 FUSED = transforms.Compose(
     [
@@ -130,6 +130,7 @@ def references(folder: Path) -> dict[str, Epochs]:
     return found
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 1, 2, 5])
 @pytest.mark.parametrize("cache", [None, "local://", "memory://?capacity=60KiB"])
 def test_the_batches_are_dataloaders(
@@ -147,6 +148,7 @@ def test_the_batches_are_dataloaders(
         sampler.close()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 def test_transforms_that_are_not_known_run_as_dataloader_runs_them(
     folder: Path, references: dict[str, Epochs], workers: int
@@ -160,6 +162,7 @@ def test_transforms_that_are_not_known_run_as_dataloader_runs_them(
         del loader
 
 
+@pytest.mark.multiprocess
 def test_fused_batches_are_the_same_in_dataloaders_workers(folder: Path, references: dict[str, Epochs]) -> None:
     with data(folder) as dataset:
         sampler = ShadeSampler(dataset, batch_size=16, seed=5)
@@ -168,6 +171,7 @@ def test_fused_batches_are_the_same_in_dataloaders_workers(folder: Path, referen
         sampler.close()
 
 
+@pytest.mark.multiprocess
 def test_the_ledger_counts_what_the_origin_counts(folder: Path, tmp_path: Path) -> None:
     with data(folder) as dataset:
         dataset.source._origin = CountingOrigin(str(tmp_path / "reads"), 0.001)  # type: ignore[attr-defined]
@@ -181,6 +185,7 @@ def test_the_ledger_counts_what_the_origin_counts(folder: Path, tmp_path: Path) 
         sampler.close()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shuffle_gives_the_order_that_dataloader_gives(folder: Path, workers: int) -> None:
     with data(folder, cache=None) as dataset:
@@ -249,6 +254,7 @@ def test_rendered_by_torch_pixels_differ_by_a_level_or_two_and_nothing_else_does
             ShadeLoader(dataset, 16, decode_on="gpu")
 
 
+@pytest.mark.multiprocess
 def test_a_data_set_without_transforms_gives_pictures(folder: Path) -> None:
     with data(folder, None) as dataset:
         loader = ShadeLoader(dataset, 8, num_workers=2, collate_fn=list)
@@ -277,6 +283,7 @@ def test_batches_are_not_overwritten_while_somebody_holds_them(folder: Path, ref
 # ── resume ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("stop_after", [1, 4, 7])
 @pytest.mark.parametrize("workers", [(2, 0), (0, 2), (1, 3)], ids=str)
 def test_a_resumed_run_goes_on_with_the_next_batch(
@@ -300,6 +307,7 @@ def test_a_resumed_run_goes_on_with_the_next_batch(
     same(Epochs(begun.batches + rest.batches, {}), whole)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("view", [FUSED, WRITTEN], ids=["fused", "written"])
 def test_any_sampler_resumes(folder: Path, workers: int, view: Any) -> None:
@@ -360,6 +368,7 @@ def test_a_bad_sample_comes_out_at_its_batch_with_its_path(folder: Path, tmp_pat
         assert [batch[2].tolist() for batch in iterator] == [list(range(24, 32)), list(range(32, 40))]
 
 
+@pytest.mark.multiprocess
 def test_an_unreadable_file_comes_out_with_its_path(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "a"
     place.mkdir()
@@ -381,6 +390,7 @@ def test_a_transform_that_raises_names_the_sample(folder: Path) -> None:
         assert any(".jpg" in note for note in told.value.__notes__)
 
 
+@pytest.mark.multiprocess
 def test_a_batch_that_does_not_come_in_time_is_told(folder: Path, tmp_path: Path) -> None:
     with data(folder) as dataset:
         dataset.source._origin = CountingOrigin(str(tmp_path / "reads"), 0.3)  # type: ignore[attr-defined]
@@ -397,6 +407,7 @@ def test_only_our_data_sets() -> None:
 # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.multiprocess
 def test_leaving_an_epoch_ends_its_threads(folder: Path) -> None:
     with data(folder) as dataset:
         loader = ShadeLoader(dataset, 4, num_workers=2)

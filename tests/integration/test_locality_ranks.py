@@ -18,6 +18,8 @@ from shade.store.cluster import ClusterStore
 from shade.store.redis import RedisStore
 from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train_ranks
 
+pytestmark = pytest.mark.multiprocess
+
 N, BATCH, RANKS = 400, 8, 2
 HERE = "SHADE_TEST_RANK"
 

@@ -21,6 +21,8 @@ from shade.store import open_store
 from shade.store.base import Store
 from tests.support.data_plane import Job, Outcome, global_steps, make_pictures, train, train_ranks
 
+pytestmark = pytest.mark.multiprocess
+
 N, BATCH = 600, 10
 STEP_SECONDS = 0.02
 

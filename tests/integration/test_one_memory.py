@@ -24,6 +24,8 @@ from shade.train.snapshots import Snapshots
 from tests.support.data_plane import make_pictures
 from tests.support.launching import STREAM, rows, run, stream_of, wait_for
 
+pytestmark = pytest.mark.multiprocess
+
 N, BATCH = 240, 16
 """Pictures of 270 KB: 65 MB. A server's buffers come to some megabytes, so less would tell nothing."""
 BALLAST = 4_000_000

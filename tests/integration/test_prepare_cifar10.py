@@ -22,6 +22,8 @@ from torchvision.datasets import CIFAR10, ImageFolder
 
 from shade.errors import DataError
 
+pytestmark = pytest.mark.multiprocess
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "prepare_CIFAR10.py"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 PER_BATCH = 20

@@ -21,6 +21,8 @@ from shade.report.samples import write_quality
 from shade.trajectory import LOSSES, LossRecorder, Samples
 from tests.support.launching import ROOT, environment, run
 
+pytestmark = pytest.mark.multiprocess
+
 pytest.importorskip("sklearn")
 LEAST_PRECISION, TOP_SHARE = 0.8, 0.05
 

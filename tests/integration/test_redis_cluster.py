@@ -14,6 +14,8 @@ from shade.store import ClusterStore, SampleKeys, open_store
 from shade.store._servers.local_cluster import LocalCluster, free_ports
 from shade.store._servers.server import LocalServer
 
+pytestmark = pytest.mark.multiprocess
+
 TIMEOUT_SECONDS = 0.25
 KEYS = SampleKeys("cluster")
 

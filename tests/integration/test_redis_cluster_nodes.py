@@ -17,6 +17,8 @@ from shade.store._servers.server import LocalServer
 from shade.store.link import socket_path
 from tests.simulation.cluster_chaos import RelayedCluster
 
+pytestmark = pytest.mark.multiprocess
+
 TIMEOUT_SECONDS = 0.25
 KEYS = SampleKeys("nodes")
 NAMES = KEYS.many(range(60))

@@ -18,6 +18,8 @@ from shade.errors import ConfigError, StoreUnavailableError
 from shade.store._servers import cluster_bootstrap, service
 from shade.store._servers.local_cluster import free_ports
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTBED = ROOT / "scripts" / "testbed"
 NOT_HERE = 3

@@ -22,6 +22,8 @@ from shade.store import open_store
 from shade.store._servers.server import LocalServer, find_server_binary
 from shade.store.redis import LocalStore
 
+pytestmark = pytest.mark.multiprocess
+
 OWNER = """
 import multiprocessing, os, sys, time
 from shade.store import open_store

@@ -13,6 +13,8 @@ from shade.store._servers.server import LocalServer
 from shade.store.redis_commands import allocated_bytes, stored_bytes
 from tests.conftest import server_binaries
 
+pytestmark = pytest.mark.multiprocess
+
 SIZES = sorted(
     {
         *range(0, 400, 7),

@@ -25,6 +25,8 @@ from shade.store._servers.service import down, status, up
 from shade.store.link import Endpoint
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:

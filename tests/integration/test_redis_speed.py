@@ -13,6 +13,8 @@ import redis
 from shade.store import SampleKeys, open_store
 from shade.store._servers.server import LocalServer
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.mark.slow
 def test_a_batch_costs_no_more_than_bare_redis_py() -> None:

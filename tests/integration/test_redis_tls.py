@@ -11,6 +11,8 @@ from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
 from shade.store import StoreURL, open_store
 from tests.conftest import Place
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture
 def place(get_place: Callable[[str], Place]) -> Place:

@@ -19,6 +19,8 @@ import torch
 from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, make_images, rows, run, same_state, saved_step, stream_of, wait_for
 
+pytestmark = pytest.mark.multiprocess
+
 EPOCHS, GLOBAL_BATCH, SAVE_EVERY = 4, 8, 3
 
 

@@ -24,6 +24,8 @@ from shade.errors import ShadeError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.sampling import PadsMode, UniformMode, num_steps, rank_slice
 
+pytestmark = pytest.mark.multiprocess
+
 N, G, EPOCHS = 1003, 24, 3
 """1003 = 41 × 24 + 19: the tail is 5, 5, 5 and 4 for four ranks."""
 SCENARIOS = [("loss", torch.float32), ("loss", torch.float16), ("rank", torch.float16), ("grad-norm", torch.bfloat16)]

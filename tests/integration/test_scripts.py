@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("sh", "bash", "env", "sed", "dirname", "cat", "cksum", "mkdir", "cp", "chmod")
 PYTHON = """#!/bin/sh

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 SLOWFS = ROOT / "scripts" / "slowfs"
 GUARD_SECONDS = 60

@@ -19,6 +19,8 @@ import pytest
 
 from tests.support.network_bed import GUARD_SECONDS, NOT_HERE, TESTBED, Bed, call
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).resolve().parents[2]
 REDUCE = """
 import os, sys, torch

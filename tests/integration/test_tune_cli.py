@@ -15,6 +15,8 @@ from shade.cli import main
 from shade.control.profile import Profile
 from tests.support.launching import ROOT, environment
 
+pytestmark = pytest.mark.multiprocess
+
 Capture = pytest.CaptureFixture[str]
 TRAINING = """\
 import json, math, sys

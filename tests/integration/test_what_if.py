@@ -18,6 +18,8 @@ from shade.policy.trace import Trace
 from tests.support.data_plane import Job, make_pictures, train
 from tests.support.launching import make_images, rows, run
 
+pytestmark = pytest.mark.multiprocess
+
 N, BATCH, EPOCHS = 1000, 32, 6
 SIZES = (0.1, 0.3, 0.5)
 STEADY = slice(3, EPOCHS)

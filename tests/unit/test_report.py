@@ -139,6 +139,7 @@ def test_the_picture_is_drawn_for_short_and_long_runs(tmp_path: Path, num_epochs
     assert len(colours) > 50
 
 
+@pytest.mark.multiprocess
 def test_without_matplotlib_the_report_says_so(tmp_path: Path) -> None:
     full_run(tmp_path)
     program = (

@@ -138,6 +138,7 @@ def test_short_and_long_runs_fit(tmp_path: Path, num_epochs: int) -> None:
     assert len((tmp_path / "report.html").read_bytes()) < 1_000_000
 
 
+@pytest.mark.multiprocess
 def test_it_is_written_without_matplotlib_and_torch(tmp_path: Path) -> None:
     write_run(tmp_path)
     program = (

@@ -89,6 +89,7 @@ def test_a_row_that_the_disk_refuses_is_counted_and_raises_nothing(tmp_path: Pat
         assert full.lost_rows == 1
 
 
+@pytest.mark.multiprocess
 def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (

@@ -78,10 +78,12 @@ def let_through(breaker: Breaker, clock: ManualClock) -> None:
     assert breaker.allows()
 
 
+@pytest.mark.redis
 def test_closed_lets_everybody_through(breaker: Breaker) -> None:
     assert all(breaker.allows() for _ in range(5))
 
 
+@pytest.mark.redis
 def test_one_failure_opens_it_for_all_processes_of_the_rank(
     residency: ResidencyMap, make: Callable[[], Breaker]
 ) -> None:
@@ -93,6 +95,7 @@ def test_one_failure_opens_it_for_all_processes_of_the_rank(
     assert residency.trips == 1
 
 
+@pytest.mark.redis
 def test_after_the_pause_one_asks_and_then_one_batch_tries(
     make: Callable[[], Breaker], clock: ManualClock, server: Server
 ) -> None:
@@ -104,6 +107,7 @@ def test_after_the_pause_one_asks_and_then_one_batch_tries(
     assert server.num_asked == 1
 
 
+@pytest.mark.redis
 def test_a_good_try_closes_it(breaker: Breaker, clock: ManualClock, make: Callable[[], Breaker]) -> None:
     breaker.store_failed(GONE)
     let_through(breaker, clock)
@@ -115,6 +119,7 @@ def test_a_good_try_closes_it(breaker: Breaker, clock: ManualClock, make: Callab
     assert breaker.allows(), "after a recovery the pause is the first one again"
 
 
+@pytest.mark.redis
 def test_bad_answers_double_the_pause_up_to_a_minute(breaker: Breaker, clock: ManualClock, server: Server) -> None:
     breaker.store_failed(GONE)
     server.error = GONE
@@ -128,6 +133,7 @@ def test_bad_answers_double_the_pause_up_to_a_minute(breaker: Breaker, clock: Ma
     assert pauses == [min(FIRST_PAUSE_SECONDS * 2**n, LONGEST_PAUSE_SECONDS) for n in range(8)]
 
 
+@pytest.mark.redis
 def test_a_late_answer_is_a_bad_one(breaker: Breaker, clock: ManualClock, server: Server) -> None:
     breaker.origin_took(SLOW / 2, B)
     breaker.store_failed(GONE)
@@ -139,6 +145,7 @@ def test_a_late_answer_is_a_bad_one(breaker: Breaker, clock: ManualClock, server
     assert server.num_asked == 1, "the pause has doubled"
 
 
+@pytest.mark.redis
 def test_what_waits_for_no_pause_asks_at_once_and_tries(
     breaker: Breaker, server: Server, residency: ResidencyMap
 ) -> None:
@@ -152,6 +159,7 @@ def test_what_waits_for_no_pause_asks_at_once_and_tries(
     assert server.num_asked == 1, "closed, it asks nothing"
 
 
+@pytest.mark.redis
 def test_a_bad_answer_out_of_turn_doubles_the_pause(breaker: Breaker, clock: ManualClock, server: Server) -> None:
     breaker.store_failed(GONE)
     server.error = GONE
@@ -165,6 +173,7 @@ def test_a_bad_answer_out_of_turn_doubles_the_pause(breaker: Breaker, clock: Man
     assert (server.num_asked, breaker.allows()) == (2, True)
 
 
+@pytest.mark.redis
 def test_two_workers_failing_together_pause_once(residency: ResidencyMap, make: Callable[[], Breaker]) -> None:
     one, other = make(), make()
     one.store_failed(GONE)
@@ -172,6 +181,7 @@ def test_two_workers_failing_together_pause_once(residency: ResidencyMap, make: 
     assert (residency.trips, residency.backoff_seconds) == (1, FIRST_PAUSE_SECONDS)
 
 
+@pytest.mark.redis
 def test_slower_than_the_origin_twice_in_a_row_opens_it(breaker: Breaker) -> None:
     breaker.origin_took(SLOW / 2, B)
     breaker.store_took(SLOW, B)
@@ -180,6 +190,7 @@ def test_slower_than_the_origin_twice_in_a_row_opens_it(breaker: Breaker) -> Non
     assert not breaker.allows()
 
 
+@pytest.mark.redis
 def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
     breaker.origin_took(SLOW / 2, B)
     for _ in range(5):
@@ -188,6 +199,7 @@ def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
     assert breaker.allows()
 
 
+@pytest.mark.redis
 @pytest.mark.parametrize(
     ("origin_seconds", "seconds"),
     [(2 * SLOW, SLOW), (1e-6, SLOW_SECONDS / 2), (None, SLOW)],
@@ -201,6 +213,7 @@ def test_a_cache_that_pays_its_way_is_kept(breaker: Breaker, origin_seconds: flo
     assert breaker.allows()
 
 
+@pytest.mark.redis
 def test_what_another_worker_learned_of_the_origin_counts(make: Callable[[], Breaker]) -> None:
     make().origin_took(SLOW / 2, B)
     fresh = make()
@@ -208,6 +221,7 @@ def test_what_another_worker_learned_of_the_origin_counts(make: Callable[[], Bre
     assert not fresh.is_slow(SLOW, 10 * B)
 
 
+@pytest.mark.redis
 @pytest.mark.parametrize("outcome", ["slow", "failed"])
 def test_a_bad_try_opens_it_at_once(
     breaker: Breaker, residency: ResidencyMap, clock: ManualClock, outcome: str
@@ -223,6 +237,7 @@ def test_a_bad_try_opens_it_at_once(
     assert residency.backoff_seconds == 2 * FIRST_PAUSE_SECONDS
 
 
+@pytest.mark.redis
 def test_the_log_says_it_once_and_the_return_once(
     breaker: Breaker, clock: ManualClock, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,6 +278,7 @@ def _fail(breaker: Breaker, barrier: Any, logged: Any) -> None:
     breaker.store_failed(GONE)
 
 
+@pytest.mark.multiprocess
 def test_of_workers_that_fail_at_the_same_moment_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIGNING_SECONDS", 0.2)
     context = multiprocessing.get_context("fork")

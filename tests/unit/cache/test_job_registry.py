@@ -76,6 +76,7 @@ def test_it_is_the_first_of_the_living_that_looks_after_it(store: Store, clock: 
     assert sorted(three.beat().living) == [1, 2]
 
 
+@pytest.mark.multiprocess
 def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(store: Store, clock: ManualClock) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         gone = job(store, clock, elsewhere=False)

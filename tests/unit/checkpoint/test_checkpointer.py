@@ -73,6 +73,8 @@ def losses(training: Training, num_steps: int) -> list[float]:
 # ── round trips ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 @pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
 @pytest.mark.parametrize("strategy", ["copy", "overlap"])
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -301,6 +303,8 @@ def test_silent_storage_and_rotten_records_are_no_new_run(
 # ── bad places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_tiers_that_cannot_be_opened_are_refused_at_once_and_leave_nothing_open(
     begin: Callable[..., Checkpointer], tmp_path: Path, server: LocalServer
 ) -> None:
@@ -332,6 +336,8 @@ def test_an_unknown_codec_is_an_unknown_name(begin: Callable[..., Checkpointer])
         begin(codec="brotli")
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_two_runs_of_one_id_are_refused(
     begin: Callable[..., Checkpointer], server: LocalServer, tmp_path: Path
 ) -> None:
@@ -340,6 +346,7 @@ def test_two_runs_of_one_id_are_refused(
             begin(**places)
 
 
+@pytest.mark.multiprocess
 def test_a_store_that_goes_away_costs_no_step(
     begin: Callable[..., Checkpointer], tmp_path: Path, no_flusher: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -366,6 +373,8 @@ def test_a_store_that_goes_away_costs_no_step(
     assert said[1] == "cluster memory works again"
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_what_memory_has_lost_is_never_called_durable(
     begin: Callable[..., Checkpointer], server: LocalServer, no_flusher: None
 ) -> None:
@@ -400,6 +409,8 @@ def test_what_a_crashed_save_left_half_written_is_removed_by_the_next_training(
     assert not newer.exists(), "the lock on the run id says that nobody writes it"
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_with_a_store_what_is_newer_than_the_newest_snapshot_is_left_alone(
     begin: Callable[..., Checkpointer], server: LocalServer, run: str, tmp_path: Path
 ) -> None:

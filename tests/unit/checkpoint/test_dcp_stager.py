@@ -101,6 +101,7 @@ def test_the_writer_takes_it_from_where_it_lies(stager: ShadeStager) -> None:
     assert len(packed.manifest.chunks) == 3
 
 
+@pytest.mark.multiprocess
 def test_another_process_reads_the_same_memory(stager: ShadeStager) -> None:
     state = {"a": torch.arange(10**5), "b": [torch.ones(3), {"c": "d"}]}
     staged = staged_by(stager, state)

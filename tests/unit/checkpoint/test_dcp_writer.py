@@ -334,6 +334,8 @@ def test_a_checkpointer_says_that_it_is_not_its_own(tmp_path: Path, writer: Shad
             checkpointer.restore_latest()
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_a_failed_tier_is_passed_over_and_told_once(
     tmp_path: Path, get_place: Callable[[str], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +353,7 @@ def test_a_failed_tier_is_passed_over_and_told_once(
     ]
 
 
+@pytest.mark.redis
 def test_damage_in_one_tier_is_read_from_the_other(tmp_path: Path, get_place: Callable[[str], Any]) -> None:
     url, saved = get_place("unix").url, state_of(1)
     with ShadeWriter(url, run="two") as writer:

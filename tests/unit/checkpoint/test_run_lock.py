@@ -25,6 +25,8 @@ from shade.store import Store, open_store
 from shade.store._servers.server import LocalServer
 from shade.testing import FaultyStore
 
+pytestmark = pytest.mark.redis
+
 BEAT_SECONDS = 0.1
 Keeper = Store | Volume
 
@@ -92,6 +94,7 @@ def other_process(url: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.multiprocess
 def test_the_second_is_told_who_is_first(keep: Callable[[], Keeper]) -> None:
     with RunLock(keep(), "run", heartbeat_seconds=BEAT_SECONDS) as lease:
         expected = rf"expected a run id that no live process uses, got 'run', which process {os.getpid()} on host \S+ "
@@ -113,6 +116,7 @@ def test_after_a_release_it_is_free(keep: Callable[[], Keeper]) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "shade-run-lock"]
 
 
+@pytest.mark.multiprocess
 def test_a_killed_process_of_this_machine_is_succeeded_at_once(
     keep: Callable[[], Keeper], other_process: subprocess.Popen[str]
 ) -> None:
@@ -126,6 +130,7 @@ def test_a_killed_process_of_this_machine_is_succeeded_at_once(
     lease.release()
 
 
+@pytest.mark.multiprocess
 def test_a_stopped_owner_that_was_replaced_finds_out(
     keep: Callable[[], Keeper], other_process: subprocess.Popen[str]
 ) -> None:
@@ -237,6 +242,7 @@ def test_a_note_that_is_none_is_nobodys(content: bytes) -> None:
     assert LockRecord.parse(content) is None
 
 
+@pytest.mark.multiprocess
 def test_a_zombie_holds_nothing(keep: Callable[[], Keeper]) -> None:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()

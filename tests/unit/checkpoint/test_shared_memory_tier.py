@@ -114,6 +114,7 @@ def _claims(folder: Path, run: str, answers: Any) -> None:
     signal.pause()
 
 
+@pytest.mark.multiprocess
 def test_two_processes_cannot_share_buffers_and_the_dead_have_no_claim(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -84,6 +84,7 @@ def test_all_exact_strategies_by_default_and_a_picture(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.multiprocess
 def test_costs_are_measured_where_snapshots_go(tmp_path: Path, capsys: Capture) -> None:
     made, kept = tmp_path / "made.csv", tmp_path / "costs.json"
     words = ["checkpoint", "simulate", "--mtbf", "2h", "--length", "10d", "--make-trace", str(made)]

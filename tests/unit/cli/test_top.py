@@ -61,6 +61,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.redis
 def test_one_look_at_a_server(server: TelemetryServer, capsys: Capture) -> None:
     assert main(["top", server.url, "--once"]) == 0
     told = capsys.readouterr().out
@@ -82,6 +83,7 @@ def test_one_look_at_a_run(run: Path, capsys: Capture) -> None:
     ]
 
 
+@pytest.mark.multiprocess
 def test_one_look_tells_of_reads_stalls_and_memory(run: Path, capsys: Capture) -> None:
     with LocalServer(settings={"maxmemory": "64mb"}) as cache:
         progress = json.loads((run / "progress.json").read_text())
@@ -201,6 +203,8 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         each.close()
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_on_a_terminal_it_is_drawn_again_until_q(
     server: TelemetryServer, terminal: Callable[..., Terminal], run: Path
 ) -> None:
@@ -218,6 +222,8 @@ def test_on_a_terminal_it_is_drawn_again_until_q(
     assert max(map(len, lines)) <= 60
 
 
+@pytest.mark.multiprocess
+@pytest.mark.redis
 def test_a_server_that_goes_is_told_and_ctrl_c_ends_it(
     server: TelemetryServer, terminal: Callable[..., Terminal]
 ) -> None:

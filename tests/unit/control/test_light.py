@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import shade.control
+
+pytestmark = pytest.mark.multiprocess
 
 
 def test_no_module_of_control_loads_torch_or_what_only_tuning_needs() -> None:

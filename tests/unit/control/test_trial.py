@@ -15,6 +15,8 @@ from shade.control.study import EvaluationError, Point
 from shade.control.trial import CommandObjective
 from shade.errors import ConfigError
 
+pytestmark = pytest.mark.multiprocess
+
 POINT = Point(64, 0.0125)
 
 

@@ -29,6 +29,7 @@ def test_a_policy_that_must_see_all_epochs_first_is_for_the_simulator(folder: Im
     dataset.close()
 
 
+@pytest.mark.multiprocess
 def test_following_takes_a_cache_that_others_can_see_and_one_rank(folder: ImageFolder) -> None:
     private = ShadeDataset(folder, cache="memory://")
     with pytest.raises(ConfigError, match="a cache that other jobs can see"):

@@ -48,6 +48,7 @@ def spoil(folder: Path) -> tuple[ImageFolder, dict[str, int]]:
     return wrapped, bad
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("cache", [None, "local://"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_sample_stops_with_its_path(folder: Path, cache: str | None, workers: int) -> None:
@@ -66,6 +67,7 @@ def test_a_bad_sample_stops_with_its_path(folder: Path, cache: str | None, worke
         dataset.close()
 
 
+@pytest.mark.multiprocess
 def test_a_bad_sample_is_replaced_by_the_next_good_one_everywhere(folder: Path) -> None:
     wrapped, bad = spoil(folder)
     good = ImageFolder(str(folder))
@@ -203,6 +205,7 @@ def test_a_named_server_that_does_not_answer_raises_at_construction(tmp_path: Pa
         quickly(lambda url=url: ShadeDataset(TensorDataset(torch.zeros(8)), cache=url), StoreUnavailableError)
 
 
+@pytest.mark.multiprocess
 def test_a_failed_construction_leaves_no_server_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     children = len(psutil.Process().children(recursive=True))
     monkeypatch.setattr("shade.data._dataset.dataset.SampleCache", lambda *args: 1 / 0)
@@ -274,6 +277,7 @@ def live_once(folder: Path, workers: int, persistent: bool) -> None:
     dataset.close()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_nothing_is_left_behind(folder: Path, workers: int, persistent: bool) -> None:
     live_once(folder, workers, persistent)

@@ -63,6 +63,7 @@ KINDS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_every_way_gives_pillows_pixels_whole_and_in_part(name: str, options: dict[str, object]) -> None:
@@ -81,6 +82,7 @@ def test_every_way_gives_pillows_pixels_whole_and_in_part(name: str, options: di
             assert np.array_equal(found, wanted), (width, height, box)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("reduction", [2, 4, 8])
 def test_reduced_pictures_are_pillows_drafts(name: str, reduction: int) -> None:
@@ -97,6 +99,7 @@ def test_reduced_pictures_are_pillows_drafts(name: str, reduction: int) -> None:
             assert np.array_equal(decode(content, box, reduction).cut(box), wanted)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WAYS)
 def test_an_objection_is_a_value_error(name: str) -> None:
     decode = way(name)

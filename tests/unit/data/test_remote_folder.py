@@ -55,6 +55,7 @@ def url(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Monkey
     file_system.rm(place, recursive=True)
 
 
+@pytest.mark.multiprocess
 def test_it_is_imagefolder(folder: Path, url: str) -> None:
     local, remote = ImageFolder(str(folder)), RemoteImageFolder(url)
     assert remote.classes == local.classes
@@ -70,6 +71,7 @@ def test_it_is_imagefolder(folder: Path, url: str) -> None:
     remote.origin.close()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 def test_wrapped_it_is_read_in_parallel_and_cached(folder: Path, url: str, workers: int) -> None:
     streams = []

@@ -237,6 +237,7 @@ def test_the_thread_has_ended_when_its_member_is_closed(
     assert not member._rendezvous._thread.is_alive()
 
 
+@pytest.mark.multiprocess
 def test_a_process_that_closes_nothing_says_good_bye_all_the_same(place: str) -> None:
     program = f"""
 from shade.gradient._elastic.membership import Membership

@@ -147,6 +147,7 @@ class _Squares(Dataset[int]):
         return -1
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_worker_processes_are_refused_and_do_no_harm(method: str) -> None:
     with ScoreMerger(ImportanceTable(N), batch_size=B) as merger:

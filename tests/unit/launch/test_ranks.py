@@ -121,6 +121,7 @@ def test_the_command_names_machines_ranks_and_script() -> None:
     assert "--nnodes 4 --node_rank 3 --master_addr h --master_port 9 --nproc_per_node 2 /s.py" in words
 
 
+@pytest.mark.multiprocess
 def test_what_does_not_end_by_itself_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     monkeypatch.setattr("shade.launch.ranks.command", lambda config: [sys.executable, "-c", stubborn])
@@ -133,6 +134,7 @@ def test_what_does_not_end_by_itself_is_ended(tmp_path: Path, monkeypatch: pytes
     assert ranks.poll() == -signal.SIGKILL
 
 
+@pytest.mark.multiprocess
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     program = """if True:
         import os, sys, time

@@ -181,6 +181,7 @@ print("sound")
 """
 
 
+@pytest.mark.multiprocess
 def test_a_writer_killed_at_any_moment_leaves_old_or_new(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(tmp_path), "7"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
@@ -199,6 +200,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.multiprocess
 @ROOT_ONLY
 def test_a_full_disk(small_disk: Path) -> None:
     volume = DirectoryVolume(str(small_disk / "volume"))
@@ -214,6 +216,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     volume.write("a/other", [bytes(4 << 20)])
 
 
+@pytest.mark.multiprocess
 @ROOT_ONLY
 def test_a_disk_mounted_read_only(small_disk: Path) -> None:
     volume = DirectoryVolume(str(small_disk))

@@ -33,6 +33,7 @@ def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Volume]:
         yield volume
 
 
+@pytest.mark.multiprocess
 def test_a_line_cut_in_the_middle_of_a_write_leaves_the_old(
     s3: S3Server, bucket: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_line_cut_in_the_middle_of_a_write_leaves_the_old(
     assert bucket.read("run/step-1/name") == b"old"
 
 
+@pytest.mark.multiprocess
 def test_a_server_that_is_killed_is_an_error_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with S3Server() as server:
         server.make_bucket(monkeypatch)
@@ -75,6 +77,7 @@ def test_a_server_that_is_killed_is_an_error_each_time(monkeypatch: pytest.Monke
             assert "\n" not in str(caught.value)
 
 
+@pytest.mark.multiprocess
 def test_a_login_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with S3Server(INITIAL_NO_AUTH_ACTION_COUNT="1000") as server:
         server.make_bucket(monkeypatch)
@@ -112,6 +115,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("scheme", "cure"), [("s3", "shade[s3]"), ("gs", "gcsfs"), ("hdfs", "pyarrow")])
 def test_a_library_that_is_missing(scheme: str, cure: str) -> None:
     words = [sys.executable, "-c", WITHOUT, f"{scheme}://host/x"]

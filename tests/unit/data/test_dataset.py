@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 import warnings
@@ -158,7 +159,7 @@ def test_every_read_is_in_the_ledger_probes_included() -> None:
         ({"cache": "redis"}, ConfigError),
         ({"encode": lambda item: 1 / 0}, DataError),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
 def test_impossible_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):

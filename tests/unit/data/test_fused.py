@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ class MyCrop(v1.RandomResizedCrop):
         [v1.RandomHorizontalFlip(), v1.RandomResizedCrop(24), v1.ToTensor()],
         [v1.RandomResizedCrop(24), v1.ToTensor(), v2.ToDtype(torch.bfloat16, scale=True)],
     ],
-    ids=str,
+    ids=lambda chain: re.sub(r" at 0x\w+", "", str(chain)),
 )
 def test_what_is_not_exactly_known_is_not_recognised(chain: list[Any]) -> None:
     assert recognise(chain) is None

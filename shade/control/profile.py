@@ -96,7 +96,7 @@ class Profile:
         return max(0.0, (worse if self.is_loss else -worse) / unit)
 
     def floor(self, batch: int, allowed_fraction: float = ALLOWED_SHORTFALL_FRACTION) -> float:
-        """Returns the grid's least density that costs at most the allowed quality, compared with this batch's best density.
+        """Returns the grid's least density that costs at most the allowed quality, against this batch's best density.
 
         No density from there up to the best one costs more. The allowed cost is a fraction of the best quality; raises
         `ConfigError` if it is negative.

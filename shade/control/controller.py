@@ -268,14 +268,9 @@ class Controller:
     # ── decisions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def decide(self, step: int) -> Decision | None:
-        """Decides whether density or batches should change.
+        """Returns a decision for all ranks at the training's current step, or None for no change.
 
-        Args:
-            step: The current step of the training.
-
-        Returns:
-            The decision for all ranks, with their batches if the controller divides them, or None for no change. The
-            controller assumes that the caller carries it out.
+        It has the batches if the controller divides them. The caller must carry it out.
         """
         now = max(step, self._newest_step)
         if self._num_steps < LEAST_REPORTS or now < self._effective_step:
@@ -343,13 +338,7 @@ class Controller:
     # ── lifecycle ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def resize(self, world_size: int, batch_sizes: Sequence[int] = (), batch_limits: Sequence[Limits] = ()) -> None:
-        """Continues with other ranks: keeps the density and discards all measurements, which describe the old ring.
-
-        Args:
-            world_size: Ranks that report from now on.
-            batch_sizes: As for a new controller.
-            batch_limits: As for a new controller.
-        """
+        """Continues with other ranks: keeps the density and discards the measurements, which describe the old ring."""
         fresh = Controller(
             world_size, density=self.density, staleness=self._staleness, curve=self._curve, floor=self._floor,
             batch_sizes=batch_sizes, batch_limits=batch_limits,

@@ -65,16 +65,9 @@ class Curve:
 
 
 def power(exponent: float = DEFAULT_EXPONENT) -> Curve:
-    """Returns the curve density ** exponent, from a density of 1e-5 to 1.
+    """Returns the curve density ** exponent, from a density of 1e-5 to 1; raises `ConfigError` outside 0 to 1.
 
-    Args:
-        exponent: From 0, density does not matter, to 1, half the density makes half the progress.
-
-    Returns:
-        The curve.
-
-    Raises:
-        ConfigError: The exponent is outside this range.
+    With exponent 0 density does not matter; with 1 half the density makes half the progress.
     """
     if not 0 <= exponent <= 1:
         raise ConfigError.of("an exponent from 0 to 1", exponent, f"leave it at {DEFAULT_EXPONENT}")

@@ -96,17 +96,10 @@ class Profile:
         return max(0.0, (worse if self.is_loss else -worse) / unit)
 
     def floor(self, batch: int, allowed_fraction: float = ALLOWED_SHORTFALL_FRACTION) -> float:
-        """Returns the least density that costs at most the allowed quality, compared with this batch's best density.
+        """Returns the grid's least density that costs at most the allowed quality, against this batch's best density.
 
-        Args:
-            batch: Global, in samples.
-            allowed_fraction: What it may cost, as a fraction of the best quality.
-
-        Returns:
-            A density of the grid; no density from there up to the best one costs more.
-
-        Raises:
-            ConfigError: The fraction is negative.
+        No density from there up to the best one costs more. The allowed cost is a fraction of the best quality; raises
+        `ConfigError` if it is negative.
         """
         if not allowed_fraction >= 0:
             raise ConfigError.of("an allowed shortfall of 0 or more", allowed_fraction, "write 0.02 for 2 %")

@@ -90,13 +90,7 @@ class Verdicts:
 def judge(losses: Iterable[Floats], num_epochs: int, target_N: npt.ArrayLike | None = None) -> Verdicts:
     """Judges every sample, in one pass over the epochs.
 
-    Args:
-        losses: float32 (N,) an epoch, NaN where a sample was not used.
-        num_epochs: Number of epochs.
-        target_N: Integers (N,), the classes; None: one class.
-
-    Returns:
-        The verdicts.
+    Each epoch is float32 (N,), NaN where a sample was not used. Without `target_N`, the classes, all are one class.
     """
     skipped = int(num_epochs >= SETTLED_AFTER)
     tally: _Tally | None = None

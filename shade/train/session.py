@@ -290,11 +290,7 @@ class TrainSession:
     ) -> None:
         """Writes the epoch's metrics row of every rank, and begins a snapshot. All ranks call it together.
 
-        Args:
-            epoch: Its number.
-            val_loss: Mean over the whole validation set, or None.
-            val_accuracy: In [0, 1], or None.
-            learning_rate: As used in the epoch.
+        The validation figures are over the whole validation set, the accuracy in [0, 1].
         """
         sampler, _, record, _ = self._attached()
         record.end_epoch(epoch, val_loss=val_loss, val_accuracy=val_accuracy, learning_rate=learning_rate)

@@ -194,14 +194,9 @@ class Snapshots:
         self._durable_step = 0
 
     def restore(self) -> int:
-        """Restores everything from the newest snapshot that is whole.
+        """Restores the newest whole snapshot; returns its step, or 0 for an elastic run without a snapshot.
 
-        Returns:
-            Steps done in the whole run; 0 if there is no snapshot yet and ranks come and go.
-
-        Raises:
-            ConfigError: There is no snapshot.
-            CheckpointError: No snapshot can be used; the message says why.
+        Raises `ConfigError` if there is no snapshot, and `CheckpointError`, which says why, if none can be used.
         """
         restored = self._checkpointer.restore_latest()
         if not restored and not self._is_elastic:

@@ -267,11 +267,13 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.multiprocess
 def test_the_contracts_hold(copy: Path) -> None:
     result = lint_imports(copy)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.multiprocess
 def test_the_contracts_catch_planted_violations(copy: Path) -> None:
     planted = {
         "shade/policy/base.py": "import torch",
@@ -288,6 +290,7 @@ def test_the_contracts_catch_planted_violations(copy: Path) -> None:
     assert re.search(r"Only the store speaks Redis.* BROKEN", result.stdout)
 
 
+@pytest.mark.multiprocess
 def test_a_new_module_must_be_given_a_layer(copy: Path) -> None:
     (copy / "shade" / "attic.py").write_text(DOC)
     result = lint_imports(copy)
@@ -295,6 +298,7 @@ def test_a_new_module_must_be_given_a_layer(copy: Path) -> None:
     assert "shade.attic" in result.stdout + result.stderr
 
 
+@pytest.mark.multiprocess
 def test_importing_shade_loads_neither_torch_nor_redis() -> None:
     program = "import sys, shade; print(sorted({'torch', 'redis', 'numpy'} & set(sys.modules)))"
     result = subprocess.run(
@@ -320,6 +324,7 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in result.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
 
 
+@pytest.mark.multiprocess
 def test_no_tracked_file_names_a_path_of_one_machine() -> None:
     # Written in pieces, so that this file does not find itself.
     homes = "|".join(
@@ -330,6 +335,7 @@ def test_no_tracked_file_names_a_path_of_one_machine() -> None:
     assert found == []
 
 
+@pytest.mark.multiprocess
 def test_scripts_are_executable_and_say_what_they_do() -> None:
     for script in sorted((ROOT / "scripts").iterdir()):
         assert script.stat().st_mode & 0o111, f"chmod +x {script.name}"

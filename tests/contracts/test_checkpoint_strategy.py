@@ -133,6 +133,7 @@ def crash(checkpointer: Checkpointer) -> None:
 # ── every bit comes back ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.redis
 @different_in("codec", "streams", "in_flight", among=EXACT)
 @pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
 def test_a_run_goes_on_as_if_it_had_never_ended(
@@ -181,6 +182,7 @@ def test_a_state_of_many_chunks_is_saved_while_training_goes_on(
             assert_holds(found, right[snapshot.record.step], strategy)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("names", [["deepfreeze", "pccheck"], pytest.param(EXACT, marks=pytest.mark.slow, id="all")])
 def test_what_is_exact_restores_on_two_ranks(tmp_path: Path, names: list[str]) -> None:
     """All in one pair of processes: each rank's own state comes back to it, the shared state to both."""

@@ -25,6 +25,8 @@ from shade.store._servers.server import LocalServer
 from shade.store.keys import SampleKeys, placement_tags
 from tests.conftest import PASSWORD, WRONG, Place
 
+pytestmark = pytest.mark.redis
+
 TIMEOUT_SECONDS = 0.25
 PATIENCE = 8
 """A failing call may take so many timeouts: connect, log in, ask, ask the others."""

@@ -16,6 +16,8 @@ from shade.errors import ConfigError, StorageError
 from shade.storage import VOLUMES, Volume, open_volume
 from tests.support.storage_servers import BUCKET, S3Server, point_at
 
+pytestmark = pytest.mark.multiprocess
+
 KINDS = ["disk", "tmpfs", "memory", "renaming", "refusing", "s3"]
 _numbers = itertools.count()
 

@@ -302,6 +302,7 @@ def _write_row(residency: ResidencyMap, worker: int) -> None:
     residency.open_until = 5.5
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_residency_map_is_shared_memory_in_every_child(method: str) -> None:
     residency = ResidencyMap(4)

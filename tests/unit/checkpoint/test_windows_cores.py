@@ -98,6 +98,7 @@ def _work(seconds: float) -> None:
 
 
 @pytest.mark.skipif(not windows._STAT.exists(), reason="the system does not tell")
+@pytest.mark.multiprocess
 def test_busy_cores_are_not_idle() -> None:
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_work, args=(1.0,)) for _ in os.sched_getaffinity(0)]

@@ -45,6 +45,7 @@ def epochs(dataset: ShadeDataset, count: int = 3, workers: int = 0) -> list[torc
     return seen
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("view", "workers"),
     [

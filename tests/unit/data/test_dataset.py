@@ -192,6 +192,7 @@ def quickly(action: Callable[[], Any], expected: type[Exception]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("scheme", ["redis", "unix", "rediss", "redis+cluster"])
 def test_a_wrong_password_raises_at_construction(get_place: Callable[[str], Place], scheme: str) -> None:
     place = get_place(scheme)

@@ -93,6 +93,7 @@ def test_wrapped_it_is_read_in_parallel_and_cached(folder: Path, url: str, worke
         assert rest == others
 
 
+@pytest.mark.multiprocess
 def test_a_file_that_changed_is_another_data_set(folder: Path, url: str) -> None:
     def fingerprint() -> str:
         dataset = ShadeDataset(RemoteImageFolder(url), cache=None)
@@ -117,6 +118,7 @@ def test_a_file_that_changed_is_another_data_set(folder: Path, url: str) -> None
     assert fingerprint() != before
 
 
+@pytest.mark.multiprocess
 def test_any_data_set_of_urls(url: str) -> None:
     """No RemoteImageFolder: a data set of (URL, class) pairs."""
 

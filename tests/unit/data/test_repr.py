@@ -46,6 +46,7 @@ def test_a_data_set_without_a_cache_says_so() -> None:
         assert repr(dataset) == f"ShadeDataset(TensorDataset, num_samples={N}, cache=None)"
 
 
+@pytest.mark.multiprocess
 def test_no_repr_shows_a_password(get_place: Callable[[str], Place]) -> None:
     place = get_place("redis")
     with contextlib.closing(ShadeDataset(TensorDataset(torch.zeros(N)), cache=place.url)) as dataset:

@@ -128,3 +128,27 @@ def test_a_folder_without_the_package_is_refused(script: Any, tmp_path: Path) ->
 def test_markdown_has_both_columns(script: Any, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--no-trace", "--markdown", str(root), str(root)]) == 0
     assert "| dialect words | 5 | 5 |" in capsys.readouterr().out.splitlines()
+
+
+MOST = {
+    "modules": 280,
+    "modules with at most one importer": 69,
+    "class names in two or more modules": 0,
+    "docstrings 'See `X`'": 0,
+    "dialect words": 13,
+    "import cycles": 0,
+}
+"""Figures of this package that may shrink and must not grow; lower one when the code has got better."""
+
+
+def test_this_package_gets_no_worse(script: Any) -> None:
+    figures = script.measure(SCRIPT.parent.parent, traced=False)
+    grown = {name: figures[name] for name, most in MOST.items() if int(figures[name]) > most}
+    assert grown == {}, f"expected at most {MOST}; scripts/measure_structure --details names what stands behind each"
+
+
+@pytest.mark.multiprocess
+def test_a_save_and_a_restore_pass_through_few_files(script: Any) -> None:
+    files = script.trace(SCRIPT.parent.parent)
+    assert len(files["save"]) <= 24
+    assert len(files["restore"]) <= 16

@@ -231,13 +231,13 @@ def plant_difference_added_twice(patch: pytest.MonkeyPatch) -> None:
 
 def plant_twice_and_nobody_looks(patch: pytest.MonkeyPatch) -> None:
     plant_difference_added_twice(patch)
-    patch.setattr(reader, "is_right", lambda manifest, number, data: True)
+    patch.setattr(reader, "matches_data_digest", lambda manifest, number, data: True)
 
 
 def plant_difference_without_base(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(protocol, "check_base", lambda tier, record: None)
     patch.setattr(flusher, "check_base", lambda tier, record: None)
-    patch.setattr(Flusher, "_lacking", lambda self, place, record: [(place, record)])
+    patch.setattr(Flusher, "_missing_chain", lambda self, place, record: [(place, record)])
 
 
 PLANTED = [

@@ -268,6 +268,8 @@ class TestCache:
         assert sorted(seen) == list(range(12))
         for index, parts in seen.items():
             assert all(np.array_equal(one, other) for one, other in zip(parts, saved[index], strict=True)), index
+        sampler.close()
+        dataset.close()
 
     @pytest.mark.filterwarnings("ignore:the training loop never called sampler.weights")
     def test_sampler_continues_in_mid_epoch(self, tmp_path: Path) -> None:

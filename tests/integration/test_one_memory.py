@@ -161,7 +161,7 @@ def test_every_save_of_a_run_that_saves_often_finds_room_and_some_samples_stay(
         assert figures["saves"] == trial.steps // 4
         assert figures["failed"] == 0
         assert trial.snapshots._committed is not None
-        assert trial.snapshots._committed[1].tier.name == "cluster memory"
+        assert trial.snapshots._committed.committed.result().tier.name == "cluster memory"
         assert refusals(server) == 0
         end(trials)
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from shade.cli.simulation import MeasuredEpoch, forecast
 from shade.errors import ConfigError
-from shade.policy.forecast import MeasuredEpoch, forecast
 
 SLOW_STORAGE = MeasuredEpoch(
     num_samples=1000,

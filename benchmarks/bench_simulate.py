@@ -32,7 +32,7 @@ import numpy as np
 from measures import publish
 from PIL import Image
 
-from shade.cli.simulation import measure, policy_of, predict, prolong, workers_of
+from shade.cli.what_if import measure, policy_of, predict, prolong, workers_of
 from shade.policy.trace import Trace
 from shade.report import load_run
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shade.cli import main
-from shade.cli.simulation import prolong
+from shade.cli.what_if import prolong
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
 from tests.support.data_plane import Job, make_pictures, train

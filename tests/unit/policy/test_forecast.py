@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shade.cli.simulation import MeasuredEpoch, forecast
+from shade.cli.what_if import MeasuredEpoch, forecast
 from shade.errors import ConfigError
 
 SLOW_STORAGE = MeasuredEpoch(

@@ -12,7 +12,6 @@ from shade.errors import ConfigError
 
 if TYPE_CHECKING:
     from shade.policy.simulator import MissRatioCurves
-    from shade.policy.trace import Trace
 
 
 _EXAMPLES: Final = """\
@@ -52,6 +51,7 @@ def add(verbs: Any) -> None:
 
 def _answer(given: argparse.Namespace) -> int:
     from shade.policy.simulator import miss_ratio_curves
+    from shade.policy.trace import Trace
     from shade.store.url import parse_bytes
     from shade.train import TRACE_FILE
 

@@ -97,7 +97,7 @@ def _work(seconds: float) -> None:
         pass
 
 
-@pytest.mark.skipif(not windows._STAT.exists(), reason="the system does not tell")
+@pytest.mark.skipif(not windows._STAT.exists(), reason="the system has no such clock")
 @pytest.mark.multiprocess
 def test_busy_cores_are_not_idle() -> None:
     context = multiprocessing.get_context("fork")

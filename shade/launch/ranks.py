@@ -54,7 +54,7 @@ def signals_as_exceptions() -> Iterator[Callable[[], None]]:
 
     Yields:
         A function to call now and then: it raises `Ended` again if the exception was lost, because the signal came
-        in the middle of something that ignores exceptions, such as Python's work at a fork.
+        in the middle of something that ignores exceptions, such as a `__del__` or Python's work at a fork.
     """
     asked: list[int] = []
 
@@ -74,10 +74,19 @@ def signals_as_exceptions() -> Iterator[Callable[[], None]]:
         asked.append(number)
         raise Ended(number)
 
+    print_ignored = sys.unraisablehook
+
+    def print_unless_ended(ignored: sys.UnraisableHookArgs) -> None:
+        if not isinstance(ignored.exc_value, Ended):
+            print_ignored(ignored)
+
     before = {number: signal.signal(number, unwind) for number in _SIGNALS}
+    # `remind` raises a lost `Ended` again, so its traceback would be noise.
+    sys.unraisablehook = print_unless_ended
     try:
         yield remind
     finally:
+        sys.unraisablehook = print_ignored
         for number, handler in before.items():
             signal.signal(number, handler)
 

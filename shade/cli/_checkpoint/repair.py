@@ -242,8 +242,9 @@ def _certify(given: argparse.Namespace) -> int:
     from shade.launch.ranks import Ended, signals_as_exceptions
 
     try:
-        with signals_as_exceptions():
+        with signals_as_exceptions() as remind:
             certificate = certify(given.out.resolve(), given.step, given.steps)
+            remind()
     except Ended as ended:
         return 128 + ended.number
     sys.stdout.write(str(certificate))

@@ -100,6 +100,36 @@ def test_a_signal_whose_exception_was_lost_is_told_again() -> None:
     assert caught.value.number == signal.SIGTERM
 
 
+class SignalledWhenDeleted:
+    """Python prints and drops what a `__del__` raises."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_that_comes_in_a_finalizer_prints_nothing_and_is_told_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with signals_as_exceptions() as remind:
+        SignalledWhenDeleted()
+        with pytest.raises(Ended):
+            remind()
+    assert capsys.readouterr().err == ""
+
+
+def test_what_else_a_finalizer_raises_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: printed.append(ignored.exc_value))
+
+    class Faulty:
+        def __del__(self) -> None:
+            raise KeyError("mine")
+
+    with signals_as_exceptions():
+        Faulty()
+    assert [repr(error) for error in printed] == ["KeyError('mine')"]
+
+
 def test_outside_the_main_thread_signals_are_left_alone() -> None:
     def use() -> None:
         with signals_as_exceptions():

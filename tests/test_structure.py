@@ -7,6 +7,7 @@ a small package with one planted fault, where it must find exactly that: a guard
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import shutil
@@ -26,12 +27,16 @@ MOST_MODULES = 12
 REGISTRIES = ("policy", "_strategies", "_codecs")
 
 
+parsed = functools.cache(ast.parse)
+"""The syntax tree of a text; every guard reads the whole package."""
+
+
 def modules(package: Path) -> Iterator[tuple[str, Path, ast.Module]]:
     """Dotted name, path and syntax tree of every module."""
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        yield name, path, ast.parse(path.read_text(encoding="utf-8"))
+        yield name, path, parsed(path.read_text(encoding="utf-8"))
 
 
 def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:

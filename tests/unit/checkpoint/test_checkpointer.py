@@ -596,12 +596,12 @@ def test_closing_right_after_the_first_step_leaves_nothing_behind(begin: Callabl
     assert not own_folder(run).exists()
 
 
-def test_its_repr_says_what_it_is_doing(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(persist_to=str(tmp_path), run="shown", strategy="copy", every=50)
+def test_its_repr_says_what_it_is_doing(run: str, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(persist_to=str(tmp_path), run=run, strategy="copy", every=50)
     with checkpointer:
         checkpointer.attach(model=torch.nn.Linear(2, 2))
         assert (
-            repr(checkpointer) == f"<Checkpointer of run 'shown', copy, every 50, file://{tmp_path}, step 0, 0 saves>"
+            repr(checkpointer) == f"<Checkpointer of run '{run}', copy, every 50, file://{tmp_path}, step 0, 0 saves>"
         )
         checkpointer.step_count = 7
         checkpointer.save()

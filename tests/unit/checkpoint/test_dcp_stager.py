@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,6 +22,9 @@ from shade.checkpoint._integrations import dcp_stager
 from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
 from shade.errors import ConfigError, TornSnapshotError
+
+RUN = f"run-{os.getpid()}"
+"""A run id is locked on the machine, and pytest-xdist runs tests in several processes."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage:UserWarning")
 
@@ -146,7 +150,7 @@ def test_what_does_not_stand_still_is_not_saved(
         before(self, *rest)
 
     monkeypatch.setattr(Copying, "finish", meanwhile)
-    with ShadeWriter(persist_to=str(tmp_path), run="r") as writer:
+    with ShadeWriter(persist_to=str(tmp_path), run=RUN) as writer:
         response = dcp.async_save(state, storage_writer=writer, checkpoint_id="1", async_stager=stager)
         assert isinstance(response, Future)
         with pytest.raises(CheckpointException) as failure:
@@ -155,7 +159,7 @@ def test_what_does_not_stand_still_is_not_saved(
     assert isinstance(error, TornSnapshotError)
     assert "moving" in str(error)
     assert "moving" in caplog.text
-    with ShadeReader(persist_to=str(tmp_path), run="r") as reader:
+    with ShadeReader(persist_to=str(tmp_path), run=RUN) as reader:
         assert reader.steps() == []
 
 
@@ -187,7 +191,7 @@ def test_with_an_optimizer_the_copy_runs_beside_and_the_step_waits(
     optimizer.step()
     stager, held = ShadeStager(optimizer), Held(monkeypatch)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
-    with ShadeWriter(persist_to=str(tmp_path), run="r") as writer:
+    with ShadeWriter(persist_to=str(tmp_path), run=RUN) as writer:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         response: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id="1", async_stager=stager)
         assert not response.staging_completion.done()
@@ -199,7 +203,7 @@ def test_with_an_optimizer_the_copy_runs_beside_and_the_step_waits(
         assert seen == [True], "the step came before the copy"
         response.upload_completion.result(60)
     loaded = {"model": {key: torch.zeros_like(value) for key, value in expected.items()}}
-    with ShadeReader(persist_to=str(tmp_path), run="r") as reader:
+    with ShadeReader(persist_to=str(tmp_path), run=RUN) as reader:
         dcp.load(loaded, storage_reader=reader)
     assert all(torch.equal(loaded["model"][key], value) for key, value in expected.items())
     assert not torch.equal(model[1].running_mean, expected["1.running_mean"])
@@ -213,7 +217,7 @@ def test_writing_to_a_parameter_too_early_fails_the_save(tmp_path: Path, monkeyp
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stager, held = ShadeStager(optimizer), Held(monkeypatch)
-    with ShadeWriter(persist_to=str(tmp_path), run="r") as writer:
+    with ShadeWriter(persist_to=str(tmp_path), run=RUN) as writer:
         state = {"model": model.state_dict()}
         response: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id="1", async_stager=stager)
         with torch.no_grad():

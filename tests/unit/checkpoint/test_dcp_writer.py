@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,9 @@ from shade.errors import (
 )
 from shade.storage import open_volume
 from shade.store import open_store
+
+RUN = f"run-{os.getpid()}"
+"""A run id is locked on the machine, and pytest-xdist runs tests in several processes."""
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated:UserWarning"
@@ -88,18 +92,18 @@ def reason(failure: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[ShadeWriter]:
-    with ShadeWriter(persist_to=str(tmp_path), run="r") as made:
+    with ShadeWriter(persist_to=str(tmp_path), run=RUN) as made:
         yield made
 
 
 def reader_of(tmp_path: Path, step: int | None = None) -> ShadeReader:
-    return ShadeReader(persist_to=str(tmp_path), run="r", step=step)
+    return ShadeReader(persist_to=str(tmp_path), run=RUN, step=step)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, codec: str) -> None:
     saved, loaded = state_of(1), state_of(2)
-    with ShadeWriter(persist_to=str(tmp_path), run="r", step=4, codec=codec) as writer:
+    with ShadeWriter(persist_to=str(tmp_path), run=RUN, step=4, codec=codec) as writer:
         dcp.save(saved, storage_writer=writer)
         writer.wait_durable(0.0)
     assert not is_same(saved, loaded)
@@ -278,8 +282,8 @@ def test_the_wrong_shape_names_the_tensor(tmp_path: Path, writer: ShadeWriter) -
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda path: ShadeWriter(run="r"), "persist_to"),
-        (lambda path: ShadeReader(run="r"), "persist_to"),
+        (lambda path: ShadeWriter(run=RUN), "persist_to"),
+        (lambda path: ShadeReader(run=RUN), "persist_to"),
         (lambda path: ShadeWriter(persist_to=path, run="a/b"), "run id"),
         (lambda path: ShadeReader(persist_to=path, run="a/b"), "run id"),
         (lambda path: ShadeWriter(persist_to=path, codec="zst"), "zstd"),
@@ -301,7 +305,7 @@ def test_a_save_without_a_step_and_without_agreement(writer: ShadeWriter) -> Non
 
 
 def test_a_store_that_does_not_answer_is_found_by_the_first_save() -> None:
-    with ShadeWriter("redis://127.0.0.1:1", run="r", step=1) as writer, pytest.raises(CheckpointException) as failure:
+    with ShadeWriter("redis://127.0.0.1:1", run=RUN, step=1) as writer, pytest.raises(CheckpointException) as failure:
         dcp.save({"a": torch.zeros(3)}, storage_writer=writer)
     assert isinstance(reason(failure), ConfigError)
 
@@ -310,10 +314,10 @@ def test_no_snapshot_and_one_of_another_kind(tmp_path: Path) -> None:
     for asked in (None, 4):
         with pytest.raises(CheckpointException, match="saved through DCP"):
             dcp.load(state_of(2), storage_reader=reader_of(tmp_path, asked))
-    with Checkpointer(persist_to=str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(persist_to=str(tmp_path), run=RUN) as checkpointer:
         checkpointer.attach(model=torch.nn.Linear(2, 2))
         checkpointer.save()
-        with pytest.raises(RunInUseError), ShadeWriter(persist_to=str(tmp_path), run="r", step=1) as writer:
+        with pytest.raises(RunInUseError), ShadeWriter(persist_to=str(tmp_path), run=RUN, step=1) as writer:
             raise inner(lambda: dcp.save({"a": torch.zeros(3)}, storage_writer=writer))
     with pytest.raises(CheckpointException, match="saved through DCP"):
         dcp.load(state_of(2), storage_reader=reader_of(tmp_path))
@@ -328,7 +332,7 @@ def inner(action: Callable[[], Any]) -> BaseException:
 def test_a_checkpointer_says_that_it_is_not_its_own(tmp_path: Path, writer: ShadeWriter) -> None:
     dcp.save(state_of(1), storage_writer=writer, checkpoint_id="4")
     writer.close()
-    with Checkpointer(persist_to=str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(persist_to=str(tmp_path), run=RUN) as checkpointer:
         checkpointer.attach(model=torch.nn.Linear(2, 2))
         with pytest.raises(ShadeError, match="dcp"):
             checkpointer.restore_latest()
@@ -344,7 +348,7 @@ def test_a_failed_tier_is_passed_over_and_told_once(
 
     monkeypatch.setattr(MemoryTier, "prepare", full)
     monkeypatch.setattr("shade.checkpoint._session.open_tiers._ensure_flusher", lambda *_: None)
-    with ShadeWriter(get_place("unix").url, persist_to=str(tmp_path), run="full") as writer:
+    with ShadeWriter(get_place("unix").url, persist_to=str(tmp_path), run=RUN) as writer:
         for step in ("1", "2"):
             dcp.save(state_of(1), storage_writer=writer, checkpoint_id=step)
         writer.wait_durable(0.0)
@@ -356,21 +360,21 @@ def test_a_failed_tier_is_passed_over_and_told_once(
 @pytest.mark.redis
 def test_damage_in_one_tier_is_read_from_the_other(tmp_path: Path, get_place: Callable[[str], Any]) -> None:
     url, saved = get_place("unix").url, state_of(1)
-    with ShadeWriter(url, run="two") as writer:
+    with ShadeWriter(url, run=RUN) as writer:
         dcp.save(saved, storage_writer=writer, checkpoint_id="4")
-    with ShadeReader(url, run="two") as reader, open_volume(str(tmp_path)) as volume:
-        (length,) = {len(chunk) for chunk in carry(reader, StorageTier(volume, "two"))}
+    with ShadeReader(url, run=RUN) as reader, open_volume(str(tmp_path)) as volume:
+        (length,) = {len(chunk) for chunk in carry(reader, StorageTier(volume, RUN))}
     memory, storage = {"store": url}, {"persist_to": str(tmp_path)}
 
     def load(**places: str) -> dict[str, Any]:
         loaded = state_of(2)
-        dcp.load(loaded, storage_reader=ShadeReader(**places, run="two"))
+        dcp.load(loaded, storage_reader=ShadeReader(**places, run=RUN))
         return loaded
 
     assert is_same(saved, load(**memory))
     assert is_same(saved, load(**storage))
     with open_store(url) as store:
-        keys = [key for key in store.scan("shade:checkpoint:two:") if len(store.get_many([key])[0] or b"") == length]
+        keys = [key for key in store.scan(f"shade:checkpoint:{RUN}:") if len(store.get_many([key])[0] or b"") == length]
         assert store.set_many({key: bytes(length) for key in keys}) == [True]
     assert is_same(saved, load(**memory, **storage))
     assert isinstance(inner(lambda: load(**memory)), CorruptCheckpointError)

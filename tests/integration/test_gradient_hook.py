@@ -83,6 +83,50 @@ def story_of_new_buckets(rank: int, world_size: int) -> list[Any]:
     return [len(layouts), lost, digest(model)]
 
 
+class Branches(nn.Module):
+    """Uses one of two branches; and a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.never = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.branches = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def forward(self, inputs: torch.Tensor, branch: int) -> torch.Tensor:
+        out: torch.Tensor = self.branches[branch](torch.tanh(self.stem(inputs)))
+        return out
+
+
+def story_of_branches(rank: int, world_size: int) -> list[float]:
+    """Branches used in turn, by all ranks together or not: what was lost of the gradients, as a share."""
+    losses = []
+    for offset in (0, rank):
+        model = Branches()
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        state = SparseState(ddp, timeout_seconds=30.0, density=0.05, compressor="topk", quantiser="none")
+        ddp.register_comm_hook(state, sparse_hook)
+        arrived, total = ([torch.zeros_like(each) for each in model.parameters()] for _ in range(2))
+        for step in range(12):
+            inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+            branch = (step + offset) % 2
+            loss = model(inputs, branch).square().mean()
+            own = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            for each, gradient in zip(total, own, strict=True):
+                each += 0 if gradient is None else gradient / world_size
+            ddp(inputs, branch).square().mean().backward()
+            for each, parameter in zip(arrived, model.parameters(), strict=True):
+                each += 0 if parameter.grad is None else parameter.grad
+                parameter.grad = None
+        residuals = state.state_dict()["kept"]
+        left = [residuals[name]["residual"].view_as(each) / world_size for name, each in model.named_parameters()]
+        lost = torch.cat([(whole - kept_back).flatten() for whole, kept_back in zip(total, left, strict=True)])
+        torch.distributed.all_reduce(lost)
+        lost -= torch.cat([each.flatten() for each in arrived])
+        losses.append(float(lost.abs().max()))
+        state.close()
+    return losses
+
+
 def story_of_resuming(rank: int, world_size: int) -> list[Any]:
     """Five steps, a state, five more in a new DDP: whether what is kept came through, step, digest, refusal."""
     model, saved, came_through = network(), None, False
@@ -227,6 +271,7 @@ def story_of_diloco_nan(rank: int, world_size: int) -> list[Any]:
 
 STORIES = [
     story_of_all_sent,
+    story_of_branches,
     story_of_new_buckets,
     story_of_resuming,
     story_of_hook_nan,
@@ -245,6 +290,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.multiprocess
 def test_all_sent_the_hook_is_plain_ddp(pair: Any) -> None:
     assert max(results_of(pair, story_of_all_sent)) < 1e-5
+
+
+def test_branches_in_turn_and_unused_layers_lose_nothing(pair: Any) -> None:
+    for together, apart in results_of(pair, story_of_branches):
+        assert together < 1e-5
+        assert apart < 1e-5
 
 
 def test_what_is_kept_follows_parameters_into_new_buckets(pair: Any) -> None:

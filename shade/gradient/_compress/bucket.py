@@ -5,10 +5,11 @@ of one optimizer group are packed, in the order of the model, into buckets of so
 norms) share a bucket that is always sent whole: they are a thousandth of the bytes, and dropped elements hurt most
 there.
 
-float32 parameters on the CPU become views of their bucket: a sparse step changes them in place, without a copy. All
+float32 parameters on the CPU lie in their bucket's memory: a sparse step changes them in place, without a copy. All
 others (on a device, or of another type) have float32 *master weights* in the bucket. The step changes the master
-weights, and `Bucket.publish` copies the changed places to the parameters. A view keeps its parameter's strides, so
-``channels_last`` survives.
+weights, and `Bucket.publish` copies the changed places to the parameters. A parameter keeps its strides, so
+``channels_last`` survives. It has a storage of its own, a part of the bucket's: ``torch.save`` of a layer writes that
+layer.
 
 Invariant: after `publish`, every parameter equals its part of `Bucket.weights_D`, rounded to its own type.
 
@@ -71,11 +72,10 @@ class Bucket:
         """The weights that steps change; on the CPU."""
         self._remote_D = torch.empty(self.size, dtype=self.dtype, device=self.device) if self.is_master else None
         home_D = self.weights_D if self._remote_D is None else self._remote_D
-        with torch.no_grad():
-            for parameter, view in zip(self.parameters, self.views(home_D), strict=True):
-                view.copy_(parameter.detach())
-                parameter.data = view
-        self.refresh()
+        self._homes = [_with_own_storage(view) for view in self.views(home_D)]
+        """The memory of each parameter."""
+        self._addresses = [home.data_ptr() for home in self._homes]
+        self.rebind()
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
         """Returns each parameter's part of a flat array of this bucket's size, in its own shape and strides."""
@@ -85,6 +85,31 @@ class Bucket:
             )
             for parameter, start, layout in zip(self.parameters, self.starts, self._layouts, strict=True)
         ]
+
+    def rebind(self) -> None:
+        """Moves parameters that other code has bound to other memory back into the bucket, with their new values.
+
+        ``p.data = …``, `vector_to_parameters` and ``model.to(memory_format=…)`` do that: a step would miss them.
+
+        Raises:
+            ConfigError: One has another shape, type or device now.
+        """
+        moved = [
+            place for place, parameter in enumerate(self.parameters) if parameter.data_ptr() != self._addresses[place]
+        ]
+        for place in moved:
+            now, home = self.parameters[place], self._homes[place]
+            if (now.shape, now.dtype, now.device) != (home.shape, home.dtype, home.device):
+                expected = f"{self.names[place]!r} as at the start: {home.dtype} {tuple(home.shape)} on {home.device}"
+                got = f"{now.dtype} {tuple(now.shape)} on {now.device}"
+                raise ConfigError.of(expected, got, "convert the model first, then make the optimizer and the engine")
+        with torch.no_grad():
+            for place in moved:
+                self._homes[place].copy_(self.parameters[place].detach())
+                self.parameters[place].data = self._homes[place]
+                if self._remote_D is not None:
+                    part = slice(self.starts[place], self.starts[place] + self._homes[place].numel())
+                    self.weights_D[part].copy_(self._remote_D[part])
 
     def gather(self, gradients: Sequence[Tensor | None], out_D: Tensor, scale: float = 1.0) -> None:
         """Copies gradients, of any floating type and device, into float32 (D,), times ``scale``; a missing one is
@@ -179,6 +204,13 @@ def _check(parameter: torch.nn.Parameter, name: str) -> None:
         raise ConfigError.of(f"dense real floating-point parameters, {name!r} too", got, "freeze it, or split it")
     if parameter.numel() >= 2**32:
         raise ConfigError.of(f"parameters below 2**32 elements, {name!r} too", parameter.numel(), "split it")
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """Returns a tensor of the same memory whose storage ends where the view does."""
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
 
 
 def _layout(parameter: Tensor) -> tuple[int, ...]:

@@ -133,8 +133,9 @@ def _pack_late(work: GradientStep) -> dict[str, Any]:
         "norm": work.norm,
         "overflow": str(work.error) if isinstance(work.error, NonFiniteGradientError) else None,
         "decision": None if work.decision is None else plain_decision(work.decision),
-        "indices": [each.indices_K.astype(np.int64) for each in work.merged],
-        "values": [each.values_K.copy() for each in work.merged],
+        # Tensors, not arrays: torch.load reads them with weights_only, its default.
+        "indices": [torch.from_numpy(each.indices_K.astype(np.int64)) for each in work.merged],
+        "values": [torch.from_numpy(each.values_K.copy()) for each in work.merged],
     }
 
 

@@ -20,6 +20,9 @@ known by the names of its parameters. When a new one comes, `ResidualStore` spli
 assembles the new bucket's residual. That changes no residual. But the choice of elements depends on the buckets, so a
 resumed run, whose first step has DDP's first buckets again, is not bit-identical to the uninterrupted one.
 
+DDP drops the average of a parameter that no rank used in the step (``find_unused_parameters``). So a rank sends
+nothing for a parameter whose own gradient is zero everywhere: its residual stays until the rank uses it again.
+
 Invariant: per parameter, what was sent plus the residual is the sum of the gradients.
 
 Legend: D bucket.
@@ -109,8 +112,8 @@ class SparseState:
         self._quantiser, self._seed = quantiser, seed
         self._scale = LossScale(scaler)
         self._unscale = 1.0
-        self._chosen: list[tuple[ErrorFeedback, Sparse]] = []
-        """Of this step, so that all of it can be undone or absorbed."""
+        self._chosen: list[tuple[ErrorFeedback, Sparse, Sparse]] = []
+        """Of this step: what was sent and what was held back. The end of the step tells what the residual gets back."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
         self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
@@ -194,8 +197,9 @@ class SparseState:
             feedback = self._residual_store.of(job.parameters)
             chosen = Sparse.empty(size)
             if self.num_samples:
-                chosen = feedback.compress(gradient_D, work.density, Key(self._seed, self.step, job.number))
-                self._chosen.append((feedback, chosen))
+                picked = feedback.compress(gradient_D, work.density, Key(self._seed, self.step, job.number))
+                chosen, held_back = _split_unused(picked, gradient_D, job.parameters)
+                self._chosen.append((feedback, chosen, held_back))
             work.payloads[job.number] = all_reduce.pack(work, job.number, chosen)
         except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
             work.trouble.append(error)
@@ -217,11 +221,14 @@ class SparseState:
         self._damage = []
         if chosen or error is not None:
             self.step += 1
-        for feedback, sparse in chosen:
+        for feedback, sent, held_back in chosen:
             if isinstance(error, NonFiniteGradientError):
                 feedback.undo()
-            elif error is not None:
-                feedback.absorb(sparse)
+                continue
+            if held_back.count:
+                feedback.absorb(held_back)
+            if error is not None:
+                feedback.absorb(sent)
 
 
 def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -235,6 +242,24 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
         The mean, in the bucket's memory.
     """
     return state._submit(bucket)
+
+
+def _split_unused(picked: Sparse, gradient_D: Tensor, parameters: Sequence[Tensor]) -> tuple[Sparse, Sparse]:
+    """Splits the picked elements: those of parameters with a gradient, and those of parameters without."""
+    ends = np.cumsum([parameter.numel() for parameter in parameters])
+    bounds = np.searchsorted(picked.indices_K, [0, *ends])
+    is_sent_K = np.ones(picked.count, dtype=bool)
+    for place, part_D in enumerate(torch.split(gradient_D, [parameter.numel() for parameter in parameters])):
+        first, last = bounds[place], bounds[place + 1]
+        # Most gradients show in their first elements that they are not all zero.
+        if first < last and not (part_D[:64].any() or part_D.any()):
+            is_sent_K[first:last] = False
+    if is_sent_K.all():
+        return picked, Sparse.empty(picked.size)
+    sent, held_back = (
+        Sparse(picked.indices_K[mask_K], picked.values_K[mask_K], picked.size) for mask_K in (is_sent_K, ~is_sent_K)
+    )
+    return sent, held_back
 
 
 def _after_backward(call: Callable[[], None]) -> None:

@@ -113,6 +113,9 @@ class GradientEngine:
         if not isinstance(optimizer, SparseOptimizer):
             cure = "use SparseSGD or LocalAdamW, or keep yours and register shade.sparse_hook with DDP"
             raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
+        if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
+            cure = "give the engine ddp.module, or keep DDP and register shade.sparse_hook with it"
+            raise ConfigError.of("a model that nothing else exchanges gradients of", "DistributedDataParallel", cure)
         corrections = corrections_of(optimizer, correction, clip_norm)
         warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
         self._model, self._optimizer, self._staleness, self._clip_norm = model, optimizer, staleness, clip_norm
@@ -137,7 +140,14 @@ class GradientEngine:
         self._attach(topology, check_transport)
         self._plan, self._scale = DensityPlan(warm_up, staleness), LossScale(scaler)
         self._meter = Meter(world.rank, sum(each.feedback.size for each in self._bucket_states))
-        self._gradient_hooks = GradientHooks(self._bucket_states, optimizer.param_groups, self._scale)
+        self._gradient_hooks = GradientHooks(self._bucket_states, optimizer, self._scale)
+        self._trained = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        ]
+        """Where the model keeps each parameter."""
         self._is_closed = False
         self._proposal: Decision | None = None
         """For the step after the open one."""
@@ -188,6 +198,7 @@ class GradientEngine:
             GradientError: A rank failed; see its log.
         """
         self._check_open()
+        self._check_parameters()
         work = self._open
         work.costs.compute_seconds = time.perf_counter() - self._stepped_at
         self._stepped_at = time.perf_counter()
@@ -203,6 +214,7 @@ class GradientEngine:
     def finish(self) -> None:
         """Applies the last gradient, flushes lagging weights, averages buffers. Collective; raises as `step`."""
         self._check_between_steps()
+        self._check_parameters()
         due, self._late = self._late, None
         if due is not None:
             self._settle(due)
@@ -405,6 +417,23 @@ class GradientEngine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError.of("an open engine", "a closed one", "make a new one")
+
+    def _check_parameters(self) -> None:
+        """Takes in parameters that were bound to other memory; refuses what this engine would not exchange."""
+        for module, name, parameter in self._trained:
+            if module._parameters.get(name) is not parameter:
+                self._refuse_new_parameters()
+                break
+        self._gradient_hooks.check_all_known()
+        for bucket in self._buckets:
+            bucket.rebind()
+
+    def _refuse_new_parameters(self) -> None:
+        known = {parameter for _, _, parameter in self._trained}
+        new = [n for n, each in self._model.named_parameters() if each.requires_grad and each not in known]
+        if new:
+            cure = "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
+            raise ConfigError.of("the parameters that the engine was made with", f"others as {new}", cure)
 
     def _check_between_steps(self) -> None:
         self._check_open()

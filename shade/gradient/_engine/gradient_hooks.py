@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shade.errors import ConfigError
 from shade.gradient._comm.step import GradientStep
@@ -25,19 +26,15 @@ from shade.gradient._engine.bucket_state import BucketState
 
 
 class GradientHooks:
-    """The hooks on all parameters of an engine, until `close`; ``param_groups`` includes frozen parameters."""
+    """The hooks on all parameters of an engine, until `close`."""
 
-    def __init__(
-        self, bucket_states: Sequence[BucketState], param_groups: Sequence[Mapping[str, Any]], scale: LossScale
-    ) -> None:
-        self._bucket_states, self._scale = bucket_states, scale
+    def __init__(self, bucket_states: Sequence[BucketState], optimizer: Optimizer, scale: LossScale) -> None:
+        self._bucket_states, self._optimizer, self._scale = bucket_states, optimizer, scale
         self._places = {
             parameter: (number, position)
             for number, bucket_state in enumerate(bucket_states)
             for position, parameter in enumerate(bucket_state.bucket.parameters)
         }
-        trained = [each for entry in param_groups for each in entry["params"]]
-        self._frozen = [each for each in trained if each not in self._places]
         self._is_accumulating = False
         self.work: GradientStep | None = None
         """The open step."""
@@ -59,16 +56,23 @@ class GradientHooks:
         finally:
             self._is_accumulating = before
 
-    def seal(self, work: GradientStep) -> None:
-        """Ends a step's backward pass: a missing gradient counts as zero, one of a frozen parameter raises
-        `ConfigError`.
+    def check_all_known(self) -> None:
+        """Raises `ConfigError` if a parameter that was frozen when the engine was made, or was added to the optimizer
+        later, has a gradient: the optimizer would apply it on this rank alone.
         """
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise ConfigError.of("frozen parameters to stay frozen", "a gradient", "make a new engine to train them")
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._places:
+                    got = f"one of another parameter, of shape {tuple(parameter.shape)}"
+                    cure = "make a new engine after parameters were unfrozen or added to the optimizer"
+                    expected = "gradients of the parameters that were trainable when the engine was made"
+                    raise ConfigError.of(expected, got, cure)
+
+    def seal(self, work: GradientStep) -> None:
+        """Ends a step's backward pass: a missing gradient counts as zero."""
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
-                work.put(number, position, parameter.grad)
-                parameter.grad = None
+                self._move(work, number, position, parameter)
 
     def close(self) -> None:
         """Removes the hooks. Safe to call twice."""
@@ -85,6 +89,9 @@ class GradientHooks:
             name = self._bucket_states[number].bucket.names[position]
             cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
             raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
+        self._move(work, number, position, parameter)
+
+    def _move(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
         if work.is_untouched:
             work.scale = self._scale.unscale
         gradient, parameter.grad = parameter.grad, None

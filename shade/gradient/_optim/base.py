@@ -95,6 +95,7 @@ class SparseOptimizer(Optimizer, ABC):
         if sparse.size != bucket.size:
             raise GradientError.of(f"a gradient of {bucket.size} elements", sparse.size, "apply it to its own bucket")
         self._opt_called = True  # learning rate schedulers read it and warn without a step
+        bucket.rebind()
         memory = self._memory(bucket)
         group = self.param_groups[bucket.group]
         if group["maximize"]:
@@ -146,6 +147,7 @@ class SparseOptimizer(Optimizer, ABC):
             hook(self, (), {})
         for memory in self._memories.values():
             if memory.is_behind:
+                memory.bucket.rebind()
                 self._sweep(memory, 0, memory.num_lines)
                 memory.bucket.publish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,164 @@ def test_a_parameter_that_thaws_is_not_trained_by_one_rank_alone() -> None:
         model(torch.ones(1, 48), True).sum().backward()
         with pytest.raises(ConfigError, match="make a new engine"):
             engine.step()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_parameter_group_that_is_added_later_is_not_trained_by_one_rank_alone(staleness: int) -> None:
+    model, head = network(), nn.Linear(5, 5)
+    optimizer = SparseSGD(model.parameters(), lr=0.1)
+    with GradientEngine(model, optimizer, **EXACT, staleness=staleness) as engine:
+        train(engine, model, range(1))
+        optimizer.add_param_group({"params": list(head.parameters())})
+        before = parameters(head)
+        head(model(torch.ones(1, 32))).sum().backward()
+        with pytest.raises(ConfigError, match="added to the optimizer"):
+            engine.step()
+        with pytest.raises(ConfigError, match=r"call engine\.step"):
+            engine.finish()
+        assert_same(parameters(head), before)
+    head.zero_grad()
+    with GradientEngine(nn.Sequential(model, head), optimizer, **EXACT) as engine:  # the cure
+        head(model(torch.ones(1, 32))).sum().backward()
+        engine.step()
+    assert not torch.equal(parameters(head)[1], before[1])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("is_last_outside", [True, False])
+def test_gradients_are_unscaled_wherever_the_passes_stand(staleness: int, is_last_outside: bool) -> None:
+    ends = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        model = network()
+        optimizer = SparseSGD(model.parameters(), lr=0.1)
+        with GradientEngine(model, optimizer, **EXACT, scaler=scaler, staleness=staleness) as engine:
+            for step in range(3):
+                for place in range(2):
+                    outside = place == 1 and is_last_outside
+                    with contextlib.nullcontext() if outside else engine.accumulate():
+                        loss = loss_of(model, 2 * step + place)
+                        (scaler.scale(loss) if scaler else loss).backward()
+                engine.step()
+            engine.finish()
+        ends.append(parameters(model))
+    for plain, scaled in zip(*ends, strict=True):
+        assert torch.allclose(plain, scaled, atol=1e-5)
+
+
+def rebind_data(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.data = each.data * 0.5
+
+
+def rebind_by_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 0.5
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def rebind_one(model: nn.Module) -> None:
+    bias = model[-1].bias  # type: ignore[index]
+    bias.data = torch.ones_like(bias.data)
+
+
+@pytest.mark.parametrize("rebind", [rebind_data, rebind_by_vector, rebind_one])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_bound_to_other_memory_are_trained_from_there(rebind: Any, dtype: torch.dtype) -> None:
+    model, reference = network().to(dtype), network().to(dtype)
+    dense = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        for step in range(4):
+            if step == 2:
+                rebind(model)
+                rebind(reference)
+            inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
+            model(inputs).square().mean().backward()
+            engine.step()
+            reference(inputs).square().mean().backward()
+            dense.step()
+            dense.zero_grad()
+    for mine, theirs in zip(parameters(model), parameters(reference), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6 if dtype == torch.float32 else 0.02)
+
+
+def test_channels_last_after_the_start_is_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 8, 3)
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        before = parameters(model)
+        model(torch.ones(1, 8, 5, 5)).sum().backward()
+        engine.step()
+    assert not torch.equal(parameters(model)[0], before[0])
+
+
+def test_an_optimizer_of_its_own_trains_weights_that_are_bound_to_other_memory() -> None:
+    model = network()
+    optimizer = SparseSGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        rebind_data(model)
+        before = parameters(model)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(torch.equal(a, b) for a, b in zip(parameters(model), before, strict=True))
+
+
+def test_other_parameters_in_the_place_of_the_engine_s_are_refused_by_name() -> None:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+        loss_of(model, 0).backward()
+        with pytest.raises(ConfigError, match=r"'0\.weight'.*assign=True"):
+            engine.step()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:  # the cure
+        model.zero_grad()
+        before = parameters(model)
+        train(engine, model, range(1))
+        assert not torch.equal(parameters(model)[0], before[0])
+
+
+def test_weights_of_another_type_after_the_start_are_refused_by_name() -> None:
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        model.double()
+        model(torch.ones(1, 32, dtype=torch.float64)).sum().backward()
+        with pytest.raises(ConfigError, match=r"'0\.weight' as at the start.*float64.*convert the model first"):
+            engine.step()
+
+
+def test_a_model_under_ddp_is_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(network())
+        with pytest.raises(ConfigError, match=r"give the engine ddp\.module"):
+            GradientEngine(ddp, SparseSGD(ddp.parameters(), lr=0.1))
+        with GradientEngine(ddp.module, SparseSGD(ddp.parameters(), lr=0.1), **EXACT) as engine:  # the cure
+            train(engine, ddp.module, range(1))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_layer_is_saved_without_the_rest_of_its_bucket() -> None:
+    def size(module: nn.Module) -> int:
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        return file.tell()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = network().to(dtype)
+        before = [size(model[-1]), size(model)]
+        with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1)):
+            assert [size(model[-1]), size(model)] == before
+
+
+def test_a_state_is_read_by_torch_load_as_it_is() -> None:
+    model, file = network(), io.BytesIO()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE, staleness=1) as engine:
+        train(engine, model, range(2))
+        torch.save(engine.state_dict(), file)
+        file.seek(0)
+        engine.load_state_dict(torch.load(file))
+        train(engine, model, range(2, 3))
 
 
 def test_weights_of_half_precision_follow_float32_ones() -> None:

@@ -13,7 +13,8 @@
 
 Every rank compresses its own gradient, exchanges the chosen elements, and applies the same merged, sparse gradient
 with an optimizer of `shade.gradient.optim`. The backward pass moves gradients out of ``p.grad`` without a copy:
-``p.grad`` is None afterwards, and the engine does the clipping (``clip_norm``, of the merged gradient).
+``p.grad`` cannot be read until the step ends and is None afterwards. The engine does the clipping (``clip_norm``, of
+the merged gradient).
 
 * **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the previous step's
   gradient, while this one's is exchanged behind the next forward and backward; the first step applies nothing,

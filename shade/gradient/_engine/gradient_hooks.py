@@ -1,7 +1,9 @@
 """Moves gradients from ``p.grad`` to the open step as the backward pass completes them.
 
-Gradients move without a copy: ``p.grad`` is None afterwards, so the next backward pass cannot overwrite a gradient
-that is still being sent. A parameter used twice in a backward pass is moved once, after its gradients are summed.
+Gradients move without a copy, so the next backward pass cannot overwrite a gradient that is still being sent. Until
+`GradientEngine.step`, ``p.grad`` is a `MovedGradient`, which refuses to be computed with: with None,
+``clip_grad_norm_`` would clip nothing and say nothing. A parameter used twice in a backward pass is moved once, after
+its gradients are summed.
 
 Mixed precision: ``torch.amp.GradScaler`` looks for infinities in ``p.grad``, on each rank alone. Here gradients leave
 ``p.grad`` early, and the exchange reports every rank's overflow to all. So the engine unscales while it gathers, by
@@ -13,6 +15,7 @@ skipped on all. The script keeps ``scaler.scale(loss)`` and omits ``unscale_``, 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +26,28 @@ from torch.optim import Optimizer
 from shade.errors import ConfigError
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._engine.bucket_state import BucketState
+
+
+class MovedGradient(torch.Tensor):
+    """Stands in ``p.grad`` for a gradient that is on its way; has its shape, and no values."""
+
+    @staticmethod
+    def of(parameter: Tensor) -> MovedGradient:
+        """Returns the one for a parameter."""
+        moved: MovedGradient = torch.Tensor._make_wrapper_subclass(
+            MovedGradient, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        return moved
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        cure = "clip with GradientEngine(..., clip_norm=...); engine.step() unscales and steps the optimizer"
+        raise ConfigError.of("gradients to be left to the engine after the backward pass", str(func), cure)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"MovedGradient({tuple(self.shape)})"
 
 
 class GradientHooks:
@@ -38,14 +63,18 @@ class GradientHooks:
         self._is_accumulating = False
         self.work: GradientStep | None = None
         """The open step."""
-        take: Any = self._take
-        self._hooks: list[Any] = [each.register_post_accumulate_grad_hook(take) for each in self._places]  # type: ignore[no-untyped-call]
+        self._moved = {parameter: MovedGradient.of(parameter) for parameter in self._places}
+        self._hooks: list[Any] = []
+        for parameter in self._places:
+            # The first hook runs before the backward pass adds to p.grad, the second afterwards.
+            self._hooks.append(parameter.register_hook(functools.partial(self._make_room, parameter)))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
 
     @property
     def is_empty(self) -> bool:
         """Whether the open step has no gradient yet, neither moved nor in ``p.grad``."""
         is_untouched = self.work is None or self.work.is_untouched
-        return is_untouched and all(parameter.grad is None for parameter in self._places)
+        return is_untouched and all(_gradient_of(parameter) is None for parameter in self._places)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -73,11 +102,18 @@ class GradientHooks:
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
                 self._move(work, number, position, parameter)
+            parameter.grad = None
 
     def close(self) -> None:
         """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._places:
+            parameter.grad = _gradient_of(parameter)
+
+    def _make_room(self, parameter: Tensor, gradient: Tensor) -> None:
+        del gradient
+        parameter.grad = _gradient_of(parameter)
 
     def _take(self, parameter: Tensor) -> None:
         """Hook: moves a complete gradient to the open step."""
@@ -94,8 +130,15 @@ class GradientHooks:
     def _move(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
         if work.is_untouched:
             work.scale = self._scale.unscale
-        gradient, parameter.grad = parameter.grad, None
+        gradient, moved = _gradient_of(parameter), self._moved[parameter]  # type: ignore[index]
+        is_converted = (moved.dtype, moved.device) != (parameter.dtype, parameter.device)  # the step refuses it
+        parameter.grad = None if is_converted else moved
         work.put(number, position, gradient)
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    return None if isinstance(gradient, MovedGradient) else gradient
 
 
 class LossScale:

@@ -200,6 +200,32 @@ def test_gradients_are_unscaled_wherever_the_passes_stand(staleness: int, is_las
         assert torch.allclose(plain, scaled, atol=1e-5)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_gradients_that_are_on_their_way_cannot_be_clipped_or_applied_in_silence(staleness: int) -> None:
+    model = network()
+    optimizer = SparseSGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with GradientEngine(model, optimizer, **EXACT, staleness=staleness) as engine:
+        train(engine, model, range(2))
+        scaler.scale(loss_of(model, 2)).backward()
+        for use in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+            lambda: scaler.unscale_(optimizer),
+            optimizer.step,
+            lambda: [each.grad.norm() for each in model.parameters() if each.grad is not None],
+        ):
+            with pytest.raises(ConfigError, match="clip_norm"):
+                use()
+        engine.step()
+        assert [each.grad for each in model.parameters()] == [None] * 6
+        optimizer.zero_grad()
+        train(engine, model, range(3, 5))
+        loss_of(model, 5).backward()
+        optimizer.zero_grad(set_to_none=True)
+    assert [each.grad for each in model.parameters()] == [None] * 6
+
+
 def rebind_data(model: nn.Module) -> None:
     for each in model.parameters():
         each.data = each.data * 0.5

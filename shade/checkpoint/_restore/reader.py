@@ -279,8 +279,11 @@ class Reader:
                         intact |= self._batch(snapshot, manifest, [number])
                     except CorruptCheckpointError as error:
                         lost = error
-                damage.source.tier.repair(damage.source.place, manifest, intact)
-                repaired += len(intact)
+                try:
+                    damage.source.tier.repair(damage.source.place, manifest, intact)
+                    repaired += len(intact)
+                except CorruptCheckpointError as error:
+                    lost = lost or error
         if lost is not None:
             raise lost
         return repaired

@@ -247,7 +247,7 @@ class StorageTier(Tier):
         return {number: buffer[bounds[number] - first : bounds[number + 1] - first] for number in run}
 
     def _repaired_chunks(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
-        """Yields the corrected chunks, or raises and so leaves the file: a chunk unreadable now may be readable later."""
+        """Yields the corrected chunks, or raises: the file stays, as what is unreadable now may not stay so."""
         for number, chunk in enumerate(manifest.chunks):
             right = damaged[number] if number in damaged else self.read_chunks(place, manifest, [number])[0]
             if right is None or digest_of(right) != chunk.digest:

@@ -158,12 +158,16 @@ class StorageTier(Tier):
         return found
 
     @override
+    def has_whole_file(self, place: str, manifest: Manifest) -> bool:
+        name, header = _data_name(place, manifest), _header(manifest)
+        if self._volume.size_bytes(name) != len(header) + manifest.stored_bytes:
+            return False
+        return self._volume.read(name, 0, len(header)) == header
+
+    @override
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         # A correct file is not written again.
-        name, header = _data_name(place, manifest), _header(manifest)
-        length = len(header) + manifest.stored_bytes
-        is_complete = not damaged and self._volume.size_bytes(name) == length
-        if not is_complete or self._volume.read(name, 0, len(header)) != header:
+        if damaged or not self.has_whole_file(place, manifest):
             self._write_data(place, manifest, self._repaired_chunks(place, manifest, damaged))
         content = manifest.to_bytes()
         if self.read_manifest(place, manifest.rank) != content:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 
@@ -158,7 +159,7 @@ def open_tiers(
     run: str,
     group: ProcessGroup,
     store_url: str | None,
-    persist_to: str | None,
+    persist_to: str | os.PathLike[str] | None,
     *,
     keep: str,
     slots: int,
@@ -224,7 +225,7 @@ def open_tiers(
         if group.rank == 0:
             run_lock = _lock_run(run, store, volume, resources)
             if store is not None and store_url is not None and persist_to is not None:
-                _ensure_flusher(store, store_url, persist_to, run, keep)
+                _ensure_flusher(store, store_url, os.fspath(persist_to), run, keep)
             elif storage is not None:
                 storage.tidy(is_only_writer=True)  # this process holds the run lock, in this storage
             sweep_logs()
@@ -252,7 +253,7 @@ def open_tiers(
     return opened
 
 
-def _volume(url: str) -> Volume:
+def _volume(url: str | os.PathLike[str]) -> Volume:
     """Opens storage, and checks that it can be written."""
     volume = open_volume(url)
     try:

@@ -76,7 +76,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         self,
         store: str | None = None,
         *,
-        persist_to: str | None = None,
+        persist_to: str | os.PathLike[str] | None = None,
         run: str = "deepspeed",
         strategy: str = "mlc-base",
         keep: str = "all",

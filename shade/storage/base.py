@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from shade.errors import StorageError, StorageFullError
+from shade.errors import ConfigError, StorageError, StorageFullError
 from shade.registry import Registry
 from shade.types import Bytes
 
@@ -117,11 +118,14 @@ VOLUMES: Registry[Volume] = Registry("storage URL scheme")
 """URL scheme → class, built from the URL alone; ``*`` is whatever fsspec knows. A path without a scheme is ``file``."""
 
 
-def open_volume(url: str) -> Volume:
+_URL_AS_PATH: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII)
+
+
+def open_volume(url: str | os.PathLike[str]) -> Volume:
     """Opens durable storage; nothing is touched yet.
 
     Args:
-        url: A path, ``file:///path``, or ``scheme://…`` as in fsspec.
+        url: A path (a string or a ``pathlib.Path``), ``file:///path``, or ``scheme://…`` as in fsspec.
 
     Returns:
         The volume.
@@ -129,6 +133,12 @@ def open_volume(url: str) -> Volume:
     Raises:
         ConfigError: Not an address, or its library is missing; the message says which to install.
     """
+    if not isinstance(url, str):
+        url, given = os.fspath(url), url
+        if _URL_AS_PATH.match(url):
+            raise ConfigError.of(
+                "a path, or a URL as a string", repr(given), "pass a URL as a string: a Path drops a /"
+            )
     scheme = url.partition("://")[0] if "://" in url else "file"
     return VOLUMES.get(scheme if scheme in VOLUMES else "*")(url)  # type: ignore[call-arg]
 

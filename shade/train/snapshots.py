@@ -104,6 +104,8 @@ class OneMemory:
         """Empties slots whose snapshot is in storage, but for the newest and bases of others. No save is in flight."""
         with contextlib.suppress(StoreError):
             held = self._tier.held()
+            if self._tier.damaged:  # what cannot be read may be the newest, or build on another
+                return
             newest = max((record.sequence for record in held.values()), default=0)
             needed = {record.base for record in held.values()}
             for place, record in held.items():

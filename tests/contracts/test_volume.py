@@ -263,3 +263,10 @@ def test_an_address_that_is_none() -> None:
 
 def test_every_registered_scheme_is_asked() -> None:
     assert set(VOLUMES) == {"*", "file", "local"}, "a new scheme needs a line in KINDS"
+
+
+def test_a_url_in_a_path_is_refused_and_a_path_is_a_folder(tmp_path: Path) -> None:
+    with open_volume(tmp_path) as opened:
+        assert opened.url == f"file://{tmp_path}"
+    with pytest.raises(ConfigError, match="pass a URL as a string"):
+        open_volume(Path("s3://bucket/run"))

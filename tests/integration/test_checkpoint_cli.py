@@ -303,6 +303,31 @@ class TestDamage:
         assert code == 1
         assert "manifest of rank 0" in out
 
+    @pytest.mark.parametrize("damage", ["header", "longer"])
+    def test_a_file_whose_chunks_are_sound_may_be_damaged_around_them(
+        self, folder: Path, capsys: Capture, damage: str
+    ) -> None:
+        data = keep_in_folder(folder, 10)
+        before = data.read_bytes()
+        data.write_bytes(before[:20] + b"XX" + before[22:] if damage == "header" else before + b"more")
+        code, out, _ = shade(capsys, "verify", "--persist", folder)
+        assert code == 1
+        assert "header or length of the file of rank 0" in out
+        code, out, _ = shade(capsys, "verify", "--persist", folder, "--json")
+        assert [place["files"] for place in json.loads(out)[0]["places"]] == [[0]]
+        assert shade(capsys, "scrub", "--persist", folder)[0] == 0
+        assert data.read_bytes() == before
+
+    @pytest.mark.parametrize("verb", [["verify", "all"], ["verify"], ["verify", "10"], ["scrub"]])
+    def test_a_record_that_is_empty_is_damage(self, folder: Path, capsys: Capture, verb: list[str]) -> None:
+        keep_in_folder(folder, 10)
+        data = keep_in_folder(folder, 20)
+        (data.parent / "commit.json").write_bytes(b"")
+        code, out, _ = shade(capsys, *verb, "--persist", folder)
+        assert code == 1
+        assert "step-0000000020: its record cannot be read" in out
+        assert "2 snapshots, 1 damaged" in out
+
     def test_a_record_that_rots_is_told(self, folder: Path, capsys: Capture) -> None:
         keep_in_folder(folder, 10)
         data = keep_in_folder(folder, 20)

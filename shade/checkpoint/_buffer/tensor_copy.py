@@ -4,11 +4,12 @@ A snapshot is right only if no tensor is written to between its capture and the 
 writing, so a write is detected, in two ways that cost next to nothing:
 
 1. PyTorch counts every in-place change of a tensor (``_version``), on any thread, when the operation has ended. Counts
-   and addresses at the start are compared with those after the last copy.
+   and addresses at the start, and the first and last item of a CPU tensor, are compared with those after the last copy.
 2. A change through ``.data`` or a numpy view is not counted, nor is one that still runs. So CPU tensors are compared
    with their copies at the end: in places, and in full once a difference was found (`_buffer.torn_read`). A write to a
-   whole tensor is found; an uncounted write to a single element only if it lies in such a place. (On a device,
-   comparing would cost a round trip a tensor; there the counts alone are used.)
+   whole tensor is found; an uncounted write to a single element only if it lies in such a place. A tensor that is not
+   contiguous is compared in full: its copy and a writer go through it in different orders. (On a device, comparing
+   would cost a round trip a tensor; there the counts alone are used.)
 
 How a half-written tensor is found: an operation began before the copy and ends after it. The copy overtook it, so copy
 and tensor are both new up to there and old from there on, and nothing is counted yet. Half a millisecond later the
@@ -334,12 +335,13 @@ class Copying:
                 f"for {LONGEST_SECONDS:g} s; nothing was saved: give the training fewer threads, or more cores"
             )
         for name in names:
-            tensor = self._live[name]
-            if _fingerprint(name, tensor) != self._fingerprints[name]:
+            before, now = self._fingerprints[name], _fingerprint(name, self._live[name])
+            if now != before:
+                self._comparison.in_full |= now[:2] == before[:2]
                 raise self._torn(name)
         for name in names:
             tensor = self._source[name]
-            if _is_plain(tensor) and not self._agrees(name, tensor):
+            if tensor.device.type == "cpu" and not self._agrees(name, tensor):
                 raise self._torn(name)
             del self._unchecked[name]
 
@@ -348,7 +350,9 @@ class Copying:
         self.settle(self._unchecked, helper)
 
     def _agrees(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor equals its copy, in the places that are compared."""
+        """Whether a CPU tensor equals its copy, in the places that are compared."""
+        if not tensor.is_contiguous():
+            return self._comparison.agrees_in_full(tensor, self._view(name))
         return self._comparison.agrees(tensor, self._buffer, self._entries[name].start, self._pauses.get(name, ()))
 
     def _torn(self, name: str) -> TornSnapshotError:
@@ -369,12 +373,17 @@ def _free_bytes(device: torch.device) -> int:
     return int(free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _fingerprint(name: str, tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns two numbers, of which one changes whenever the tensor does."""
+def _fingerprint(name: str, tensor: torch.Tensor) -> tuple[int, int, bytes]:
+    """Returns what changes whenever the tensor does; of uncounted changes, it shows those of the first or last item."""
     if tensor.is_inference():
         cure = "clone() it outside of inference_mode before it is saved"
         raise ConfigError.of(f"{name!r} to count its changes", "a tensor made under torch.inference_mode", cure)
-    return tensor._version, tensor.data_ptr()
+    address, ends = tensor.data_ptr(), b""
+    if tensor.device.type == "cpu" and address and tensor.numel():
+        width = tensor.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        ends = ctypes.string_at(address, width) + ctypes.string_at(address + last * width, width)
+    return tensor._version, address, ends
 
 
 def copy_bytes(target: int, source: int, num_bytes: int) -> None:

@@ -159,6 +159,7 @@ _STRIDE_BYTES: Final = 32 * 2**10
 _WORD_BYTES: Final = 8
 _GRAIN: Final = 2**15
 """Least number of elements that ATen gives to a thread (at::internal::GRAIN_SIZE)."""
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -184,6 +185,17 @@ class Comparison:
             same = words and all(_memcmp(live + offset, copied + offset, width) == 0 for offset, width in places)
         self.in_full |= not same
         return same
+
+    def agrees_in_full(self, tensor: torch.Tensor, copied: torch.Tensor) -> bool:
+        """Whether a CPU tensor of any layout equals its copy, bit for bit."""
+        same = torch.equal(_bits(tensor), _bits(copied))
+        self.in_full |= not same
+        return same
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a CPU tensor's bits as integers, so that NaN equals itself and -0 does not equal 0."""
+    return tensor.detach().resolve_neg().view(_INTEGERS[tensor.itemsize])
 
 
 def _same_words(tensor: torch.Tensor, copied: npt.NDArray[np.uint8]) -> bool:

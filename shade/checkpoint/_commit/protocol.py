@@ -34,9 +34,10 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._tiers.tier import Shard, Tier
-from shade.errors import CheckpointError, ShadeError
+from shade.errors import CheckpointError, ShadeError, StoreError
 from shade.types import Bytes
 
 logger = logging.getLogger("shade.checkpoint")
@@ -311,6 +312,43 @@ def check_base(tier: Tier, record: Commit) -> None:
             f"the snapshot that step {record.step} builds on to be in {tier.name}",
             "it is not there any more",
             "save one that stands alone",
+        )
+
+
+def retire(tier: Tier, keep: Keep, pending: Callable[[], Iterable[Commit]] = tuple) -> None:
+    """Removes from a tier the snapshots that no rule keeps.
+
+    A record that cannot be read may be readable later, and may build on any snapshot of version 2. While there is one,
+    those stay; nothing builds on a snapshot of version 1.
+
+    Args:
+        tier: The tier.
+        keep: The rules.
+        pending: Returns the snapshots that may still be moved here: their bases stay too. A StoreError of it counts as
+            a record that cannot be read.
+
+    Raises:
+        StorageError: The tier failed; what is left is removed next time.
+    """
+    places = {record.digest: (place, record) for place, record in tier.held().items()}
+    records = [record for _, record in places.values()]
+    unreadable, others = [*tier.damaged], list[Commit]()
+    if any(record.version > 1 for record in records):
+        try:
+            others += pending()
+        except StoreError as error:
+            unreadable.append(str(error))
+    stay = 0
+    for record in keep.discardable(records, others):
+        if unreadable and record.version > 1:
+            stay += 1
+        else:
+            tier.discard(places[record.digest][0])
+    if stay:
+        logger.warning(
+            "%d old snapshots stay in %s: what cannot be read may build on them: %s; if that lasts, see "
+            "shade checkpoint verify, and remove the folders that it names",
+            *(stay, tier.name, "; ".join(unreadable)),
         )
 
 

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
-from shade.checkpoint._commit.protocol import check_base
+from shade.checkpoint._commit.protocol import check_base, retire
 from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep, lineage
@@ -298,7 +298,9 @@ class Flusher:
         self.is_drained = not dirty
         if not dirty:
             return None
-        dirty, wanted = self._skip_or_queue(dirty, self.storage.held())
+        stored = self.storage.held()
+        newest = max((record.sequence for record in stored.values()), default=-1)
+        dirty, wanted = self._skip_or_queue(dirty, stored)
         lasting = {record.digest for record in self.keep.lasting.kept(record for _, record in dirty)}
         for place, record in dirty:
             if record.digest in lasting:
@@ -315,6 +317,10 @@ class Flusher:
                     continue
                 if record.digest not in self._damaged:
                     logger.error("cannot flush, will try again: %s", error)
+                elif record.sequence < newest and not self.storage.damaged and self.memory.is_complete():
+                    logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
+                    self.memory.mark_clean(place, record.step)
+                    continue
                 self._damaged.add(record.digest)
                 lost = error
                 continue
@@ -344,9 +350,6 @@ class Flusher:
                 self.memory.mark_clean(place, record.step)
             elif record.sequence < newest and record.digest not in kept:
                 logger.info("%s step %d is skipped: a newer one is durable", record.run, record.step)
-                self.memory.mark_clean(place, record.step)
-            elif record.sequence < newest and record.digest in self._damaged:
-                logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
                 self.memory.mark_clean(place, record.step)
             else:
                 left.append((place, record))
@@ -416,14 +419,15 @@ class Flusher:
     def _retain(self) -> None:
         """Removes what no rule keeps; a failed removal is tried again after the next snapshot."""
         try:
-            places = {record.digest: (place, record) for place, record in self.storage.held().items()}
-            records = [record for _, record in places.values()]
-            building = any(record.version > 1 for record in records)
-            others = [record for _, record in self.memory.dirty()] if building else []
-            for record in self.keep.discardable(records, others):
-                self.storage.discard(places[record.digest][0])
-        except (StorageError, StoreError) as error:
+            retire(self.storage, self.keep, self._pending)
+        except StorageError as error:
             logger.warning("old snapshots could not be removed: %s", error)
+
+    def _pending(self) -> list[Commit]:
+        dirty = self.memory.dirty()
+        if self.memory.damaged:
+            raise StoreError(f"{self.memory.name}, {', '.join(self.memory.damaged)}")
+        return [record for _, record in dirty]
 
     # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────
 

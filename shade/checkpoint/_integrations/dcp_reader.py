@@ -82,7 +82,12 @@ class ShadeReader(StorageReader):
     """
 
     def __init__(
-        self, store: str | None = None, *, persist_to: str | None = None, run: str = "run", step: int | None = None
+        self,
+        store: str | None = None,
+        *,
+        persist_to: str | os.PathLike[str] | None = None,
+        run: str = "run",
+        step: int | None = None,
     ) -> None:
         super().__init__()
         check_run_name(run)

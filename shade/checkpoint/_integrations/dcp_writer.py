@@ -122,7 +122,7 @@ class ShadeWriter(StorageWriter):
         self,
         store: str | None = None,
         *,
-        persist_to: str | None = None,
+        persist_to: str | os.PathLike[str] | None = None,
         run: str = "run",
         step: int | None = None,
         keep: str = "last=2",
@@ -344,7 +344,7 @@ class Address:
     """
 
     store: str | None
-    persist_to: str | None
+    persist_to: str | os.PathLike[str] | None
     run: str
     keep: str
     slots: int

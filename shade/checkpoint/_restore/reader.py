@@ -72,11 +72,15 @@ class Damage:
     chunks: dict[int, set[int]] = field(default_factory=dict)
     """By rank: chunks that are missing or wrong in a copy."""
 
+    files: set[int] = field(default_factory=set)
+    """Ranks whose file has another header or length than was written."""
+
     def __bool__(self) -> bool:
-        return bool(self.manifests or self.chunks)
+        return bool(self.manifests or self.chunks or self.files)
 
     def __str__(self) -> str:
         parts = [f"manifest of rank {rank}" for rank in sorted(self.manifests)]
+        parts += [f"header or length of the file of rank {rank}" for rank in sorted(self.files)]
         parts += [f"{len(numbers)} chunks of rank {rank}" for rank, numbers in sorted(self.chunks.items())]
         return f"{self.source}: {', '.join(parts) or 'sound'}"
 
@@ -248,6 +252,8 @@ class Reader:
         for source in snapshot.sources:
             damage = Damage(source)
             for rank, manifest in enumerate(manifests):
+                if not _has_whole_file(source, manifest):
+                    damage.files.add(rank)
                 for copy in range(source.tier.num_copies):
                     content = _manifest_at(source, rank, copy)
                     if content is None or digest_of(content) != manifest.digest:
@@ -271,7 +277,7 @@ class Reader:
         lost: CorruptCheckpointError | None = None
         repaired = 0
         for damage in filter(None, report):
-            for rank in sorted(damage.manifests | set(damage.chunks)):
+            for rank in sorted(damage.manifests | damage.files | set(damage.chunks)):
                 manifest = self.manifest(snapshot, rank)
                 intact: dict[int, Bytes] = {}
                 for number in sorted(damage.chunks.get(rank, ())):
@@ -279,8 +285,11 @@ class Reader:
                         intact |= self._batch(snapshot, manifest, [number])
                     except CorruptCheckpointError as error:
                         lost = error
-                damage.source.tier.repair(damage.source.place, manifest, intact)
-                repaired += len(intact)
+                try:
+                    damage.source.tier.repair(damage.source.place, manifest, intact)
+                    repaired += len(intact)
+                except CorruptCheckpointError as error:
+                    lost = lost or error
         if lost is not None:
             raise lost
         return repaired
@@ -345,6 +354,14 @@ def _manifest_at(source: SnapshotSource, rank: int, copy: int) -> bytes | None:
     except (StoreError, StorageError) as error:
         logger.warning("%s: %s", source, error)
         return None
+
+
+def _has_whole_file(source: SnapshotSource, manifest: Manifest) -> bool:
+    try:
+        return source.tier.has_whole_file(source.place, manifest)
+    except (StoreError, StorageError) as error:
+        logger.warning("%s: %s", source, error)
+        return False
 
 
 def _chunks_at(source: SnapshotSource, manifest: Manifest, numbers: Sequence[int], copy: int) -> Sequence[Bytes | None]:

@@ -13,6 +13,7 @@ one.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -78,7 +79,7 @@ class Checkpointer:
         self,
         store: str | None = None,
         *,
-        persist_to: str | None = None,
+        persist_to: str | os.PathLike[str] | None = None,
         run: str = "run",
         strategy: str = "overlap",
         every: str | int | None = None,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup, retire
 from shade.checkpoint._flush.service import is_served, mark_ended, mark_started, start_flusher
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
@@ -85,27 +86,20 @@ class Tiers:
 
     def after_commit(self, result: CommitResult) -> None:
         """Removes old snapshots after a save; called in a thread of the writer."""
-        if result.tier is self.storage and self._is_first:
-            self._retire()
+        if self.storage is not None and result.tier is self.storage and self._is_first:
+            try:
+                retire(self.storage, self._keep, self._pending)
+            except StorageError as error:
+                logger.warning("old snapshots stay in storage: %s", error)
 
-    def _retire(self) -> None:
-        """Removes from storage the snapshots that no keep rule keeps."""
-        assert self.storage is not None
-        try:
-            places = {record.digest: (place, record) for place, record in self.storage.held().items()}
-            records = [record for _, record in places.values()]
-            for record in self._keep.discardable(records, self._may_need(records)):
-                self.storage.discard(places[record.digest][0])
-        except StorageError as error:
-            logger.warning("old snapshots stay in storage: %s", error)
-
-    def _may_need(self, records: Sequence[Commit]) -> Iterable[Commit]:
+    def _pending(self) -> Sequence[Commit]:
         """Returns the records in cluster memory: a flusher may be moving one that builds on a snapshot in storage."""
-        if self.memory is None or all(record.version == 1 for record in records):
+        if self.memory is None:
             return ()
-        with contextlib.suppress(StoreError):  # then a flusher cannot read it either
-            return self.memory.held().values()
-        return ()
+        records = [*self.memory.held().values()]
+        if self.memory.damaged:
+            raise StoreError(f"{self.memory.name}, {', '.join(self.memory.damaged)}")
+        return records
 
     def is_durable(self, result: CommitResult) -> bool:
         """Whether a save, or a later one, is in storage; False also while memory or storage does not answer."""
@@ -154,7 +148,7 @@ class Tiers:
         """Frees all resources; with ``keep_buffers``, a snapshot in shared memory stays for a process that restarts."""
         if not keep_buffers and (self.memory is not None or self.storage is not None):
             self.shared_memory.remove()
-        elif self.shared_memory.held():
+        elif self.shared_memory.held() or self.shared_memory.damaged:
             self.shared_memory.close()
         else:
             self.shared_memory.vacate()
@@ -165,7 +159,7 @@ def open_tiers(
     run: str,
     group: ProcessGroup,
     store_url: str | None,
-    persist_to: str | None,
+    persist_to: str | os.PathLike[str] | None,
     *,
     keep: str,
     slots: int,
@@ -231,7 +225,7 @@ def open_tiers(
         if group.rank == 0:
             run_lock = _lock_run(run, store, volume, resources)
             if store is not None and store_url is not None and persist_to is not None:
-                _ensure_flusher(store, store_url, persist_to, run, keep)
+                _ensure_flusher(store, store_url, os.fspath(persist_to), run, keep)
             elif storage is not None:
                 storage.tidy(is_only_writer=True)  # this process holds the run lock, in this storage
             sweep_logs()
@@ -259,7 +253,7 @@ def open_tiers(
     return opened
 
 
-def _volume(url: str) -> Volume:
+def _volume(url: str | os.PathLike[str]) -> Volume:
     """Opens storage, and checks that it can be written."""
     volume = open_volume(url)
     try:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -172,7 +173,14 @@ class MemoryTier(Tier):
                 f"expected one of {self._num_slots} slots to be free, got snapshots that are needed or not in storage "
                 f"yet in all (steps {steps}): the flusher is behind; save less often, or give it more slots"
             )
-        return min(free, key=lambda number: commits[number].sequence if number in commits else -1)
+
+        def cost(number: int) -> float:  # an empty slot, else the oldest snapshot, else one whose record is damaged
+            if number in commits:
+                return commits[number].sequence
+            slot = table.slots.get(number)
+            return -1 if slot is None or not self._records.has(slot, commit_name(slot)) else math.inf
+
+        return min(free, key=cost)
 
     def _is_free(self, table: SlotTable, number: int, commits: Mapping[int, Commit]) -> bool:
         if number not in commits:
@@ -237,9 +245,10 @@ class MemoryTier(Tier):
 
     def dirty(self) -> list[tuple[str, Commit]]:
         """Returns the place and record of each snapshot that is not in storage yet, oldest first."""
-        table, _ = self._records.table()
+        table, tags = self._records.table()
         self._slots = {slot.place: slot for slot in table.slots.values()}
         commits = self._records.committed(table)
+        self.damaged = self._records.damaged(table, tags, commits)
         found = [(table.slots[number], commit) for number, commit in commits.items()]
         found = [(slot, commit) for slot, commit in found if self._records.has(slot, dirty_name(slot))]
         return [(slot.place, commit) for slot, commit in sorted(found, key=lambda each: each[1].sequence)]
@@ -261,6 +270,14 @@ class MemoryTier(Tier):
         if slot is not None and slot.step == step:
             for name in (dirty_name(slot), hold_name(slot)):
                 self.store.delete_many(self._records.names.everywhere(slot, name))
+
+    def is_complete(self) -> bool:
+        """Returns whether every server answers, so that what was not found is not there."""
+        try:
+            self._records.check_complete()
+        except StoreError:
+            return False
+        return True
 
     def hold(self, place: str) -> None:
         """Asks `prepare` not to overtake a dirty snapshot until it is clean or `release_hold` is called."""

@@ -18,8 +18,9 @@ chosen (`placement_tags`, one batch of 256 small reads); the one with the highes
 Each claim of a slot gets a new generation, which is in the names of what makes a snapshot exist. So a record of an
 earlier claim that reappears on a server that was down has a name that is never read.
 
-`SlotRecords` reads and writes the small values. A read takes the newest, or the first correct, of several answers, and
-treats a server that is down as empty. A write must reach every server, or it raises.
+`SlotRecords` reads and writes the small values. A read takes the newest, or the first correct, of several answers. That
+a record or a dirty bit is gone is believed only of a server that answers: a slot is reused because of it. A write must
+reach every server, or it raises.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from urllib.parse import quote
 
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Commit
-from shade.errors import ConfigError, CorruptCheckpointError
+from shade.errors import ConfigError, CorruptCheckpointError, StoreUnavailableError
 from shade.store.base import Store
 from shade.store.keys import placement_tags
 from shade.types import Bytes
@@ -281,11 +282,35 @@ class SlotRecords:
         """Returns the commit record of each slot that has a readable one, by number."""
         commits: dict[int, Commit] = {}
         for number, slot in table.slots.items():
-            for content in self._store.get_many(self.names.everywhere(slot, commit_name(slot))):
-                with contextlib.suppress(CorruptCheckpointError):
-                    if content is not None:
+            for _ in range(2):  # a record that arrives damaged may lie there undamaged
+                contents = [content for content in self._copies(slot, commit_name(slot)) if content is not None]
+                for content in contents:
+                    with contextlib.suppress(CorruptCheckpointError):
                         commits.setdefault(number, Commit.parse(content))
+                if number in commits or not contents:
+                    break
         return commits
+
+    def _copies(self, slot: Slot, name: str) -> list[bytes | None]:
+        """Returns every server's copy of a small value, or raises StoreUnavailableError if it is not known to be gone.
+
+        A value that no server returns is gone if a server that has the table answers, or if all servers answer.
+        """
+        keys = self.names.everywhere(slot, name)
+        copies = self._store.get_many(keys)
+        if all(content is None for content in copies):
+            found = self._store.get_many([*keys, *(self._table_keys[tag] for tag in slot.layout.tags)])
+            copies = found[: len(keys)]
+            if all(content is None for content in found):
+                self.check_complete()
+        return copies
+
+    def check_complete(self) -> None:
+        """Raises StoreUnavailableError unless every server answers."""
+        num_servers = len(self._store.placement())
+        num_answering = sum(node.role == "primary" for node in self._store.stats().nodes)
+        if num_answering < num_servers:
+            raise StoreUnavailableError(f"only {num_answering} of {num_servers} servers of {self._store.url} answer")
 
     def damaged(self, table: SlotTable, old_tags: Sequence[str], commits: Mapping[int, Commit]) -> list[str]:
         """Returns the places whose record exists and is readable in no copy, or the table itself."""
@@ -294,8 +319,8 @@ class SlotRecords:
         return found if table.generation or not old_tags else [TABLE_NAME]
 
     def has(self, slot: Slot, name: str) -> bool:
-        """Returns whether any server has a small value."""
-        return any(content is not None for content in self._store.get_many(self.names.everywhere(slot, name)))
+        """Returns whether any server has a small value; raises StoreUnavailableError if that is not known."""
+        return any(content is not None for content in self._copies(slot, name))
 
     def extent(self, slot: Slot, rank: int) -> int:
         """Returns the upper bound of a rank's number of chunks."""

@@ -14,7 +14,6 @@ writes the shard's whole file again, because buckets cannot be patched.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import re
@@ -27,6 +26,7 @@ from typing import ClassVar, Final
 import numpy as np
 from typing_extensions import override
 
+from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Commit, Manifest, safetensors_header
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError
@@ -59,8 +59,7 @@ class StorageTier(Tier):
     @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
         # A snapshot of the same step stays until the new one is committed.
-        place = self._free_place(step)
-        names = self._volume.list(f"{place}/")
+        place, names = self._free_place(step)
         free_bytes, needed_bytes = self._volume.free_bytes(), sum(shard_bytes) + _SPARE_BYTES
         if free_bytes is not None and free_bytes < needed_bytes:
             free_bytes += sum(self._volume.size_bytes(name) or 0 for name in names)
@@ -72,19 +71,16 @@ class StorageTier(Tier):
         self._remove(place, names)
         return place
 
-    def _free_place(self, step: int) -> str:
-        """Returns the first folder for a step that holds no snapshot."""
+    def _free_place(self, step: int) -> tuple[str, Sequence[str]]:
+        """Returns the first folder for a step without a record, readable or not, and the files in it."""
         first = f"{self._run}/step-{step:010d}"
         for number in itertools.count(1):
             place = first if number == 1 else f"{first}.{number}"
-            content = self._volume.read_many([f"{place}/{_RECORD}"])[0]
-            if content is None and self._volume.size_bytes(f"{place}/{_RECORD}") is None:
-                break
-            with contextlib.suppress(CorruptCheckpointError):
-                if content is None or Commit.parse(content):  # a record that is unreadable now may be readable later
-                    continue
-            break
-        return place
+            if self._volume.size_bytes(f"{place}/{_RECORD}") is None:
+                names = self._volume.list(f"{place}/")
+                if f"{place}/{_RECORD}" not in names:
+                    return place, names
+        raise AssertionError("the numbers have no end")
 
     @override
     def put(self, place: str, shard: Shard) -> None:
@@ -162,12 +158,16 @@ class StorageTier(Tier):
         return found
 
     @override
+    def has_whole_file(self, place: str, manifest: Manifest) -> bool:
+        name, header = _data_name(place, manifest), _header(manifest)
+        if self._volume.size_bytes(name) != len(header) + manifest.stored_bytes:
+            return False
+        return self._volume.read(name, 0, len(header)) == header
+
+    @override
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         # A correct file is not written again.
-        name, header = _data_name(place, manifest), _header(manifest)
-        length = len(header) + manifest.stored_bytes
-        is_complete = not damaged and self._volume.size_bytes(name) == length
-        if not is_complete or self._volume.read(name, 0, len(header)) != header:
+        if damaged or not self.has_whole_file(place, manifest):
             self._write_data(place, manifest, self._repaired_chunks(place, manifest, damaged))
         content = manifest.to_bytes()
         if self.read_manifest(place, manifest.rank) != content:
@@ -251,10 +251,13 @@ class StorageTier(Tier):
         return {number: buffer[bounds[number] - first : bounds[number + 1] - first] for number in run}
 
     def _repaired_chunks(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
-        """Yields the corrected chunks; zeros for a chunk that is lost, which a later repair may supply."""
+        """Yields the corrected chunks, or raises: the file stays, as what is unreadable now may not stay so."""
         for number, chunk in enumerate(manifest.chunks):
             right = damaged[number] if number in damaged else self.read_chunks(place, manifest, [number])[0]
-            yield bytes(chunk.num_bytes) if right is None else right
+            if right is None or digest_of(right) != chunk.digest:
+                name = _data_name(place, manifest)
+                raise CorruptCheckpointError(f"{name} is not written again: its chunk {number} is lost or unreadable")
+            yield right
 
 
 def _data_name(place: str, manifest: Manifest) -> str:

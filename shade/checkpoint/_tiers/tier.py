@@ -110,6 +110,18 @@ class Tier(ABC):
             The bytes in the order of ``numbers``; None for missing ones.
         """
 
+    def has_whole_file(self, place: str, manifest: Manifest) -> bool:
+        """Returns whether what encloses a shard's chunks is as it was written: the header and the length of a file.
+
+        Args:
+            place: A place from `held`.
+            manifest: The verified manifest.
+
+        Returns:
+            True in tiers without files.
+        """
+        return True
+
     def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
         """Returns a shard's data where it lies, valid until this rank begins a save.
 

@@ -62,7 +62,8 @@ _MOST_SHOWN: Final = 8
 class _Finding:
     """The result for one snapshot."""
 
-    step: int
+    step: int | None
+    """None where the record cannot be read."""
     damages: list[Damage] = field(default_factory=list)
     """One per place."""
     lost: str | None = None
@@ -100,6 +101,22 @@ def _examine(places: Places, snapshot: Snapshot) -> _Finding:
     return finding
 
 
+def _unreadable(places: Places) -> list[_Finding]:
+    """Returns a finding for each record that cannot be read, twice in a row: a slot may have been claimed meanwhile."""
+    places.snapshots()
+    before = set(places.reader.damaged)
+    if before:
+        places.snapshots()
+    return [
+        _Finding(
+            None,
+            lost=f"{place}: its record cannot be read, so the snapshot does not count; if no copy of the "
+            "record can be put back, remove what lies there",
+        )
+        for place in sorted(before.intersection(places.reader.damaged))
+    ]
+
+
 def _repair(places: Places, snapshot: Snapshot, finding: _Finding) -> _Finding:
     """Repairs what an examination found, and examines the snapshot again."""
     if finding.is_sound or finding.lost is not None:
@@ -129,6 +146,7 @@ def _report(findings: list[_Finding], *, as_json: bool) -> int:
                         "place": str(damage.source.place),
                         "tier": damage.source.tier.name,
                         "manifests": sorted(damage.manifests),
+                        "files": sorted(damage.files),
                         "chunks": {str(rank): sorted(numbers) for rank, numbers in sorted(damage.chunks.items())},
                     }
                     for damage in each.damages
@@ -142,7 +160,7 @@ def _report(findings: list[_Finding], *, as_json: bool) -> int:
         for each in findings:
             rows += [(f"{each.step}", str(damage.source), _words(damage, each.mended)) for damage in each.damages]
             if each.lost is not None:
-                rows.append((f"{each.step}", "", " ".join(each.lost.split())))
+                rows.append(("?" if each.step is None else f"{each.step}", "", " ".join(each.lost.split())))
         sys.stdout.write(table(rows, "><<"))
         bad = sum(not each.is_sound for each in findings)
         sys.stdout.write(f"\n{len(findings)} snapshot{'s' * (len(findings) != 1)}, {bad} damaged\n")
@@ -153,6 +171,7 @@ def _words(damage: Damage, mended: int) -> str:
     if not damage:
         return f"sound, {mended} chunk{'s' * (mended != 1)} of the snapshot mended" if mended else "sound"
     parts = [f"manifest of rank {rank}" for rank in sorted(damage.manifests)]
+    parts += [f"header or length of the file of rank {rank}" for rank in sorted(damage.files)]
     for rank, numbers in sorted(damage.chunks.items()):
         shown = ", ".join(map(str, sorted(numbers)[:_MOST_SHOWN])) + " …" * (len(numbers) > _MOST_SHOWN)
         parts.append(f"{len(numbers)} chunk{'s' * (len(numbers) != 1)} of rank {rank} ({shown})")
@@ -199,6 +218,7 @@ def _answer(given: argparse.Namespace, *, repairing: bool) -> int:
         for snapshot in _chosen(places, given.which):
             finding = _examine(places, snapshot)
             findings.append(_repair(places, snapshot, finding) if repairing else finding)
+        findings += _unreadable(places)
         if not findings:
             sys.stderr.write(f"no snapshot of run {places.run} to read\n")
             return 1

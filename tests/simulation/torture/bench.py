@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, prepare, put, store
+from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, prepare, put, retire, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.memory import MemoryTier
@@ -74,15 +74,6 @@ class State:
         folder = self.folder if keeps_memory else None
         disk = self.disk.after_power_failure(outcome, dice)
         return State(disk, servers, self.ledger.copy(), folder, keeps_memory and self.survives)
-
-
-def retire(storage: StorageTier, keep: Keep) -> None:
-    """Removes what no rule keeps, as whoever writes to storage does."""
-    held = storage.held()
-    leaving = {record.digest for record in keep.discardable(held.values())}
-    for place, record in held.items():
-        if record.digest in leaving:
-            storage.discard(place)
 
 
 class Bench:

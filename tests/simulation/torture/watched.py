@@ -54,7 +54,9 @@ class Watched(Tier):
 
     @override
     def held(self) -> Mapping[str, Commit]:
-        return self.inner.held()
+        found = self.inner.held()
+        self.damaged = self.inner.damaged
+        return found
 
     @override
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:

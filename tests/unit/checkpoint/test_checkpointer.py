@@ -597,7 +597,7 @@ def test_closing_right_after_the_first_step_leaves_nothing_behind(begin: Callabl
 
 
 def test_its_repr_says_what_it_is_doing(run: str, tmp_path: Path) -> None:
-    checkpointer = Checkpointer(persist_to=str(tmp_path), run=run, strategy="copy", every=50)
+    checkpointer = Checkpointer(persist_to=tmp_path, run=run, strategy="copy", every=50)
     with checkpointer:
         checkpointer.attach(model=torch.nn.Linear(2, 2))
         assert (

@@ -36,6 +36,40 @@ def test_a_writer_that_went_by_while_the_copy_paused(num_bytes: int) -> None:
         copying.finish()
 
 
+LAYOUTS = {
+    "channels last": lambda: torch.randn(8, 16, 5, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(40, 30).t(),
+    "strided": lambda: torch.randn(40, 30)[:, ::2],
+    "expanded": lambda: torch.randn(40, 1).expand(40, 30),
+    "negated": lambda: torch.randn(40, 30, dtype=torch.complex64).t().conj().imag,
+    "bfloat16": lambda: torch.randn(40, 30).bfloat16().t(),
+    "bool": lambda: (torch.randn(40, 30) > 0).t(),
+    "float8": lambda: torch.randn(40, 30).to(torch.float8_e4m3fn).t(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("before", [True, False], ids=["before its copy", "after its copy"])
+def test_an_uncounted_write_to_any_layout_is_found(layout: str, before: bool) -> None:
+    """What is not contiguous is compared in full: a single element is enough."""
+    live = LAYOUTS[layout]()
+    assert not live.is_contiguous()
+    copying_of(live).finish()
+    copying = copying_of(live)
+    if not before:
+        copying.copy("x")
+    memory = torch.empty(0, dtype=torch.uint8).set_(live.untyped_storage())
+    memory[live.storage_offset() * live.itemsize] ^= 1
+    with pytest.raises(TornSnapshotError, match="'x'"):
+        copying.finish()
+
+
+def test_what_is_not_a_number_equals_its_copy() -> None:
+    live = torch.full((40, 30), torch.nan).t()
+    live[3, 4], live[5, 6] = -0.0, torch.inf
+    copying_of(live).finish()
+
+
 @pytest.mark.parametrize("num_threads", [2, 3, 7])
 @pytest.mark.parametrize("num_items", [NUM_ITEMS, NUM_ITEMS + 1, 70_001])
 def test_one_of_several_threads_that_was_overtaken_at_the_end_of_its_part(

@@ -92,12 +92,12 @@ def reason(failure: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[ShadeWriter]:
-    with ShadeWriter(persist_to=str(tmp_path), run=RUN) as made:
+    with ShadeWriter(persist_to=tmp_path, run=RUN) as made:
         yield made
 
 
 def reader_of(tmp_path: Path, step: int | None = None) -> ShadeReader:
-    return ShadeReader(persist_to=str(tmp_path), run=RUN, step=step)
+    return ShadeReader(persist_to=tmp_path, run=RUN, step=step)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

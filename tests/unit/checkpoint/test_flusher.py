@@ -203,6 +203,19 @@ def test_a_damaged_snapshot_is_never_durable_and_holds_nobody_up(
     assert "step 20 is given up" in caplog.text
 
 
+def test_what_could_not_be_read_once_is_not_given_up(memory: Shelf, storage: Shelf) -> None:
+    """A read that failed while a newer snapshot became durable says nothing of the next read."""
+    memory.take(20)
+    lost = memory.chunks.pop(("20", 0, 1))
+    each = flusher(memory, storage, "all")
+    with pytest.raises(CorruptCheckpointError):
+        each.flush_one()
+    memory.take(30)
+    assert each.flush_one() is not None
+    memory.chunks["20", 0, 1] = lost
+    assert drain(each) == [20]
+
+
 def test_a_node_that_comes_back_mends_it(memory: Shelf, storage: Shelf) -> None:
     memory.take(20)
     lost = memory.chunks.pop(("20", 0, 1))

@@ -10,7 +10,7 @@ from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, check_b
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
-from shade.errors import CheckpointError, CorruptCheckpointError, StorageError
+from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
 from tests.simulation.torture.ledger import Saved, saved
 from tests.support.tiers import Shelf
 
@@ -105,6 +105,23 @@ def test_storage_keeps_what_a_dirty_one_builds_on() -> None:
     del memory.marks["30"]
     writer._retain()
     assert sorted(storage.records) == ["40"]
+
+
+@pytest.mark.parametrize("unreadable", ["in storage", "in memory", "silent memory"])
+def test_what_cannot_be_read_keeps_what_it_may_build_on(unreadable: str) -> None:
+    memory, storage, plain = Shelf(), Shelf(), Shelf()
+    for step in (10, 20, 30):
+        plain.take(step)
+        storage.records[f"{step}"] = replace(plain.records[f"{step}"], version=1 if step == 10 else 2)
+    if unreadable == "silent memory":
+        memory.failing["dirty"] = StoreUnavailableError("away")
+    else:
+        (storage if unreadable == "in storage" else memory).damaged = ["40"]
+    flusher(memory, storage, "last=1")._retain()
+    assert sorted(storage.records) == ["20", "30"], "nothing can build on 10: it is of version 1"
+    storage.damaged, memory.damaged, memory.failing = (), (), {}
+    flusher(memory, storage, "last=1")._retain()
+    assert sorted(storage.records) == ["30"]
 
 
 def agreed(one: Saved, base: str | None = None) -> tuple[Commit, list[int]]:

@@ -537,3 +537,45 @@ def _until(last_call: int, calls: Iterator[int]) -> Callable[[str, Callable[[], 
         return action()
 
     return call
+
+
+class Garbling(MemoryStore):
+    """Damages the replies to reads of a record, as often as ``left`` says."""
+
+    left = 0
+    key = ""
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        found = super().get_many(keys)
+        if self.left and self.key in keys:
+            self.left -= 1
+            found[list(keys).index(self.key)] = b"rotten"
+        return found
+
+
+@pytest.mark.parametrize(("num_slots", "garbled", "times", "left"), [(2, 2, 1, [2, 3]), (3, 1, 100, [1, 3, 4])])
+def test_a_record_that_arrives_damaged_gives_no_slot_back(
+    num_slots: int, garbled: int, times: int, left: list[int]
+) -> None:
+    store = Garbling(StoreURL.parse("memory://"), 1.0)
+    tier = MemoryTier(store, "run", num_slots=num_slots)
+    places = {step: save(tier, make("run", step)) for step in range(1, num_slots + 1)}
+    store.key = next(key for key in store.scan("") if key.endswith(f"commit:{places[garbled].removeprefix('slot-')}"))
+    store.left = times
+    save(tier, make("run", num_slots + 1))
+    store.left = 0
+    assert sorted(record.step for record in tier.held().values()) == left
+
+
+def test_a_dirty_bit_that_no_server_shows_is_not_believed_to_be_gone() -> None:
+    store = Servers(2)
+    tier = MemoryTier(store, "run", flushed=True)
+    place = save(tier, make("run", 1))
+    assert tier.is_dirty(place)
+    store.nodes[0].delete_many(list(store.nodes[0].scan("")))
+    store.down = {1}
+    assert not tier.is_complete()
+    with pytest.raises(StoreUnavailableError, match="1 of 2 servers"):
+        tier.is_dirty(place)
+    store.down = set()
+    assert tier.is_dirty(place)

@@ -16,7 +16,7 @@ import pytest
 from shade.checkpoint._format.manifest import ALIGNMENT, Commit, Manifest, TensorEntry, safetensors_header
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard
-from shade.errors import CheckpointError, StorageError, StorageFullError
+from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError
 from shade.storage.directory import DirectoryVolume
 from shade.types import Bytes
 from tests.support.snapshots import CHUNK, damages, make, readable, save
@@ -154,16 +154,28 @@ def test_a_step_saved_again_leaves_the_first_until_the_second_counts(tier: Stora
     assert tier.prepare(5, [1]) == place
 
 
+@pytest.mark.parametrize("record", [b"rotten", b""])
+def test_a_record_that_cannot_be_read_keeps_its_folder(tier: StorageTier, volume: WatchedVolume, record: bytes) -> None:
+    place = save(tier, make(RUN, 5))
+    path = Path(volume.url.removeprefix("file://")) / place / "commit.json"
+    whole = path.read_bytes()
+    path.write_bytes(record)
+    assert tier.prepare(5, [1]) == f"{place}.2"
+    assert tier.held() == {}
+    assert tier.damaged == [place]
+    path.write_bytes(whole)
+    assert readable(tier, place, make(RUN, 5))
+
+
 def test_what_a_dead_save_left_goes_before_the_next_one(tier: StorageTier, volume: WatchedVolume) -> None:
     place = save(tier, make(RUN, 5))
     folder = Path(volume.url.removeprefix("file://")) / place
     (folder / ".partial-00").write_bytes(b"x")
-    (folder / "commit.json").write_bytes(b"rotten")
+    (folder / "commit.json").unlink()
     volume.asked.clear()
     assert tier.prepare(5, [1]) == place
     deleted = [what for verb, what in volume.asked if verb == "delete"]
-    assert deleted[0] == f"{place}/commit.json"
-    assert len(deleted) == 5
+    assert len(deleted) == 4
     assert volume.list() == volume.leftovers() == []
     assert tier.held() == {}
 
@@ -282,8 +294,12 @@ def test_repair(tier: StorageTier, volume: WatchedVolume, tmp_path: Path, damage
     found = [number for _, _, number in damages(tier, place, snapshot)]
     assert [number for number in found if number >= 0] == bad
     volume.asked.clear()
-    for number in bad or [None]:  # one by one, as a reader may do that cannot hold them all
-        tier.repair(place, manifest, {} if number is None else {number: snapshot.data[0][number]})
+    if bad:
+        before = data.read_bytes() if data.exists() else None
+        with pytest.raises(CorruptCheckpointError, match="is not written again: its chunk"):
+            tier.repair(place, manifest, {number: snapshot.data[0][number] for number in range(7) if number not in bad})
+        assert (data.read_bytes() if data.exists() else None) == before, "what is unreadable now may be readable later"
+    tier.repair(place, manifest, {number: snapshot.data[0][number] for number in bad})
     assert {name: volume.read(name) for name in volume.list()} == whole
     assert readable(tier, place, snapshot)
     writes = [what for verb, what in volume.asked if verb == "write"]

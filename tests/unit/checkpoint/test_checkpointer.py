@@ -271,6 +271,62 @@ def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
         crash(reading)
 
 
+class Keeper(torch.nn.Linear):
+    """A module that keeps the tensor that it loads, as torchmetrics' do."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self.weight = torch.nn.Parameter(state_dict.pop(f"{prefix}weight"))
+        super()._load_from_state_dict({**state_dict, f"{prefix}weight": self.weight}, prefix, *others)
+
+
+class Box:
+    """Any state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_each_tensor_that_comes_back_has_a_storage_of_its_own(begin: Callable[..., Checkpointer]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    parts = {"rng": generator.get_state(), "ones": torch.ones(3), "ids": np.arange(4), "none": torch.zeros(0, 2)}
+    weight = Keeper(128, 64).weight
+
+    def begun(box: Box, keeper: Keeper) -> Checkpointer:
+        training = Training()
+        training.step()
+        made = begin(training)
+        made.attach(box=box, keeper=keeper)
+        return made
+
+    first, keeper = Box(parts), Keeper(128, 64)
+    weight = keeper.weight.detach().clone()
+    checkpointer = begun(first, keeper)
+    checkpointer.save()
+    checkpointer.wait_durable()
+    crash(checkpointer)
+    second, other = Box({}), Keeper(128, 64)
+    with begun(second, other) as again:  # from own memory, where views would lie in the next save's buffer
+        assert again.restore_latest()
+        for _ in range(2):
+            again.step_count += 1
+            again.save()
+            again.wait_committed()
+    assert torch.equal(other.weight, weight)
+    found = second.state
+    leaves = [found["rng"], found["ones"], torch.from_numpy(found["ids"]), found["none"], other.weight.detach()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves if tensor.numel()}) == 4
+    assert all(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize for tensor in leaves)
+    want = torch.rand(3, generator=generator)
+    generator.set_state(found["rng"])
+    assert torch.equal(torch.rand(3, generator=generator), want)
+
+
 def test_names_that_are_not_there(begin: Callable[..., Checkpointer]) -> None:
     training = Training()
     with begin() as checkpointer:

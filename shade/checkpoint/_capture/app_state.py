@@ -24,7 +24,7 @@ import xxhash
 from shade.checkpoint._capture.flatten import escape, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
 from shade.errors import ConfigError, ShadeError, StateMismatchError
-from shade.types import Parted, Stateful
+from shade.types import Parted, Resumed, Stateful
 
 _SAMPLE_BYTES = 64
 _SHAPED = frozenset(
@@ -235,6 +235,13 @@ class AppState:
         parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
         states = [unflatten(each, tensors) for each in trees] if parted else []
         self._put(state, names, {name: [each[name] for each in states if name in each] for name in parted})
+        if "random" in names:
+            # The undisturbed run drew its loader's seed when the epoch began: the one drawn by the rest does not count.
+            generator = torch.get_rng_state()
+            for name in names:
+                target = self._objects[name]
+                if isinstance(target, Resumed):
+                    target.at_resume(lambda: torch.set_rng_state(generator))
 
     def _put(
         self, state: Mapping[str, Any], names: Collection[str], parts: Mapping[str, Sequence[dict[str, Any]]]

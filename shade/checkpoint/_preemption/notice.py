@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from torch.utils.data._utils import signal_handling as _signals
+from torch.utils.data._utils import signal_handling
 from typing_extensions import override
 
 from shade.errors import ConfigError
@@ -49,6 +49,8 @@ _SPARED, _OVER = 1, 2
 _MOST_BYTES: Final = 4096
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
 """Google's server answers only with it; other servers ignore it."""
+
+_signals: Any = signal_handling
 
 logger = logging.getLogger("shade.checkpoint")
 

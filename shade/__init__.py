@@ -28,8 +28,12 @@ __all__ = [
     "SparseState",
     "TrainSession",
     "__version__",
+    "destroy_ACUTE",
+    "destroy_DASH",
     "destroy_acute",
     "destroy_dash",
+    "init_ACUTE",
+    "init_DASH",
     "init_acute",
     "init_dash",
     "open_store",
@@ -39,7 +43,17 @@ __all__ = [
 
 if TYPE_CHECKING:
     from shade.cache import SampleCache
-    from shade.checkpoint import Checkpointer, destroy_acute, destroy_dash, init_acute, init_dash
+    from shade.checkpoint import (
+        Checkpointer,
+        destroy_ACUTE,
+        destroy_acute,
+        destroy_DASH,
+        destroy_dash,
+        init_ACUTE,
+        init_acute,
+        init_DASH,
+        init_dash,
+    )
     from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
     from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
     from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdam, SparseAdamW, SparseSGD
@@ -51,7 +65,17 @@ else:
         __name__,
         {
             "shade.cache": ["SampleCache"],
-            "shade.checkpoint": ["Checkpointer", "destroy_acute", "destroy_dash", "init_acute", "init_dash"],
+            "shade.checkpoint": [
+                "Checkpointer",
+                "destroy_ACUTE",
+                "destroy_DASH",
+                "destroy_acute",
+                "destroy_dash",
+                "init_ACUTE",
+                "init_DASH",
+                "init_acute",
+                "init_dash",
+            ],
             "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler"],
             "shade.gradient": [
                 "DiLoCo",

@@ -5,7 +5,7 @@ Shape suffixes: B batch · N data set · K drawn in one epoch · W world.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -41,6 +41,15 @@ class Parted(Stateful, Protocol):
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Restores from the states of all former ranks, in any order; the same call on every rank."""
+        ...
+
+
+@runtime_checkable
+class Resumed(Stateful, Protocol):
+    """An object that knows when an interrupted epoch's rest begins."""
+
+    def at_resume(self, action: Callable[[], None]) -> None:
+        """Calls an action then, once."""
         ...
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._flush.service import is_served
@@ -197,3 +198,49 @@ def test_torchrun_passes_the_signal_on_and_both_ranks_leave_in_time(training: Tr
     (code,) = training.ended()
     assert code != 0
     assert training.recovered() == max(training.told(0, "step")) == max(training.told(1, "step"))
+
+
+WORKERS = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from shade import Checkpointer
+folder, run, first = sys.argv[1:]
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(100_000, 4)), 2, num_workers=2)
+with Checkpointer(persist_to=folder, run=run, every="1h") as checkpointer:
+    checkpointer.attach(model=model, optimizer=optimizer)
+    batches = iter(loader) if first == "loader" else None
+    checkpointer.watch("SIGTERM", grace_seconds=20)
+    for (rows,) in batches or loader:
+        model(rows).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.step()
+        print(checkpointer.step_count, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "code"), [("watch", EXIT_CODE), ("loader", 1)])
+def test_a_signal_to_the_workers_as_well_costs_no_step(first: str, code: int, tmp_path: Path, run: str) -> None:
+    command = [sys.executable, "-c", WORKERS, str(tmp_path), run, first]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        for line in child.stdout:
+            if line == "20\n":
+                break
+        os.killpg(child.pid, signal.SIGTERM)
+        last = max([20, *map(int, child.stdout.read().split())])
+        errors = child.stderr.read()
+    assert child.returncode == code, errors
+    assert "committed in storage" in errors
+    assert ("Error" in errors) == (code == 1), errors  # and no alarm of the DataLoader's where all went well
+    with Checkpointer(persist_to=str(tmp_path), run=run) as checkpointer:
+        checkpointer.attach(model=torch.nn.Linear(4, 4))
+        assert checkpointer.restore_latest(only=["model"]).step >= last

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ import xxhash
 from shade.checkpoint._capture.flatten import escape, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
 from shade.errors import ConfigError, ShadeError, StateMismatchError
-from shade.types import Parted, Stateful
+from shade.types import Parted, Resumed, Stateful
 
 _SAMPLE_BYTES = 64
 _SHAPED = frozenset(
@@ -148,6 +149,18 @@ class AppState:
         return {name: target for name, target in self._objects.items() if isinstance(target, torch.optim.Optimizer)}
 
     @property
+    def _copied(self) -> set[str]:
+        """Returns the names of parameters and buffers that `torch.nn.Module.load_state_dict` itself copies."""
+        return {
+            f"{escape(name)}/{escape(f'{prefix}.{key}' if prefix else key)}"
+            for name, module in self.modules.items()
+            if is_torchs(module, "load_state_dict")
+            for prefix, part in module.named_modules(remove_duplicate=False)
+            if is_torchs(part, "_load_from_state_dict") and not part._load_state_dict_pre_hooks
+            for key in (*part._parameters, *part._buffers)
+        }
+
+    @property
     def names(self) -> list[str]:
         """Returns the names of all attached objects."""
         return list(self._objects)
@@ -181,8 +194,8 @@ class AppState:
         return CapturedState(tree, tensors, frozenset(name for name in tensors if is_steady(name.partition("@")[0])))
 
     def forgettable(self, name: str) -> bool:
-        """Whether a loaded tensor's memory may be reused: modules copy what they load, other objects may keep it."""
-        return name.startswith(tuple(f"{escape(module)}/" for module in self.modules))
+        """Whether a loaded tensor's memory may be reused: PyTorch's modules copy what they load, others may keep it."""
+        return name in self._copied
 
     def load(
         self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()
@@ -212,39 +225,139 @@ class AppState:
             )
         for name in names:
             target = self._objects[name]
-            if isinstance(target, torch.nn.Module):
-                _check_module(name, target, state[name])
-            elif isinstance(target, torch.optim.Optimizer):
-                _check_optimizer(name, target, state[name])
+            try:
+                if isinstance(target, torch.nn.Module):
+                    _check_module(name, target, state[name])
+                elif isinstance(target, torch.optim.Optimizer):
+                    _check_optimizer(name, target, state[name])
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
+                raise _refused(name, error) from error
         parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
         states = [unflatten(each, tensors) for each in trees] if parted else []
         self._put(state, names, {name: [each[name] for each in states if name in each] for name in parted})
+        if "random" in names:
+            # The undisturbed run drew its loader's seed when the epoch began: the one drawn by the rest does not count.
+            generator = torch.get_rng_state()
+            for name in names:
+                target = self._objects[name]
+                if isinstance(target, Resumed):
+                    target.at_resume(lambda: torch.set_rng_state(generator))
 
     def _put(
         self, state: Mapping[str, Any], names: Collection[str], parts: Mapping[str, Sequence[dict[str, Any]]]
     ) -> None:
-        """Loads what may still refuse first, and puts it back if it does; modules and optimizers have been checked."""
-        checked = {*self.modules, *self.optimizers}
+        """Loads what may still refuse first, and puts everything back if it does."""
+        ordered = sorted(names, key=lambda name: _ORDER.index(_kind_of(self._objects[name])))
         before: dict[str, Any] = {}
-        try:
-            for name in (name for name in names if name not in checked):
-                before[name] = copy.deepcopy(self._objects[name].state_dict())
-                target = self._objects[name]
+        for name in ordered:
+            target = self._objects[name]
+            try:
+                if _kind_of(target) is not torch.nn.Module:  # PyTorch's modules fit, and need no copy of the model
+                    own = target.state_dict()
+                    before[name] = own if _kind_of(target) is torch.optim.Optimizer else copy.deepcopy(own)
                 if isinstance(target, Parted) and name in parts:
                     target.load_state_dicts(parts[name])
                 else:
-                    target.load_state_dict(state[name])
-        except Exception as error:
-            for loaded, old in before.items():
-                self._objects[loaded].load_state_dict(old)
-            if isinstance(error, ShadeError):
-                raise
-            raise StateMismatchError(
-                f"expected a state that {name!r} takes, got one that it refuses ({type(error).__name__}: {error}); "
-                "build it as it was when it was saved, or restore(only=[...]) without it"
-            ) from error
-        for name in (name for name in names if name in checked):
-            self._objects[name].load_state_dict(state[name])
+                    _load(target, state[name])
+                if isinstance(target, torch.optim.Optimizer):
+                    _check_step(name, target, [group.keys() for group in before[name]["param_groups"]])
+            except Exception as error:
+                for loaded, old in before.items():
+                    _load(self._objects[loaded], old)
+                if isinstance(error, ShadeError):
+                    raise
+                raise _refused(name, error) from error
+
+
+_ORDER: Final = (object, torch.optim.Optimizer, torch.nn.Module)
+"""Kinds of attached objects, in the order in which they are loaded: what is cheap to put back first."""
+
+
+def is_torchs(target: object, method: str) -> bool:
+    """Returns whether a method is PyTorch's own."""
+    return str(getattr(type(target), method).__module__).startswith(("torch.nn.", "torch.optim.", "torch._dynamo."))
+
+
+def _kind_of(target: object) -> type:
+    """Returns Module or Optimizer where loading does what PyTorch's own does; object for all that may do otherwise."""
+    if isinstance(target, torch.optim.Optimizer):
+        return torch.optim.Optimizer if is_torchs(target, "load_state_dict") else object
+    if isinstance(target, torch.nn.Module) and is_torchs(target, "load_state_dict"):
+        alone = ("_load_from_state_dict", "set_extra_state")
+        is_plain = all(is_torchs(part, method) for part in target.modules() for method in alone)
+        return torch.nn.Module if is_plain else object
+    return object
+
+
+def _refused(name: str, error: Exception) -> StateMismatchError:
+    return StateMismatchError(
+        f"expected a state that {name!r} takes, got one that it refuses ({type(error).__name__}: {error}); "
+        "build it as it was when it was saved, or restore(only=[...]) without it"
+    )
+
+
+def _load(target: Any, state: Any) -> None:
+    """Loads a state; an optimizer's tensors keep the type that they were saved in, which PyTorch would convert."""
+    target.load_state_dict(state)
+    if _kind_of(target) is torch.optim.Optimizer:
+        params = [param for group in target.param_groups for param in group["params"]]
+        for number, entry in state["state"].items():
+            param = params[number] if isinstance(number, int) else number
+            loaded = target.state[param]
+            loaded.update({key: _as_saved(loaded[key], value, param) for key, value in entry.items() if key in loaded})
+
+
+def _as_saved(loaded: Any, saved: Any, param: torch.Tensor) -> Any:
+    """Returns a part of an optimizer's state in the saved type, and in the memory format of its parameter."""
+    if isinstance(saved, dict):
+        return {key: _as_saved(loaded[key], value, param) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(_as_saved(one, other, param) for one, other in zip(loaded, saved, strict=True))
+    if not isinstance(saved, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+        return loaded
+    kept = loaded if loaded.dtype is saved.dtype else saved.to(loaded.device)
+    if kept.shape == param.shape and kept.stride() != param.stride():
+        return torch.empty_like(param, dtype=kept.dtype, requires_grad=False, device=kept.device).copy_(kept)
+    return kept
+
+
+def _check_step(name: str, optimizer: torch.optim.Optimizer, options: Sequence[Collection[str]]) -> None:
+    """Raises a StateMismatchError if the next step would miss an option, or a part of the state.
+
+    One step of the same optimizer on a tensor of zeros finds which parts a step needs.
+    """
+    for group, known in zip(optimizer.param_groups, options, strict=True):
+        missing = sorted(optimizer.defaults.keys() & known - group.keys())
+        if missing:
+            raise _other_optimizer(name, optimizer, f"without {', '.join(missing)}")
+        states = [(param.dim(), optimizer.state[param]) for param in group["params"] if optimizer.state.get(param)]
+        needed = {num_dims: _parts_of(optimizer, group, num_dims) for num_dims in {each[0] for each in states}}
+        for num_dims, state in states:
+            if lacking := sorted(needed[num_dims] - state.keys()):
+                raise _other_optimizer(name, optimizer, f"with {', '.join(map(str, state))}, without {lacking[0]}")
+
+
+def _parts_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], num_dims: int) -> set[str]:
+    """Returns the names of what an optimizer keeps for a parameter; none where that cannot be found out."""
+    if not is_torchs(optimizer, "step") or isinstance(optimizer, torch.optim.LBFGS):
+        return set()
+    stand_in = torch.zeros([2] * num_dims)
+    stand_in.grad = torch.zeros_like(stand_in)
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**group, "params": [stand_in], "capturable": False, "fused": None}]
+    try:
+        probe.step()
+    except Exception:  # noqa: BLE001  # one that needs another kind of gradient, or of tensor
+        return set()
+    return {key for key, value in probe.state[stand_in].items() if value is not None}
+
+
+def _other_optimizer(name: str, optimizer: torch.optim.Optimizer, got: str) -> StateMismatchError:
+    return StateMismatchError(
+        f"expected a state of {type(optimizer).__name__} for {name!r}, got one {got}; "
+        "use the optimizer that was saved, or restore(only=[...]) without it"
+    )
 
 
 def _check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
@@ -259,6 +372,8 @@ def _check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) 
     for key, tensor in own.items():
         if isinstance(tensor, torch.Tensor):
             _check_tensor(f"{name}/{key}", tensor, saved[key])
+            if tensor.is_meta:
+                raise StateMismatchError.of(f"memory for '{name}/{key}'", "meta", "call to_empty(device=...) first")
 
 
 def _check_tensor(name: str, own: torch.Tensor, saved: Any) -> None:

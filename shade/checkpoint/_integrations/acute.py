@@ -231,8 +231,8 @@ def init_acute(args: argparse.Namespace | None = None, **overrides: Any) -> tupl
     return communicator, node, remote
 
 
-init_dash = init_acute
-"""DASH's name for it."""
+init_dash = init_DASH = init_ACUTE = init_acute
+"""DASH's name for it, and how the original documentation spells both."""
 
 
 def destroy_acute() -> None:
@@ -250,8 +250,8 @@ def destroy_acute() -> None:
         _destroy_group(communicator)
 
 
-destroy_dash = destroy_acute
-"""DASH's name for it."""
+destroy_dash = destroy_DASH = destroy_ACUTE = destroy_acute
+"""DASH's name for it, and how the original documentation spells both."""
 
 
 def _init_group(given: Mapping[str, Any]) -> Communicator:

@@ -507,8 +507,8 @@ def plain(state: Any) -> Any:
         state: The state.
 
     Returns:
-        Arrays as tensors (of strings and dates: lists), array scalars as numbers, deques as lists, frozensets as sets,
-        defaultdicts as dicts; all else unchanged. A tensor that is a part of a larger storage is copied, because
+        Arrays as tensors (of strings: lists), array scalars as numbers, dates as text, deques as lists, frozensets as
+        sets, defaultdicts as dicts; all else unchanged. A tensor that is a part of a larger storage is copied, because
         `torch.save` would write all of that; tensors that were one object stay one.
     """
     return _plain(state, {})
@@ -532,12 +532,19 @@ def _plain(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
         return made
     if kind in (tuple, list, deque):
         return (tuple if kind is tuple else list)(_plain(each, copies) for each in state)
-    if kind is frozenset:
-        return set(state)
+    if kind in (set, frozenset):
+        return {_plain(each, copies) for each in state}
     if isinstance(state, np.ndarray):
         numeric = state.dtype.str in ARRAYS or state.dtype == np.complex128
-        return torch.from_numpy(np.array(state)) if numeric else state.tolist()
-    return state.item() if isinstance(state, np.generic) else state
+        return torch.from_numpy(np.array(state)) if numeric else _plain_items(state).tolist()
+    return _plain_items(state).item() if isinstance(state, np.generic) else state
+
+
+def _plain_items(value: Any) -> Any:
+    """Returns an array or a scalar whose items are plain in Python: dates as text, long doubles as doubles."""
+    if value.dtype.kind in "Mm":
+        return value.astype(str)
+    return value.astype({"f": np.float64, "c": np.complex128}.get(value.dtype.kind, value.dtype))
 
 
 def _save_torch(state: Any, path: Path) -> None:

@@ -95,9 +95,9 @@ class DeadlineStore:
         """Writes this rank's value."""
         self.write(f"rank-{self.rank}", content)
 
-    def read_all(self) -> list[Any] | None:
+    def read_all(self, name: str = "rank") -> list[Any] | None:
         """Returns each rank's value; None while one is missing."""
-        names = [f"rank-{rank}" for rank in range(self._world_size)]
+        names = [f"{name}-{rank}" for rank in range(self._world_size)]
         return [json.loads(self._store.get(name)) for name in names] if self._store.check(names) else None
 
 
@@ -265,6 +265,35 @@ class Deadline:
         if self._exit_code is not None:
             raise SystemExit(self._exit_code)
         return self._saving.latest is not before
+
+    def at_failure(self, *, is_between_steps: bool) -> None:
+        """Saves the last step, where training failed after a notice, since a worker or a peer was ended by it as well.
+
+        Every rank must have failed after the same step, or nothing is saved.
+
+        Args:
+            is_between_steps: Whether the state is that of the last step.
+        """
+        until = time.monotonic() + POLL_SECONDS  # the signal that ended another process may come later here
+        while (notice := self._notice or self._notice_here()) is None and time.monotonic() < until:
+            time.sleep(_AGREE_POLL_SECONDS)
+        if notice is None or self._done:
+            return
+        self._done = True
+        self._acting.set()
+        step, steps = self._saving.step_count if is_between_steps else -1, None
+        until = notice.deadline - _reserve(notice.seconds_left)
+        try:
+            self._store.write(f"failed-{self._store.rank}", step)
+            while (steps := self._store.read_all("failed")) is None and _left(until) > 0:
+                time.sleep(_AGREE_POLL_SECONDS)
+        except RuntimeError as error:  # the process that holds the store is gone
+            logger.debug("no answers from other ranks: %s", error)
+        if steps is None or set(steps) != {step} or step < 0:
+            self._log("the training failed before the last save; nothing new is saved")
+            return
+        self._log("the training failed after the notice; step %d is saved", step)
+        self._rescue(notice, _Decision(step, "whatever it can"), self._saving.latest)
 
     def _rescue(self, notice: PreemptionNotice, decision: _Decision | None, handle: SaveHandle | None) -> None:
         """Takes step 4; the handle is that of the save before."""

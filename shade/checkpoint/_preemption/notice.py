@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import os
 import signal
 import threading
@@ -33,6 +34,7 @@ from types import FrameType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from torch.utils.data._utils import signal_handling
 from typing_extensions import override
 
 from shade.errors import ConfigError
@@ -41,9 +43,14 @@ GRACE_SECONDS: Final = 30.0
 """Time between SIGTERM and SIGKILL in torchrun, Kubernetes and most schedulers; the shortest that clouds give."""
 HTTP_POLL_SECONDS: Final = 1.0
 _HTTP_TIMEOUT_SECONDS: Final = 2.0
+_SAME_SIGNAL_SECONDS: Final = 1.0
+"""Time within which one sender's signals reach a process and its workers, in any order."""
+_SPARED, _OVER = 1, 2
 _MOST_BYTES: Final = 4096
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
 """Google's server answers only with it; other servers ignore it."""
+
+_signals: Any = signal_handling
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -114,7 +121,9 @@ class SignalNotice(NoticeSource):
     """SIGTERM as a notice. It may come twice, from a scheduler and from a launcher: the second changes nothing.
 
     Made in the main thread, as Python requires. Forked children still end by the signal, and after the deadline so does
-    this process.
+    this process. Most senders signal the whole process group; workers that a DataLoader forks from now on survive it
+    while this process has a notice, since the step under way needs them. Where older workers die of it, DataLoader's
+    alarm, which would raise at any line of the training, is silent.
 
     Args:
         grace_seconds: Time from the signal until the sender kills this process.
@@ -131,6 +140,13 @@ class SignalNotice(NoticeSource):
             raise ConfigError.of(
                 "SIGTERM to be watched from the main thread", threading.current_thread().name, "move it"
             )
+        self._spares_workers = mmap.mmap(-1, 1)  # shared with forked processes
+        self._set_up_worker, self._raise_if_worker_died = (
+            _signals._set_worker_signal_handlers,
+            _signals._error_if_any_worker_fails,
+        )
+        _signals._set_worker_signal_handlers = self._in_new_worker
+        _signals._error_if_any_worker_fails = self._when_child_died
         self._before: Any = signal.signal(signal.SIGTERM, self._received)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
@@ -139,7 +155,29 @@ class SignalNotice(NoticeSource):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self._notice is None:
+            self._spares_workers[0] = _SPARED
             self._notice = PreemptionNotice("SIGTERM", time.monotonic() + self._grace_seconds)
+
+    def _in_new_worker(self) -> None:
+        self._set_up_worker()
+        signal.signal(signal.SIGTERM, self._received_by_worker)
+
+    def _received_by_worker(self, number: int, frame: FrameType | None) -> None:
+        until = time.monotonic() + _SAME_SIGNAL_SECONDS
+        while not self._spares_workers[0] and time.monotonic() < until:
+            time.sleep(_SAME_SIGNAL_SECONDS / 50)
+        if self._spares_workers[0] != _SPARED:
+            os._exit(0)  # as a worker does that its DataLoader ends
+
+    def _when_child_died(self) -> None:
+        try:
+            self._raise_if_worker_died()
+        except RuntimeError:
+            until = time.monotonic() + _SAME_SIGNAL_SECONDS
+            while self._notice is None and time.monotonic() < until:
+                time.sleep(_SAME_SIGNAL_SECONDS / 50)
+            if self._notice is None:
+                raise
 
     @override
     def look(self) -> PreemptionNotice | None:
@@ -148,8 +186,12 @@ class SignalNotice(NoticeSource):
     def close(self) -> None:
         """Restores the earlier signal handler."""
         before, self._before = self._before, None
+        self._spares_workers[0] = _OVER
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+            if _signals._set_worker_signal_handlers == self._in_new_worker:
+                _signals._set_worker_signal_handlers = self._set_up_worker
+                _signals._error_if_any_worker_fails = self._raise_if_worker_died
 
 
 class FileNotice(NoticeSource):

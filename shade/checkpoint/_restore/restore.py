@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -77,8 +78,8 @@ class Arena:
         return memoryview(self._map)[start : min(start + manifest.chunk_bytes, manifest.num_bytes)]
 
     def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-        """Returns views of the data, by name."""
-        return views(self.tensor, entries)
+        """Returns tensors in this memory, by name; each has a storage of its own."""
+        return tensors_at(self._map, entries)
 
     def release_pages(self, start: int, stop: int) -> None:
         """Releases the whole pages within a range; their content is lost."""
@@ -98,12 +99,17 @@ def _pieces(entries: Iterable[TensorEntry]) -> list[range]:
     return [whole[first : first + _PIECE_BYTES] for whole in joined for first in range(0, len(whole), _PIECE_BYTES)]
 
 
-def views(data: torch.Tensor, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-    """Returns tensors, by name, that are views of a whole shard's data (uint8)."""
+def tensors_at(data: mmap.mmap | memoryview, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Returns tensors, by name, in the memory of a whole shard; each has a storage of its own."""
     found = {}
     for name, entry in entries.items():
-        flat = data[entry.start : entry.stop]
-        found[name] = flat.view(torch_dtype(entry.dtype)).view(entry.shape)
+        dtype, count = torch_dtype(entry.dtype), math.prod(entry.shape)
+        flat = (
+            torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+        found[name] = flat.view(entry.shape)
     return found
 
 
@@ -287,7 +293,7 @@ class _Attempt:
                 fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
             else:
                 data = torch.frombuffer(mapped, dtype=torch.uint8)
-                borrowed = views(data, {name: entry for name, entry in wanted.items() if self._may_borrow(name)})
+                borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if self._may_borrow(name)})
                 arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)

@@ -169,6 +169,9 @@ class Checkpointer:
         self._wait_policy = WaitPolicy(self._saver, config, self._tiers.wait_durable if has_storage else None)
         self._hooks: list[Any] = []
         self._closed = False
+        self._saved_step = 0
+        self._has_changed = False
+        """Whether an attached optimizer has begun a step that `step` has not counted yet."""
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
 
@@ -211,9 +214,13 @@ class Checkpointer:
         self._app_state.attach(objects)
         optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._wait_policy.before_step()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
         modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
         self._strategy.attach(modules, optimizers)
+
+    def _before_optimizer_step(self) -> None:
+        self._wait_policy.before_step()
+        self._has_changed = True
 
     # ── saving ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -228,6 +235,7 @@ class Checkpointer:
         """
         self._meter.step(time.monotonic(), busy=self._saver.is_busy)
         self.step_count += 1
+        self._has_changed = False
         if self._deadline is not None and self._deadline.at_step():
             return True
         if not self._saves:
@@ -255,11 +263,19 @@ class Checkpointer:
         if not self._saves:
             return self._saver.stand_by(self.step_count, CommitResult(self._tiers.shared_memory, ""))
         handle = self._saver.begin(self.step_count, metrics or {}, self._meter)
+        self._saved_step = self.step_count
         self._losses.begun(handle, self._saver.num_bytes)
         self._schedule.saved(self.step_count, self._saver.pace)
         if not self.should_stop:  # with a preemption notice there is no time to wait
             self._wait_policy.after_save()
         return handle
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether steps would be lost at the end, though a schedule is to save them and some tier would keep them."""
+        outlives = self._tiers.storage is not None or self._tiers.memory is not None
+        is_left_to_schedule = self._config.every != "never" and not self.should_stop
+        return outlives and is_left_to_schedule and self.step_count != self._saved_step
 
     def is_due(self, step: int) -> bool:
         """Whether a save is due at that step, or before."""
@@ -395,7 +411,7 @@ class Checkpointer:
         self._saver.settle()
         restored, found = restore_app_state(self._tiers.reader, self._group, self._app_state, step, only)
         if found is not None:
-            self.step_count = restored.step
+            self.step_count = self._saved_step = restored.step
             self._saver.sequence = max(self._saver.sequence, found.newest_sequence)
             self._schedule.saved(self.step_count, Pace())
             self._losses.restored(restored.step, found.held_by, found.tiers, restored.seconds, restored.num_bytes)
@@ -441,11 +457,21 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes; after an exception without waiting, and with the buffers left for the process that restarts."""
-        if error is None:
-            self.close()
-        elif not self._closed:
-            self._end(keep_buffers=True)
+        """Saves the last steps and closes; after an exception, leaves the buffers for the process that restarts."""
+        is_unfinished = error is not None
+        try:
+            if self._deadline is not None and isinstance(error, Exception):
+                self._deadline.at_failure(is_between_steps=not self._has_changed)
+            elif error is None and not self._closed and self._has_news:
+                self.save()
+        except BaseException:
+            is_unfinished = True
+            raise
+        finally:
+            if not is_unfinished:
+                self.close()
+            elif not self._closed:
+                self._end(keep_buffers=True)
 
 
 def _state_of(handle: SaveHandle) -> str:

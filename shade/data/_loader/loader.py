@@ -44,7 +44,6 @@ from shade.data._dataset.dataset import ShadeDataset
 from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._sampler.sampler import ShadeSampler
-from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
 
 
@@ -133,17 +132,13 @@ class EpochProgress:
 
 
 class ResumableBatches:
-    """A batch sampler that begins where training is. It calls ``begun`` after the sampler has begun its epoch, before
-    it returns the first batch."""
+    """A batch sampler that begins where training is."""
 
-    def __init__(self, batches: Iterable[Sequence[int]], progress: EpochProgress, begun: Callable[[], None]) -> None:
-        self._inner, self._progress, self._begun = batches, progress, begun
+    def __init__(self, batches: Iterable[Sequence[int]], progress: EpochProgress) -> None:
+        self._inner, self._progress = batches, progress
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        for number, batch in enumerate(self._progress.open(self._inner)):
-            if number == 0:
-                self._begun()
-            yield batch
+        return self._progress.open(self._inner)
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]
@@ -245,8 +240,7 @@ class ShadeLoader(DataLoader[Any]):
         self._progress = EpochProgress(self.sampler, generator)
         if self.batch_sampler is not None:
             # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
-            seed_epoch = _SeedEpoch(self.sampler, dataset.generators)
-            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress, seed_epoch)
+            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress)
 
     @property
     def in_threads(self) -> bool:
@@ -319,24 +313,6 @@ class ShadeLoader(DataLoader[Any]):
             ConfigError: It belongs to other settings.
         """
         self._progress.load_state_dict(state)
-
-
-class _SeedEpoch:
-    """Sets the epoch of the random transforms as each epoch begins, unless the training loop sets it itself.
-
-    It is no method of the loader, because the loader would then hold itself. Once dropped, it waited for the garbage
-    collector, which closes a queue before the DataLoader can say goodbye through it: ten seconds for two worker
-    processes.
-    """
-
-    def __init__(self, sampler: object, generators: BatchGenerators) -> None:
-        self._sampler, self._generators = sampler, generators
-        self._follows = False
-
-    def __call__(self) -> None:
-        if isinstance(self._sampler, ShadeSampler) and (self._follows or not self._generators.following):
-            self._follows = True
-            self._generators.follow(self._sampler.seed, self._sampler.epoch)
 
 
 class _FinishBatch:

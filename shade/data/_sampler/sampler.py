@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -152,6 +152,9 @@ class ShadeSampler(DistributedSampler[int]):
         self._weight_N: Floats | None = None
         self._usage_warnings = UsageWarnings()
         self._iterations = 0
+        self._generators = getattr(dataset, "generators", None)
+        self._follows = False  # a training loop may set the epoch of the random transforms itself
+        self._at_resume: Callable[[], None] | None = None
 
     def _check(self, distributed: bool) -> None:
         if not 0 <= self.rank < self.num_replicas:
@@ -292,6 +295,12 @@ class ShadeSampler(DistributedSampler[int]):
         if self._is_placed and not is_placed and self._first_step >= self.num_steps:
             self._turn_to(self.epoch + 1)
         self._warn_of_missing_calls()
+        action, self._at_resume = self._at_resume, None
+        if action is not None and self._first_step > 0:
+            action()
+        if self._generators is not None and (self._follows or not self._generators.following):
+            self._follows = True
+            self._generators.follow(self.seed, self.epoch)
         if self._begun:
             self._first_step = 0  # the same epoch once more, from its beginning
         self._begun, self._steps_done = True, self._first_step
@@ -419,6 +428,14 @@ class ShadeSampler(DistributedSampler[int]):
         self._weight_N = self._shard.weights(draws[self.epoch], self.num_samples) if self.epoch in draws else None
         if self._planner is not None:
             self._planner.doubt()
+
+    def at_resume(self, action: Callable[[], None]) -> None:
+        """Calls an action when the rest of an interrupted epoch begins, once; not if another epoch begins instead.
+
+        Args:
+            action: Called after the loader has drawn its workers' seed, and before it reads the first sample.
+        """
+        self._at_resume = action
 
     def close(self) -> None:
         """Ends the merging thread, and leaves the cache to other jobs. Safe to call twice."""

@@ -256,6 +256,12 @@ def test_dash_is_the_same_under_its_name(tmp_path: Path, name: str) -> None:
     shade.destroy_dash()
 
 
+@pytest.mark.parametrize("spelling", ["ACUTE", "DASH", "dash"])
+def test_the_original_spellings_are_the_same_calls(spelling: str) -> None:
+    for verb in ("init", "destroy"):
+        assert getattr(shade, f"{verb}_{spelling}") is getattr(shade, f"{verb}_acute")
+
+
 def test_mpiruns_variables_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(variable, "")  # to be taken away again at the end, whatever was set

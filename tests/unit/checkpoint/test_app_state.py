@@ -139,6 +139,92 @@ def test_an_optimizer_of_other_groups_or_shapes_is_named() -> None:
         contents(optimizer=wide).load(tree, tensors, ["optimizer"])
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (torch.optim.SGD, torch.optim.Adam),
+        (torch.optim.Adam, torch.optim.SGD),
+        (torch.optim.Adamax, torch.optim.Adam),
+        (torch.optim.Adam, torch.optim.NAdam),
+        (torch.optim.Adam, torch.optim.LBFGS),
+        (torch.optim.RMSprop, torch.optim.Adadelta),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_changed(before: Any, after: Any) -> None:
+    module, optimizer = stepped(before)
+    tree, tensors = saved(contents(model=module, optimizer=optimizer, counter=Counter(5)))
+    other, fresh = stepped(after)
+    torch.nn.init.zeros_(other[0].weight)
+    counter, groups, known = Counter(1), fresh.state_dict()["param_groups"], contents(model=other, optimizer=fresh)
+    known.attach({"counter": counter})
+    with pytest.raises(StateMismatchError, match=r"'optimizer'.*, got one .*; .* restore"):
+        known.load(tree, tensors, ["model", "optimizer", "counter"])
+    assert counter.count == 1
+    assert not other[0].weight.any()
+    assert fresh.state_dict()["param_groups"] == groups
+    fresh.step(lambda: torch.zeros(()))
+
+
+def test_a_state_that_is_no_optimizers_is_refused_by_name() -> None:
+    tree, tensors = saved(contents(model=model(), optimizer=Counter(5)))
+    module, optimizer = stepped(torch.optim.Adam)
+    with pytest.raises(StateMismatchError, match="'optimizer' takes, got one that it refuses"):
+        contents(model=module, optimizer=optimizer).load(tree, tensors, ["model", "optimizer"])
+
+
+def test_a_module_that_refuses_last_leaves_all_as_it_was() -> None:
+    class Picky(torch.nn.Linear):
+        version = 1
+
+        def get_extra_state(self) -> int:
+            return self.version
+
+        def set_extra_state(self, state: int) -> None:
+            if state != self.version:
+                raise ValueError(f"version {state}")
+
+    first, second = Picky(2, 2), Picky(2, 2)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.5)
+    tree, tensors = saved(contents(model=first, optimizer=torch.optim.SGD(first.parameters(), lr=0.25)))
+    second.version = 2
+    weight = second.weight.clone()
+    with pytest.raises(StateMismatchError, match="'model' takes, got one that it refuses"):
+        contents(model=second, optimizer=optimizer).load(tree, tensors, ["model", "optimizer"])
+    assert torch.equal(second.weight, weight)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    tree, tensors = saved(contents(model=model()))
+    with pytest.raises(StateMismatchError, match=r"memory for 'model/0\.weight'"):
+        contents(model=model().to("meta")).load(tree, tensors, ["model"])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "moments"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.int64)],
+)
+def test_moments_of_another_type_come_back_in_it(parameters: torch.dtype, moments: torch.dtype) -> None:
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        module = torch.nn.Conv2d(2, 3, 2).to(parameters, memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(module.parameters())
+        for param in module.parameters():
+            moment = (torch.randn_like(param, dtype=torch.float32) * 1e9).to(moments)
+            optimizer.state[param] = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment.square()}
+        return module, optimizer
+
+    (module, optimizer), (other, fresh) = made(1), made(2)
+    tree, tensors = saved(contents(model=module, optimizer=optimizer))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contents(model=other, optimizer=fresh).load(tree, tensors, ["model", "optimizer"])
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            want, have = optimizer.state[one][key], fresh.state[two][key]
+            assert (have.dtype, have.stride()) == (want.dtype, want.stride())
+            assert torch.equal(have, want)
+
+
 def test_what_refuses_its_state_leaves_all_as_it_was() -> None:
     tree, tensors = saved(contents(model=model(), first=Counter(5), second=Counter(-1)))
     other, first, second = model(), Counter(1), Counter(2)

@@ -20,6 +20,7 @@ from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._session import open_tiers as tiers_module
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._tiers.storage import StorageTier
+from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import (
     CheckpointError,
     ConfigError,
@@ -120,8 +121,74 @@ def test_steps_are_counted_and_saved_when_due(begin: Callable[..., Checkpointer]
     with begin(Training(), every=3) as checkpointer:
         assert checkpointer.restore(3).step == 3
         assert checkpointer.step_count == 3
-        with pytest.raises(CheckpointError, match=r"a snapshot of step 5, got 'steps \[3, 6\]'"):
+        with pytest.raises(CheckpointError, match=r"a snapshot of step 5, got 'steps \[3, 6, 7\]'"):
             checkpointer.restore(5)
+
+
+@pytest.mark.parametrize(
+    ("every", "end", "newest"),
+    [(100, None, 5), ("1h", None, 5), (4, None, 5), (5, None, 5), ("never", None, 0), (100, RuntimeError("ended"), 0)],
+)
+def test_a_clean_end_saves_the_last_steps(
+    begin: Callable[..., Checkpointer], every: Any, end: Exception | None, newest: int
+) -> None:
+    training, checkpointer = Training(), begin(every=every, keep="all")
+    checkpointer.attach(**training.things)
+    for _ in range(5):
+        training.step()
+        checkpointer.step()
+    checkpointer.__exit__(type(end) if end else None, end, None)
+    other = Training()
+    again = begin(other, every=every)
+    assert again.restore_latest().step == newest
+    if newest:
+        assert torch.equal(other.model[0].weight, training.model[0].weight)
+    again.__exit__(None, None, None)
+    assert begin(Training()).restore_latest().step == newest  # a restore without a step is nothing new
+
+
+class Flips(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that are negated at random."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        row = torch.full((8,), float(index)) / 24
+        return (-row if torch.rand(()) < 0.5 else row), index
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 9])  # one batch into an epoch, at its last batch but one, at its end, later
+def test_a_resumed_run_draws_what_the_undisturbed_one_draws(begin: Callable[..., Checkpointer], stop: int) -> None:
+    def train(checkpointer: Checkpointer, until: int) -> list[float]:
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(module.parameters())
+        sampler = ShadeSampler(Flips(), batch_size=5, seed=3, mode="uniform")
+        loader = torch.utils.data.DataLoader(Flips(), batch_size=5, sampler=sampler)
+        checkpointer.attach(model=module, optimizer=optimizer, sampler=sampler)
+        losses = []
+        for epoch in range(checkpointer.restore_latest().epoch, 3):
+            sampler.set_epoch(epoch)
+            for rows, indices in loader:
+                loss_B = module(rows).square().mean(1)
+                loss_B.mean().backward()
+                sampler.report(indices, loss_B)
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+                losses.append(loss_B.mean().item())
+                if checkpointer.step_count == until:
+                    checkpointer.save()
+                    checkpointer.wait_durable()
+                    crash(checkpointer)
+                    return losses
+        return losses
+
+    undisturbed = train(begin(run="undisturbed"), 100)
+    first = train(begin(), stop)
+    torch.manual_seed(99)
+    assert first + train(begin(), 100) == undisturbed
 
 
 def test_what_was_never_saved_is_a_new_run(begin: Callable[..., Checkpointer]) -> None:
@@ -269,6 +336,62 @@ def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
         reading, second, tiers = restored()
         assert losses(second, 2) == expected
         crash(reading)
+
+
+class Keeper(torch.nn.Linear):
+    """A module that keeps the tensor that it loads, as torchmetrics' do."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self.weight = torch.nn.Parameter(state_dict.pop(f"{prefix}weight"))
+        super()._load_from_state_dict({**state_dict, f"{prefix}weight": self.weight}, prefix, *others)
+
+
+class Box:
+    """Any state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_each_tensor_that_comes_back_has_a_storage_of_its_own(begin: Callable[..., Checkpointer]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    parts = {"rng": generator.get_state(), "ones": torch.ones(3), "ids": np.arange(4), "none": torch.zeros(0, 2)}
+    weight = Keeper(128, 64).weight
+
+    def begun(box: Box, keeper: Keeper) -> Checkpointer:
+        training = Training()
+        training.step()
+        made = begin(training)
+        made.attach(box=box, keeper=keeper)
+        return made
+
+    first, keeper = Box(parts), Keeper(128, 64)
+    weight = keeper.weight.detach().clone()
+    checkpointer = begun(first, keeper)
+    checkpointer.save()
+    checkpointer.wait_durable()
+    crash(checkpointer)
+    second, other = Box({}), Keeper(128, 64)
+    with begun(second, other) as again:  # from own memory, where views would lie in the next save's buffer
+        assert again.restore_latest()
+        for _ in range(2):
+            again.step_count += 1
+            again.save()
+            again.wait_committed()
+    assert torch.equal(other.weight, weight)
+    found = second.state
+    leaves = [found["rng"], found["ones"], torch.from_numpy(found["ids"]), found["none"], other.weight.detach()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves if tensor.numel()}) == 4
+    assert all(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize for tensor in leaves)
+    want = torch.rand(3, generator=generator)
+    generator.set_state(found["rng"])
+    assert torch.equal(torch.rand(3, generator=generator), want)
 
 
 def test_names_that_are_not_there(begin: Callable[..., Checkpointer]) -> None:

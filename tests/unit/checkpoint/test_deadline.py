@@ -260,6 +260,37 @@ def test_a_rank_that_never_answers_costs_the_time_and_no_more(said: pytest.LogCa
     rank.deadline.close()
 
 
+@pytest.mark.parametrize(("is_between_steps", "saved"), [(True, [3]), (False, [])])
+def test_a_training_that_fails_after_a_notice_saves_its_last_whole_step(
+    alone: Rank, said: pytest.LogCaptureFixture, is_between_steps: bool, saved: list[int]
+) -> None:
+    alone.saver.step_count = 3
+    alone.deadline.at_failure(is_between_steps=is_between_steps)
+    assert alone.saver.saved == []  # without a notice it is a failure like any other
+    alone.word.say()
+    alone.deadline.at_failure(is_between_steps=is_between_steps)
+    alone.deadline.at_failure(is_between_steps=is_between_steps)
+    assert alone.saver.saved == saved
+    assert ("step 3 committed in cluster memory" if saved else "nothing new is saved") in said.text
+
+
+@pytest.mark.parametrize(("steps", "saved"), [((3, 3), [3]), ((3, 4), [])])
+def test_ranks_that_fail_save_only_one_and_the_same_step(steps: tuple[int, int], saved: list[int]) -> None:
+    store = HashStore()
+    ranks = [Rank(store, rank, 2) for rank in range(2)]
+    for rank, step in zip(ranks, steps, strict=True):
+        rank.saver.step_count = step
+        rank.word.say(2.0)
+    threads = [threading.Thread(target=rank.deadline.at_failure, kwargs={"is_between_steps": True}) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [rank.saver.saved for rank in ranks] == [saved, saved]
+    for rank in ranks:
+        rank.deadline.close()
+
+
 class Gone(DeadlineStore):
     """A store whose process has died."""
 

@@ -243,3 +243,25 @@ def test_a_part_of_a_large_memory_does_not_take_it_along(tmp_path: Path) -> None
     found = load_state(tmp_path / "file", "torch")
     assert found["a"].data_ptr() == found["again"].data_ptr()
     assert plain({"whole": whole})["whole"] is whole
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (np.datetime64("2024-01-01"), "2024-01-01"),
+        (np.datetime64("2024-01-01T00:00:01", "ns"), "2024-01-01T00:00:01.000000000"),
+        (np.timedelta64(3, "s"), "3 seconds"),
+        (np.array(["2024-01-01", "NaT"], dtype="M8[D]"), ["2024-01-01", "NaT"]),
+        (np.array(["a", "bc"]), ["a", "bc"]),
+        (np.longdouble(0.5), 0.5),
+        (np.array([0.5], dtype=np.longdouble), [0.5]),
+        ({np.int64(3), np.str_("a")}, {3, "a"}),
+        (frozenset([np.float32(0.5)]), {0.5}),
+        ({np.int8(-3): np.bool_(True)}, {-3: True}),
+    ],
+)
+def test_whatever_can_be_saved_opens_with_torch_load(value: object, wanted: object, tmp_path: Path) -> None:
+    flatten({"value": value})
+    export = tmp_path / "state.pt"
+    save_state({"value": value}, export, "torch")
+    assert torch.load(export, weights_only=True) == {"value": wanted}

@@ -89,8 +89,8 @@ def test_a_loader_says_how_batches_are_made(dataset: ShadeDataset, sampler: Shad
         (ShadeDataset, {"check_forecast", "close", "generators", "is_fused", "source"}),
         (
             ShadeSampler,
-            {"close", "load_state_dict", "num_steps", "order_of", "receipt", "report", "report_validation", "scores"}
-            | {"set_epoch", "state_dict", "steps_done", "take_losses", "weights"},
+            {"at_resume", "close", "load_state_dict", "num_steps", "order_of", "receipt", "report", "report_validation"}
+            | {"scores", "set_epoch", "state_dict", "steps_done", "take_losses", "weights"},
         ),
         (ShadeLoader, {"in_threads", "load_state_dict", "state_dict"}),
     ],

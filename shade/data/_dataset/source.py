@@ -193,16 +193,24 @@ class ItemSource(SampleSource):
         payloads = []
         for index in indices:
             try:
-                payloads.append(self._encode(self._dataset[index]))
-            except ConfigError:
-                raise
+                item = self._dataset[index]
             except Exception as error:  # noqa: BLE001 - the user's code
                 failure = error
+                continue
+            payloads.append(self._encoded(index, item))
         if not payloads:
             raise DataError.of(
                 "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
             ) from failure
         return payloads
+
+    def _encoded(self, index: int, item: Any) -> bytes:
+        """Encodes a sample that could be read; raises ConfigError, because the encoder's failure is no bad sample."""
+        try:
+            return self._encode(item)
+        except Exception as error:
+            cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; mend encode="
+            raise ConfigError(f"cannot encode {self.name_of(index)}: {cause}") from error
 
     def rest_of(self, index: int) -> tuple[Any, ...]:
         """Raises, because an item is not known before it is decoded."""
@@ -217,9 +225,11 @@ class ItemSource(SampleSource):
         payloads: list[Any] = []
         for index in indices:
             try:
-                payloads.append(self._encode(self._dataset[index]))
+                item = self._dataset[index]
             except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
                 payloads.append(error)
+                continue
+            payloads.append(self._encoded(index, item))
         read = [payload for payload in payloads if not isinstance(payload, Exception)]
         count(len(read), sum(map(len, read)))
         return payloads

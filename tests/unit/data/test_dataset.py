@@ -157,7 +157,7 @@ def test_every_read_is_in_the_ledger_probes_included() -> None:
         ({"policy": "lur"}, UnknownNameError),
         ({"cache": "mongodb://host"}, UnknownNameError),
         ({"cache": "redis"}, ConfigError),
-        ({"encode": lambda item: 1 / 0}, DataError),
+        ({"encode": lambda item: 1 / 0}, ConfigError),
     ],
     ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
@@ -174,6 +174,37 @@ def test_an_empty_data_set_is_refused() -> None:
 def test_an_item_that_cannot_be_encoded_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="encode="):
         ShadeDataset([object()] * 5, cache=None)
+
+
+class Boxes:
+    """Pictures with 0 to 3 objects each; a column of a single row is contiguous with a stride of 5."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rows = torch.arange(5.0 * (index % 4)).view(index % 4, 5) + index
+        return {"boxes": rows[:, :4], "labels": rows[:, 4], "id": index}
+
+
+@pytest.mark.parametrize("on_bad_sample", ["stop", "skip"])
+def test_a_sample_with_one_object_is_no_bad_sample(on_bad_sample: str) -> None:
+    dataset = ShadeDataset(Boxes(), cache="memory://", working_set_fraction=1.0, on_bad_sample=on_bad_sample)
+    for _ in range(2):
+        for index in range(N):
+            item, _ = dataset[index]
+            assert item["id"] == index
+            assert torch.equal(item["labels"], Boxes()[index]["labels"])
+    dataset.close()
+
+
+def test_an_encoder_that_fails_later_is_not_skipped() -> None:
+    """31 of 100 probed items can be encoded; the one that cannot must not be replaced by its neighbour."""
+    items = [torch.tensor(index) if index != 50 else {1, 2} for index in range(100)]
+    dataset = ShadeDataset(items, cache="memory://", on_bad_sample="skip")
+    with pytest.raises(ConfigError, match=r"index 50 of list.*got 'set'.*encode="):
+        dataset[50]
+    dataset.close()
 
 
 def test_an_index_outside_is_an_index_error() -> None:

@@ -85,7 +85,7 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         self._name = type(dataset).__name__
-        self._source: SampleSource = source_of(dataset, encode, decode)
+        self._source: SampleSource = source_of(dataset, encode, decode, skips_missing=on_bad_sample == "skip")
         check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
         transforms = _collect_transforms(dataset, self._source, transform, target_transform)
         self.policy = policy

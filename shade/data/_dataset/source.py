@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,7 +79,7 @@ class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
     Of files behind URLs, ``entries`` are the server's descriptions, if the caller has them, and ``options`` are
-    fsspec's.
+    fsspec's. With ``skips_missing`` a file that is not there is a bad sample, not an error.
     """
 
     cached_format = FORMAT_ENCODED
@@ -86,10 +87,12 @@ class FileSource(SampleSource):
 
     def __init__(
         self,
-        samples: Sequence[tuple[str, int]],
+        samples: Sequence[tuple[str, Any]],
         decode_bytes: Callable[[bytes], Any],
         entries: Sequence[Entry] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        skips_missing: bool = False,
     ) -> None:
         if not samples:
             raise DataError.of("at least one sample", 0, "check the path of the data set")
@@ -98,7 +101,7 @@ class FileSource(SampleSource):
         digest = xxhash.xxh3_64()
         if is_url(samples[0][0]):
             paths = [path for path, _ in samples]
-            found = describe_many(paths, options or {}) if entries is None else entries
+            found = describe_many(paths, options or {}, skips_missing=skips_missing) if entries is None else entries
             self._root = root_of(paths)
             self._origin: FileOrigin = UrlOrigin(options)
             self.payload_bytes_N = np.array([entry.num_bytes for entry in found], dtype=np.int64)
@@ -109,15 +112,21 @@ class FileSource(SampleSource):
             folder = os.path.commonpath({os.path.dirname(path) for path in paths})
             self._root, self._origin = os.path.join(folder, ""), FileOrigin()
             with ThreadPoolExecutor(_STAT_THREADS) as pool:
-                stats = list(pool.map(_size_and_time, paths, chunksize=256))
+                stats = list(pool.map(partial(_size_and_time, skips_missing=skips_missing), paths, chunksize=256))
             self.payload_bytes_N = np.array([size for size, _ in stats], dtype=np.int64)
             state = np.array(stats, dtype=np.int64).tobytes()
+        if not self.payload_bytes_N.any():
+            raise DataError.of("at least one file with content", paths[0], "restore the data set or scan it again")
         # One array instead of N Python objects: workers read it without touching reference counts, so fork's
         # copy-on-write pages stay shared.
         relative = [os.fsencode(path[len(self._root) :]) for path in paths]
         self._end_N = np.cumsum([len(name) for name in relative])
         self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
-        self.target_N: npt.NDArray[np.int64] | None = np.array([target for _, target in samples], dtype=np.int64)
+        targets = [target for _, target in samples]
+        self.target_N = _class_targets(targets, len(targets))
+        self._targets = (
+            None if all(type(target) is int for target in targets) and self.target_N is not None else targets
+        )
         digest.update(self._names.tobytes())
         digest.update(self._end_N.tobytes())
         digest.update(state)
@@ -125,6 +134,8 @@ class FileSource(SampleSource):
 
     @override
     def rest_of(self, index: int) -> tuple[Any, ...]:
+        if self._targets is not None:
+            return (self._targets[index],)
         assert self.target_N is not None
         return (int(self.target_N[index]),)
 
@@ -252,10 +263,12 @@ class ItemSource(SampleSource):
         pass
 
 
-def _size_and_time(path: str) -> tuple[int, int]:
+def _size_and_time(path: str, *, skips_missing: bool) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except OSError as error:
+        if skips_missing:
+            return 0, -1
         raise DataError.of("a readable file", path, f"{error.strerror}: restore it or scan the folder again") from error
     return status.st_size, status.st_mtime_ns
 
@@ -263,18 +276,29 @@ def _size_and_time(path: str) -> tuple[int, int]:
 def _class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
     if isinstance(targets, torch.Tensor):
         targets = targets.tolist()
-    if isinstance(targets, list) and len(targets) == num_samples and all(isinstance(t, int) for t in targets):
+    if isinstance(targets, list) and len(targets) == num_samples and all(map(_is_class, targets)):
         return np.array(targets, dtype=np.int64)
     return None
 
 
-def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> SampleSource:
+def _is_class(target: Any) -> bool:
+    return isinstance(target, int) and -(2**63) <= target < 2**63
+
+
+def source_of(
+    dataset: Any,
+    encode: Callable[[Any], bytes] | None,
+    decode: Callable[[Any], Any] | None,
+    *,
+    skips_missing: bool = False,
+) -> SampleSource:
     """Chooses the source for a data set.
 
     Args:
         dataset: Any map-style data set.
         encode: The user's item → bytes, or None.
         decode: The user's bytes → item, or None. Alone (without ``encode``) it decodes file contents.
+        skips_missing: Whether a file that is not there is a bad sample, not an error.
 
     Returns:
         A `FileSource` for ImageFolder-like data sets, local or remote, else an `ItemSource`.
@@ -283,19 +307,20 @@ def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Calla
     if type(dataset) is RemoteImageFolder and encode is None:
         return FileSource(dataset.samples, decode or decode_rgb, dataset.entries, dataset.origin.options)
     if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
-        if decode is not None:
-            return FileSource(samples, decode)
-        if _reads_plain_images(dataset):
-            return FileSource(samples, decode_rgb)
+        decode_file = decode_rgb if decode is None and _reads_plain_images(dataset) else decode
+        if decode_file is not None:
+            return FileSource(samples, decode_file, skips_missing=skips_missing)
     return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode)
 
 
 def _reads_plain_images(dataset: Any) -> bool:
-    """Returns whether a sample is its file, decoded as torchvision does it: no loader and no ``__getitem__`` of its
-    own."""
+    """Returns whether a sample is its file, decoded as torchvision does it: no loader, no ``__getitem__`` and no ``__len__``
+    of its own."""
     from torchvision.datasets.folder import DatasetFolder, default_loader
 
-    own_way = getattr(type(dataset), "__getitem__", None) is not DatasetFolder.__getitem__
+    kind = type(dataset)
+    own_way = getattr(kind, "__getitem__", None) is not DatasetFolder.__getitem__
+    own_way |= getattr(kind, "__len__", None) is not DatasetFolder.__len__
     return not own_way and getattr(dataset, "loader", None) is default_loader and _pil_backend()
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
-from shade import ShadeDataset, ShadeSampler
+from shade import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.errors import BadSampleError, ConfigError, DataError, StoreAuthError, StoreUnavailableError, UnknownNameError
 from shade.store import open_store
 from shade.testing import CountingDataset, FaultyStore
@@ -98,6 +98,68 @@ def test_a_bad_sample_is_replaced_by_the_next_good_one_everywhere(folder: Path) 
         replacement = (index + 1) % N
         expected = to_tensor(good[replacement][0]).numpy().tobytes()
         assert by_index[index] == (wrapped.samples[replacement][1], expected)
+
+
+def test_a_file_that_is_gone_before_the_start_is_a_bad_sample(folder: Path) -> None:
+    wrapped = ImageFolder(str(folder))
+    gone = wrapped.samples[3][0]
+    os.unlink(gone)
+    with pytest.raises(DataError, match=re.escape(gone)):
+        ShadeDataset(wrapped, cache="memory://")
+    dataset = ShadeDataset(wrapped, cache="memory://", working_set_fraction=1.0, on_bad_sample="skip")
+    pictures = [dataset[index][0].tobytes() for index in range(N)]
+    good = [wrapped[index][0].tobytes() if index != 3 else wrapped[4][0].tobytes() for index in range(N)]
+    assert pictures == good
+    dataset.close()
+    for path, _ in wrapped.samples:
+        Path(path).unlink(missing_ok=True)
+    with pytest.raises(DataError, match="at least one file"):
+        ShadeDataset(wrapped, cache="memory://", on_bad_sample="skip")
+
+
+@pytest.mark.parametrize(
+    "target_of",
+    [
+        lambda index: index + 0.75,
+        lambda index: bool(index % 2),
+        lambda index: f"class{index}",
+        lambda index: None,
+        lambda index: (1, 0, index),
+        lambda index: torch.tensor(index * 0.5),
+        lambda index: np.float32(index / 3),
+        lambda index: 2**63 + index,
+    ],
+)
+def test_targets_come_back_as_they_are(folder: Path, target_of: Callable[[int], Any]) -> None:
+    wrapped = ImageFolder(str(folder))
+    wrapped.samples = [(path, target_of(index)) for index, (path, _) in enumerate(wrapped.samples)]
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    for index in range(N):
+        target = dataset[index][1]
+        assert type(target) is type(wrapped[index][1])
+        assert target == wrapped[index][1]
+    dataset.close()
+
+
+def test_fractional_targets_are_collated_as_the_plain_loader_does(folder: Path) -> None:
+    wrapped = ImageFolder(str(folder), transform=to_tensor)
+    wrapped.samples = [(path, index + 0.75) for index, (path, _) in enumerate(wrapped.samples)]
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    plain = next(iter(DataLoader(wrapped, batch_size=4)))[1]
+    found = next(iter(ShadeLoader(dataset, batch_size=4, num_workers=0)))[1]
+    assert found.dtype == plain.dtype
+    assert torch.equal(found, plain)
+    dataset.close()
+
+
+def test_a_folder_with_a_length_of_its_own_keeps_it(folder: Path) -> None:
+    class FirstHalf(ImageFolder):
+        def __len__(self) -> int:
+            return N // 2
+
+    dataset = ShadeDataset(FirstHalf(str(folder)), cache="memory://")
+    assert len(dataset) == N // 2
+    dataset.close()
 
 
 def test_replacements_are_counted_where_they_are_read() -> None:

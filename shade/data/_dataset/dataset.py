@@ -50,6 +50,9 @@ class ShadeDataset(Dataset[Any]):
             half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
         on_bad_sample: ``"stop"`` raises with the sample's path; ``"skip"`` takes the nearest readable sample after it
             instead, the same one on every rank, and counts it.
+        version: A word for the content of a data set whose items are cached. Without it, the name in the store follows
+            the items in memory and the files that the data set names, and some hits are compared with the origin; with
+            it, the word alone decides, so change it when the content changes.
 
     Raises:
         ConfigError: An argument out of range, an unknown scheme or policy.
@@ -73,6 +76,7 @@ class ShadeDataset(Dataset[Any]):
         max_side: int | None = None,
         reduced_decode: bool = False,
         on_bad_sample: str = "stop",
+        version: str | None = None,
     ) -> None:
         if not 0 < working_set_fraction <= 1:
             raise ConfigError.of(
@@ -85,7 +89,8 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         self._name = type(dataset).__name__
-        self._source: SampleSource = source_of(dataset, encode, decode, skips_missing=on_bad_sample == "skip")
+        skips_bad = on_bad_sample == "skip"
+        self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
         check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
         transforms = _collect_transforms(dataset, self._source, transform, target_transform)
         self.policy = policy
@@ -93,6 +98,12 @@ class ShadeDataset(Dataset[Any]):
         self.forecast: FormatForecast | None = None
         """The prediction that chose the cached format; None if there was nothing to choose."""
         if cache is not None:
+            if self._source.is_random:
+                warnings.warn(
+                    f"{self._name} gives another item when it is read again; the cache keeps the first, so every epoch "
+                    "sees the same result; move what is random into ShadeDataset(…, transform=…)",
+                    stacklevel=2,
+                )
             store = open_store(cache) if isinstance(cache, str) else cache
             capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             try:
@@ -106,7 +117,7 @@ class ShadeDataset(Dataset[Any]):
             self.cache,
             *transforms,
             reduced_decode=reduced_decode,
-            skips_bad=on_bad_sample == "skip",
+            skips_bad=skips_bad,
         )
 
     def _open_cache(

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
@@ -332,6 +332,171 @@ def test_other_data_never_shares_a_namespace(folder: Path) -> None:
     assert len({first, touched, namespace()}) == 3
     one, other = (ShadeDataset(TensorDataset(torch.full((8,), value)), cache=None) for value in (1.0, 2.0))
     assert one.source.fingerprint != other.source.fingerprint
+
+
+class Labelled:
+    """A data set of one's own, with labels in some kind of container."""
+
+    def __init__(self, labels: Any) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.labels[index])
+
+
+class Fingerprinted:
+    """Names its content, as data sets of Hugging Face do."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def with_label(kind: str, label: int) -> Any:
+    """A data set of which one item that no probe reads has the label."""
+    labels = [index % 10 for index in range(1000)]
+    labels[5] = label
+    makers: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: TensorDataset(torch.tensor(labels)),
+        "view": lambda: TensorDataset(torch.tensor([labels, labels]).t()[:, 1]),
+        "list": lambda: Labelled(labels),
+        "array": lambda: Labelled(np.array(labels)),
+        "objects": lambda: Labelled(np.array([*labels[:-1], torch.tensor(3)], dtype=object)),
+        "dict": lambda: Labelled(dict(enumerate(labels))),
+        "tensors": lambda: Labelled([torch.tensor(label) for label in labels]),
+        "wrapped": lambda: Subset(ConcatDataset([Labelled(labels[:500] * 2), Labelled(labels)]), range(1000)),
+        "fingerprint": lambda: Fingerprinted(str(label)),
+        "wrapped fingerprint": lambda: Subset(Fingerprinted(str(label)), range(1000)),
+    }
+    return makers[kind]()
+
+
+def namespace_of(dataset: Any, **options: Any) -> str:
+    opened = ShadeDataset(dataset, cache=None, **options)
+    opened.close()
+    return opened.source.fingerprint
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["tensor", "view", "list", "array", "objects", "dict", "tensors", "wrapped", "fingerprint", "wrapped fingerprint"],
+)
+def test_a_corrected_label_changes_the_namespace(kind: str) -> None:
+    assert namespace_of(with_label(kind, 5)) == namespace_of(with_label(kind, 5))
+    assert namespace_of(with_label(kind, 5)) != namespace_of(with_label(kind, 77))
+
+
+@pytest.mark.parametrize("kind", ["subset", "own getitem", "paths", "names", "one file", "memmap"])
+def test_a_replaced_file_changes_the_namespace(folder: Path, kind: str) -> None:
+    victim = sorted(folder.rglob("*.bmp"))[7]
+
+    class Own(ImageFolder):
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> Any:
+            return 1
+
+    class Files(Labelled):
+        def __init__(self, **attributes: Any) -> None:
+            vars(self).update(attributes)
+
+        def __getitem__(self, index: int) -> Any:
+            return index
+
+    makers: dict[str, Callable[[], Any]] = {
+        "subset": lambda: Subset(ImageFolder(str(folder)), list(range(20)) * 2),
+        "own getitem": lambda: Own(str(folder)),
+        "paths": lambda: Files(files=sorted(folder.rglob("*.bmp"))),
+        "names": lambda: Files(root=victim.parent, rows=[(1, path.name) for path in sorted(victim.parent.iterdir())]),
+        "one file": lambda: Files(file=str(victim)),
+        "memmap": lambda: Files(pixels=np.memmap(victim, mode="r")[2:]),
+    }
+    before = namespace_of(makers[kind]())
+    assert namespace_of(makers[kind]()) == before
+    os.utime(victim, ns=(1, 1))
+    assert namespace_of(makers[kind]()) != before
+
+
+def test_a_version_is_the_users_word_for_the_content() -> None:
+    first = namespace_of(with_label("list", 5), version="1")
+    assert namespace_of(with_label("list", 77), version="1") == first
+    assert namespace_of(with_label("list", 5), version="2") != first
+
+
+def test_a_rank_is_no_content() -> None:
+    one, other = Labelled(list(range(1000))), Labelled(list(range(1000)))
+    one.rank, other.rank = 0, 1  # type: ignore[attr-defined]
+    assert namespace_of(one) == namespace_of(other)
+
+
+class Generated:
+    """Makes its items; nothing outside them says what they are."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return index if index % 37 == 0 else index + self.offset
+
+
+@pytest.mark.parametrize("loader", [DataLoader, ShadeLoader])
+def test_a_hit_that_differs_from_the_origin_is_refused(monkeypatch: pytest.MonkeyPatch, loader: Any) -> None:
+    monkeypatch.setattr("shade.data._dataset.source._PROBES", 2)  # 0 and 999, both of which stay as they were
+    store = open_store("memory://")
+    for offset in (0, 0, 5):
+        dataset = ShadeDataset(Generated(offset), cache=store, working_set_fraction=1.0)
+        batches = iter(loader(dataset, batch_size=100, num_workers=0))
+        if offset:
+            with pytest.raises(DataError, match="version="):
+                list(batches)
+        else:
+            assert sum(len(batch[0]) for batch in batches) == 1000
+    cured = ShadeDataset(Generated(5), cache=store, working_set_fraction=1.0, version="offset 5")
+    assert [cured[index][0] for index in (1, 2)] == [6, 7]
+    store.close()
+
+
+def test_few_hits_are_compared_with_the_origin() -> None:
+    wrapped = CountingDataset([torch.full((4,), float(index)) for index in range(100)])
+    dataset = ShadeDataset(wrapped, cache="memory://", working_set_fraction=1.0)
+    for _ in range(1 + 4096 // 100):
+        for start in range(0, 100, 50):
+            dataset.__getitems__(range(start, start + 50))
+    assert dataset.cache is not None
+    totals = dataset.cache.residency.totals()
+    assert totals["hits"] == 4000
+    assert totals["origin_reads"] == len(wrapped.reads)
+    # Probes, eight of them again, misses, hits 1 to 1024 by powers of two, hits 2048 and 3072.
+    assert len(wrapped.reads) == 32 + 8 + 100 + 11 + 2
+    dataset.close()
+
+
+@pytest.mark.parametrize("attribute", ["transform", "augment"])
+def test_random_items_warn(attribute: str) -> None:
+    class Crops(Labelled):
+        def __init__(self) -> None:
+            setattr(self, attribute, lambda: int(torch.randint(2, ())))
+
+        def __getitem__(self, index: int) -> int:
+            return 2 * index + int(getattr(self, attribute)())
+
+    with pytest.warns(UserWarning, match=r"same.*transform="):
+        dataset = ShadeDataset(Crops(), cache="memory://", working_set_fraction=1.0)
+    for _ in range(3):
+        assert [sample // 2 for sample, _ in dataset.__getitems__(range(100))] == list(range(100))
+    dataset.close()
 
 
 def test_a_moved_data_set_keeps_its_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

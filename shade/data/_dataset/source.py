@@ -38,7 +38,7 @@ CountOrigin = Callable[[int, int], None]
 """Called with (reads, bytes) after each read of the origin."""
 
 _PROBES = 32
-_PROBES_AGAIN = 8
+_PROBES_AGAIN = 16
 _STAT_THREADS = 32
 
 

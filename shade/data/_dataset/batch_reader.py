@@ -10,6 +10,7 @@ It pickles into workers under fork, spawn and forkserver; the access log is open
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -88,8 +89,11 @@ class BatchReader:
         return other
 
     def checked(self, index: int) -> int:
-        """Returns an index in [0, N): negative ones count from the end. Raises IndexError for others."""
-        index = int(index)
+        """Returns an index in [0, N): negative ones count from the end.
+
+        Raises IndexError for others, and TypeError for what is no index.
+        """
+        index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"expected a sample index below {len(self)}, got {index}")
         return index % len(self)

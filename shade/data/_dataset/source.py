@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch.utils.data import DataLoader, IterableDataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from typing_extensions import override
 
@@ -323,7 +324,12 @@ def source_of(
 
     Returns:
         A `FileSource` for ImageFolder-like data sets, local or remote, else an `ItemSource`.
+
+    Raises:
+        ConfigError: The data set is not map-style.
+        DataError: It is empty, or a file cannot be read.
     """
+    _check_map_style(dataset)
     samples = getattr(dataset, "samples", None)
     if type(dataset) is RemoteImageFolder and encode is None:
         return FileSource(dataset.samples, decode or decode_rgb, dataset.entries, dataset.origin.options)
@@ -332,6 +338,24 @@ def source_of(
         if decode_file is not None:
             return FileSource(samples, decode_file, skips_missing=skips_missing)
     return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
+
+
+def _check_map_style(dataset: Any) -> None:
+    """Raises ConfigError, with what to pass instead, for what has no length or no samples by index."""
+    kind, cure = type(dataset), "pass an object with __len__ and __getitem__"
+    if isinstance(dataset, type):
+        cure = f"make one: {dataset.__name__}(…)"
+    elif isinstance(dataset, (str, bytes, os.PathLike)):
+        cure = "open it first, such as with torchvision.datasets.ImageFolder(path), or RemoteImageFolder(url)"
+    elif isinstance(dataset, DataLoader):
+        cure = "pass the data set inside it (loader.dataset), and make the loader of ShadeDataset's result"
+    elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__next__"):
+        cure = "a stream has no samples by index: read it into a list, or train on it without ShadeDataset"
+    elif isinstance(dataset, Mapping) and dataset and not all(isinstance(key, int) for key in dataset):
+        cure = f"choose one of its parts, such as [{next(iter(dataset))!r}]"
+    elif hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+        return
+    raise ConfigError.of("a map-style data set", f"{kind.__module__}.{kind.__qualname__}", cure)
 
 
 def _reads_plain_images(dataset: Any) -> bool:

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
@@ -226,6 +226,43 @@ def test_every_read_is_in_the_ledger_probes_included() -> None:
 def test_impossible_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         ShadeDataset(TensorDataset(torch.zeros(8)), **({"cache": None} | options))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Lengthless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "cure"),
+    [
+        (Stream(), "list"),
+        (iter(range(3)), "list"),
+        (Lengthless(), "__len__"),
+        ("/tmp", "ImageFolder"),
+        (Path("/tmp"), "ImageFolder"),
+        (None, "__len__"),
+        (5, "__len__"),
+        (DataLoader([1, 2]), r"loader\.dataset"),
+        (TensorDataset, r"TensorDataset\("),
+        ({"train": [1, 2], "test": [3]}, r"\['train'\]"),
+    ],
+)
+def test_what_is_no_map_style_data_set_is_refused(wrapped: Any, cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        ShadeDataset(wrapped, cache="memory://")
+
+
+@pytest.mark.parametrize("wrapped", [[1, 2, 3], (1, 2), np.arange(4), torch.arange(4), {0: "a", 1: "b"}])
+def test_any_sequence_is_a_data_set(wrapped: Any) -> None:
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    assert dataset[1] == (wrapped[1], 1)
+    dataset.close()
 
 
 def test_an_empty_data_set_is_refused() -> None:

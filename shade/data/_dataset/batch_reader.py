@@ -51,14 +51,19 @@ class BatchReader:
         skips_bad: bool,
     ) -> None:
         self._source, self._cache, self._skips_bad = source, cache, skips_bad
-        self._transforms, self._target_transforms = transforms, target_transforms
-        plain = source.has_pictures and not target_transforms
-        self._fuser = fuser_of(transforms, reduced=reduced_decode) if plain else None
+        self._target_transforms, self._reduced_decode = target_transforms, reduced_decode
+        self.set_transforms(transforms)
         self._num_hits, self._next_compared = 0, 1
         self._access_log = os.environ.get(ACCESS_LOG)
         self._log_fd: tuple[int, int] | None = None
         self.generators = BatchGenerators()
         """Sets the random generators before each batch, once `BatchGenerators.follow` has set the epoch."""
+
+    def set_transforms(self, transforms: Transforms) -> None:
+        """Applies these to the samples from the next batch on, in place of those before."""
+        plain = self._source.has_pictures and not self._target_transforms
+        self._transforms = transforms
+        self._fuser = fuser_of(transforms, reduced=self._reduced_decode) if plain else None
 
     def __len__(self) -> int:
         return len(self._source.payload_bytes_N)

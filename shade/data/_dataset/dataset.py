@@ -92,7 +92,11 @@ class ShadeDataset(Dataset[Any]):
         skips_bad = on_bad_sample == "skip"
         self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
         check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
-        transforms = _collect_transforms(dataset, self._source, transform, target_transform)
+        self._own_transforms, target_transforms = _collect_transforms(dataset, self._source, target_transform)
+        self._transform = transform
+        for name in ("classes", "class_to_idx"):
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
         self.policy = policy
         self.cache: SampleCache | None = None
         self.forecast: FormatForecast | None = None
@@ -115,10 +119,14 @@ class ShadeDataset(Dataset[Any]):
         self._reader = BatchReader(
             self._source,
             self.cache,
-            *transforms,
+            self._all_transforms(),
+            target_transforms,
             reduced_decode=reduced_decode,
             skips_bad=skips_bad,
         )
+
+    def _all_transforms(self) -> Transforms:
+        return [*self._own_transforms, *([self._transform] if self._transform else [])]
 
     def _open_cache(
         self,
@@ -165,6 +173,23 @@ class ShadeDataset(Dataset[Any]):
     @property
     def _cached_format(self) -> str:
         return "decoded" if isinstance(self._source, DecodedSource) else "encoded"
+
+    @property
+    def transform(self) -> Callable[[Any], Any] | None:
+        """Returns what is applied to the sample after decoding; assign it between epochs."""
+        return self._transform
+
+    @transform.setter
+    def transform(self, transform: Callable[[Any], Any] | None) -> None:
+        self._transform = transform
+        self._reader.set_transforms(self._all_transforms())
+
+    @property
+    def targets(self) -> list[int]:
+        """Returns the classes of the samples, where the wrapped data set names them; raises AttributeError if not."""
+        if self._source.target_N is None:
+            raise AttributeError(f"{self._name} names no class for each sample")
+        return [int(target) for target in self._source.target_N]
 
     @property
     def source(self) -> SampleSource:
@@ -230,11 +255,12 @@ class ShadeDataset(Dataset[Any]):
 def _collect_transforms(
     dataset: Any,
     source: SampleSource,
-    transform: Callable[[Any], Any] | None,
     target_transform: Callable[[Any], Any] | None,
 ) -> tuple[Transforms, Transforms]:
-    """Returns the transforms that run after the cache: for files the wrapped data set's own and then the user's, for
-    items only the user's, because the wrapped data set's run in its own ``__getitem__``."""
+    """Returns the wrapped data set's own transforms that run after the cache, and all for targets, the user's last.
+
+    An item's own transforms run in the ``__getitem__`` of the wrapped data set, before the cache.
+    """
     own = [getattr(dataset, "transform", None), getattr(dataset, "target_transform", None)]
     if source.cached_format != FORMAT_ENCODED:
         if innermost_transform(dataset) is not None:
@@ -244,4 +270,4 @@ def _collect_transforms(
                 stacklevel=4,
             )
         own = [None, None]
-    return [f for f in (own[0], transform) if f], [f for f in (own[1], target_transform) if f]
+    return [f for f in own[:1] if f], [f for f in (own[1], target_transform) if f]

@@ -162,6 +162,21 @@ def test_a_folder_with_a_length_of_its_own_keeps_it(folder: Path) -> None:
     dataset.close()
 
 
+def test_a_transform_may_be_assigned_later(folder: Path) -> None:
+    wrapped = ImageFolder(str(folder))
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    assert dataset.transform is None
+    loader = ShadeLoader(dataset, batch_size=N, num_workers=0)
+    dataset.transform = to_tensor
+    assert torch.equal(dataset[3][0], to_tensor(wrapped[3][0]))
+    assert torch.equal(next(iter(loader))[0][3], to_tensor(wrapped[3][0]))
+    assert dataset.classes == wrapped.classes  # type: ignore[attr-defined]
+    assert dataset.class_to_idx == wrapped.class_to_idx  # type: ignore[attr-defined]
+    assert dataset.targets == wrapped.targets
+    assert not hasattr(ShadeDataset(NUMBERS, cache=None), "targets")
+    dataset.close()
+
+
 def test_replacements_are_counted_where_they_are_read() -> None:
     origin = CountingDataset(NUMBERS, bad=[4, 5])
     dataset = ShadeDataset(origin, cache="memory://", working_set_fraction=1.0, on_bad_sample="skip")

@@ -2,7 +2,8 @@
 
 A URL is the whole configuration of a store: a run's log shows it, a worker process receives it, and a person types it.
 So it is parsed once, strictly (a misspelt option is an error, not a default), and all output for people goes through
-`StoreURL.__str__`, where the password is ``***``. Only `StoreURL.reveal` gives the full text, for a child process.
+`StoreURL.__str__`, where the password is ``***``, or, of a text that is refused, through `shown_url`. Only
+`StoreURL.reveal` gives the full text, for a child process.
 
 Invariant: ``StoreURL.parse(url.reveal()) == url``, and the password is in no string but ``reveal()``'s.
 """
@@ -32,6 +33,10 @@ _OPTIONS: Final = {
 _PLAIN_OPTIONS: Final = ("capacity",)
 _SERVERLESS: Final = ("memory", "local")
 _SINGLE: Final = ("redis", "rediss")
+_LOGIN_OPTIONS: Final = ("password", "username")
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z+]{0,15}")
+_HOST: Final = r"(?:\[[\da-fA-F:.]*\]|[\w.\-]*)(?::\d+)?"
+_PLACE: Final = re.compile(rf"/[^@?]*|{_HOST}(?:,{_HOST})*(?:/\w*)?")
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -90,9 +95,9 @@ class StoreURL:
             UnknownNameError: No store has that scheme; the message lists the known ones.
             ConfigError: Any other mistake; the message names the cure and never the password.
         """
-        shown = _redact(text)
+        shown = shown_url(text)
         scheme, separator, rest = text.partition("://")
-        if not separator:
+        if not separator or not _SCHEME.fullmatch(scheme):
             raise ConfigError.of("a store URL", shown, "write one such as redis://host:6379 or local://")
         STORES.get(scheme)
         # Not `urlsplit`: it takes one host, and refuses a list of them that ends in an IPv6 address.
@@ -101,6 +106,9 @@ class StoreURL:
         path = slash + path
         # The last "@": a password may hold one.
         login, _, hosts = netloc.rpartition("@")
+        if "@" in query:
+            cure = f"write ? as %3F and @ as %40, or put the password into {PASSWORD_VARIABLE}"
+            raise ConfigError.of("a login without a raw '?', and options without '@'", shown, cure)
         options = _options(scheme, query, shown)
         if scheme in _SERVERLESS:
             if netloc or path.strip("/"):
@@ -152,11 +160,15 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _redact(text: str) -> str:
-    """Removes everything that could be a login from a text that may not even be a URL."""
+def shown_url(text: str) -> str:
+    """Returns what may be shown of a text that should be a store URL, whatever it is: scheme, hosts, database, path."""
     scheme, separator, rest = text.partition("://")
-    _, at, tail = rest.rpartition("@")
-    return f"{scheme}://***@{tail}" if separator and at else text
+    head = f"{scheme}://" if separator and _SCHEME.fullmatch(scheme) else ""
+    place, question, query = (rest if head else text).partition("?")
+    login, _, place = place.rpartition("@")
+    # A "@" behind the "?": the password may hold either, so where it ends is not known.
+    is_safe = "@" not in query and _PLACE.fullmatch(place) is not None
+    return f"{head}{'***@' if login and is_safe else ''}{place if is_safe else '***'}{'?***' if question else ''}"
 
 
 def _address(text: str, shown: str) -> Address:
@@ -175,7 +187,10 @@ def _options(scheme: str, query: str, shown: str) -> tuple[tuple[str, str], ...]
     options = parse_qsl(query, keep_blank_values=True)
     for name, value in options:
         if name not in known:
-            raise ConfigError.of(f"an option of {scheme}:// ({', '.join(known)})", name, f"correct it in {shown}")
+            login = f"; a login goes before the host, or into {PASSWORD_VARIABLE}" if name in _LOGIN_OPTIONS else ""
+            is_shown = value and "***" not in shown.partition("?")[0] and re.fullmatch(r"\w+", name)
+            cure = f"correct it in {shown}{login}"
+            raise ConfigError.of(f"an option of {scheme}:// ({', '.join(known)})", name if is_shown else "***", cure)
         if name == "capacity":
             parse_bytes(value)
     if len(dict(options)) != len(options):

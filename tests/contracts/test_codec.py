@@ -21,7 +21,7 @@ from shade.errors import ConfigError, CorruptEntryError
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),
-    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
 ]
 MODES = ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "LA", "I;16", "PA"]
 
@@ -57,7 +57,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @given(items)
@@ -83,6 +83,12 @@ def test_tensors_that_lie_otherwise_in_memory() -> None:
         torch.nn.Parameter(base).data,
         complex_.conj(),
         base.expand(2, 4, 6),
+        torch.tensor(7).expand(1),
+        torch.tensor(7).expand(0),
+        torch.ones(1, 3)[:, :1],
+        torch.ones(4, dtype=torch.bfloat16).as_strided((1,), (0,)),
+        torch.empty_strided((0,), (0,)),
+        torch.ones(1, 5)[:, 2],
     ):
         assert same(decode(encode(tensor)), tensor.clone().resolve_conj())
 

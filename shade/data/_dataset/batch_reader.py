@@ -10,6 +10,7 @@ It pickles into workers under fork, spawn and forkserver; the access log is open
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +28,12 @@ from shade.data._dataset.decoded_source import DecodedSource
 from shade.data._dataset.source import SampleSource
 from shade.data._transforms.fused import FusedBatch, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
-from shade.errors import BadSampleError
+from shade.errors import BadSampleError, DataError
 
 _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
+_COMPARED_HITS = 1024
+"""Of so many hits one is compared with the origin; at first more are."""
 Transforms = list[Callable[[Any], Any]]
 
 
@@ -48,13 +51,19 @@ class BatchReader:
         skips_bad: bool,
     ) -> None:
         self._source, self._cache, self._skips_bad = source, cache, skips_bad
-        self._transforms, self._target_transforms = transforms, target_transforms
-        plain = source.has_pictures and not target_transforms
-        self._fuser = fuser_of(transforms, reduced=reduced_decode) if plain else None
+        self._target_transforms, self._reduced_decode = target_transforms, reduced_decode
+        self.set_transforms(transforms)
+        self._num_hits, self._next_compared = 0, 1
         self._access_log = os.environ.get(ACCESS_LOG)
         self._log_fd: tuple[int, int] | None = None
         self.generators = BatchGenerators()
         """Sets the random generators before each batch, once `BatchGenerators.follow` has set the epoch."""
+
+    def set_transforms(self, transforms: Transforms) -> None:
+        """Applies these to the samples from the next batch on, in place of those before."""
+        plain = self._source.has_pictures and not self._target_transforms
+        self._transforms = transforms
+        self._fuser = fuser_of(transforms, reduced=self._reduced_decode) if plain else None
 
     def __len__(self) -> int:
         return len(self._source.payload_bytes_N)
@@ -85,8 +94,11 @@ class BatchReader:
         return other
 
     def checked(self, index: int) -> int:
-        """Returns an index in [0, N): negative ones count from the end. Raises IndexError for others."""
-        index = int(index)
+        """Returns an index in [0, N): negative ones count from the end.
+
+        Raises IndexError for others, and TypeError for what is no index.
+        """
+        index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"expected a sample index below {len(self)}, got {index}")
         return index % len(self)
@@ -94,15 +106,35 @@ class BatchReader:
     def fetch(self, indices: Sequence[int]) -> list[Any]:
         """Fetches the payloads of a batch: one round to the cache, one to the origin.
 
-        Returns payloads in order, with an exception in place of one that cannot be read.
+        Returns payloads in order, with an exception in place of one that cannot be read. Raises DataError if the origin
+        has other content than the cache.
         """
         if self._cache is None:
             payloads, hits = self._source.read_many(list(indices), _not_counted), [False] * len(indices)
         else:
             payloads, hits = self._cache.fetch_many(indices, self._read_origin)
+            if self._source.compares_hits:
+                self._compare_hits(indices, payloads, hits)
         if self._access_log is not None:
             self._log_accesses(indices, hits)
         return payloads
+
+    def _compare_hits(self, indices: Sequence[int], payloads: list[Any], hits: list[bool]) -> None:
+        """Reads the hits number 1, 2, 4 … 1024, 2048, 3072 … of this process from the origin, too."""
+        assert self._cache is not None
+        for index, payload, hit in zip(indices, payloads, hits, strict=True):
+            self._num_hits += hit
+            if not hit or self._num_hits < self._next_compared:
+                continue
+            self._next_compared += min(self._next_compared, _COMPARED_HITS)
+            (fresh,) = self._source.read_many([index], self._cache.count_origin)
+            if not isinstance(fresh, Exception) and fresh != payload:
+                raise DataError.of(
+                    f"{self._source.name_of(index)} to be what it was when it was cached",
+                    "another item",
+                    "if the data set was changed, pass ShadeDataset(…, version=…) a new word for its content; if its "
+                    "items are random, move that into transform=, or pass version= to keep the first draw",
+                )
 
     def _read_origin(self, absent: list[int]) -> list[Any]:
         assert self._cache is not None

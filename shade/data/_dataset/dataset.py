@@ -50,6 +50,9 @@ class ShadeDataset(Dataset[Any]):
             half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
         on_bad_sample: ``"stop"`` raises with the sample's path; ``"skip"`` takes the nearest readable sample after it
             instead, the same one on every rank, and counts it.
+        version: A word for the content of a data set whose items are cached. Without it, the name in the store follows
+            the items in memory and the files that the data set names, and some hits are compared with the origin; with
+            it, the word alone decides, so change it when the content changes.
 
     Raises:
         ConfigError: An argument out of range, an unknown scheme or policy.
@@ -73,6 +76,7 @@ class ShadeDataset(Dataset[Any]):
         max_side: int | None = None,
         reduced_decode: bool = False,
         on_bad_sample: str = "stop",
+        version: str | None = None,
     ) -> None:
         if not 0 < working_set_fraction <= 1:
             raise ConfigError.of(
@@ -85,14 +89,25 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         self._name = type(dataset).__name__
-        self._source: SampleSource = source_of(dataset, encode, decode)
+        skips_bad = on_bad_sample == "skip"
+        self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
         check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
-        transforms = _collect_transforms(dataset, self._source, transform, target_transform)
+        self._own_transforms, target_transforms = _collect_transforms(dataset, self._source, target_transform)
+        self._transform = transform
+        for name in ("classes", "class_to_idx"):
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
         self.policy = policy
         self.cache: SampleCache | None = None
         self.forecast: FormatForecast | None = None
         """The prediction that chose the cached format; None if there was nothing to choose."""
         if cache is not None:
+            if self._source.is_random:
+                warnings.warn(
+                    f"{self._name} gives another item when it is read again; the cache keeps the first, so every epoch "
+                    "sees the same result; move what is random into ShadeDataset(…, transform=…)",
+                    stacklevel=2,
+                )
             store = open_store(cache) if isinstance(cache, str) else cache
             capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             try:
@@ -104,10 +119,14 @@ class ShadeDataset(Dataset[Any]):
         self._reader = BatchReader(
             self._source,
             self.cache,
-            *transforms,
+            self._all_transforms(),
+            target_transforms,
             reduced_decode=reduced_decode,
-            skips_bad=on_bad_sample == "skip",
+            skips_bad=skips_bad,
         )
+
+    def _all_transforms(self) -> Transforms:
+        return [*self._own_transforms, *([self._transform] if self._transform else [])]
 
     def _open_cache(
         self,
@@ -154,6 +173,23 @@ class ShadeDataset(Dataset[Any]):
     @property
     def _cached_format(self) -> str:
         return "decoded" if isinstance(self._source, DecodedSource) else "encoded"
+
+    @property
+    def transform(self) -> Callable[[Any], Any] | None:
+        """Returns what is applied to the sample after decoding; assign it between epochs."""
+        return self._transform
+
+    @transform.setter
+    def transform(self, transform: Callable[[Any], Any] | None) -> None:
+        self._transform = transform
+        self._reader.set_transforms(self._all_transforms())
+
+    @property
+    def targets(self) -> list[int]:
+        """Returns the classes of the samples, where the wrapped data set names them; raises AttributeError if not."""
+        if self._source.target_N is None:
+            raise AttributeError(f"{self._name} names no class for each sample")
+        return [int(target) for target in self._source.target_N]
 
     @property
     def source(self) -> SampleSource:
@@ -219,11 +255,12 @@ class ShadeDataset(Dataset[Any]):
 def _collect_transforms(
     dataset: Any,
     source: SampleSource,
-    transform: Callable[[Any], Any] | None,
     target_transform: Callable[[Any], Any] | None,
 ) -> tuple[Transforms, Transforms]:
-    """Returns the transforms that run after the cache: for files the wrapped data set's own and then the user's, for
-    items only the user's, because the wrapped data set's run in its own ``__getitem__``."""
+    """Returns the wrapped data set's own transforms that run after the cache, and all for targets, the user's last.
+
+    An item's own transforms run in the ``__getitem__`` of the wrapped data set, before the cache.
+    """
     own = [getattr(dataset, "transform", None), getattr(dataset, "target_transform", None)]
     if source.cached_format != FORMAT_ENCODED:
         if innermost_transform(dataset) is not None:
@@ -233,4 +270,4 @@ def _collect_transforms(
                 stacklevel=4,
             )
         own = [None, None]
-    return [f for f in (own[0], transform) if f], [f for f in (own[1], target_transform) if f]
+    return [f for f in own[:1] if f], [f for f in (own[1], target_transform) if f]

@@ -93,6 +93,7 @@ class DecodedSource(SampleSource):
 
     cached_format = FORMAT_PICTURE
     has_pictures = True
+    compares_hits = is_random = False
 
     def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
         self._files, self._max_side = files, max_side

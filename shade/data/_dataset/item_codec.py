@@ -33,6 +33,7 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint16, torch.uint32, torch.uint64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
@@ -95,9 +96,10 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
     if kind is bytes:
         buffers.append(item)
         return {"bytes": len(item)}
-    if kind is torch.Tensor and item.layout is torch.strided and (name := str(item.dtype)[6:]) in _DTYPES:
+    if kind is torch.Tensor and _is_dense(item) and (name := str(item.dtype)[6:]) in _DTYPES:
         dense = item.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        buffers.append(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
+        # A tensor of at most one element is contiguous with any strides, which `reshape` keeps and `view` refuses.
+        buffers.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
         return {"tensor": [name, list(dense.shape)]}
     if kind is np.ndarray and item.dtype.kind in _ARRAY_KINDS:
         buffers.append(item.tobytes())
@@ -111,9 +113,24 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
         return {"image": [item.mode, list(item.size), len(buffers[-1]), _palette(item), _transparency(item)]}
     raise ConfigError.of(
         "tensors, arrays, PIL images, numbers, strings, bytes, None, or tuples, lists and dicts of them",
-        kind,
+        _described(item),
         "pass ShadeDataset(…, encode=…, decode=…) that turn your items into bytes and back",
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _described(item: Any) -> str:
+    """Returns the type of an item that is refused, and what about it is."""
+    kind = f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
+    if isinstance(item, dict):
+        keys = sorted({type(key).__name__ for key in item} - {"str", "int"})
+        return f"{kind} with keys of type {', '.join(keys)}" if keys and type(item) is dict else kind
+    if isinstance(item, torch.Tensor):
+        return f"{kind} of {item.dtype}" + ("" if _is_dense(item) else ", nested" if item.is_nested else ", sparse")
+    return f"{kind} of {item.dtype}" if isinstance(item, np.ndarray) else kind
 
 
 def _palette(image: Image.Image) -> list[Any] | None:

@@ -360,9 +360,10 @@ def _as_os_error(error: Exception) -> OSError:
     return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
 
-def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
+def describe_many(urls: Sequence[str], options: Mapping[str, Any], *, skips_missing: bool = False) -> list[Entry]:
     """Asks the server about files of one scheme, many at a time; returns an entry each, in order. Raises DataError if a
-    file is missing, or the server does not report its length, and ConfigError as `open_file_system`."""
+    file is missing, unless ``skips_missing`` gives it an empty entry, or the server does not report its length, and
+    ConfigError as `open_file_system`."""
     file_system = open_file_system(urls[0], options)
 
     def describe(url: str) -> Entry:
@@ -371,6 +372,8 @@ def describe_many(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry
         except Exception as error:
             if isinstance(error, DataError):
                 raise
+            if skips_missing and isinstance(error, FileNotFoundError):
+                return Entry(url, 0, "missing")
             raise DataError.of(f"to read {url}", str(error), "restore it or list the folder again") from error
 
     with ThreadPoolExecutor(min(_ASKERS, len(urls))) as pool:

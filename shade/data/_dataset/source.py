@@ -14,15 +14,18 @@ and cached. Price: listing a bucket takes one request a thousand files, a web se
 
 from __future__ import annotations
 
+import marshal
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch.utils.data import DataLoader, IterableDataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from typing_extensions import override
 
@@ -36,6 +39,7 @@ CountOrigin = Callable[[int, int], None]
 """Called with (reads, bytes) after each read of the origin."""
 
 _PROBES = 32
+_PROBES_AGAIN = 16
 _STAT_THREADS = 32
 
 
@@ -52,6 +56,10 @@ class SampleSource(Protocol):
     """Reads of the origin that were needed to learn the sizes."""
     probe_bytes: int
     """Bytes that those reads returned."""
+    compares_hits: bool
+    """Whether the fingerprint may miss a change of the content, so that some hits are compared with the origin."""
+    is_random: bool
+    """Whether reading an item twice gave two results."""
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads payloads in order, with an exception object in place of one that could not be read."""
@@ -78,18 +86,21 @@ class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
     Of files behind URLs, ``entries`` are the server's descriptions, if the caller has them, and ``options`` are
-    fsspec's.
+    fsspec's. With ``skips_missing`` a file that is not there is a bad sample, not an error.
     """
 
     cached_format = FORMAT_ENCODED
     num_probes = probe_bytes = 0
+    compares_hits = is_random = False
 
     def __init__(
         self,
-        samples: Sequence[tuple[str, int]],
+        samples: Sequence[tuple[str, Any]],
         decode_bytes: Callable[[bytes], Any],
         entries: Sequence[Entry] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        skips_missing: bool = False,
     ) -> None:
         if not samples:
             raise DataError.of("at least one sample", 0, "check the path of the data set")
@@ -98,7 +109,7 @@ class FileSource(SampleSource):
         digest = xxhash.xxh3_64()
         if is_url(samples[0][0]):
             paths = [path for path, _ in samples]
-            found = describe_many(paths, options or {}) if entries is None else entries
+            found = describe_many(paths, options or {}, skips_missing=skips_missing) if entries is None else entries
             self._root = root_of(paths)
             self._origin: FileOrigin = UrlOrigin(options)
             self.payload_bytes_N = np.array([entry.num_bytes for entry in found], dtype=np.int64)
@@ -109,15 +120,21 @@ class FileSource(SampleSource):
             folder = os.path.commonpath({os.path.dirname(path) for path in paths})
             self._root, self._origin = os.path.join(folder, ""), FileOrigin()
             with ThreadPoolExecutor(_STAT_THREADS) as pool:
-                stats = list(pool.map(_size_and_time, paths, chunksize=256))
+                stats = list(pool.map(partial(_size_and_time, skips_missing=skips_missing), paths, chunksize=256))
             self.payload_bytes_N = np.array([size for size, _ in stats], dtype=np.int64)
             state = np.array(stats, dtype=np.int64).tobytes()
+        if not self.payload_bytes_N.any():
+            raise DataError.of("at least one file with content", paths[0], "restore the data set or scan it again")
         # One array instead of N Python objects: workers read it without touching reference counts, so fork's
         # copy-on-write pages stay shared.
         relative = [os.fsencode(path[len(self._root) :]) for path in paths]
         self._end_N = np.cumsum([len(name) for name in relative])
         self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
-        self.target_N: npt.NDArray[np.int64] | None = np.array([target for _, target in samples], dtype=np.int64)
+        targets = [target for _, target in samples]
+        self.target_N = _class_targets(targets, len(targets))
+        self._targets = (
+            None if all(type(target) is int for target in targets) and self.target_N is not None else targets
+        )
         digest.update(self._names.tobytes())
         digest.update(self._end_N.tobytes())
         digest.update(state)
@@ -125,6 +142,8 @@ class FileSource(SampleSource):
 
     @override
     def rest_of(self, index: int) -> tuple[Any, ...]:
+        if self._targets is not None:
+            return (self._targets[index],)
         assert self.target_N is not None
         return (int(self.target_N[index]),)
 
@@ -160,7 +179,11 @@ class FileSource(SampleSource):
 
 
 class ItemSource(SampleSource):
-    """Items of any map-style data set."""
+    """Items of any map-style data set.
+
+    The fingerprint covers the type, the length, some items, and what `ContentDigest` finds. A ``version`` takes the
+    place of items and digest, and no hit is compared with the origin.
+    """
 
     cached_format = FORMAT_ITEM
     has_pictures = False
@@ -170,39 +193,55 @@ class ItemSource(SampleSource):
         dataset: Any,
         encode: Callable[[Any], bytes] = item_codec.encode,
         decode_item: Callable[[Any], Any] = item_codec.decode,
+        version: str | None = None,
     ) -> None:
         if len(dataset) == 0:
             raise DataError.of("at least one sample", 0, "check how the data set is made")
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         num_samples = len(dataset)
+        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}:{num_samples}"
+        digest = xxhash.xxh3_64(kind.encode())
+        is_sampled = version is None and num_samples > _PROBES  # else the fingerprint covers every item, or none
+        if is_sampled:
+            # Before the first read, after which a data set may hold other things in memory.
+            digest.update(ContentDigest(dataset).hexdigest().encode())
         # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
         probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
         payloads = self._probe(probes)
-        self.num_probes, self.probe_bytes = len(payloads), sum(map(len, payloads))
+        again = self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
+        self.is_random = not set(again) <= set(payloads)
+        self.compares_hits = is_sampled and not self.is_random and not _has_fingerprint(dataset)
+        self.num_probes, self.probe_bytes = len(payloads + again), sum(map(len, payloads + again))
         self.payload_bytes_N = np.full(num_samples, max(map(len, payloads)), dtype=np.int64)
-        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}:{num_samples}"
-        digest = xxhash.xxh3_64(kind.encode())
-        for payload in payloads:
-            digest.update(payload)
+        for content in payloads if version is None else [version.encode()]:
+            digest.update(content)
         self.fingerprint = digest.hexdigest()
         targets = getattr(dataset, "targets", None)
         self.target_N = _class_targets(targets, num_samples)
 
-    def _probe(self, indices: list[int]) -> list[bytes]:
+    def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
         """Encodes the items that can be read; `on_bad_sample` decides about the others when their turn comes."""
         payloads = []
         for index in indices:
             try:
-                payloads.append(self._encode(self._dataset[index]))
-            except ConfigError:
-                raise
+                item = self._dataset[index]
             except Exception as error:  # noqa: BLE001 - the user's code
                 failure = error
-        if not payloads:
+                continue
+            payloads.append(self._encoded(index, item))
+        if not payloads and not may_fail:
             raise DataError.of(
                 "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
             ) from failure
         return payloads
+
+    def _encoded(self, index: int, item: Any) -> bytes:
+        """Encodes a sample that could be read; raises ConfigError, because the encoder's failure is no bad sample."""
+        try:
+            return self._encode(item)
+        except Exception as error:
+            cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; mend encode="
+            raise ConfigError(f"cannot encode {self.name_of(index)}: {cause}") from error
 
     def rest_of(self, index: int) -> tuple[Any, ...]:
         """Raises, because an item is not known before it is decoded."""
@@ -217,9 +256,11 @@ class ItemSource(SampleSource):
         payloads: list[Any] = []
         for index in indices:
             try:
-                payloads.append(self._encode(self._dataset[index]))
+                item = self._dataset[index]
             except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
                 payloads.append(error)
+                continue
+            payloads.append(self._encoded(index, item))
         read = [payload for payload in payloads if not isinstance(payload, Exception)]
         count(len(read), sum(map(len, read)))
         return payloads
@@ -242,10 +283,12 @@ class ItemSource(SampleSource):
         pass
 
 
-def _size_and_time(path: str) -> tuple[int, int]:
+def _size_and_time(path: str, *, skips_missing: bool) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except OSError as error:
+        if skips_missing:
+            return 0, -1
         raise DataError.of("a readable file", path, f"{error.strerror}: restore it or scan the folder again") from error
     return status.st_size, status.st_mtime_ns
 
@@ -253,39 +296,76 @@ def _size_and_time(path: str) -> tuple[int, int]:
 def _class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
     if isinstance(targets, torch.Tensor):
         targets = targets.tolist()
-    if isinstance(targets, list) and len(targets) == num_samples and all(isinstance(t, int) for t in targets):
+    if isinstance(targets, list) and len(targets) == num_samples and all(map(_is_class, targets)):
         return np.array(targets, dtype=np.int64)
     return None
 
 
-def source_of(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> SampleSource:
+def _is_class(target: Any) -> bool:
+    return isinstance(target, int) and -(2**63) <= target < 2**63
+
+
+def source_of(
+    dataset: Any,
+    encode: Callable[[Any], bytes] | None,
+    decode: Callable[[Any], Any] | None,
+    *,
+    version: str | None = None,
+    skips_missing: bool = False,
+) -> SampleSource:
     """Chooses the source for a data set.
 
     Args:
         dataset: Any map-style data set.
         encode: The user's item → bytes, or None.
         decode: The user's bytes → item, or None. Alone (without ``encode``) it decodes file contents.
+        version: The user's word for the content of items, in their fingerprint.
+        skips_missing: Whether a file that is not there is a bad sample, not an error.
 
     Returns:
         A `FileSource` for ImageFolder-like data sets, local or remote, else an `ItemSource`.
+
+    Raises:
+        ConfigError: The data set is not map-style.
+        DataError: It is empty, or a file cannot be read.
     """
+    _check_map_style(dataset)
     samples = getattr(dataset, "samples", None)
     if type(dataset) is RemoteImageFolder and encode is None:
         return FileSource(dataset.samples, decode or decode_rgb, dataset.entries, dataset.origin.options)
     if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
-        if decode is not None:
-            return FileSource(samples, decode)
-        if _reads_plain_images(dataset):
-            return FileSource(samples, decode_rgb)
-    return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode)
+        decode_file = decode_rgb if decode is None and _reads_plain_images(dataset) else decode
+        if decode_file is not None:
+            return FileSource(samples, decode_file, skips_missing=skips_missing)
+    return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
+
+
+def _check_map_style(dataset: Any) -> None:
+    """Raises ConfigError, with what to pass instead, for what has no length or no samples by index."""
+    kind, cure = type(dataset), "pass an object with __len__ and __getitem__"
+    if isinstance(dataset, type):
+        cure = f"make one: {dataset.__name__}(…)"
+    elif isinstance(dataset, (str, bytes, os.PathLike)):
+        cure = "open it first, such as with torchvision.datasets.ImageFolder(path), or RemoteImageFolder(url)"
+    elif isinstance(dataset, DataLoader):
+        cure = "pass the data set inside it (loader.dataset), and make the loader of ShadeDataset's result"
+    elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__next__"):
+        cure = "a stream has no samples by index: read it into a list, or train on it without ShadeDataset"
+    elif isinstance(dataset, Mapping) and dataset and not all(isinstance(key, int) for key in dataset):
+        cure = f"choose one of its parts, such as [{next(iter(dataset))!r}]"
+    elif hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+        return
+    raise ConfigError.of("a map-style data set", f"{kind.__module__}.{kind.__qualname__}", cure)
 
 
 def _reads_plain_images(dataset: Any) -> bool:
-    """Returns whether a sample is its file, decoded as torchvision does it: no loader and no ``__getitem__`` of its
-    own."""
+    """Returns whether a sample is its file, decoded as torchvision does it: no loader, no ``__getitem__`` and no
+    ``__len__`` of its own."""
     from torchvision.datasets.folder import DatasetFolder, default_loader
 
-    own_way = getattr(type(dataset), "__getitem__", None) is not DatasetFolder.__getitem__
+    kind = type(dataset)
+    own_way = getattr(kind, "__getitem__", None) is not DatasetFolder.__getitem__
+    own_way |= getattr(kind, "__len__", None) is not DatasetFolder.__len__
     return not own_way and getattr(dataset, "loader", None) is default_loader and _pil_backend()
 
 
@@ -293,6 +373,89 @@ def _pil_backend() -> bool:
     import torchvision
 
     return bool(torchvision.get_image_backend() == "PIL")
+
+
+def _has_fingerprint(dataset: Any) -> bool:
+    """Returns whether a data set names its own content, as those of Hugging Face do."""
+    return isinstance(getattr(dataset, "_fingerprint", None), str)
+
+
+class ContentDigest:
+    """Digests what a data set holds in memory, and sizes and times of the files that it names; reads no item.
+
+    It follows attributes through wrappers (`Subset`, `ConcatDataset`, one's own). Of numbers and strings it takes those
+    in lists, dicts, arrays and tables alone: an attribute like ``rank`` differs where the content does not.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._digest = xxhash.xxh3_64()
+        self._seen: dict[int, Any] = {}
+        self._add(dataset, [""])
+
+    def hexdigest(self) -> str:
+        """Returns the digest."""
+        return self._digest.hexdigest()
+
+    def _update(self, text: str) -> None:
+        self._digest.update(text.encode(errors="surrogateescape"))
+
+    def _add(self, value: Any, folders: list[str]) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value  # holds it, because an id may be used again
+        opened = getattr(value, "filename", None)  # of h5py, zipfile, numpy.memmap
+        if _has_fingerprint(value):
+            self._update(value._fingerprint)
+        elif isinstance(opened, (str, os.PathLike)) and os.path.isfile(opened):
+            self._update(str(_size_and_time(os.fspath(opened), skips_missing=True)))
+        elif isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+                dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+                self._update(f"{value.dtype} {tuple(value.shape)}")
+                self._digest.update(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data)
+        elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+            self._update(f"{value.dtype} {value.shape}")
+            self._digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        elif isinstance(value, (list, tuple, dict)):
+            self._add_container(value, folders)
+        elif hasattr(value, "to_numpy"):  # a table of pandas or polars
+            self._add(np.asarray(value.to_numpy()).tolist(), folders)
+        elif isinstance(value, np.ndarray):
+            self._add(value.tolist(), folders)
+        elif hasattr(type(value), "__getitem__") and hasattr(value, "__dict__"):
+            self._add_attributes(vars(value))
+
+    def _add_container(self, value: Any, folders: list[str]) -> None:
+        parts = list(value.items()) if isinstance(value, dict) else list(value)
+        try:
+            self._digest.update(marshal.dumps(parts, 0))  # version 0 holds no reference counts
+        except ValueError:
+            for part in parts:
+                self._update(str(part) if isinstance(part, (str, int, float, os.PathLike)) else ":")
+                self._add(part, folders)
+        self._add_files(parts, folders)
+
+    def _add_attributes(self, attributes: dict[str, Any]) -> None:
+        paths = [str(value) for value in attributes.values() if isinstance(value, (str, os.PathLike))]
+        self._add_files(paths, [""])
+        folders = ["", *(path for path in paths if os.path.isdir(path))]
+        for name, value in sorted(attributes.items()):
+            self._update(name)
+            self._add(value, folders)
+
+    def _add_files(self, parts: list[Any], folders: list[str]) -> None:
+        """Adds the files that a list of paths, or of tuples with a path in one place, names."""
+        first = parts[0] if parts else None
+        for place in range(len(first) if isinstance(first, (list, tuple)) else 1):
+            rows = [part[place : place + 1] if isinstance(part, (list, tuple)) else (part,) for part in parts]
+            names = [row[0] for row in rows if row and isinstance(row[0], (str, os.PathLike))]
+            for folder in folders if names else ():
+                if any(os.path.isfile(os.path.join(folder, name)) for name in names[:_PROBES]):
+                    paths = [os.path.join(folder, name) for name in names]
+                    with ThreadPoolExecutor(_STAT_THREADS) as pool:
+                        stats = pool.map(partial(_size_and_time, skips_missing=True), paths, chunksize=256)
+                    self._digest.update(np.array(list(stats), dtype=np.int64).tobytes())
+                    break
 
 
 def innermost_transform(dataset: Any) -> Any:

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
-from shade import ShadeDataset, ShadeSampler
+from shade import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.errors import BadSampleError, ConfigError, DataError, StoreAuthError, StoreUnavailableError, UnknownNameError
 from shade.store import open_store
 from shade.testing import CountingDataset, FaultyStore
@@ -100,6 +100,83 @@ def test_a_bad_sample_is_replaced_by_the_next_good_one_everywhere(folder: Path) 
         assert by_index[index] == (wrapped.samples[replacement][1], expected)
 
 
+def test_a_file_that_is_gone_before_the_start_is_a_bad_sample(folder: Path) -> None:
+    wrapped = ImageFolder(str(folder))
+    gone = wrapped.samples[3][0]
+    os.unlink(gone)
+    with pytest.raises(DataError, match=re.escape(gone)):
+        ShadeDataset(wrapped, cache="memory://")
+    dataset = ShadeDataset(wrapped, cache="memory://", working_set_fraction=1.0, on_bad_sample="skip")
+    pictures = [dataset[index][0].tobytes() for index in range(N)]
+    good = [wrapped[index][0].tobytes() if index != 3 else wrapped[4][0].tobytes() for index in range(N)]
+    assert pictures == good
+    dataset.close()
+    for path, _ in wrapped.samples:
+        Path(path).unlink(missing_ok=True)
+    with pytest.raises(DataError, match="at least one file"):
+        ShadeDataset(wrapped, cache="memory://", on_bad_sample="skip")
+
+
+@pytest.mark.parametrize(
+    "target_of",
+    [
+        lambda index: index + 0.75,
+        lambda index: bool(index % 2),
+        lambda index: f"class{index}",
+        lambda index: None,
+        lambda index: (1, 0, index),
+        lambda index: torch.tensor(index * 0.5),
+        lambda index: np.float32(index / 3),
+        lambda index: 2**63 + index,
+    ],
+)
+def test_targets_come_back_as_they_are(folder: Path, target_of: Callable[[int], Any]) -> None:
+    wrapped = ImageFolder(str(folder))
+    wrapped.samples = [(path, target_of(index)) for index, (path, _) in enumerate(wrapped.samples)]
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    for index in range(N):
+        target = dataset[index][1]
+        assert type(target) is type(wrapped[index][1])
+        assert target == wrapped[index][1]
+    dataset.close()
+
+
+def test_fractional_targets_are_collated_as_the_plain_loader_does(folder: Path) -> None:
+    wrapped = ImageFolder(str(folder), transform=to_tensor)
+    wrapped.samples = [(path, index + 0.75) for index, (path, _) in enumerate(wrapped.samples)]
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    plain = next(iter(DataLoader(wrapped, batch_size=4)))[1]
+    found = next(iter(ShadeLoader(dataset, batch_size=4, num_workers=0)))[1]
+    assert found.dtype == plain.dtype
+    assert torch.equal(found, plain)
+    dataset.close()
+
+
+def test_a_folder_with_a_length_of_its_own_keeps_it(folder: Path) -> None:
+    class FirstHalf(ImageFolder):
+        def __len__(self) -> int:
+            return N // 2
+
+    dataset = ShadeDataset(FirstHalf(str(folder)), cache="memory://")
+    assert len(dataset) == N // 2
+    dataset.close()
+
+
+def test_a_transform_may_be_assigned_later(folder: Path) -> None:
+    wrapped = ImageFolder(str(folder))
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    assert dataset.transform is None
+    loader = ShadeLoader(dataset, batch_size=N, num_workers=0)
+    dataset.transform = to_tensor
+    assert torch.equal(dataset[3][0], to_tensor(wrapped[3][0]))
+    assert torch.equal(next(iter(loader))[0][3], to_tensor(wrapped[3][0]))
+    assert dataset.classes == wrapped.classes  # type: ignore[attr-defined]
+    assert dataset.class_to_idx == wrapped.class_to_idx  # type: ignore[attr-defined]
+    assert dataset.targets == wrapped.targets
+    assert not hasattr(ShadeDataset(NUMBERS, cache=None), "targets")
+    dataset.close()
+
+
 def test_replacements_are_counted_where_they_are_read() -> None:
     origin = CountingDataset(NUMBERS, bad=[4, 5])
     dataset = ShadeDataset(origin, cache="memory://", working_set_fraction=1.0, on_bad_sample="skip")
@@ -157,13 +234,50 @@ def test_every_read_is_in_the_ledger_probes_included() -> None:
         ({"policy": "lur"}, UnknownNameError),
         ({"cache": "mongodb://host"}, UnknownNameError),
         ({"cache": "redis"}, ConfigError),
-        ({"encode": lambda item: 1 / 0}, DataError),
+        ({"encode": lambda item: 1 / 0}, ConfigError),
     ],
     ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
 def test_impossible_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         ShadeDataset(TensorDataset(torch.zeros(8)), **({"cache": None} | options))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Lengthless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "cure"),
+    [
+        (Stream(), "list"),
+        (iter(range(3)), "list"),
+        (Lengthless(), "__len__"),
+        ("/tmp", "ImageFolder"),
+        (Path("/tmp"), "ImageFolder"),
+        (None, "__len__"),
+        (5, "__len__"),
+        (DataLoader([1, 2]), r"loader\.dataset"),
+        (TensorDataset, r"TensorDataset\("),
+        ({"train": [1, 2], "test": [3]}, r"\['train'\]"),
+    ],
+)
+def test_what_is_no_map_style_data_set_is_refused(wrapped: Any, cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        ShadeDataset(wrapped, cache="memory://")
+
+
+@pytest.mark.parametrize("wrapped", [[1, 2, 3], (1, 2), np.arange(4), torch.arange(4), {0: "a", 1: "b"}])
+def test_any_sequence_is_a_data_set(wrapped: Any) -> None:
+    dataset = ShadeDataset(wrapped, cache="memory://")
+    assert dataset[1] == (wrapped[1], 1)
+    dataset.close()
 
 
 def test_an_empty_data_set_is_refused() -> None:
@@ -174,6 +288,37 @@ def test_an_empty_data_set_is_refused() -> None:
 def test_an_item_that_cannot_be_encoded_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="encode="):
         ShadeDataset([object()] * 5, cache=None)
+
+
+class Boxes:
+    """Pictures with 0 to 3 objects each; a column of a single row is contiguous with a stride of 5."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rows = torch.arange(5.0 * (index % 4)).view(index % 4, 5) + index
+        return {"boxes": rows[:, :4], "labels": rows[:, 4], "id": index}
+
+
+@pytest.mark.parametrize("on_bad_sample", ["stop", "skip"])
+def test_a_sample_with_one_object_is_no_bad_sample(on_bad_sample: str) -> None:
+    dataset = ShadeDataset(Boxes(), cache="memory://", working_set_fraction=1.0, on_bad_sample=on_bad_sample)
+    for _ in range(2):
+        for index in range(N):
+            item, _ = dataset[index]
+            assert item["id"] == index
+            assert torch.equal(item["labels"], Boxes()[index]["labels"])
+    dataset.close()
+
+
+def test_an_encoder_that_fails_later_is_not_skipped() -> None:
+    """31 of 100 probed items can be encoded; the one that cannot must not be replaced by its neighbour."""
+    items = [torch.tensor(index) if index != 50 else {1, 2} for index in range(100)]
+    dataset = ShadeDataset(items, cache="memory://", on_bad_sample="skip")
+    with pytest.raises(ConfigError, match=r"index 50 of list.*got 'set'.*encode="):
+        dataset[50]
+    dataset.close()
 
 
 def test_an_index_outside_is_an_index_error() -> None:
@@ -239,6 +384,171 @@ def test_other_data_never_shares_a_namespace(folder: Path) -> None:
     assert len({first, touched, namespace()}) == 3
     one, other = (ShadeDataset(TensorDataset(torch.full((8,), value)), cache=None) for value in (1.0, 2.0))
     assert one.source.fingerprint != other.source.fingerprint
+
+
+class Labelled:
+    """A data set of one's own, with labels in some kind of container."""
+
+    def __init__(self, labels: Any) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.labels[index])
+
+
+class Fingerprinted:
+    """Names its content, as data sets of Hugging Face do."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def with_label(kind: str, label: int) -> Any:
+    """A data set of which one item that no probe reads has the label."""
+    labels = [index % 10 for index in range(1000)]
+    labels[5] = label
+    makers: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: TensorDataset(torch.tensor(labels)),
+        "view": lambda: TensorDataset(torch.tensor([labels, labels]).t()[:, 1]),
+        "list": lambda: Labelled(labels),
+        "array": lambda: Labelled(np.array(labels)),
+        "objects": lambda: Labelled(np.array([*labels[:-1], torch.tensor(3)], dtype=object)),
+        "dict": lambda: Labelled(dict(enumerate(labels))),
+        "tensors": lambda: Labelled([torch.tensor(label) for label in labels]),
+        "wrapped": lambda: Subset(ConcatDataset([Labelled(labels[:500] * 2), Labelled(labels)]), range(1000)),
+        "fingerprint": lambda: Fingerprinted(str(label)),
+        "wrapped fingerprint": lambda: Subset(Fingerprinted(str(label)), range(1000)),
+    }
+    return makers[kind]()
+
+
+def namespace_of(dataset: Any, **options: Any) -> str:
+    opened = ShadeDataset(dataset, cache=None, **options)
+    opened.close()
+    return opened.source.fingerprint
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["tensor", "view", "list", "array", "objects", "dict", "tensors", "wrapped", "fingerprint", "wrapped fingerprint"],
+)
+def test_a_corrected_label_changes_the_namespace(kind: str) -> None:
+    assert namespace_of(with_label(kind, 5)) == namespace_of(with_label(kind, 5))
+    assert namespace_of(with_label(kind, 5)) != namespace_of(with_label(kind, 77))
+
+
+@pytest.mark.parametrize("kind", ["subset", "own getitem", "paths", "names", "one file", "memmap"])
+def test_a_replaced_file_changes_the_namespace(folder: Path, kind: str) -> None:
+    victim = sorted(folder.rglob("*.bmp"))[7]
+
+    class Own(ImageFolder):
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> Any:
+            return 1
+
+    class Files(Labelled):
+        def __init__(self, **attributes: Any) -> None:
+            vars(self).update(attributes)
+
+        def __getitem__(self, index: int) -> Any:
+            return index
+
+    makers: dict[str, Callable[[], Any]] = {
+        "subset": lambda: Subset(ImageFolder(str(folder)), list(range(20)) * 2),
+        "own getitem": lambda: Own(str(folder)),
+        "paths": lambda: Files(files=sorted(folder.rglob("*.bmp"))),
+        "names": lambda: Files(root=victim.parent, rows=[(1, path.name) for path in sorted(victim.parent.iterdir())]),
+        "one file": lambda: Files(file=str(victim)),
+        "memmap": lambda: Files(pixels=np.memmap(victim, mode="r")[2:]),
+    }
+    before = namespace_of(makers[kind]())
+    assert namespace_of(makers[kind]()) == before
+    os.utime(victim, ns=(1, 1))
+    assert namespace_of(makers[kind]()) != before
+
+
+def test_a_version_is_the_users_word_for_the_content() -> None:
+    first = namespace_of(with_label("list", 5), version="1")
+    assert namespace_of(with_label("list", 77), version="1") == first
+    assert namespace_of(with_label("list", 5), version="2") != first
+
+
+def test_a_rank_is_no_content() -> None:
+    one, other = Labelled(list(range(1000))), Labelled(list(range(1000)))
+    one.rank, other.rank = 0, 1  # type: ignore[attr-defined]
+    assert namespace_of(one) == namespace_of(other)
+
+
+class Generated:
+    """Makes its items; nothing outside them says what they are."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return index if index % 37 == 0 else index + self.offset
+
+
+@pytest.mark.parametrize("loader", [DataLoader, ShadeLoader])
+def test_a_hit_that_differs_from_the_origin_is_refused(monkeypatch: pytest.MonkeyPatch, loader: Any) -> None:
+    monkeypatch.setattr("shade.data._dataset.source._PROBES", 2)  # 0 and 999, both of which stay as they were
+    store = open_store("memory://")
+    for offset in (0, 0, 5):
+        dataset = ShadeDataset(Generated(offset), cache=store, working_set_fraction=1.0)
+        batches = iter(loader(dataset, batch_size=100, num_workers=0))
+        if offset:
+            with pytest.raises(DataError, match="version="):
+                list(batches)
+        else:
+            assert sum(len(batch[0]) for batch in batches) == 1000
+    cured = ShadeDataset(Generated(5), cache=store, working_set_fraction=1.0, version="offset 5")
+    assert [cured[index][0] for index in (1, 2)] == [6, 7]
+    store.close()
+
+
+def test_few_hits_are_compared_with_the_origin() -> None:
+    wrapped = CountingDataset([torch.full((4,), float(index)) for index in range(100)])
+    dataset = ShadeDataset(wrapped, cache="memory://", working_set_fraction=1.0)
+    for _ in range(1 + 4096 // 100):
+        for start in range(0, 100, 50):
+            dataset.__getitems__(range(start, start + 50))
+    assert dataset.cache is not None
+    totals = dataset.cache.residency.totals()
+    assert totals["hits"] == 4000
+    assert totals["origin_reads"] == len(wrapped.reads)
+    # Probes, half of them again, misses, hits 1 to 1024 by powers of two, hits 2048 and 3072.
+    assert len(wrapped.reads) == 32 + 16 + 100 + 11 + 2
+    dataset.close()
+
+
+@pytest.mark.parametrize("attribute", ["transform", "augment"])
+def test_random_items_warn(attribute: str) -> None:
+    class Crops(Labelled):
+        def __init__(self) -> None:
+            setattr(self, attribute, lambda: int(torch.randint(1000, ())))
+
+        def __getitem__(self, index: int) -> int:
+            return 1000 * index + int(getattr(self, attribute)())
+
+    with pytest.warns(UserWarning, match=r"same.*transform="):
+        dataset = ShadeDataset(Crops(), cache="memory://", working_set_fraction=1.0)
+    for _ in range(3):
+        assert [sample // 1000 for sample, _ in dataset.__getitems__(range(100))] == list(range(100))
+    dataset.close()
 
 
 def test_a_moved_data_set_keeps_its_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

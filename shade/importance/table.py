@@ -32,6 +32,7 @@ Legend: N data set · B batch of this rank · C capacity · W world.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -262,7 +263,14 @@ class ScoreMerger:
             ConfigError: Shapes that do not match, or more than ``batch_size`` samples.
             ShadeError: An earlier report failed, or the merger is closed or of another process.
         """
-        on_host = index_B.is_cpu and loss_B.is_cpu
+        try:
+            on_host = index_B.is_cpu and loss_B.is_cpu
+        except AttributeError:
+            raise ConfigError.of(
+                "two tensors: the indices of a batch, and one loss for each",
+                f"{type(index_B).__name__}, {type(loss_B).__name__}",
+                "make tensors of lists and arrays (torch.as_tensor), and add up a sample's losses if there are several",
+            ) from None
         if on_host and self._worker is None and self._pid == os.getpid():
             self._waiting.append(_host_copy(index_B, loss_B, self.batch_size))
             if len(self._waiting) >= APPLY_EVERY:
@@ -414,9 +422,19 @@ def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], batch_size: int) -> None:
-    if len(index_shape) != 1 or index_shape != loss_shape or index_shape[0] > batch_size:
-        expected, cure = "indices and losses of one shape (B,)", "use reduction='none' and report one batch at a time"
-        raise ConfigError.of(f"{expected}, B ≤ {batch_size}", (index_shape, loss_shape), cure)
+    if len(index_shape) == 1 and index_shape == loss_shape and index_shape[0] <= batch_size:
+        return
+    num_losses, num_samples = math.prod(loss_shape), math.prod(index_shape)
+    if index_shape == loss_shape and num_samples > batch_size:
+        cure = f"report one batch at a time, and give loader and sampler one batch_size, {batch_size}"
+    elif num_losses == 1:
+        cure = "compute the losses with reduction='none'"
+    elif num_samples and num_losses > num_samples and num_losses % num_samples == 0:
+        cure = f"average each sample's {num_losses // num_samples}: losses.view(len(indices), -1).mean(1)"
+        cure += ", or both views' if the loss has the views one after the other"
+    else:
+        cure = "report one batch at a time, with all its indices, flat: view(-1)"
+    raise ConfigError.of(f"indices and losses of one shape (B,), B ≤ {batch_size}", (index_shape, loss_shape), cure)
 
 
 def _host_copy(index_B: Tensor, loss_B: Tensor, batch_size: int) -> _HostReport:

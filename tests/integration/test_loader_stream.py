@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -498,3 +499,70 @@ def test_a_process_ends_in_the_middle_of_an_epoch(folder: Path, how: str) -> Non
     while psutil.pid_exists(server) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(server)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_passes_of_one_loader_that_are_under_way_at_once_are_whole(kind: str, folder: Path) -> None:
+    files = ImageFolder(str(folder), transform=transforms.Compose([transforms.Resize((8, 8)), transforms.ToTensor()]))
+    data = ShadeDataset(files if kind == "threads" else TensorDataset(torch.arange(float(N))), cache="local://")
+    loader = ShadeLoader(data, batch_size=10, shuffle=True, num_workers=2)
+    assert loader.in_threads == (kind == "threads")
+
+    def drawn(batches: Any) -> list[int]:
+        return [index for batch in batches for index in batch[-1].tolist()]
+
+    first, second = iter(loader), iter(loader)
+    mine = drawn([next(first)])
+    other = drawn([next(second)])
+    third = drawn(loader)
+    both = [mine + drawn(first), other + drawn(second), third, drawn(loader)]
+    assert [sorted(each) for each in both] == [list(range(N))] * 4
+    data.close()
+
+
+def test_a_look_at_a_batch_in_mid_epoch_leaves_the_state_as_it_was() -> None:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+    for sampler in (None, ShadeSampler(data, batch_size=10, mode="uniform")):
+        options: dict[str, Any] = {"shuffle": True} if sampler is None else {"sampler": sampler}
+        loader = ShadeLoader(data, batch_size=10, num_workers=0, **options)
+        if sampler is not None:
+            sampler.set_epoch(0)
+        seen: list[int] = []
+        for number, batch in enumerate(loader):
+            seen += batch[-1].tolist()
+            if number == 3:
+                next(iter(loader))
+                break
+            if number == 1:
+                next(iter(loader))
+        loader.load_state_dict(loader.state_dict())
+        assert sorted(seen + [index for batch in loader for index in batch[-1].tolist()]) == list(range(N))
+        if sampler is not None:
+            sampler.close()
+
+
+def test_the_shuffled_order_does_not_depend_on_workers() -> None:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+
+    def orders(view: Any, **options: Any) -> list[list[int]]:
+        loader = view(data, batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+        return [[index for batch in loader for index in batch[-1].tolist()] for _ in range(3)]
+
+    expected = orders(DataLoader, num_workers=0)
+    for options in ({"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": False}):
+        assert orders(ShadeLoader, **options) == expected
+
+
+def test_the_loader_takes_all_arguments_of_dataloader() -> None:
+    theirs, mine = (inspect.signature(view.__init__).parameters for view in (DataLoader, ShadeLoader))
+    assert set(theirs) <= set(mine)
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+    with pytest.raises(ValueError, match="persistent_workers"):
+        ShadeLoader(data, num_workers=0, persistent_workers=True)
+    loader = ShadeLoader(data, batch_size=10, num_workers=1, persistent_workers=False, in_order=False)
+    assert [index for batch in loader for index in batch[-1].tolist()] == list(range(N))
+    with (
+        contextlib.closing(ShadeSampler(data, batch_size=8)) as sampler,
+        pytest.raises(ConfigError, match="one batch_size"),
+    ):
+        ShadeLoader(data, batch_size=10, sampler=sampler, num_workers=0)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
@@ -88,6 +88,7 @@ class ShadeDataset(Dataset[Any]):
             raise ConfigError.of("on_bad_sample 'stop' or 'skip'", on_bad_sample, "choose one of the two")
         if policy is not None:
             POLICIES.get(policy)
+        _check_not_wrapped(dataset)
         self._name = type(dataset).__name__
         skips_bad = on_bad_sample == "skip"
         self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
@@ -250,6 +251,23 @@ class ShadeDataset(Dataset[Any]):
         self._reader.close()
         if self.cache is not None:
             self.cache.close()
+
+
+def _check_not_wrapped(dataset: Any) -> None:
+    """Refuses a `ShadeDataset`, and one inside a wrapper of torch: each sample would come with two indices."""
+    outer, inside = type(dataset).__name__, [dataset]
+    while inside:
+        found = inside.pop()
+        if isinstance(found, ShadeDataset):
+            raise ConfigError.of(
+                "a data set that is not wrapped yet",
+                f"a ShadeDataset in a {outer}" if found is not dataset else outer,
+                "wrap only the outermost data set, the one that the loader reads",
+            )
+        if isinstance(found, Subset):
+            inside.append(found.dataset)
+        elif isinstance(found, ConcatDataset):
+            inside.extend(found.datasets)
 
 
 def _collect_transforms(

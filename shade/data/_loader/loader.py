@@ -31,6 +31,8 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,48 +45,67 @@ from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset
 from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
-from shade.data._sampler.sampler import ShadeSampler
+from shade.data._sampler.sampler import ShadeSampler, check_wrapping
 from shade.errors import ConfigError
 
 
+@dataclass(eq=False)
+class LoaderPass:
+    """One iteration over a loader."""
+
+    num_batches: int = 0
+    """Batches of the epoch that training has got."""
+    order: torch.Tensor | None = None
+    """State of the generator before the order was drawn."""
+    seed: int = 0
+    """Seed of the random draws that follow no other rule."""
+    epoch: int | None = None
+    """The sampler's epoch, and its first step in this pass; of a `ShadeSampler`."""
+    first_step: int = 0
+    is_live: bool = True
+    """Whether it may give batches yet."""
+    before: LoaderPass | None = None
+    """The pass that training was in when this one began."""
+
+
 class EpochProgress:
-    """Counts the batches of an epoch, whose sampler draws from ``generator`` (None: the process's)."""
+    """Counts the batches of each pass; the sampler draws from ``generator`` (None: the process's).
+
+    Several passes may be under way at once. The state is that of the pass that gave the last batch; a look at one batch
+    that is dropped again leaves the state as it was.
+    """
 
     def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
         self._sampler = sampler if isinstance(sampler, ShadeSampler) else None
         self._generator = default_generator if generator is None else generator
-        self._order: torch.Tensor | None = None
-        self.num_batches = 0
-        """Batches of this epoch that training has got."""
-        self._first = 0
-        self._epoch: int | None = None
         self._resume: dict[str, Any] | None = None
-        self.seed = 0
-        """Seed of this epoch's random draws that follow no other rule."""
+        self.begun = self.current = LoaderPass(is_live=False)
+        """The pass that began last, and the one whose place is the state."""
 
-    def begin(self) -> None:
+    def begin(self) -> LoaderPass:
         """Begins an epoch, or the rest of one."""
         resume = self._resume
-        self.num_batches = 0 if resume is None else resume["batches"]
-        self._epoch = None
+        self.begun = LoaderPass(0 if resume is None else resume["batches"], before=self.current)
+        self.current.before = None
+        self.current = self.begun
+        return self.begun
 
-    def take_seed(self) -> int:
-        """Returns this epoch's seed: drawn as DataLoader draws its workers', or that of the epoch that is resumed."""
+    def draw_seed(self) -> int:
+        """Draws this pass's seed, as DataLoader draws its workers', or takes that of the epoch that is resumed."""
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
-        self.seed = seed if self._resume is None else self._resume["seed"]
-        return self.seed
+        self.begun.seed = seed if self._resume is None else self._resume["seed"]
+        return self.begun.seed
 
-    def open(self, batches: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+    def open(self, batches: Iterable[Sequence[int]], mine: LoaderPass) -> Iterator[Sequence[int]]:
         """Yields the sample indices of the batches that are left, in order."""
         resume, self._resume = self._resume, None
         if self._sampler is not None:
             iterator = iter(batches)
             first = next(iterator, None)
-            self._epoch, self._first = self._sampler.epoch, self._sampler.steps_done
-            self.num_batches = 0
+            mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.steps_done, 0
         else:
             now = self._generator.get_state()
-            self._order = now if resume is None else resume["order"]
+            mine.order = now if resume is None else resume["order"]
             if resume is not None:
                 self._generator.set_state(resume["order"])
             iterator = iter(batches)
@@ -97,25 +118,34 @@ class EpochProgress:
             yield first
             yield from iterator
 
-    def got_one(self) -> None:
+    def got_one(self, mine: LoaderPass) -> None:
         """Counts a batch that training has got."""
-        self.num_batches += 1
+        mine.num_batches += 1
+        self.current = mine
 
-    def end(self) -> None:
+    def end(self, mine: LoaderPass) -> None:
         """Ends the epoch, after training has got the last batch."""
+        mine.before, mine.is_live = None, False
         if self._sampler is None:
-            self.num_batches, self._order = 0, None
+            mine.num_batches, mine.order = 0, None
+
+    def drop(self, mine: LoaderPass) -> None:
+        """Leaves a pass that is used no longer, and returns to the one before if this was a look at one batch."""
+        mine.is_live = False
+        if self.current is mine and mine.num_batches <= 1 and mine.before is not None and mine.before.is_live:
+            self.current = mine.before
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the loader's state."""
+        mine = self.current
         if self._sampler is None:
             if self._resume is not None:
                 return dict(self._resume)
-            return {"batches": self.num_batches, "order": self._order, "seed": self.seed, "sampler": None}
+            return {"batches": mine.num_batches, "order": mine.order, "seed": mine.seed, "sampler": None}
         sampler = self._sampler.state_dict()
-        if self._epoch == self._sampler.epoch:
-            sampler["steps_done"] = self._first + self.num_batches
-        return {"batches": 0, "order": None, "seed": self.seed, "sampler": sampler}
+        if mine.epoch == self._sampler.epoch:
+            sampler["steps_done"] = mine.first_step + mine.num_batches
+        return {"batches": 0, "order": None, "seed": mine.seed, "sampler": sampler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the loader's state. Raises ConfigError if it belongs to another kind of sampler."""
@@ -126,9 +156,9 @@ class EpochProgress:
                 "resume with the saved settings",
             )
         self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
+        self.current = LoaderPass(seed=state["seed"], is_live=False)
         if self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
-            self._epoch = None
 
 
 class ResumableBatches:
@@ -138,7 +168,7 @@ class ResumableBatches:
         self._inner, self._progress = batches, progress
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        return self._progress.open(self._inner)
+        return self._progress.open(self._inner, self._progress.begun)
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]
@@ -172,6 +202,9 @@ class ShadeLoader(DataLoader[Any]):
         multiprocessing_context: For worker processes.
         generator: As DataLoader's.
         prefetch_factor: Batches under way for each worker; 2 when None.
+        persistent_workers: As DataLoader's; None: worker processes stay from epoch to epoch. Threads never do.
+        pin_memory_device: As DataLoader's, which no longer uses it.
+        in_order: Taken as DataLoader's; batches come in order in any case, because the state counts them.
         device: Batches are copied there while training is at the one before; None: they stay where they are.
         decode_on: ``"host"``; or ``"device"``: recognised transforms run there, and nvJPEG decodes the files, which is
             faster than a few processors and changes pixels by a level or two (`_transforms.device`).
@@ -198,11 +231,21 @@ class ShadeLoader(DataLoader[Any]):
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
+        persistent_workers: bool | None = None,
+        pin_memory_device: str = "",
+        in_order: bool = True,
         device: torch.device | str | None = None,
         decode_on: str = "host",
     ) -> None:
         if not isinstance(dataset, ShadeDataset):
+            check_wrapping(dataset)
             raise ConfigError.of("a ShadeDataset", type(dataset).__name__, "wrap it: ShadeDataset(dataset, cache=…)")
+        if isinstance(sampler, ShadeSampler) and batch_size not in (None, sampler.batch_size):
+            raise ConfigError.of(
+                f"batch_size={sampler.batch_size}, as the sampler's",
+                batch_size,
+                "give loader and sampler one batch_size, that of one rank",
+            )
         if decode_on not in ("host", "device"):
             raise ConfigError.of("decode_on 'host' or 'device'", decode_on, "choose one of the two")
         can_decode = device is not None and num_workers != 0 and dataset.is_fused and collate_fn is None
@@ -229,12 +272,15 @@ class ShadeLoader(DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=num_workers > 0,
+            persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
+            pin_memory_device=pin_memory_device,
         )
         self.device = None if device is None else torch.device(device)
         self._reader: BatchReader = dataset._reader
         self._decodes_on_device = decode_on == "device"
-        self._readers: tuple[list[BatchReader], list[BatchReader]] | None = None
+        self._free_readers: list[list[BatchReader]] = []
+        self._num_readers = 0
+        self._persistent: weakref.ref[_CountedBatches] | None = None
         self._depth = self.num_workers * (self.prefetch_factor or 2)
         self._buffers = BatchBuffers(self._depth + 2, pinned=self._pins)
         self._progress = EpochProgress(self.sampler, generator)
@@ -252,21 +298,35 @@ class ShadeLoader(DataLoader[Any]):
         return bool(self.pin_memory and torch.cuda.is_available())
 
     def __iter__(self) -> Any:
-        self._progress.begin()
-        batches: Iterator[Any] = self._threads() if self.in_threads else super().__iter__()
-        if self.device is not None:
-            batches = on_device(batches, self.device)
-        return _CountedBatches(batches, self._progress, self)
+        mine = self._progress.begin()
+        made: Iterator[Any] = self._threads() if self.in_threads else self._processes()
+        batches = made if self.device is None else on_device(made, self.device)
+        counted = _CountedBatches(batches, self._progress, mine, self)
+        if made is self._iterator:
+            self._persistent = weakref.ref(counted)
+        return counted
+
+    def _processes(self) -> Iterator[Any]:
+        """Returns DataLoader's iterator. The workers that stay serve one pass at a time: another that begins meanwhile
+        gets workers of its own."""
+        if self._iterator is None:
+            return super().__iter__()
+        served = None if self._persistent is None else self._persistent()
+        if served is not None and not served.has_ended:
+            return self._get_iterator()
+        self._progress.draw_seed()  # only new workers draw it, and the order must not depend on that
+        return super().__iter__()
 
     def _threads(self) -> _ThreadEpoch:
-        if self._readers is None:
-            numbers = range(_FETCHERS + self.num_workers)
-            all_readers = [self._reader.for_worker(number) for number in numbers]
-            self._readers = all_readers[:_FETCHERS], all_readers[_FETCHERS:]
-        fetchers, workers = self._readers
+        if self._free_readers:
+            readers = self._free_readers.pop()
+        else:
+            numbers = range(self._num_readers, self._num_readers + _FETCHERS + self.num_workers)
+            readers, self._num_readers = [self._reader.for_worker(number) for number in numbers], numbers.stop
+        fetchers, workers = readers[:_FETCHERS], readers[_FETCHERS:]
         assert self.batch_sampler is not None
         order, checked = iter(self.batch_sampler), self._reader.checked
-        seed, buffers, collated = self._progress.take_seed(), self._buffers, self.collate_fn is default_collate
+        seed, buffers, collated = self._progress.draw_seed(), self._buffers, self.collate_fn is default_collate
         fused, target = self._reader.is_fused, self.device if self._decodes_on_device else None
 
         def begin(number: int, indices: Sequence[int]) -> BatchParts:
@@ -278,6 +338,7 @@ class ShadeLoader(DataLoader[Any]):
 
         return _ThreadEpoch(
             LoaderPipeline(begin, len(fetchers), len(workers)),
+            partial(self._free_readers.append, readers),
             ([checked(index) for index in batch] for batch in order),
             self._depth,
             self.timeout or None,
@@ -293,7 +354,7 @@ class ShadeLoader(DataLoader[Any]):
         return (
             f"ShadeLoader(batch_size={self.batch_size}, num_workers={self.num_workers} ({engine}), "
             f"sampler={type(self.sampler).__name__}, device={None if self.device is None else str(self.device)!r}, "
-            f"batches={self._progress.num_batches}{length})"
+            f"batches={self._progress.current.num_batches}{length})"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,7 +388,7 @@ class _FinishBatch:
 
 
 class _ThreadEpoch:
-    """The batches of one epoch, made by the pipeline's threads, which end with it.
+    """The batches of one epoch, made by the pipeline's threads, which end with it; ``closed`` is called then.
 
     ``order`` are the samples of each batch, ``depth`` the batches under way; the training thread calls ``finish`` on
     each.
@@ -336,13 +397,14 @@ class _ThreadEpoch:
     def __init__(
         self,
         pipeline: LoaderPipeline,
+        closed: Callable[[], None],
         order: Iterator[list[int]],
         depth: int,
         timeout_seconds: float | None,
         finish: Callable[[Any], Any],
     ) -> None:
         self._pipeline, self._order, self._timeout_seconds, self._finish = pipeline, order, timeout_seconds, finish
-        self._close = weakref.finalize(self, pipeline.close)
+        self._close = weakref.finalize(self, _close, pipeline, closed)
         self._jobs: deque[Job] = deque()
         for _ in range(depth):
             self._submit()
@@ -369,11 +431,18 @@ class _ThreadEpoch:
         return self._finish(batch)
 
 
+def _close(pipeline: LoaderPipeline, closed: Callable[[], None]) -> None:
+    pipeline.close()
+    closed()
+
+
 class _CountedBatches:
     """An epoch's batches, counted as training gets them; the loader knows how many there are."""
 
-    def __init__(self, batches: Iterator[Any], progress: EpochProgress, loader: ShadeLoader) -> None:
-        self._batches, self._progress, self._loader = batches, progress, loader
+    def __init__(self, batches: Iterator[Any], progress: EpochProgress, mine: LoaderPass, loader: ShadeLoader) -> None:
+        self._batches, self._progress, self._mine, self._loader = batches, progress, mine, loader
+        self.has_ended = False
+        weakref.finalize(self, progress.drop, mine).atexit = False
 
     def __iter__(self) -> _CountedBatches:
         return self
@@ -385,9 +454,11 @@ class _CountedBatches:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._progress.end()
+            if not self.has_ended:
+                self.has_ended = True
+                self._progress.end(self._mine)
             raise
-        self._progress.got_one()
+        self._progress.got_one(self._mine)
         return batch
 
 

@@ -97,6 +97,37 @@ class RankShard:
             dealt.append(self._dealt.get(step, index_G[mine]))
         return dealt
 
+    def place(self, index_B: Indices, num_done: int, drawn_K: Indices) -> tuple[int, bool]:
+        """Returns the step in which these samples were dealt, the nearest to ``num_done`` if there are several, and
+        whether its last sample is among them.
+
+        Raises ConfigError if they are not of one batch.
+        """
+        first, last = index_B[0], index_B[-1]
+        for step in (num_done, num_done - 1, num_done + 1):
+            dealt = self._dealt.get(step)
+            if dealt is not None and first in dealt:
+                break
+        else:
+            steps = np.flatnonzero(self.epoch_order(drawn_K) == first) // self._global_batch
+            if not len(steps):
+                raise ConfigError.of(
+                    "the indices that came with a batch of this epoch",
+                    f"sample {first}, which was not drawn",
+                    "report the last element of each sample of the ShadeDataset",
+                )
+            step = int(steps[np.abs(steps - num_done).argmin()])
+            (dealt,) = self.dealt(drawn_K, [step])
+        if len(index_B) >= len(dealt) or dealt[-1] in index_B:
+            if last not in dealt and first != last and last in self.dealt(drawn_K, [step + 1])[0]:
+                raise ConfigError.of(
+                    f"samples of one batch of {len(dealt)}",
+                    "of two batches, which follow each other",
+                    f"give loader and sampler one batch_size, {self._global_batch // self._num_replicas}",
+                )
+            return step, True
+        return step, False
+
     def weights(self, draw: Draw, num_samples: int) -> Floats | None:
         """Returns float32 (N,) weights by sample; None if all are 1.
 

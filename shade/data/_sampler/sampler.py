@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
@@ -97,6 +98,7 @@ class ShadeSampler(DistributedSampler[int]):
         self.num_samples = len(dataset)
         self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
         self._check(distributed)
+        check_wrapping(dataset)
         self.global_batch = batch_size * self.num_replicas
         mode_class = MODES.get(mode)
         source = getattr(dataset, "source", None)
@@ -151,7 +153,9 @@ class ShadeSampler(DistributedSampler[int]):
         self._accuracies: list[float] = []
         self._weight_N: Floats | None = None
         self._usage_warnings = UsageWarnings()
-        self._iterations = 0
+        self._iterations = self._num_passes = 0
+        self._has_ended = False
+        self._unplaced: torch.Tensor | None = None
         self._generators = getattr(dataset, "generators", None)
         self._follows = False  # a training loop may set the epoch of the random transforms itself
         self._at_resume: Callable[[], None] | None = None
@@ -184,7 +188,7 @@ class ShadeSampler(DistributedSampler[int]):
             self._turn_to(epoch)
 
     def _turn_to(self, epoch: int) -> None:
-        self.epoch, self._first_step, self._steps_done = epoch, 0, 0
+        self.epoch, self._first_step, self._steps_done, self._unplaced = epoch, 0, 0, None
         self._begun = self._is_placed = False
 
     def weights(self, indices: torch.Tensor) -> torch.Tensor:
@@ -196,26 +200,57 @@ class ShadeSampler(DistributedSampler[int]):
 
         Returns:
             float32 (B,) on the same device.
+
+        Raises:
+            ConfigError: An index that is outside the data set.
         """
         self._usage_warnings.made.add("weights")
-        if self._weight_N is None:
+        if self._weight_N is None and not indices.is_cpu:
             return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
-        return torch.from_numpy(self._weight_N[indices.cpu().numpy()]).to(indices.device)
+        index_B = indices.cpu().numpy()
+        if len(index_B) and not 0 <= index_B.min() <= index_B.max() < self.num_samples:
+            raise ConfigError.of(
+                f"indices of the data set's {self.num_samples} samples",
+                f"{index_B.min()} … {index_B.max()}",
+                "pass the indices that came with the batch",
+            )
+        if self._weight_N is None:
+            return torch.ones(len(index_B), dtype=torch.float32)
+        return torch.from_numpy(self._weight_N[index_B]).to(indices.device)
 
     def report(self, indices: torch.Tensor, losses: torch.Tensor) -> None:
         """Reports the losses of one batch; once a step on every rank. Does not wait for the device or the network.
 
+        The indices say which step this is, so a batch may be reported again, in parts, or not at all. A step counts as
+        done when its last sample is reported.
+
         Args:
             indices: int64 (B,), as they came with the batch.
             losses: float (B,), unweighted, on any device; detached here.
+
+        Raises:
+            ConfigError: Not one loss for each index, or indices that are not of one batch of this epoch.
         """
         self._usage_warnings.made.add("report")
+        if not isinstance(indices, torch.Tensor):
+            return self._merger.report(indices, losses)  # which refuses it
         if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices):
             order_K = self._draw(self.epoch).order_K
             steps = range(self._steps_done, min(self.num_steps, self._steps_done + LOOK_AHEAD_STEPS))
             check_order(int(indices[0]), self._steps_done, self._shard.dealt(order_K, steps))
-        self._steps_done += 1
+        if self._begun and len(indices) and indices.is_cpu:
+            num_done, self._unplaced = self._done_after(indices), None
+        else:
+            num_done, self._unplaced = self._steps_done + 1, indices if self._begun and len(indices) else None
         self._merger.report(indices, losses)
+        self._steps_done = num_done
+
+    def _done_after(self, indices: torch.Tensor) -> int:
+        """Returns how many steps are done, by the samples that were reported last."""
+        step, is_whole = self._shard.place(indices.numpy(), self._steps_done, self._draw(self.epoch).order_K)
+        if not is_whole:
+            self._usage_warnings.warn_of_part(len(indices), self.batch_size)
+        return step + is_whole
 
     def report_validation(self, accuracy: float) -> None:
         """Reports the validation accuracy of a finished epoch, the same number on every rank; `pads` follows it."""
@@ -258,6 +293,9 @@ class ShadeSampler(DistributedSampler[int]):
     @property
     def steps_done(self) -> int:
         """Returns the steps of the present epoch whose losses were reported."""
+        if self._unplaced is not None:  # was on a device, which `report` does not wait for
+            indices, self._unplaced = self._unplaced.cpu(), None
+            self._steps_done = self._done_after(indices)
         return self._steps_done
 
     def order_of(self, epoch: int) -> Indices:
@@ -303,7 +341,8 @@ class ShadeSampler(DistributedSampler[int]):
             self._generators.follow(self.seed, self.epoch)
         if self._begun:
             self._first_step = 0  # the same epoch once more, from its beginning
-        self._begun, self._steps_done = True, self._first_step
+        self._begun, self._steps_done, self._unplaced = True, self._first_step, None
+        self._has_ended = False
         self._shard.begin()
         if self._planner is not None:
             self._planner.settle()
@@ -333,15 +372,23 @@ class ShadeSampler(DistributedSampler[int]):
         self._is_placed = True
 
     def _pass(self, order_K: Indices, num_drawn: int) -> Iterator[int]:
-        """Yields the rest of the epoch, and dispatches each batch just before it is handed out."""
-        for step in range(self._first_step, self.num_steps):
+        """Yields the rest of the epoch, and dispatches each batch just before it is handed out.
+
+        The cache is planned for the pass that began last. One that began before and is still used gets the same samples
+        without a plan: by position, through whatever the cache holds.
+        """
+        self._num_passes += 1
+        number, num_steps = self._num_passes, self.num_steps
+        for step in range(self._first_step, num_steps):
             index_G, mine = self._shard.of(order_K, num_drawn, step)
             index_B = index_G[mine]
-            if self._planner is not None:
-                index_B = self._planner.dispatch(index_G, mine, num_left=self.num_steps - 1 - step)
-            self._shard.remember(step, index_B)
+            if number == self._num_passes:
+                if self._planner is not None:
+                    index_B = self._planner.dispatch(index_G, mine, num_left=num_steps - 1 - step)
+                self._shard.remember(step, index_B)
             yield from index_B.tolist()
-        if self._planner is not None:
+        self._has_ended = True
+        if self._planner is not None and number == self._num_passes:
             self._planner.end_epoch()
 
     def _draw(self, epoch: int) -> Draw:
@@ -372,8 +419,12 @@ class ShadeSampler(DistributedSampler[int]):
         return Scores(snapshot.score_N, snapshot.seen_N) if snapshot.seen_N.any() else None
 
     def _warn_of_missing_calls(self) -> None:
-        """Warns of calls that the loop has not made in the epochs so far, and counts the epochs itself if need be."""
-        if self._iterations == 0:
+        """Warns of calls that the loop has not made in the epochs so far, and counts the epochs itself if need be.
+
+        A first pass that was left without a report was a look at the data, no epoch.
+        """
+        is_look = self._num_passes == 1 and not self._has_ended and "report" not in self._usage_warnings.made
+        if self._iterations == 0 or is_look:
             return
         if "set_epoch" not in self._usage_warnings.made:
             self._turn_to(self.epoch + 1)
@@ -396,7 +447,7 @@ class ShadeSampler(DistributedSampler[int]):
         return {
             "settings": dict(self._settings),
             "epoch": self.epoch,
-            "steps_done": self._steps_done,
+            "steps_done": self.steps_done,
             "draws": {draw.epoch: self._saved.of(draw) for draw in draws},
             "table": {
                 name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -465,6 +516,18 @@ class UsageWarnings:
         cost."""
         self._warned: set[str] = set()
 
+    def warn_of_part(self, num_reported: int, batch_size: int) -> None:
+        """Warns, once, of a report of a part of a batch."""
+        if "part" not in self._warned:
+            self._warned.add("part")
+            warnings.warn(
+                f"report() got {num_reported} samples of a batch of {batch_size}. If the loader's batch_size is not "
+                "the sampler's, give both the same: a run that resumes inside a batch takes all of it again. If the "
+                "batch is reported in parts, leave it so",
+                UserWarning,
+                stacklevel=4,
+            )
+
     def require(self, call: str) -> None:
         """Warns, once, if one of the calls of `LINES` was never made."""
         if call in self.made or call in self._warned:
@@ -476,3 +539,31 @@ class UsageWarnings:
             ForgottenCallWarning,
             stacklevel=4,
         )
+
+
+def check_wrapping(dataset: Any) -> None:
+    """Refuses a data set that contains a `ShadeDataset` and numbers its samples otherwise.
+
+    The sampler deals the outer numbers, and the samples come with the inner ones.
+
+    Raises:
+        ConfigError: Such a wrapper; the message has the line to write.
+    """
+    inside, known = [dataset], {id(dataset)}
+    while inside:
+        outer = inside.pop()
+        found = getattr(outer, "datasets", None) or [getattr(outer, "dataset", None)]
+        for inner in found if isinstance(found, list | tuple) else ():
+            if id(inner) in known:
+                continue
+            known.add(id(inner))
+            inside.append(inner)
+            is_shade = hasattr(inner, "check_forecast")
+            if is_shade and (isinstance(outer, Subset | ConcatDataset) or len(inner) != len(dataset)):
+                name = type(outer).__name__
+                inputs = "[first, second]" if isinstance(outer, ConcatDataset) else "data, indices"
+                raise ConfigError.of(
+                    f"the {name} inside the ShadeDataset, so that both number the samples alike",
+                    f"a ShadeDataset inside the {name}",
+                    f"write ShadeDataset({name}({inputs}), cache=…), and give that to sampler and loader",
+                )

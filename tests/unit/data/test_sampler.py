@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from shade import ShadeDataset, ShadeSampler
 from shade.data._sampler.sampler import ForgottenCallWarning
@@ -184,8 +184,8 @@ def forgetful(calls: set[str], epochs: int = 4) -> list[str]:
         for epoch in range(epochs):
             if "set_epoch" in calls:
                 sampler.set_epoch(epoch)
-            for index in sampler:
-                index_B = torch.tensor([index])
+            for batch in torch.utils.data.BatchSampler(sampler, B, drop_last=False):
+                index_B = torch.tensor(batch)
                 if "weights" in calls:
                     sampler.weights(index_B)
                 if "report" in calls:
@@ -299,3 +299,169 @@ def test_a_data_set_that_is_not_ours_is_only_sampled() -> None:
         loader = DataLoader(dataset, batch_size=B, sampler=sampler)
         assert sorted(int(i) for (batch,) in loader for i in batch) == list(range(N))
         assert np.array_equal(np.sort(sampler.order_of(0)), np.arange(N))
+
+
+# ── wrappers, and several passes at once ────────────────────────────────────────────────────────────────────────────
+
+
+def items(num_samples: int = 40) -> Any:
+    return TensorDataset(torch.arange(float(num_samples)))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda one: ConcatDataset([one, items()]),
+        lambda one: random_split(one, [30, 10])[0],
+        lambda one: Subset(Subset(one, range(40)), range(40)),
+        lambda one: ConcatDataset([Subset(one, range(20)), items()]),
+    ],
+)
+def test_a_wrapper_that_renumbers_a_shade_dataset_is_refused_and_works_inside(wrap: Any) -> None:
+    inside: Any = wrap(items())
+    around = wrap(ShadeDataset(items(), cache=None))
+    with pytest.raises(ConfigError, match=r"write ShadeDataset\((Subset|ConcatDataset)\("):
+        ShadeSampler(around, batch_size=B)
+    with pytest.raises(ConfigError, match="a data set that is not wrapped yet"):
+        ShadeDataset(around, cache=None)
+    data = ShadeDataset(inside, cache="memory://")
+    sampler = ShadeSampler(data, batch_size=B, keep=0.5)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for value_B, index_B in DataLoader(data, batch_size=B, sampler=sampler):
+            assert value_B.tolist() == [float(inside[int(index)][0]) for index in index_B]
+            sampler.weights(index_B)
+            sampler.report(index_B, value_B)
+    scores = sampler.scores()
+    assert scores is not None
+    assert len(scores) == len(inside)
+    sampler.close()
+    data.close()
+
+
+def test_a_wrapper_that_numbers_samples_alike_is_taken() -> None:
+    class Views(Dataset[Any]):
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+    ShadeSampler(Views(ShadeDataset(items(), cache=None)), batch_size=B).close()
+
+
+@pytest.mark.parametrize("mode", ["uniform", "unbiased"])
+@pytest.mark.filterwarnings("ignore::shade.data._sampler.sampler.ForgottenCallWarning")
+@pytest.mark.parametrize("how", ["nested", "zipped", "look", "kept", "exception"])
+def test_passes_that_are_under_way_at_once_are_whole(mode: str, how: str) -> None:
+    data = ShadeDataset(items(), cache="memory://", working_set_fraction=0.5)
+    sampler = ShadeSampler(data, batch_size=B, mode=mode)
+    loader = DataLoader(data, batch_size=B, sampler=sampler)
+    sampler.set_epoch(0)
+
+    def drawn(batches: Any) -> list[int]:
+        return [index for batch in batches for index in batch[-1].tolist()]
+
+    passes: list[list[int]] = []
+    kept: Any = iter(loader)
+    if how == "nested":
+        first = drawn([next(kept)])
+        passes = [drawn(loader), first + drawn(kept)]
+    elif how == "zipped":
+        both = list(zip(loader, loader, strict=True))
+        passes = [drawn(one for one, _ in both), drawn(other for _, other in both)]
+    elif how == "look":
+        first = drawn([next(kept), next(kept)])
+        next(iter(loader))
+        passes = [first + drawn(kept)]
+    elif how == "kept":
+        next(kept)
+        passes = [drawn(loader), drawn(loader)]
+    else:
+        next(kept)
+        sampler.set_epoch(1)
+        passes = [drawn(loader)]
+    sampler.set_epoch(2)
+    assert [sorted(each) for each in [*passes, drawn(loader)]] == [list(range(40))] * (len(passes) + 1)
+    sampler.close()
+    data.close()
+
+
+def test_a_look_at_one_batch_warns_of_nothing_and_counts_no_epoch() -> None:
+    with warnings.catch_warnings(), sampler_of(keep=0.6) as sampler:
+        warnings.simplefilter("error")
+        next(iter(sampler))
+        steps(sampler)
+    with warnings.catch_warnings(), sampler_of(mode="uniform") as sampler, sampler_of(mode="uniform") as other:
+        warnings.simplefilter("error")
+        next(iter(sampler))
+        assert list(sampler) == list(other)
+
+
+# ── reports that are not once a batch ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("rhythm", "num_batches"),
+    [("once", 5), ("twice", 5), ("every other", 4), ("halves", 5), ("permuted", 5), ("look between", 5)],
+)
+@pytest.mark.filterwarnings("ignore:report\\(\\) got")
+def test_a_resume_loses_no_sample_however_batches_are_reported(rhythm: str, num_batches: int) -> None:
+    seen: list[int] = []
+    with sampler_of(mode="uniform") as sampler:
+        sampler.set_epoch(0)
+        for number, batch in enumerate(torch.utils.data.BatchSampler(sampler, B, drop_last=False)):
+            index_B = torch.tensor(batch)
+            if rhythm == "look between" and number == 2:
+                next(iter(sampler))
+            reports = {"twice": [index_B] * 2, "halves": [index_B[:2], index_B[2:]], "permuted": [index_B.flip(0)]}
+            if rhythm != "every other" or number % 2:
+                for part in reports.get(rhythm, [index_B]):
+                    sampler.report(part, loss_of(part))
+            seen += batch
+            if number + 1 == num_batches:
+                break
+        assert sampler.steps_done == num_batches
+        state = sampler.state_dict()
+    with sampler_of(mode="uniform") as sampler:
+        sampler.load_state_dict(state)
+        sampler.set_epoch(0)
+        assert sorted([*seen, *sampler]) == list(range(N))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_a_loader_with_another_batch_size_is_named(size: int) -> None:
+    def train(sampler: ShadeSampler) -> None:
+        for batch in torch.utils.data.BatchSampler(sampler, size, drop_last=False):
+            sampler.report(torch.tensor(batch), torch.ones(len(batch)))
+
+    with sampler_of(mode="uniform") as sampler, pytest.raises((ConfigError, UserWarning), match="batch_size"):
+        train(sampler)
+
+
+def test_indices_that_are_of_no_sample_are_refused() -> None:
+    with sampler_of() as sampler:
+        next(iter(sampler))
+        for index_B in (torch.tensor([0, N]), torch.tensor([-1, 0])):
+            with pytest.raises(ConfigError, match="that came with the batch"):
+                sampler.weights(index_B)
+        with pytest.raises(ConfigError, match="came with a batch of this epoch"):
+            sampler.report(torch.tensor([N, N + 1]), torch.ones(2))
+
+
+def test_losses_that_are_not_one_a_sample_are_refused_with_a_cure_that_works() -> None:
+    with sampler_of() as sampler:
+        index_B = torch.tensor([next(iter(sampler))] * B)
+        for losses in (torch.ones(B * 5), torch.ones(B, 5)):
+            with pytest.raises(ConfigError, match=r"losses\.view\(len\(indices\), -1\)\.mean\(1\)"):
+                sampler.report(index_B, losses)
+            sampler.report(index_B, losses.view(len(index_B), -1).mean(1))
+        with pytest.raises(ConfigError, match="reduction='none'"):
+            sampler.report(index_B, torch.tensor(1.0))
+        for wrong in ([1.0] * B, np.ones(B), {"box": torch.ones(B)}):
+            with pytest.raises(ConfigError, match=r"torch\.as_tensor"):
+                sampler.report(index_B, wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"torch\.as_tensor"):
+            sampler.report(index_B.tolist(), torch.ones(B))  # type: ignore[arg-type]
+        sampler.report(torch.as_tensor(index_B.tolist()), torch.as_tensor(np.ones(B)))

@@ -82,7 +82,7 @@ def of_server(state: Mapping[str, Any]) -> list[str]:
             )
         )
     if not ranks:
-        return ["no rank has reported yet"]
+        return ["no rank has reported yet; the run's directory, named beside or instead, shows its progress"]
     total = sum(_value(rank, "samples_per_second") or 0 for rank in ranks)
     lines = [*table(rows, ">" * len(_COLUMNS)).splitlines(), f"all ranks: {total:,.1f} samples/s"]
     decision = state.get("decision")

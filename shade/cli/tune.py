@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shade.control.study import Evaluation, Study
 
 JOURNAL, PROFILE, PLOT = "evaluations.jsonl", "profile.json", "profile.png"
+_HOPELESS: Final = 3
+"""The search ends after so many evaluations if all have failed: the command is wrong, not the points."""
 _INK: Final = "#22303c"
 _EXAMPLES: Final = """\
 examples:
@@ -31,7 +33,8 @@ The command trains for a fraction of the whole run (a tenth is plenty) and print
   --metric NAME       a line of JSON on its output, as {"accuracy": 0.71}; the last one counts
   --metric-regex RE   or the one group of a regular expression; the last match counts
 
-A search that was killed resumes when the same command is typed again. The folder --out holds:
+A search that was killed resumes when the same command is typed again. It ends early if the first three runs fail.
+The folder --out holds:
   evaluations.jsonl   one line for each evaluation, written when it ends
   batch-…-….log       the output of one evaluation
   profile.json        quality over batch and density, for the controller
@@ -84,6 +87,10 @@ def _answer(given: argparse.Namespace) -> int:
             if best is not None:
                 bar.set_postfix_str(f"best {best.quality:.5g} at {best.batch}, {best.density:g}", refresh=False)
             bar.update()
+            if len(done) >= _HOPELESS and best is None:
+                # A new start tries the mended command at these points again.
+                (given.out / JOURNAL).unlink()
+                break
     return _report(study, done, given.out)
 
 
@@ -98,7 +105,9 @@ def _report(study: Study, done: list[Evaluation], folder: Path) -> int:
     sys.stdout.write(table(rows, ">>>>><"))
     best = study.best(done)
     if best is None:
-        sys.stderr.write(f"shade tune: no evaluation succeeded; look into {folder}\n")
+        why = " ".join((done[-1].failure or "").split())
+        cure = f"correct the command (or lower --batch) and start again; its output is in {folder}"
+        sys.stderr.write(f"shade tune: none of {len(done)} evaluations succeeded: {why}; {cure}\n")
         return 1
     profile = study.profile(done)
     profile.save(folder / PROFILE)

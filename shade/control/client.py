@@ -141,13 +141,17 @@ def fetch_state(url: str, *, token: str | None = None) -> dict[str, Any]:
     return state
 
 
+_PATHS = ("", "/", "/metrics")
+"""Paths that may follow the address; the log of a run names the page of its figures."""
+
+
 def _address(url: str) -> tuple[str, int]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if host is None or port is None or parts.scheme != "http" or parts.path.strip("/") or parts.username:
+    if host is None or port is None or parts.scheme != "http" or parts.path not in _PATHS or parts.username:
         raise ConfigError.of("a telemetry server's URL", url, "write it as http://10.0.0.1:9090")
     return host, port
 

@@ -177,10 +177,14 @@ class Ranks:
         if status < 0:
             guess = " (out of memory?)" if -status == signal.SIGKILL else ""
             return f"{who} was killed by {signal.Signals(-status).name}{guess}"
-        error = r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$"
-        errors = re.findall(error, text, re.MULTILINE)
-        lines = [line.strip() for line in errors if "ChildFailedError" not in line]
-        return f"{who} failed: {lines[-1][:300]}" if lines else f"{who} failed with exit status {status}"
+        error = r"^(?:\[(rank\d+)\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$"
+        errors = [each for each in re.findall(error, text, re.MULTILINE) if "ChildFailedError" not in each[1]]
+        # A lost worker ends its rank, and the other ranks then complain about the connection, perhaps as the first.
+        workers = [each for each in errors if "DataLoader worker" in each[1]]
+        rank, line = (workers[:1] or [e for e in errors if e[0] == who.replace(" ", "")] or errors or [("", "")])[-1]
+        if workers and rank:
+            who = rank.replace("rank", "rank ")
+        return f"{who} failed: {line.strip()[:300]}" if line else f"{who} failed with exit status {status}"
 
     def _written(self) -> str:
         """Returns the end of their output."""

@@ -262,6 +262,8 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
     if chosen.get("nodes", 1) == 1 and "master_port" not in typed:
         chosen["master_port"] = 0
     config = RunConfig(**chosen)
+    if config.gradient is None and "density" in typed:
+        raise ConfigError.of("--gradient beside --density", None, "add --gradient threshold-v16")
     _check(config)
     return config, stores
 
@@ -359,7 +361,7 @@ def _check(config: RunConfig) -> None:
     require(config.restarts >= 0, "--restarts of at least 0", config.restarts, "0 ends the run when a rank is lost")
     require(config.steps is None or config.steps >= 1, "--steps of at least 1", config.steps, "leave it out for all")
     require(config.profile is None or config.controller, "--controller beside --profile", None, "add --controller")
-    typed = config.controller or config.staleness or config.density != RunConfig.density
+    typed = config.controller or config.staleness
     good = config.gradient is not None or not typed
     require(good, "--gradient beside its settings", None, "--gradient threshold-v16")
     require(0 < config.density <= 1, "--density in (0, 1]", config.density, "0.01 sends one element in a hundred")

@@ -21,7 +21,7 @@ TROUBLES = {
     "store_errors": "calls to the store failed; the samples were read from the origin, nothing was lost but time",
     "bad_samples": "samples could not be read or decoded and were left out; the log names them",
     "yielded": "samples left the cache early to make room for snapshots; a larger maxmemory would have kept them",
-    "declined": "samples were to be admitted but the store had no room; does another program use it?",
+    "declined": "samples were not admitted: a node of the store is gone or full; `shade doctor --cache URL` says which",
 }
 
 LEGEND = """\

@@ -82,7 +82,20 @@ def test_when_nothing_succeeds_the_exit_code_says_so(words: list[str], tmp_path:
     assert main([*words, "--evaluations", "2"]) == 1
     told = capsys.readouterr()
     assert told.out.count("broken") == 2
-    assert "no evaluation succeeded" in told.err
+    assert "none of 2 evaluations succeeded" in told.err
+
+
+def test_a_command_that_fails_from_the_start_is_not_repeated(words: list[str], tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('broken')")
+    words += ["--evaluations", "4", "--initial", "4"]
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert told.out.count("broken") == 3
+    assert "broken" in told.err
+    assert "correct the command" in told.err
+    (tmp_path / "train.py").write_text(TRAINING)
+    assert main(words) == 0
+    assert len(evaluations(tmp_path / "tune")) == 4
 
 
 @pytest.mark.parametrize(

@@ -461,14 +461,15 @@ class ShadeSampler(DistributedSampler[int]):
         batch.
 
         Args:
-            state: Of a sampler with the same settings.
+            state: Of a sampler with the same settings; only ``epochs`` may differ.
 
         Raises:
             ConfigError: The state belongs to other settings, or an order does not match its hash.
         """
         for name, mine in self._settings.items():
             theirs = state["settings"].get(name)
-            if theirs != mine:
+            # A run may be continued for more epochs: what was drawn stays, and only later draws ask for the length.
+            if theirs != mine and name != "epochs":
                 raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")
         draws = {int(epoch): load_draw(int(epoch), each, self.num_samples) for epoch, each in state["draws"].items()}
         self._draws = draws

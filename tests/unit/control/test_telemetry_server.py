@@ -264,6 +264,8 @@ class TestToken:
                 assert ask(url, "POST", "/reports", message.line(report(1)), given)[0] == 401
             assert made.drain() == []
             assert fetch_state(url)["ranks"] == []
+            # The log names this page.
+            assert fetch_state(f"{url}/metrics")["ranks"] == []
             with TelemetryClient(url) as client:
                 client.report(report(1))
             assert client.num_sent == 1

@@ -246,6 +246,24 @@ def test_stopped_at_any_step_the_rest_is_identical(options: dict[str, Any]) -> N
         assert head + rest == whole, f"stopped after {stop}"
 
 
+@pytest.mark.parametrize("options", [{"keep": 0.6}, {"mode": "uniform"}, {"mode": "pads"}], ids=str)
+@pytest.mark.parametrize("stop", [3, None], ids=["in an epoch", "at the end"])
+def test_a_run_is_continued_for_more_epochs(options: dict[str, Any], stop: int | None) -> None:
+    with sampler_of(**options, epochs=2) as sampler:
+        whole = steps(sampler, epochs=2)
+    with sampler_of(**options, epochs=2) as sampler:
+        head = steps(sampler, epochs=2, limit=stop)
+        state = through_torch(sampler.state_dict())
+    with sampler_of(**options, epochs=EPOCHS) as sampler:
+        sampler.load_state_dict(state)
+        rest = steps(sampler, sampler.epoch + (sampler.steps_done >= sampler.num_steps))
+    first = [batch for batch in whole if batch[0] == 0]
+    assert (head + rest)[: len(first)] == first
+    assert {batch[0] for batch in head + rest} == set(range(EPOCHS))
+    if options.get("mode") != "pads":
+        assert sorted(index for epoch, *batch in rest if epoch == EPOCHS - 1 for index in batch) == list(range(N))
+
+
 def test_weights_survive_a_resume() -> None:
     with sampler_of(keep=0.6) as sampler:
         steps(sampler, 0, 2)

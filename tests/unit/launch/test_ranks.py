@@ -49,6 +49,15 @@ class Dead(Ranks):
         ("KeyError: 'x'\n", 3, 1, "rank 3 failed: KeyError: 'x'"),
         ("[rank3]: torch.OutOfMemoryError: full\n", 3, 1, "rank 3 failed: torch.OutOfMemoryError: full"),
         ("", 2, 7, "rank 2 failed with exit status 7"),
+        ("[rank0]: ValueError: odd\n[rank1]: RuntimeError: closed by peer\n", 0, 1, "rank 0 failed: ValueError: odd"),
+        (
+            "[rank0]: RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n"
+            "[rank0]: RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly\n"
+            "[rank1]: RuntimeError: Connection closed by peer\n",
+            1,
+            1,
+            "rank 0 failed: RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
+        ),
     ],
 )  # fmt: skip
 def test_the_reason_is_one_sentence(said: str, rank: int, status: int, sentence: str, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_a_password_reaches_the_url_and_not_the_plan(here: Path) -> None:
         "s.py data --host_ip h --port_num PORT",
         "--resume",
         "--resume nowhere",
+        "s.py data --density 0.01",
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_with_a_cure(line: str, here: Path) -> None:
@@ -115,6 +116,12 @@ def test_what_cannot_be_is_refused_in_one_line_with_a_cure(line: str, here: Path
         come_to(line, here)
     assert "\n" not in str(caught.value)
     assert "; " in str(caught.value)
+
+
+def test_the_cure_for_a_density_without_a_compressor_can_be_followed(here: Path) -> None:
+    with pytest.raises(ConfigError, match="add --gradient threshold-v16"):
+        come_to("s.py data --density 0.01", here)
+    assert come_to("s.py data --density 0.01 --gradient threshold-v16", here)[0].gradient == "threshold-v16"
 
 
 def test_a_folder_in_the_scripts_place_is_told_to_come_second(here: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_loader_says_how_batches_are_made(dataset: ShadeDataset, sampler: Shad
 @pytest.mark.parametrize(
     ("users_class", "methods"),
     [
-        (ShadeDataset, {"check_forecast", "close", "generators", "is_fused", "source"}),
+        (ShadeDataset, {"check_forecast", "close", "generators", "is_fused", "source", "targets", "transform"}),
         (
             ShadeSampler,
             {"at_resume", "close", "load_state_dict", "num_steps", "order_of", "receipt", "report", "report_validation"}

@@ -113,7 +113,7 @@ class SparseState:
         self._scale = LossScale(scaler)
         self._unscale = 1.0
         self._chosen: list[tuple[ErrorFeedback, Sparse, Sparse]] = []
-        """Of this step: what was sent and what was held back. The end of the step tells what the residual gets back."""
+        """Of this step: what was sent and what was held back. Its end decides what the residual gets back."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
         self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))

@@ -127,6 +127,21 @@ def story_of_branches(rank: int, world_size: int) -> list[float]:
     return losses
 
 
+def story_of_join(rank: int, world_size: int) -> list[Any]:
+    """Rank 1 has three batches more: distance from plain DDP, digest."""
+    models = network(), network()
+    ddp, state = wrapped(models[0], density=1.0, quantiser="none")
+    for each in (ddp, nn.parallel.DistributedDataParallel(models[1])):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        with each.join():
+            for step in range(3 + 3 * rank):
+                loss_of(each, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    state.close()
+    return [distance(*models), digest(models[0])]
+
+
 def story_of_resuming(rank: int, world_size: int) -> list[Any]:
     """Five steps, a state, five more in a new DDP: whether what is kept came through, step, digest, refusal."""
     model, saved, came_through = network(), None, False
@@ -272,6 +287,7 @@ def story_of_diloco_nan(rank: int, world_size: int) -> list[Any]:
 STORIES = [
     story_of_all_sent,
     story_of_branches,
+    story_of_join,
     story_of_new_buckets,
     story_of_resuming,
     story_of_hook_nan,
@@ -296,6 +312,12 @@ def test_branches_in_turn_and_unused_layers_lose_nothing(pair: Any) -> None:
     for together, apart in results_of(pair, story_of_branches):
         assert together < 1e-5
         assert apart < 1e-5
+
+
+def test_ranks_with_fewer_batches_join(pair: Any) -> None:
+    first, second = results_of(pair, story_of_join)
+    assert max(first[0], second[0]) < 1e-5
+    assert first[1] == second[1]
 
 
 def test_what_is_kept_follows_parameters_into_new_buckets(pair: Any) -> None:

@@ -89,13 +89,16 @@ class Bucket:
     def rebind(self) -> None:
         """Moves parameters that other code has bound to other memory back into the bucket, with their new values.
 
-        ``p.data = …``, `vector_to_parameters` and ``model.to(memory_format=…)`` do that: a step would miss them.
+        ``p.data = …``, `vector_to_parameters` and ``model.to(memory_format=…)`` do that: a step would miss them. So
+        does a transposed view of the same memory.
 
         Raises:
             ConfigError: One has another shape, type or device now.
         """
         moved = [
-            place for place, parameter in enumerate(self.parameters) if parameter.data_ptr() != self._addresses[place]
+            place
+            for place, (parameter, home) in enumerate(zip(self.parameters, self._homes, strict=True))
+            if parameter.data_ptr() != self._addresses[place] or parameter.stride() != home.stride()
         ]
         for place in moved:
             now, home = self.parameters[place], self._homes[place]
@@ -105,7 +108,7 @@ class Bucket:
                 raise ConfigError.of(expected, got, "convert the model first, then make the optimizer and the engine")
         with torch.no_grad():
             for place in moved:
-                self._homes[place].copy_(self.parameters[place].detach())
+                self._homes[place].copy_(self.parameters[place].detach().clone())
                 self.parameters[place].data = self._homes[place]
                 if self._remote_D is not None:
                     part = slice(self.starts[place], self.starts[place] + self._homes[place].numel())

@@ -55,6 +55,8 @@ from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.gradient_hooks import LossScale
 
 _JOIN_SECONDS = 5.0
+_NO_BACKWARD = -1
+"""The graph task while DDP mirrors the other ranks' steps for a rank whose inputs are used up (``ddp.join()``)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ class SparseState:
         if bucket.index() == 0:
             self._settle()
             self._unscale = self._scale.unscale
-        if bucket.is_last():
+        is_shadow = torch._C._current_graph_task_id() == _NO_BACKWARD
+        if bucket.is_last() and not is_shadow:
             _after_backward(self._raise)
         computed, devices = None, None
         if buffer_D.is_cuda:
@@ -162,7 +165,14 @@ class SparseState:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         job = _Job(bucket.index(), buffer_D, list(bucket.parameters()), bucket.is_last(), computed, future)
         self._inbox.put(job)
-        return future
+        if not is_shadow:
+            return future
+
+        def checked(done: torch.futures.Future[Tensor]) -> Tensor:
+            self._raise()
+            return done.value()
+
+        return future.then(checked)
 
     # ── on the thread ───────────────────────────────────────────────────────────────────────────────────────────────
 

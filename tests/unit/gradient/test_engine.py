@@ -261,6 +261,21 @@ def test_weights_that_are_bound_to_other_memory_are_trained_from_there(rebind: A
         assert torch.allclose(mine, theirs, atol=1e-6 if dtype == torch.float32 else 0.02)
 
 
+def test_a_transposed_weight_is_trained_as_it_is_seen() -> None:
+    torch.manual_seed(0)
+    model, reference = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    dense, inputs = torch.optim.SGD(reference.parameters(), lr=0.1), torch.randn(4, 8)
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        for each in (model, reference):
+            each.weight.data = each.weight.data.t()
+        model(inputs).square().sum().backward()
+        engine.step()
+        reference(inputs).square().sum().backward()
+        dense.step()
+    assert torch.allclose(model.weight, reference.weight, atol=1e-6)
+
+
 def test_channels_last_after_the_start_is_trained() -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(8, 8, 3)

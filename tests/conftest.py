@@ -85,8 +85,8 @@ def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(USERNAME_VARIABLE, raising=False)
 
 
-COMPILER_PROGRAMS = ("ldconfig", "gcc", "ld", "objdump")
-"""What `ctypes.util.find_library` runs."""
+SYSTEM_PROGRAMS = ("ldconfig", "gcc", "ld", "objdump", "fc-list")
+"""What `ctypes.util.find_library` runs, and matplotlib when it first lists the fonts of a machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def _only_marked_tests_start_processes(request: pytest.FixtureRequest, monkeypat
 
     def popen(self: Any, command: Any, *words: Any, **options: Any) -> None:
         program = os.path.basename(str(command if isinstance(command, str | bytes | Path) else command[0]))
-        assert program in COMPILER_PROGRAMS, f"starts {program}: mark the test multiprocess, or redis if it is a server"
+        assert program in SYSTEM_PROGRAMS, f"starts {program}: mark the test multiprocess, or redis if it is a server"
         start(self, command, *words, **options)
 
     def fork(self: Any) -> None:

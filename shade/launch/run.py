@@ -227,6 +227,8 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) ->
     # A rank that was killed makes the others complain about their input; that is no bad input.
     if place.failure is not None and not ranks.was_killed:
         message = place.failure
+        if place.has_results:  # training was under way: data that vanished, say
+            return 1, message
         place.undo()
         return 2, message
     if code != 0:

@@ -86,3 +86,19 @@ def test_fewer_than_no_restarts_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["bench_cifar10.py", str(data), "--cache", "none", "--restarts", "-1"]) == 2
     assert "--restarts of at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_data_that_vanish_in_mid_run_leave_a_run_to_resume(tmp_path: Path) -> None:
+    data = make_images(tmp_path / "images", per_class=24)
+    launcher = start("bench_cifar10.py", data, *WORDS, "--checkpoint-every", "5", cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "out" / "run.json").exists() and saved_step(tmp_path / "out") >= 20)
+    data.rename(tmp_path / "away")
+    _, said = launcher.communicate(timeout=240)
+    assert launcher.returncode == 1, said
+    assert said.endswith(f"; continue with --resume {tmp_path / 'out'}\n")
+    (tmp_path / "away").rename(data)
+    told = run("bench_cifar10.py", "--resume", tmp_path / "out", cwd=tmp_path)  # the cure
+    assert told.returncode == 0, told.stderr
+    assert max(row["epoch"] for row in rows(tmp_path / "out") if "epoch" in row) == EPOCHS - 1
+    forget(tmp_path / "out")

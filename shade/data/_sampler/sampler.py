@@ -547,6 +547,9 @@ def check_wrapping(dataset: Any) -> None:
 
     The sampler deals the outer numbers, and the samples come with the inner ones.
 
+    Args:
+        dataset: What the sampler or the loader was given.
+
     Raises:
         ConfigError: Such a wrapper; the message has the line to write.
     """

@@ -142,6 +142,21 @@ def story_of_join(rank: int, world_size: int) -> list[Any]:
     return [distance(*models), digest(models[0])]
 
 
+def story_of_no_samples(rank: int, world_size: int) -> list[Any]:
+    """Rank 1 has no samples in the second of four steps: the step's number after each, digest."""
+    model = network()
+    ddp, state = wrapped(model, density=0.05, compressor="random-k")
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(4):
+        state.num_samples = int((rank, step) != (1, 1))
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(state.step)
+    state.close()
+    return [steps, digest(model)]
+
+
 def story_of_resuming(rank: int, world_size: int) -> list[Any]:
     """Five steps, a state, five more in a new DDP: whether what is kept came through, step, digest, refusal."""
     model, saved, came_through = network(), None, False
@@ -200,7 +215,7 @@ def story_of_hook_damage(rank: int, world_size: int) -> list[Any]:
     optimizer, raised = torch.optim.SGD(model.parameters(), lr=0.1), []
 
     def hurt(payloads: list[Any]) -> None:
-        if (rank, state.step) == (1, 2):
+        if (rank, state._step) == (1, 2):
             payloads[0][60] ^= 1
 
     damage(state._topology.world, hurt)
@@ -288,6 +303,7 @@ STORIES = [
     story_of_all_sent,
     story_of_branches,
     story_of_join,
+    story_of_no_samples,
     story_of_new_buckets,
     story_of_resuming,
     story_of_hook_nan,
@@ -318,6 +334,12 @@ def test_ranks_with_fewer_batches_join(pair: Any) -> None:
     first, second = results_of(pair, story_of_join)
     assert max(first[0], second[0]) < 1e-5
     assert first[1] == second[1]
+
+
+def test_a_rank_without_samples_stays_in_step(pair: Any) -> None:
+    first, second = results_of(pair, story_of_no_samples)
+    assert first == second
+    assert first[0] == [1, 2, 3, 4]
 
 
 def test_what_is_kept_follows_parameters_into_new_buckets(pair: Any) -> None:

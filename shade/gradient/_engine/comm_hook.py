@@ -106,8 +106,7 @@ class SparseState:
 
         self.num_samples = 1
         """Weight of this rank's gradient; set it before the backward pass."""
-        self.step = 0
-        """Backward passes that were exchanged."""
+        self._step, self._is_under_way = 0, False
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._residual_store = ResidualStore(bare, make)
         self._warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
@@ -126,6 +125,11 @@ class SparseState:
         self._thread.start()
         weakref.finalize(self, self._inbox.put, None).atexit = False
 
+    @property
+    def step(self) -> int:
+        """Backward passes that were exchanged, the one under way included."""
+        return self._step + self._is_under_way
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the residuals by parameter. Call it between two steps."""
         self._settle()
@@ -142,7 +146,7 @@ class SparseState:
         """
         self._settle()
         self._residual_store.load_state_dict(state["kept"])
-        self.step = int(state["step"])
+        self._step = int(state["step"])
 
     def close(self) -> None:
         """Ends the thread and frees the group. Safe to call twice."""
@@ -155,7 +159,7 @@ class SparseState:
         buffer_D = bucket.buffer()
         if bucket.index() == 0:
             self._settle()
-            self._unscale = self._scale.unscale
+            self._is_under_way, self._unscale = True, self._scale.unscale
         is_shadow = torch._C._current_graph_task_id() == _NO_BACKWARD
         if bucket.is_last() and not is_shadow:
             _after_backward(self._raise)
@@ -201,13 +205,13 @@ class SparseState:
         gradient_D = job.buffer_D.detach().to("cpu", torch.float32, copy=True).mul_(self._unscale)
         size = gradient_D.numel()
         all_reduce = SparseAllReduce(self._topology, [0] * job.number + [size], [self._quantiser] * (job.number + 1))
-        work = GradientStep(self.step, [], self._warm_up.at(self.step), self.num_samples)
+        work = GradientStep(self._step, [], self._warm_up.at(self._step), self.num_samples)
         work.damage = self._damage
         try:
             feedback = self._residual_store.of(job.parameters)
             chosen = Sparse.empty(size)
             if self.num_samples:
-                picked = feedback.compress(gradient_D, work.density, Key(self._seed, self.step, job.number))
+                picked = feedback.compress(gradient_D, work.density, Key(self._seed, self._step, job.number))
                 chosen, held_back = _split_unused(picked, gradient_D, job.parameters)
                 self._chosen.append((feedback, chosen, held_back))
             work.payloads[job.number] = all_reduce.pack(work, job.number, chosen)
@@ -229,8 +233,8 @@ class SparseState:
         chosen, self._chosen = self._chosen, []
         error, self._error = self._error, None
         self._damage = []
-        if chosen or error is not None:
-            self.step += 1
+        self._step += self._is_under_way
+        self._is_under_way = False
         for feedback, sent, held_back in chosen:
             if isinstance(error, NonFiniteGradientError):
                 feedback.undo()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -149,18 +149,6 @@ class AppState:
         return {name: target for name, target in self._objects.items() if isinstance(target, torch.optim.Optimizer)}
 
     @property
-    def _copied(self) -> set[str]:
-        """Returns the names of parameters and buffers that `torch.nn.Module.load_state_dict` itself copies."""
-        return {
-            f"{escape(name)}/{escape(f'{prefix}.{key}' if prefix else key)}"
-            for name, module in self.modules.items()
-            if is_torchs(module, "load_state_dict")
-            for prefix, part in module.named_modules(remove_duplicate=False)
-            if is_torchs(part, "_load_from_state_dict") and not part._load_state_dict_pre_hooks
-            for key in (*part._parameters, *part._buffers)
-        }
-
-    @property
     def names(self) -> list[str]:
         """Returns the names of all attached objects."""
         return list(self._objects)
@@ -193,9 +181,18 @@ class AppState:
         )
         return CapturedState(tree, tensors, frozenset(name for name in tensors if is_steady(name.partition("@")[0])))
 
-    def forgettable(self, name: str) -> bool:
-        """Whether a loaded tensor's memory may be reused: PyTorch's modules copy what they load, others may keep it."""
-        return name in self._copied
+    def forgettable(self) -> Set[str]:
+        """Returns the names of tensors whose memory may be reused once they are loaded: those that
+        `torch.nn.Module.load_state_dict` itself copies. Other objects may keep what they are given.
+        """
+        return {
+            f"{escape(name)}/{escape(f'{prefix}.{key}' if prefix else key)}"
+            for name, module in self.modules.items()
+            if is_torchs(module, "load_state_dict")
+            for prefix, part in module.named_modules(remove_duplicate=False)
+            if is_torchs(part, "_load_from_state_dict") and not part._load_state_dict_pre_hooks
+            for key in (*part._parameters, *part._buffers)
+        }
 
     def load(
         self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()

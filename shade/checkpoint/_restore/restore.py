@@ -20,7 +20,7 @@ import logging
 import math
 import mmap
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -159,7 +159,7 @@ def read_newest(
     group: ProcessGroup,
     only: Collection[str] | None = None,
     step: int | None = None,
-    may_borrow: Callable[[str], bool] = lambda name: False,
+    borrowable: Set[str] = frozenset(),
 ) -> ReadSnapshot | None:
     """Reads the newest intact snapshot. Collective.
 
@@ -168,8 +168,8 @@ def read_newest(
         group: The ranks.
         only: Names of attached objects to read, the same on every rank; None for all.
         step: Reads only this step; None for the newest.
-        may_borrow: Returns whether a tensor is copied onwards and then not used: it may be a view of shared memory,
-            which the next save overwrites.
+        borrowable: Names of tensors that are copied onwards and then not used: they may lie in shared memory, which
+            the next save overwrites.
 
     Returns:
         Its content; None if no tier has a snapshot, or none of that step.
@@ -202,7 +202,7 @@ def read_newest(
         logger.error("%s; continuing with the other snapshots", "; ".join(unreadable))
     reasons = []
     for record in candidates:
-        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, may_borrow)
+        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, borrowable)
         try:
             return attempt.run()
         except CorruptCheckpointError as error:
@@ -239,10 +239,10 @@ class _Attempt:
         snapshot: Snapshot,
         only: Collection[str] | None,
         newest_sequence: int,
-        may_borrow: Callable[[str], bool],
+        borrowable: Set[str],
     ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
-        self._newest_sequence, self._may_borrow = newest_sequence, may_borrow
+        self._newest_sequence, self._borrowable = newest_sequence, borrowable
         self._tiers: dict[str, None] = {}
 
     def run(self) -> ReadSnapshot:
@@ -293,7 +293,9 @@ class _Attempt:
                 fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
             else:
                 data = torch.frombuffer(mapped, dtype=torch.uint8)
-                borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if self._may_borrow(name)})
+                borrowed = tensors_at(
+                    mapped, {name: entry for name, entry in wanted.items() if name in self._borrowable}
+                )
                 arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
@@ -396,7 +398,8 @@ def restore_app_state(
         CheckpointError: As in `read_newest` and `AppState.load`; nothing was changed.
     """
     begun = time.monotonic()
-    found = read_newest(reader, group, only, step, contents.forgettable)
+    forgettable = contents.forgettable()
+    found = read_newest(reader, group, only, step, forgettable)
     if found is None:
         return Restored(0, 0), None
     record = found.record
@@ -406,7 +409,7 @@ def restore_app_state(
     contents.load(found.tree, found.tensors, names, found.trees)
     for arena, manifest in found.arenas:
         for name, entry in manifest.tensors.items():
-            if contents.forgettable(name):
+            if name in forgettable:
                 arena.release_pages(entry.start, entry.stop)
     seconds = time.monotonic() - begun
     logger.info(

@@ -12,7 +12,7 @@ Invariant: each rank gets back the state that it passed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, Final
 
 import torch
@@ -81,8 +81,8 @@ class StateDictState(AppState):
         return found if type(found) is int else 0
 
     @override
-    def forgettable(self, name: str) -> bool:
-        return False  # the state that is read is the state that the caller gets
+    def forgettable(self) -> Set[str]:
+        return set()  # the state that is read is the state that the caller gets
 
     @override
     def load(

@@ -86,7 +86,7 @@ def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SYSTEM_PROGRAMS = ("ldconfig", "gcc", "ld", "objdump", "fc-list")
-"""What `ctypes.util.find_library` runs, and matplotlib when it first lists the fonts of a machine."""
+"""`ctypes.util.find_library` runs the first four; matplotlib runs the last when it first lists a machine's fonts."""
 
 
 @pytest.fixture(autouse=True)

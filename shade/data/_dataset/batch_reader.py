@@ -33,7 +33,7 @@ from shade.errors import BadSampleError, DataError
 _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
 _COMPARED_HITS = 1024
-"""Of so many hits one is compared with the origin; at first more are."""
+"""One hit in so many is compared with the origin; at first more are."""
 Transforms = list[Callable[[Any], Any]]
 
 

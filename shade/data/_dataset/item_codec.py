@@ -18,6 +18,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 
@@ -96,11 +97,9 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
     if kind is bytes:
         buffers.append(item)
         return {"bytes": len(item)}
-    if kind is torch.Tensor and _is_dense(item) and (name := str(item.dtype)[6:]) in _DTYPES:
-        dense = item.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # A tensor of at most one element is contiguous with any strides, which `reshape` keeps and `view` refuses.
-        buffers.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
-        return {"tensor": [name, list(dense.shape)]}
+    if kind is torch.Tensor and is_dense(item) and (name := str(item.dtype)[6:]) in _DTYPES:
+        buffers.append(element_bytes(item).tobytes())
+        return {"tensor": [name, list(item.shape)]}
     if kind is np.ndarray and item.dtype.kind in _ARRAY_KINDS:
         buffers.append(item.tobytes())
         return {"array": [item.dtype.str, list(item.shape)]}
@@ -118,8 +117,17 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's elements are all there, each in a place of its own."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def element_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Returns a dense tensor's elements in order, on the CPU, as bytes (without a copy where they lie so)."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # A tensor of at most one element is contiguous with any strides, which `reshape` keeps and `view` refuses.
+    flat: npt.NDArray[np.uint8] = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat
 
 
 def _described(item: Any) -> str:
@@ -129,7 +137,7 @@ def _described(item: Any) -> str:
         keys = sorted({type(key).__name__ for key in item} - {"str", "int"})
         return f"{kind} with keys of type {', '.join(keys)}" if keys and type(item) is dict else kind
     if isinstance(item, torch.Tensor):
-        return f"{kind} of {item.dtype}" + ("" if _is_dense(item) else ", nested" if item.is_nested else ", sparse")
+        return f"{kind} of {item.dtype}" + ("" if is_dense(item) else ", nested" if item.is_nested else ", sparse")
     return f"{kind} of {item.dtype}" if isinstance(item, np.ndarray) else kind
 
 

@@ -409,10 +409,9 @@ class ContentDigest:
         elif isinstance(opened, (str, os.PathLike)) and os.path.isfile(opened):
             self._update(str(_size_and_time(os.fspath(opened), skips_missing=True)))
         elif isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
-                dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            if item_codec.is_dense(value) and not value.is_quantized:
                 self._update(f"{value.dtype} {tuple(value.shape)}")
-                self._digest.update(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data)
+                self._digest.update(item_codec.element_bytes(value).data)
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             self._update(f"{value.dtype} {value.shape}")
             self._digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)

@@ -74,7 +74,7 @@ class Bucket:
         home_D = self.weights_D if self._remote_D is None else self._remote_D
         self._homes = [_with_own_storage(view) for view in self.views(home_D)]
         """The memory of each parameter."""
-        self._addresses = [home.data_ptr() for home in self._homes]
+        self._bindings = [_binding(home) for home in self._homes]
         self.rebind()
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
@@ -97,8 +97,8 @@ class Bucket:
         """
         moved = [
             place
-            for place, (parameter, home) in enumerate(zip(self.parameters, self._homes, strict=True))
-            if parameter.data_ptr() != self._addresses[place] or parameter.stride() != home.stride()
+            for place, (parameter, binding) in enumerate(zip(self.parameters, self._bindings, strict=True))
+            if _binding(parameter) != binding
         ]
         for place in moved:
             now, home = self.parameters[place], self._homes[place]
@@ -207,6 +207,11 @@ def _check(parameter: torch.nn.Parameter, name: str) -> None:
         raise ConfigError.of(f"dense real floating-point parameters, {name!r} too", got, "freeze it, or split it")
     if parameter.numel() >= 2**32:
         raise ConfigError.of(f"parameters below 2**32 elements, {name!r} too", parameter.numel(), "split it")
+
+
+def _binding(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Returns where a tensor's elements lie: the address of the first, and the strides."""
+    return tensor.data_ptr(), tensor.stride()
 
 
 def _with_own_storage(view: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ class SparseState:
         self._scale = LossScale(scaler)
         self._unscale = 1.0
         self._chosen: list[tuple[ErrorFeedback, Sparse, Sparse]] = []
-        """Of this step: what was sent and what was held back. Its end decides what the residual gets back."""
+        """What this step sent and what it held back, by bucket; its end decides what the residuals get back."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
         self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
@@ -260,11 +261,10 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
 
 def _split_unused(picked: Sparse, gradient_D: Tensor, parameters: Sequence[Tensor]) -> tuple[Sparse, Sparse]:
     """Splits the picked elements: those of parameters with a gradient, and those of parameters without."""
-    ends = np.cumsum([parameter.numel() for parameter in parameters])
-    bounds = np.searchsorted(picked.indices_K, [0, *ends])
+    sizes = [parameter.numel() for parameter in parameters]
+    bounds = np.searchsorted(picked.indices_K, np.cumsum([0, *sizes]))
     is_sent_K = np.ones(picked.count, dtype=bool)
-    for place, part_D in enumerate(torch.split(gradient_D, [parameter.numel() for parameter in parameters])):
-        first, last = bounds[place], bounds[place + 1]
+    for (first, last), part_D in zip(pairwise(bounds), torch.split(gradient_D, sizes), strict=True):
         # Most gradients show in their first elements that they are not all zero.
         if first < last and not (part_D[:64].any() or part_D.any()):
             is_sent_K[first:last] = False

@@ -148,7 +148,7 @@ class GradientEngine:
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.requires_grad
         ]
-        """Where the model keeps each parameter."""
+        """The places in which the model keeps its parameters."""
         self._is_closed = False
         self._proposal: Decision | None = None
         """For the step after the open one."""
@@ -431,7 +431,8 @@ class GradientEngine:
 
     def _refuse_new_parameters(self) -> None:
         known = {parameter for _, _, parameter in self._trained}
-        new = [n for n, each in self._model.named_parameters() if each.requires_grad and each not in known]
+        named = self._model.named_parameters()
+        new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
         if new:
             cure = "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
             raise ConfigError.of("the parameters that the engine was made with", f"others as {new}", cure)

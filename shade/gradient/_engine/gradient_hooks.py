@@ -101,7 +101,7 @@ class GradientHooks:
         """Ends a step's backward pass: a missing gradient counts as zero."""
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
-                self._move(work, number, position, parameter)
+                self._put(work, number, position, parameter)
             parameter.grad = None
 
     def close(self) -> None:
@@ -125,15 +125,16 @@ class GradientHooks:
             name = self._bucket_states[number].bucket.names[position]
             cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
             raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
-        self._move(work, number, position, parameter)
-
-    def _move(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
-        if work.is_untouched:
-            work.scale = self._scale.unscale
-        gradient, moved = _gradient_of(parameter), self._moved[parameter]  # type: ignore[index]
+        self._put(work, number, position, parameter)
+        moved = self._moved[parameter]  # type: ignore[index]
         is_converted = (moved.dtype, moved.device) != (parameter.dtype, parameter.device)  # the step refuses it
         parameter.grad = None if is_converted else moved
-        work.put(number, position, gradient)
+
+    def _put(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
+        """Hands a gradient to the step; a step's first one decides the scale of all."""
+        if work.is_untouched:
+            work.scale = self._scale.unscale
+        work.put(number, position, _gradient_of(parameter))
 
 
 def _gradient_of(parameter: Tensor) -> Tensor | None:

@@ -51,7 +51,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("before", [True, False], ids=["before its copy", "after its copy"])
 def test_an_uncounted_write_to_any_layout_is_found(layout: str, before: bool) -> None:
-    """What is not contiguous is compared in full: a single element is enough."""
+    """A tensor that is not contiguous is compared in full: a single element is enough."""
     live = LAYOUTS[layout]()
     assert not live.is_contiguous()
     copying_of(live).finish()

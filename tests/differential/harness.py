@@ -1,0 +1,109 @@
+"""Plays generated training scripts on shade and on plain PyTorch, and counts what came out of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+
+PROGRESS_SECONDS = 5.0
+
+
+class Outcome(Enum):
+    """What a script came to."""
+
+    SAME = "the same as plain PyTorch"
+    REFUSED = "refused by name before the first step"
+    DIFFERENT = "neither"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one script."""
+
+    outcome: Outcome
+    detail: str = ""
+    """REFUSED: which refusal, as a few words that stay the same. DIFFERENT: what differs, with both values."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One part of shade with a generator of scripts for it."""
+
+    name: str
+    scripts: SearchStrategy[Any]
+    """Draws scripts: frozen dataclasses, whose repr can be evaluated in `names`."""
+    play: Callable[[Any], Verdict]
+    """Runs a script on shade and on plain PyTorch and compares; raises nothing but what is a fault of the test."""
+    faults: Mapping[str, Callable[[], AbstractContextManager[None]]]
+    """Known faults by name: inside the context, shade has the fault again. The generator has to find it."""
+    names: Mapping[str, Any]
+    """What the repr of a script refers to."""
+
+
+@dataclass
+class Tally:
+    """What a number of scripts came to."""
+
+    played: int = 0
+    same: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    difference: str = ""
+    """The smallest script that was found to differ, and how; empty if none differs."""
+
+    def __str__(self) -> str:
+        refusals = ", ".join(f"{count} {name}" for name, count in self.refused.most_common())
+        lines = [f"{self.played} scripts: {self.same} the same, {self.refused.total()} refused by name"]
+        return "\n".join([*lines, *filter(None, [refusals and f"refusals: {refusals}", self.difference])])
+
+
+class ScriptDiffers(AssertionError):
+    """A script came to something that is neither plain PyTorch's result nor a refusal."""
+
+
+def search(plane: Plane, count: int, seed_number: int, report: Callable[[str], None] = lambda line: None) -> Tally:
+    """Plays `count` scripts; stops at the first that differs and looks for the smallest that differs like it."""
+    tally, shown = Tally(), time.monotonic()
+
+    def played(script: Any) -> None:
+        nonlocal shown
+        verdict = plane.play(script)
+        if not tally.difference:
+            tally.played += 1
+            tally.same += verdict.outcome is Outcome.SAME
+            tally.refused.update([verdict.detail] if verdict.outcome is Outcome.REFUSED else [])
+        if time.monotonic() - shown > PROGRESS_SECONDS:
+            shown = time.monotonic()
+            report(
+                f"{plane.name}: {tally.played} of {count}" + (", one differs: shrinking" if tally.difference else "")
+            )
+        if verdict.outcome is Outcome.DIFFERENT:
+            tally.difference = f"{script!r}\n{verdict.detail}"
+            raise ScriptDiffers(tally.difference)
+
+    bounded = settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        seed(seed_number)(bounded(given(plane.scripts)(played)))()
+    except ScriptDiffers as differs:
+        tally.difference = str(differs)
+    return tally
+
+
+def found(plane: Plane, fault: str, count: int, seed_number: int) -> bool:
+    """Whether `count` scripts show a fault that is planted again."""
+    with plane.faults[fault]():
+        return bool(search(plane, count, seed_number).difference)

@@ -72,6 +72,8 @@ class SampleCache:
         """This job's slots in which the last `find_residents` found nothing."""
         self.needs_count = False
         """Whether own slots may hold entries that no count has met: another job's, or those of nodes that were away."""
+        self.at_epoch_begin = Ledger()
+        """The counts when the present epoch began; zeros if no sampler plans the epochs."""
         self._per_process(-1)
 
     def _per_process(self, worker: int) -> None:
@@ -271,6 +273,7 @@ class SampleCache:
         """Lets the policy plan an epoch; the one rank with ``remove_leaving`` removes the samples that have no further
         use."""
         assert self._policy is not None
+        self.at_epoch_begin = self.residency.totals()
         leaving = self._policy.begin_epoch(plan)
         if remove_leaving and len(leaving):
             self.remove(leaving)

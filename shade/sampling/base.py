@@ -131,6 +131,11 @@ class SamplingMode(ABC):
             The draw. The same arguments give the same draw, bit for bit, on any machine.
         """
 
+    def num_drawn(self, epoch: int) -> int:
+        """Returns how many samples an epoch draws if the losses of all samples are reported."""
+        del epoch
+        return self.num_samples
+
 
 class Purpose(IntEnum):
     """The uses of random numbers. Each has its own stream, so adding one never shifts another."""

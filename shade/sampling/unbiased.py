@@ -143,6 +143,10 @@ class UnbiasedMode(SamplingMode):
         np.divide(float(ONE), units_N, out=weight_N, casting="same_kind")
         return Draw(epoch, order_K, weight_N, measure(order_K, weight_N, self._class_N))
 
+    @override
+    def num_drawn(self, epoch: int) -> int:
+        return self.num_samples if self._is_full(epoch) else self._num_with_floor(self._floor_N)
+
     def _is_full(self, epoch: int) -> bool:
         """Returns whether this epoch uses every sample, whatever the scores."""
         return self._num_wanted >= self.num_samples or epoch < self._warmup_epochs or epoch >= self._tail_from
@@ -158,11 +162,13 @@ class UnbiasedMode(SamplingMode):
     def _inclusion(self, scores: Scores) -> Units | None:
         """Returns inclusion units summing to a multiple of the global batch, or None if that takes every sample."""
         floor_N = np.where(scores.seen_N, self._floor_N, np.uint32(ONE))
+        num_drawn = self._num_with_floor(floor_N)
+        return None if num_drawn >= self.num_samples else solve_units(_roots(scores), floor_N, num_drawn)
+
+    def _num_with_floor(self, floor_N: Units) -> int:
+        """Returns K: the budget, or what these smallest units of each sample need, at most N."""
         needed = -(-int(floor_N.sum(dtype=np.int64)) // (ONE * self.global_batch)) * self.global_batch
-        num_drawn = max(self._num_wanted, needed)
-        if num_drawn >= self.num_samples:
-            return None
-        return solve_units(_roots(scores), floor_N, num_drawn)
+        return min(max(self._num_wanted, needed), self.num_samples)
 
 
 def _roots(scores: Scores) -> Floats:

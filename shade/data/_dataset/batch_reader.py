@@ -23,7 +23,6 @@ from torch import default_generator
 
 from shade.cache.cache import SampleCache
 from shade.cache.residency_map import STAY
-from shade.config import ACCESS_LOG
 from shade.data._dataset.decoded_source import DecodedSource
 from shade.data._dataset.source import SampleSource
 from shade.data._transforms.fused import FusedBatch, fuser_of
@@ -38,7 +37,10 @@ Transforms = list[Callable[[Any], Any]]
 
 
 class BatchReader:
-    """Reads batches in one process or thread. With ``skips_bad`` a readable sample replaces a bad one."""
+    """Reads batches in one process or thread.
+
+    With ``skips_bad`` a readable sample replaces a bad one. ``access_log`` is the path of a file for a line an access.
+    """
 
     def __init__(
         self,
@@ -49,12 +51,13 @@ class BatchReader:
         *,
         reduced_decode: bool,
         skips_bad: bool,
+        access_log: str | None,
     ) -> None:
         self._source, self._cache, self._skips_bad = source, cache, skips_bad
         self._target_transforms, self._reduced_decode = target_transforms, reduced_decode
         self.set_transforms(transforms)
         self._num_hits, self._next_compared = 0, 1
-        self._access_log = os.environ.get(ACCESS_LOG)
+        self._access_log = access_log
         self._log_fd: tuple[int, int] | None = None
         self.generators = BatchGenerators()
         """Sets the random generators before each batch, once `BatchGenerators.follow` has set the epoch."""

@@ -11,6 +11,7 @@ Invariant: samples are those of the wrapped data set, pixel for pixel, whether t
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
+from shade.config import ACCESS_LOG
 from shade.data._dataset.batch_reader import BatchReader, Transforms
 from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
 from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
@@ -28,6 +30,8 @@ from shade.errors import ConfigError
 from shade.policy import POLICIES
 from shade.store import StoreURL, open_store
 from shade.store.base import Store
+
+_STATS = ("samples", "hits", "misses", "origin_reads", "origin_bytes", "cache_bytes", "store_errors", "bad_samples")
 
 
 class ShadeDataset(Dataset[Any]):
@@ -53,6 +57,8 @@ class ShadeDataset(Dataset[Any]):
         version: A word for the content of a data set whose items are cached. Without it, the name in the store follows
             the items in memory and the files that the data set names, and some hits are compared with the origin; with
             it, the word alone decides, so change it when the content changes.
+        log: Path of a file to which each access appends a line, ``hitting 17`` or ``miss 17`` with the sample's index;
+            None: the launcher's ``train.log`` under ``shade run``, otherwise no file.
 
     Raises:
         ConfigError: An argument out of range, an unknown scheme or policy.
@@ -77,6 +83,7 @@ class ShadeDataset(Dataset[Any]):
         reduced_decode: bool = False,
         on_bad_sample: str = "stop",
         version: str | None = None,
+        log: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 < working_set_fraction <= 1:
             raise ConfigError.of(
@@ -124,6 +131,7 @@ class ShadeDataset(Dataset[Any]):
             target_transforms,
             reduced_decode=reduced_decode,
             skips_bad=skips_bad,
+            access_log=os.environ.get(ACCESS_LOG) if log is None else os.fspath(log),
         )
 
     def _all_transforms(self) -> Transforms:
@@ -170,6 +178,23 @@ class ShadeDataset(Dataset[Any]):
             f"misses={counts['misses']}",
         ]
         return f"ShadeDataset({', '.join(parts)})"
+
+    def stats(self) -> dict[str, float]:
+        """Returns what this rank has read so far, over all its worker processes, as numbers that any logger takes.
+
+        Returns:
+            ``samples``, ``hits``, ``misses``, ``hit_ratio`` (hits / samples), ``origin_reads``, ``origin_bytes``,
+            ``cache_bytes``, ``store_errors`` and ``bad_samples`` since the data set was made; and each once more with
+            the prefix ``epoch_``, since a `ShadeSampler` began the present epoch. Empty without a cache, which counts.
+        """
+        if self.cache is None:
+            return {}
+        total = self.cache.residency.totals()
+        stats: dict[str, float] = {}
+        for prefix, counts in (("", total), ("epoch_", total - self.cache.at_epoch_begin)):
+            stats |= {prefix + name: counts[name] for name in _STATS}
+            stats[f"{prefix}hit_ratio"] = counts["hits"] / max(1, counts["samples"])
+        return stats
 
     @property
     def _cached_format(self) -> str:

@@ -28,6 +28,7 @@ loader's generator (or the process's) when its iteration begins.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,6 +67,8 @@ class LoaderPass:
     """Whether it may give batches yet."""
     before: LoaderPass | None = None
     """The pass that training was in when this one began."""
+    wait_seconds: float = 0.0
+    """Time that training waited for batches."""
 
 
 class EpochProgress:
@@ -81,6 +84,8 @@ class EpochProgress:
         self._resume: dict[str, Any] | None = None
         self.begun = self.current = LoaderPass(is_live=False)
         """The pass that began last, and the one whose place is the state."""
+        self.wait_seconds = 0.0
+        """Time that training waited for batches, in all passes."""
 
     def begin(self) -> LoaderPass:
         """Begins an epoch, or the rest of one."""
@@ -118,9 +123,11 @@ class EpochProgress:
             yield first
             yield from iterator
 
-    def got_one(self, mine: LoaderPass) -> None:
+    def got_one(self, mine: LoaderPass, waited_seconds: float) -> None:
         """Counts a batch that training has got."""
         mine.num_batches += 1
+        mine.wait_seconds += waited_seconds
+        self.wait_seconds += waited_seconds
         self.current = mine
 
     def end(self, mine: LoaderPass) -> None:
@@ -357,6 +364,15 @@ class ShadeLoader(DataLoader[Any]):
             f"batches={self._progress.current.num_batches}{length})"
         )
 
+    def stats(self) -> dict[str, float]:
+        """Returns `ShadeDataset.stats`, and the seconds that training waited for batches.
+
+        Returns:
+            The data set's numbers, ``wait_seconds`` in all and ``epoch_wait_seconds`` in the present pass.
+        """
+        waits = {"wait_seconds": self._progress.wait_seconds, "epoch_wait_seconds": self._progress.current.wait_seconds}
+        return self.dataset.stats() | waits  # type: ignore[attr-defined,no-any-return]
+
     def state_dict(self) -> dict[str, Any]:
         """Returns where training is: the sampler's state, and how many batches of this epoch training has got.
 
@@ -451,6 +467,7 @@ class _CountedBatches:
         return len(self._loader)
 
     def __next__(self) -> Any:
+        begun = time.perf_counter()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -458,7 +475,7 @@ class _CountedBatches:
                 self.has_ended = True
                 self._progress.end(self._mine)
             raise
-        self._progress.got_one(self._mine)
+        self._progress.got_one(self._mine, time.perf_counter() - begun)
         return batch
 
 

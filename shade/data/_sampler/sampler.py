@@ -261,6 +261,8 @@ class ShadeSampler(DistributedSampler[int]):
     def __len__(self) -> int:
         """Returns how many samples this rank takes in the present epoch; after a resume, in the rest of it. (In all of
         it if a loader that keeps its own place has resumed, because it counts from the epoch's start.)"""
+        if self._num_passes == 0:
+            self._usage_warnings.made.add("len")
         return self._num_mine(0 if self._is_placed else self._first_step)
 
     def _num_mine(self, first_step: int) -> int:
@@ -271,6 +273,20 @@ class ShadeSampler(DistributedSampler[int]):
     def num_steps(self) -> int:
         """Returns the steps of the present epoch, those already taken included; the same on every rank."""
         return self._shard.num_steps(len(self._draw(self.epoch).order_K))
+
+    def total_steps(self, epochs: int) -> int:
+        """Returns the steps of a whole run, for schedules that count steps: ``OneCycleLR(opt, lr, total_steps=…)``.
+
+        The epochs of `unbiased` differ in length. The number is exact if the loss of every sample is reported.
+
+        Args:
+            epochs: Epochs of the run from its start, ≥ 0. Give the sampler the same number as ``epochs=``.
+
+        Returns:
+            Steps of every rank.
+        """
+        self._usage_warnings.made.add("total_steps")
+        return sum(self._shard.num_steps(self._mode.num_drawn(epoch)) for epoch in range(epochs))
 
     def scores(self) -> Floats | None:
         """Returns the importance of every sample by all reports so far; None if the mode uses none."""
@@ -359,6 +375,7 @@ class ShadeSampler(DistributedSampler[int]):
             score_N = None if scores is None else scores.score_N
             start = min(self._first_step * self.global_batch, len(order_K))
             self._planner.begin_epoch(EpochPlan(self.epoch, order_K, next_order_K, score_N, start=start))
+        self._usage_warnings.warn_of_length(self.epoch, self.num_steps, self._shard.num_steps(self.num_samples))
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
         return self._num_mine(0) - self._num_mine(self._first_step), self._pass(order_K, len(draw.order_K))
 
@@ -518,28 +535,34 @@ class UsageWarnings:
         self._warned: set[str] = set()
 
     def warn_of_part(self, num_reported: int, batch_size: int) -> None:
-        """Warns, once, of a report of a part of a batch."""
-        if "part" not in self._warned:
-            self._warned.add("part")
-            warnings.warn(
-                f"report() got {num_reported} samples of a batch of {batch_size}. If the loader's batch_size is not "
-                "the sampler's, give both the same: a run that resumes inside a batch takes all of it again. If the "
-                "batch is reported in parts, leave it so",
-                UserWarning,
-                stacklevel=4,
+        """Warns of a report of a part of a batch."""
+        self._warn_once(
+            "part",
+            f"report() got {num_reported} samples of a batch of {batch_size}. If the loader's batch_size is not "
+            "the sampler's, give both the same: a run that resumes inside a batch takes all of it again. If the "
+            "batch is reported in parts, leave it so",
+        )
+
+    def warn_of_length(self, epoch: int, num_steps: int, num_full: int) -> None:
+        """Warns of an epoch that is shorter than the first, whose length the loop asked for."""
+        if num_steps < num_full and "len" in self.made and "total_steps" not in self.made:
+            self._warn_once(
+                "length",
+                f"epoch {epoch} has {num_steps} steps, a full epoch {num_full}. A schedule that counts epochs × "
+                "len(loader) steps does not reach its end; give it sampler.total_steps(epochs)",
             )
 
     def require(self, call: str) -> None:
-        """Warns, once, if one of the calls of `LINES` was never made."""
-        if call in self.made or call in self._warned:
-            return
-        self._warned.add(call)
-        line, why = LINES[call]
-        warnings.warn(
-            f"the training loop never called sampler.{call}(); add the line `{line}` {why}",
-            ForgottenCallWarning,
-            stacklevel=4,
-        )
+        """Warns if one of the calls of `LINES` was never made."""
+        if call not in self.made:
+            line, why = LINES[call]
+            message = f"the training loop never called sampler.{call}(); add the line `{line}` {why}"
+            self._warn_once(call, message, ForgottenCallWarning)
+
+    def _warn_once(self, name: str, message: str, category: type[UserWarning] = UserWarning) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(message, category, stacklevel=5)
 
 
 def check_wrapping(dataset: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pydoc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -86,16 +87,61 @@ def test_a_loader_says_how_batches_are_made(dataset: ShadeDataset, sampler: Shad
 @pytest.mark.parametrize(
     ("users_class", "methods"),
     [
-        (ShadeDataset, {"check_forecast", "close", "generators", "is_fused", "source", "targets", "transform"}),
+        (
+            ShadeDataset,
+            {"check_forecast", "close", "generators", "is_fused", "source", "stats", "targets", "transform"},
+        ),
         (
             ShadeSampler,
             {"at_resume", "close", "load_state_dict", "num_steps", "order_of", "receipt", "report", "report_validation"}
-            | {"scores", "set_epoch", "state_dict", "steps_done", "take_losses", "weights"},
+            | {"scores", "set_epoch", "state_dict", "steps_done", "take_losses", "total_steps", "weights"},
         ),
-        (ShadeLoader, {"in_threads", "load_state_dict", "state_dict"}),
+        (ShadeLoader, {"in_threads", "load_state_dict", "state_dict", "stats"}),
     ],
 )
 def test_help_shows_what_users_call(users_class: type, methods: set[str]) -> None:
     assert {name for name in vars(users_class) if not name.startswith("_")} == methods
     text = pydoc.render_doc(users_class, renderer=pydoc.plaintext)
     assert all(name in text for name in methods)
+
+
+def test_stats_are_the_reads_of_this_epoch_and_in_all(dataset: ShadeDataset, sampler: ShadeSampler) -> None:
+    loader = ShadeLoader(dataset, batch_size=B, sampler=sampler, num_workers=0)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for _ in loader:
+            pass
+        stats = loader.stats()
+        assert stats["epoch_samples"] == N
+        assert stats["epoch_hit_ratio"] == (0.0 if epoch == 0 else 1.0)
+        assert stats["epoch_misses"] == stats["epoch_origin_reads"] - (stats["origin_reads"] - N) * (epoch == 0)
+        assert 0 < stats["epoch_wait_seconds"] <= stats["wait_seconds"]
+    assert {name: stats[name] for name in dataset.stats()} == dataset.stats()
+    assert (stats["samples"], stats["hits"], stats["misses"]) == (3 * N, 2 * N, N)
+    assert stats["hit_ratio"] == 2 / 3
+    assert stats["origin_bytes"] > 0
+    assert all(isinstance(value, int | float) for value in stats.values()), "as loggers of metrics take them"
+
+
+def test_without_a_cache_nothing_is_counted() -> None:
+    with contextlib.closing(ShadeDataset(TensorDataset(torch.zeros(N)), cache=None)) as dataset:
+        assert dataset.stats() == {}
+        assert set(ShadeLoader(dataset, num_workers=0).stats()) == {"wait_seconds", "epoch_wait_seconds"}
+
+
+@pytest.mark.redis
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_log_has_one_line_an_access(tmp_path: Path, num_workers: int) -> None:
+    log = tmp_path / "train.log"
+    items = TensorDataset(torch.arange(N))
+    with contextlib.closing(ShadeDataset(items, cache="local://?capacity=1MiB", log=log)) as dataset:
+        loader = torch.utils.data.DataLoader(dataset, batch_size=B, num_workers=num_workers)
+        for _ in range(2):
+            assert sum(len(batch[0]) for batch in loader) == N
+        stats = dataset.stats()
+    lines = log.read_text().splitlines()
+    assert len(lines) == stats["samples"] == 2 * N
+    assert sum("hitting" in line for line in lines) == stats["hits"]
+    assert sum("miss" in line for line in lines) == stats["misses"]
+    assert sorted(int(line.split()[1]) for line in lines) == sorted([*range(N)] * 2)

@@ -483,3 +483,56 @@ def test_losses_that_are_not_one_a_sample_are_refused_with_a_cure_that_works() -
         with pytest.raises(ConfigError, match=r"torch\.as_tensor"):
             sampler.report(index_B.tolist(), torch.ones(B))  # type: ignore[arg-type]
         sampler.report(torch.as_tensor(index_B.tolist()), torch.as_tensor(np.ones(B)))
+
+
+# ── schedules that count steps ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "unbiased", "epochs": 8},
+        {"mode": "unbiased", "keep": 0.35},
+        {"mode": "unbiased", "keep": 1.0},
+        {"mode": "pads", "replication_factor": 2.0},
+        {"mode": "uniform"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_the_steps_of_a_whole_run_are_known_before_it(options: dict[str, Any], drop_last: bool) -> None:
+    with sampler_of(**options, drop_last=drop_last) as sampler:
+        foretold = sampler.total_steps(8)
+        assert foretold == len(steps(sampler, epochs=8))
+
+
+def test_a_schedule_over_the_steps_of_the_run_reaches_its_end() -> None:
+    with sampler_of(mode="unbiased", epochs=8) as sampler:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=sampler.total_steps(8))
+        rates = []
+        for _ in steps(sampler, epochs=8):
+            rates += schedule.get_last_lr()
+            optimizer.step()
+            schedule.step()
+        assert rates[-1] < 1e-6 < min(rates[:-1]), "the smallest rate comes in the last step"
+        with pytest.raises(ValueError, match="Tried to step"):
+            schedule.step()
+
+
+def lengths_asked(asks: Any, **options: Any) -> list[str]:
+    """The warnings of a loop that asks the sampler something before its first epoch."""
+    with sampler_of(**options) as sampler, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asks(sampler)
+        steps(sampler)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_loop_that_counts_full_epochs_is_warned_once_with_the_line_to_write() -> None:
+    (warning,) = lengths_asked(len, mode="unbiased")
+    assert "epoch 2 has 9 steps, a full epoch 14" in warning
+    assert "sampler.total_steps(epochs)" in warning
+    assert lengths_asked(lambda sampler: (len(sampler), sampler.total_steps(EPOCHS)), mode="unbiased") == []
+    assert lengths_asked(lambda sampler: None, mode="unbiased") == []
+    assert lengths_asked(len, mode="uniform") == []

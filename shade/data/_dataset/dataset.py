@@ -184,7 +184,7 @@ class ShadeDataset(Dataset[Any]):
 
         Returns:
             ``samples``, ``hits``, ``misses``, ``hit_ratio`` (hits / samples), ``origin_reads``, ``origin_bytes``,
-            ``cache_bytes``, ``store_errors`` and ``bad_samples`` since the data set was made; and each once more with
+            ``cache_bytes``, ``store_errors`` and ``bad_samples`` since the data set was made; and each again with
             the prefix ``epoch_``, since a `ShadeSampler` began the present epoch. Empty without a cache, which counts.
         """
         if self.cache is None:

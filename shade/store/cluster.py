@@ -33,7 +33,7 @@ from typing import Final
 from redis.crc import key_slot
 from typing_extensions import override
 
-from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
+from shade.errors import ConfigError, StoreAuthError, StoreError, StoreUnavailableError
 from shade.store.base import STORES
 from shade.store.keys import NUM_SLOTS, placement_tags
 from shade.store.link import Endpoint, socket_path
@@ -250,7 +250,7 @@ class ClusterStore(RemoteStore):
                 if isinstance(reply, ServerError):
                     raise reply.as_exception(format_address(*address))
                 learnt = SlotMap.read(reply, address)
-            except StoreAuthError:
+            except (StoreAuthError, ConfigError):
                 raise
             except StoreUnavailableError as error:
                 self._health.failed(address)

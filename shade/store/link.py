@@ -15,6 +15,8 @@ The system resolves names, with its own timeout; use addresses where that matter
 
 from __future__ import annotations
 
+import functools
+import importlib
 import select
 import socket
 import ssl
@@ -25,6 +27,7 @@ from typing import Any, ClassVar, Final
 import hiredis
 from redis.backoff import NoBackoff
 from redis.connection import Connection, DefaultParser, PythonRespSerializer, SSLConnection, UnixDomainSocketConnection
+from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
@@ -93,6 +96,8 @@ class Endpoint:
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
+    credentials: str | None = None
+    """``module:name`` of a credential provider, which takes the place of user and password."""
 
     @classmethod
     def of(cls, url: StoreURL, host: str = "", port: int = 0) -> Endpoint:
@@ -108,6 +113,7 @@ class Endpoint:
             url.option("ca"),
             url.option("cert"),
             url.option("key"),
+            url.option("credentials"),
         )
 
     def __str__(self) -> str:
@@ -123,6 +129,8 @@ class Endpoint:
             kind = SSLConnection
             place |= {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
             place["ssl_check_hostname"] = True
+        if self.credentials is not None:
+            place["credential_provider"] = credential_provider(self.credentials)
         return kind(
             **place,
             db=self.database,
@@ -170,6 +178,43 @@ class Endpoint:
                 raise StoreAuthError(message) from error
         except OSError:  # no word against us
             return
+
+
+@functools.cache
+def credential_provider(name: str) -> Any:
+    """Returns the credential provider that a URL names, made once in each process; every new connection asks it.
+
+    Args:
+        name: ``module:name`` of a redis-py ``CredentialProvider``, or of a class or function that makes one.
+
+    Returns:
+        The provider. Where it raises, so does its caller's connection, as one that cannot be made.
+
+    Raises:
+        ConfigError: There is no such name, or it is no provider.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        provider = found if hasattr(found, "get_credentials") and not isinstance(found, type) else found()
+        provider.get_credentials  # noqa: B018
+    except Exception as error:
+        cure = f"write credentials=module:name, importable on every rank ({type(error).__name__}: {error})"
+        raise ConfigError.of("a redis.CredentialProvider", name, cure) from error
+    return _NamedProvider(provider, name)
+
+
+class _NamedProvider(CredentialProvider):  # type: ignore[misc]
+    """Turns what a provider raises into a connection that cannot be made: the cache misses, and training continues."""
+
+    def __init__(self, provider: Any, name: str) -> None:
+        self._provider, self._name = provider, name
+
+    def get_credentials(self) -> Any:
+        try:
+            return self._provider.get_credentials()
+        except Exception as error:
+            raise ConnectionError(f"no credentials from {self._name}: {error}") from error
 
 
 def socket_path(folder: str, host: str, port: int) -> str:

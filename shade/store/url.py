@@ -26,9 +26,10 @@ Address: TypeAlias = "tuple[str, int]"
 """Host and port."""
 
 _OPTIONS: Final = {
-    "rediss": ("capacity", "ca", "cert", "key"),
-    "redis+cluster": ("capacity", "sockets"),
-    "rediss+cluster": ("capacity", "ca", "cert", "key", "sockets"),
+    "redis": ("capacity", "credentials"),
+    "rediss": ("capacity", "ca", "cert", "key", "credentials"),
+    "redis+cluster": ("capacity", "sockets", "credentials"),
+    "rediss+cluster": ("capacity", "ca", "cert", "key", "sockets", "credentials"),
 }
 _PLAIN_OPTIONS: Final = ("capacity",)
 _SERVERLESS: Final = ("memory", "local")
@@ -84,6 +85,7 @@ class StoreURL:
 
         ``SHADE_REDIS_PASSWORD`` (``SHADE_REDIS_USERNAME``) completes a URL without a password (user), but not for a
         unix socket: the URL of a private server must work whatever is set for others, and the file's mode guards it.
+        ``?credentials=module:name`` takes the place of both (`shade.store.link.credential_provider`).
 
         Args:
             text: As a person types it.
@@ -119,8 +121,13 @@ class StoreURL:
             if hosts or len(path) < 2:
                 raise ConfigError.of("an absolute socket path", shown, "write unix:///run/redis.sock, three slashes")
             return cls(scheme, (), unquote(path), username or None, password or None, 0, options)
-        user = username or os.environ.get(USERNAME_VARIABLE) or None
-        secret = password or os.environ.get(PASSWORD_VARIABLE) or None
+        if "credentials" in dict(options):
+            if login:
+                raise ConfigError.of("a login or credentials=, not both", shown, "take the login out of the URL")
+            user = secret = None
+        else:
+            user = username or os.environ.get(USERNAME_VARIABLE) or None
+            secret = password or os.environ.get(PASSWORD_VARIABLE) or None
         addresses = tuple(_address(host, shown) for host in hosts.split(","))
         if len(addresses) > 1 and scheme in _SINGLE:
             raise ConfigError.of("one host", shown, "write redis+cluster:// for the nodes of a cluster")

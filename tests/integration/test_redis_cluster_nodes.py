@@ -71,7 +71,7 @@ def test_a_node_on_this_machine_is_spoken_to_over_its_socket() -> None:
             with open_store(url) as store:
                 assert all(store.set_many(dict.fromkeys(NAMES, b"x")))
                 for server in here.servers:
-                    assert (f"addr={server.socket_path}:0" in clients_of(server)) is is_near
+                    assert (f"{server.socket_path}:0" in clients_of(server)) is is_near
         Path(socket_path(here.sockets, "127.0.0.1", here.ports[0])).unlink()
         dead = Path(socket_path(here.sockets, "127.0.0.1", here.ports[1]))
         dead.unlink()

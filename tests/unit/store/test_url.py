@@ -10,7 +10,7 @@ import pytest
 
 from shade.errors import ConfigError, UnknownNameError
 from shade.store import open_store
-from shade.store.url import StoreURL, parse_bytes, shown_url
+from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes, shown_url
 
 SECRET = "pä ss@/:?#[]%41"
 QUOTED = "p%C3%A4%20ss%40%2F%3A%3F%23%5B%5D%2541"
@@ -50,9 +50,11 @@ def test_reads_and_writes_back(text: str, expected: StoreURL) -> None:
         ("redis://h:1/first", "database"),
         ("redis+cluster://h:1/1", "a cluster has none"),
         ("memory://host", "memory://"),
-        ("redis://h?capcity=1GB", r"\(capacity\)"),
-        ("redis://h?ca=x", r"\(capacity\)"),
+        ("redis://h?capcity=1GB", r"\(capacity, credentials\)"),
+        ("redis://h?ca=x", r"\(capacity, credentials\)"),
+        ("unix:///s?ca=x", r"\(capacity\)"),
         ("rediss://h?cat=x", "capacity, ca, cert, key"),
+        ("redis://me:pw@h?credentials=tokens:Tokens", "not both"),
         ("redis://h?capacity=1GB&capacity=2GB", "once"),
         ("redis://h?capacity=big", "8GiB"),
         ("redis://h?capacity=0", "8GiB"),
@@ -61,6 +63,13 @@ def test_reads_and_writes_back(text: str, expected: StoreURL) -> None:
 def test_refuses_with_a_cure(text: str, cure: str) -> None:
     with pytest.raises(ConfigError, match=cure):
         StoreURL.parse(text)
+
+
+def test_a_provider_of_credentials_takes_the_place_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD_VARIABLE, "other")
+    url = StoreURL.parse("rediss+cluster://h?credentials=tokens:Tokens")
+    assert (url.username, url.password) == (None, None)
+    assert StoreURL.parse(url.reveal()) == url
 
 
 def test_an_unknown_scheme_names_the_nearest() -> None:

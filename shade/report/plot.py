@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shade.installation import install_hint
 from shade.report.rows import CAUSES, Run
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def write_png(run: Run, path: Path) -> str:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
-        return "No report.png: matplotlib is not installed; pip install 'shade[report]' brings it."
+        return f"No report.png: matplotlib is not installed; {install_hint('report')} brings it."
     layout = ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.14, wspace=0.03, hspace=0.05)
     figure = Figure(figsize=(12, 7.6), dpi=110, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)

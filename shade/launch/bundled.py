@@ -3,9 +3,9 @@
 The scripts are those of ``examples/`` in the repository; ``shade/examples`` is a link to it, which a wheel holds as a
 folder. So there is one copy of each, in a clone, an editable install and a wheel.
 
-The data set are the 1,797 handwritten digits that scikit-learn carries, written as an image folder: nothing is
-downloaded. Each file is written under another name and renamed; a half-written folder is completed by the next call, and
-a complete one is left alone.
+The data set is the 1,797 handwritten digits that scikit-learn carries, written as an image folder: nothing is
+downloaded. Each file is written under another name and renamed. The next call completes a half-written folder, and
+leaves a complete one alone.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTo
 _EXAMPLES: Final = """\
 examples:
   shade doctor                                          is this machine ready?
-  shade run                                             trains digits, with a private cache server
+  shade run                                             trains digits from slow storage, plain and through shade
   shade run bench_cifar10.py /mnt/nfs/train -wss 0.2    trains on your images; see shade run --help
   shade example                                         lists training scripts to start from
   shade cache up --nodes 3 --memory 8GiB                a Redis cluster on this machine; prints its URL

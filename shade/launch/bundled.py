@@ -34,11 +34,10 @@ _NUM_VALIDATION: Final = 360
 def examples() -> dict[str, str]:
     """Returns the name of each example and the first line of what it says about itself."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(EXAMPLES.glob("*.py"))}
-    helpers = {helper for text in texts.values() for helper in _imported(text, set(texts))}
     return {
         name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         for name, text in texts.items()
-        if name not in helpers
+        if "__main__" in text
     }
 
 

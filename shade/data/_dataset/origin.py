@@ -249,10 +249,17 @@ class FileOrigin:
         if known, bound the memory under way."""
         if self._pid != os.getpid():
             self._forget()
-        if len(paths) > 1 and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
-            expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
-            return self._threads().run([partial(self._read, path) for path in paths], expected)
-        return [self._read(path) for path in paths]
+        results: list[bytes | OSError] = []
+        # The first slow read of a batch sends the rest of it to the threads.
+        while len(results) < len(paths):
+            done = len(results)
+            if done + 1 < len(paths) and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
+                expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
+                return results + self._threads().run(
+                    [partial(self._read, path) for path in paths[done:]], expected[done:]
+                )
+            results.append(self._read(paths[done]))
+        return results
 
     def _threads(self) -> ReadPool:
         with self._making:

@@ -206,7 +206,7 @@ class Ranks:
 def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
     """Shows a bar on standard error until ``poll`` returns the ranks' exit status, and returns that."""
     file = Path(config.out) / "progress.json"
-    form = "{percentage:3.0f}% |{bar:12}| {desc}"
+    form = "{percentage:3.0f}% |{bar:6}| {desc}"
     began = time.monotonic()
     first: tuple[float, float] | None = None
     with progress_bar(config.epochs, bar_format=form) as bar:
@@ -232,13 +232,13 @@ def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
 
 
 def _progress(now: dict[str, Any], epochs: int, seconds_left: float | None) -> str:
-    """Returns the text beside the bar; a terminal of 80 columns shows its first 59 characters."""
+    """Returns the text beside the bar; a terminal of 80 columns shows its first 65 characters."""
     parts = [f"epoch {now['epoch'] + 1}/{epochs}"]
     if now.get("loss") is not None:
         parts.append(f"loss {now['loss']:.3f}")
     if seconds_left is not None:
         parts.append(f"{tqdm.format_interval(seconds_left)} left")
-    parts += [f"hits {now['hit_ratio']:.0%}", f"{now.get('origin_bytes_per_second', 0.0) / 1e6:.1f} MB/s from storage"]
+    parts += [f"hits {now['hit_ratio']:.0%}", f"reads {now.get('origin_bytes_per_second', 0.0) / 1e6:.1f} MB/s"]
     return " · ".join([*parts, f"{now['samples_per_second']:,.0f} samples/s", f"waiting {now['waiting_fraction']:.0%}"])
 
 

@@ -168,6 +168,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
             digits = (Path.cwd() / DIGITS).resolve()
             needs_digits = config.train_paths == (str(digits / "train"),)
             if needs_digits and not dry_run:
+                if not digits.is_dir():
+                    sys.stderr.write(f"writing the digits into {digits}\n")
                 prepare_digits(digits)
             if not needs_digits or digits.is_dir():
                 preflight.check(config, stores)

@@ -89,4 +89,4 @@ def test_the_bar_has_loss_time_left_hits_and_speed_of_the_storage_within_80_colu
     assert any("plain DataLoader: trying 8 workers · 0 s" in each for each in drawn)
     shown = next(each for each in drawn if "left" in each)
     assert len(shown.rstrip()) <= 80
-    assert re.search(r"epoch 2/3 · loss 0\.123 · 00:0\d left · hits 25% · 2\.5 MB/s", shown)
+    assert re.search(r"epoch 2/3 · loss 0\.123 · 00:0\d left · hits 25% · reads 2\.5 MB/s", shown)

@@ -1,6 +1,6 @@
 """Train in a loop of your own with Hugging Face Accelerate.
 
-    pip install 'shade[ecosystem]'
+    pip install 'torch-shade[ecosystem]'
     python examples/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/accelerate_loop.py redis://127.0.0.1:6379
 

@@ -1,6 +1,6 @@
 """Any map-style data set will do: here waveforms of different lengths from a `datasets.Dataset`, padded per batch.
 
-    pip install 'shade[ecosystem]'
+    pip install 'torch-shade[ecosystem]'
     python examples/audio.py
 
 What the data set returns is cached through a codec that knows tensors, arrays, images, numbers, text, and tuples, lists

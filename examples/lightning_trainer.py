@@ -1,6 +1,6 @@
 """Train under Lightning's Trainer.
 
-    pip install 'shade[ecosystem]'
+    pip install 'torch-shade[ecosystem]'
     python examples/lightning_trainer.py
 
 Three things to set, and why:

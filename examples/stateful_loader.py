@@ -1,6 +1,6 @@
 """Stop in the middle of an epoch and go on there, with torchdata's StatefulDataLoader.
 
-    pip install 'shade[ecosystem]'
+    pip install 'torch-shade[ecosystem]'
     python examples/stateful_loader.py
 
 The loader's state holds the sampler's, so ``loader.state_dict()`` is all that there is to save: what comes next, the

@@ -1,6 +1,6 @@
 """Train text under Hugging Face's Trainer: a map-style `datasets.Dataset` of token lists, padded when it is collated.
 
-    pip install 'shade[ecosystem]'
+    pip install 'torch-shade[ecosystem]'
     python examples/transformers_trainer.py
 
 `ShadeTrainer` overrides two methods: which loader trains (its batches must not be dealt out to ranks again, so it does

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shade._lazy import lazy
+from shade.installation import warn_of_name_clash
 
 __version__ = "0.1.0"
+warn_of_name_clash()
 
 __all__ = [
     "Checkpointer",

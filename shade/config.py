@@ -57,7 +57,7 @@ class RunConfig:
     epochs: int = 1
     """Epochs in all, those before a resume included."""
     network: str = "resnet18"
-    """Name in ``benchmarks/networks.py``."""
+    """Name in ``examples/networks.py``."""
     batch_size: int = 256
     """Samples per rank and step."""
     cache: str = "local://"

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError
+from shade.installation import install_hint
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -151,7 +152,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ConfigError("TensorBoard is not installed; pip install 'shade[report]' brings it") from None
+            raise ConfigError(f"TensorBoard is not installed; {install_hint('report')} brings it") from None
         self._writer = SummaryWriter(str(directory))
 
     def write(self, row: Mapping[str, Any]) -> None:

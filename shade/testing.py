@@ -1,4 +1,4 @@
-"""Provides doubles for tests of training code: a clock, a store that fails on command, a data set that counts reads.
+"""Provides doubles for tests of training code: a clock, a failing store, slow storage, a data set that counts reads.
 
 Users can test with them whether their own loop continues, with the same samples, when the cache fails. Each double
 records what it did, because a fault test must first show that its fault happened.
@@ -8,6 +8,10 @@ Example: ``FaultyStore(open_store("local://")).fail_from("get_many", 3, StoreUna
 
 from __future__ import annotations
 
+import builtins
+import io
+import multiprocessing
+import os
 import threading
 import time
 from collections import Counter
@@ -19,7 +23,7 @@ from typing_extensions import override
 from shade.store.base import Store, StoreStats
 from shade.types import Bytes
 
-__all__ = ["CountingDataset", "FaultyStore", "ManualClock"]
+__all__ = ["CountingDataset", "FaultyStore", "ManualClock", "SlowStorage"]
 
 T = TypeVar("T")
 
@@ -140,6 +144,57 @@ class FaultyStore(Store):
     @override
     def close(self) -> None:
         self.inner.close()
+
+
+class SlowStorage:
+    """Makes files below a folder as slow to read as remote storage, while it is entered; a context manager.
+
+    Each ``open`` for reading waits, and then until the bytes of the file came through a pipe that all readers share. It
+    takes the place of Python's ``open`` in this process and in those that it forks, DataLoader workers too, so every
+    loader that opens its files in Python is slowed alike. Names, sizes and times of files stay fast.
+
+    Args:
+        folder: The files.
+        open_seconds: Wait of each open.
+        bytes_per_second: Of the pipe.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], open_seconds: float, bytes_per_second: float) -> None:
+        self._folder = os.path.join(os.path.abspath(folder), "")
+        self._open_seconds, self._bytes_per_second = open_seconds, bytes_per_second
+        # Until when the pipe is booked, files opened, their bytes.
+        self._shared = multiprocessing.get_context("fork").Array("d", 3)
+        self._true_open: Any = builtins.open
+
+    @property
+    def num_opens(self) -> int:
+        """Returns the files opened so far, by all processes."""
+        return int(self._shared[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of those files, each as often as it was opened."""
+        return int(self._shared[2])
+
+    def _open(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        opened = self._true_open(file, mode, *arguments, **options)
+        if not isinstance(file, int) and set(mode) <= set("rbt") and os.path.abspath(file).startswith(self._folder):
+            time.sleep(self._open_seconds)
+            num_bytes = os.fstat(opened.fileno()).st_size
+            with self._shared.get_lock():
+                now = time.monotonic()
+                self._shared[0] = ready = max(now, self._shared[0]) + num_bytes / self._bytes_per_second
+                self._shared[1] += 1
+                self._shared[2] += num_bytes
+            time.sleep(ready - now)
+        return opened
+
+    def __enter__(self) -> SlowStorage:
+        builtins.open = io.open = self._open
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        builtins.open = io.open = self._true_open
 
 
 class CountingDataset:

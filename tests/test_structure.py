@@ -352,3 +352,20 @@ def test_scripts_are_executable_and_say_what_they_do() -> None:
             )
             assert result.returncode == 0, result.stderr
             assert script.name in result.stdout
+
+
+@pytest.mark.multiprocess
+def test_every_advice_to_install_an_extra_names_this_distribution_and_an_extra_of_it() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = set(
+        re.findall(r"^(\w+) = \[", project.partition("optional-dependencies]")[2].partition("\n\n")[0], re.MULTILINE)
+    )
+    wrong = []
+    for path in tracked_files():
+        if path.suffix in (".py", ".md", ".toml", ".yaml", "") and path.name not in ("CHANGELOG.md", "README.md"):
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            wrong += [f"{path.name}: {found}" for found in re.findall(r"(?<![\w/-])shade\[[a-z].*", text)]
+            named = re.findall(r"install_hint\([\"'](\w+)", text) + re.findall(r"torch-shade\[(\w+)\]'", text)
+            wrong += [f"{path.name}: no extra {name}" for name in named if name not in extras]
+    assert wrong == []
+    assert {"report", "digits", "server", "all"} <= extras

@@ -38,6 +38,7 @@ from shade.checkpoint._restore.reader import Snapshot
 from shade.checkpoint._restore.restore import Arena, fill_arena
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from shade.installation import install_hint
 
 try:
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -46,7 +47,7 @@ try:
     from deepspeed.utils.tensor_fragment import fragment_address
 except ImportError as error:
     raise ConfigError.of(
-        "the deepspeed package", None, "pip install 'shade[deepspeed]' (DS_BUILD_OPS=0 without a compiler)"
+        "the deepspeed package", None, f"{install_hint('deepspeed')} (DS_BUILD_OPS=0 without a compiler)"
     ) from error
 
 NOTE: Final = "shade.deepspeed"

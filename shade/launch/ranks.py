@@ -24,6 +24,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
 
 from shade.config import RunConfig
 from shade.process import die_with_parent
@@ -203,24 +206,40 @@ class Ranks:
 def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
     """Shows a bar on standard error until ``poll`` returns the ranks' exit status, and returns that."""
     file = Path(config.out) / "progress.json"
-    form = "{percentage:3.0f}% |{bar:12}| {desc}"
+    form = "{percentage:3.0f}% |{bar:6}| {desc}"
+    began = time.monotonic()
+    first: tuple[float, float] | None = None
     with progress_bar(config.epochs, bar_format=form) as bar:
         bar.set_description_str("starting the ranks")
         while (status := poll()) is None:
             time.sleep(_POLL_SECONDS)
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            now: dict[str, Any] = {}
+            with contextlib.suppress(OSError, ValueError):
                 now = json.loads(file.read_text())
-                bar.set_description_str(
-                    f"epoch {now['epoch'] + 1}/{config.epochs} step {now['step']}/{now['num_steps']} · "
-                    f"{now['samples_per_second']:,.0f} samples/s · hits {now['hit_ratio']:.0%} · "
-                    f"waiting {now['waiting_fraction']:.0%}",
-                    refresh=False,
-                )
-                bar.update(now["epoch"] + now["step"] / max(1, now["num_steps"]) - bar.n)
+            seconds = time.monotonic() - began
+            if "step" in now:
+                done = now["epoch"] + now["step"] / max(1, now["num_steps"])
+                first = first or (seconds, done)
+                pace = (seconds - first[0]) / (done - first[1]) if done > first[1] else None
+                bar.set_description_str(_progress(now, config.epochs, pace and pace * (config.epochs - done)), False)
+                bar.update(done - bar.n)
+            elif first is None:
+                bar.set_description_str(f"{now.get('note', 'starting the ranks')} · {seconds:.0f} s")
         bar.n = config.epochs if status == 0 else bar.n
         bar.set_description_str("done" if status == 0 else "stopped")
     file.unlink(missing_ok=True)
     return status
+
+
+def _progress(now: dict[str, Any], epochs: int, seconds_left: float | None) -> str:
+    """Returns the text beside the bar; a terminal of 80 columns shows its first 65 characters."""
+    parts = [f"epoch {now['epoch'] + 1}/{epochs}"]
+    if now.get("loss") is not None:
+        parts.append(f"loss {now['loss']:.3f}")
+    if seconds_left is not None:
+        parts.append(f"{tqdm.format_interval(seconds_left)} left")
+    parts += [f"hits {now['hit_ratio']:.0%}", f"reads {now.get('origin_bytes_per_second', 0.0) / 1e6:.1f} MB/s"]
+    return " · ".join([*parts, f"{now['samples_per_second']:,.0f} samples/s", f"waiting {now['waiting_fraction']:.0%}"])
 
 
 def free_port() -> int:

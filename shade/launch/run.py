@@ -28,10 +28,11 @@ from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, SNAPSHOTS, RunConfig
 from shade.errors import ConfigError, ShadeError
 from shade.launch import preflight
+from shade.launch.bundled import DIGITS, EXAMPLES, prepare_digits
 from shade.launch.preflight import has_snapshots
 from shade.launch.ranks import Ended, Ranks, command, free_port, signals_as_exceptions, watch
 from shade.launch.resolve import StoreURLs, parse, resolve
-from shade.report import write_report
+from shade.report import write_comparison, write_report
 from shade.store import open_store
 from shade.telemetry import JsonlSink
 from shade.trajectory import LOSSES
@@ -156,16 +157,26 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     """
     args = parse(sys.argv[1:] if argv is None else argv, prog)
     dry_run = vars(args).pop("dry_run", False)
+    compares = not any(value not in (None, []) for name, value in vars(args).items() if name != "out")
     config: RunConfig | None = None
     stores = StoreURLs("none")
     try:
         with signals_as_exceptions() as remind:
             config, stores = resolve(args, Path.cwd())
-            preflight.check(config, stores)
+            if compares:
+                config = dataclasses.replace(config, script=str(EXAMPLES / "quickstart.py"))
+            digits = (Path.cwd() / DIGITS).resolve()
+            needs_digits = config.train_paths == (str(digits / "train"),)
+            if needs_digits and not dry_run:
+                if not digits.is_dir():
+                    sys.stderr.write(f"writing the digits into {digits}\n")
+                prepare_digits(digits)
+            if not needs_digits or digits.is_dir():
+                preflight.check(config, stores)
             if dry_run:
                 sys.stdout.write(describe(config) + "\n")
                 return 0
-            code, message = _launch(config, stores, remind)
+            code, message = (_compare if compares else _launch)(config, stores, remind)
             again = config.restarts if config.min_nodes is None else 0  # else torch.distributed.run does it
             for left in range(again - 1, -1, -1):
                 if code != 1:
@@ -205,8 +216,22 @@ def describe(config: RunConfig) -> str:
     return "\n".join([*lines, f"{'command':{width}}  {' '.join(command(config))}"])
 
 
-def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -> tuple[int, str]:
-    """Trains and reports; returns the exit code and a message."""
+def _compare(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -> tuple[int, str]:
+    """Trains without a cache and without shade's loader, then with them, and compares; returns as `_launch` does."""
+    plain = dataclasses.replace(config, out=str(Path(config.out) / "plain"), cache="none", run="")
+    preflight.check_out(plain)
+    sys.stderr.write("1/2: the digits from slow storage, with a plain DataLoader\n")
+    code, message = _launch(plain, StoreURLs("none"), remind, shows=False)
+    if code == 0:
+        sys.stderr.write("2/2: the same through shade\n")
+        code, message = _launch(config, stores, remind)
+    if code == 0:
+        sys.stdout.write(write_comparison(plain.out, config.out))
+    return code, message
+
+
+def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *, shows: bool = True) -> tuple[int, str]:
+    """Trains, writes a report and, if it ``shows``, prints it; returns the exit code and a message."""
 
     def poll() -> int | None:
         remind()
@@ -237,7 +262,8 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) ->
         return 0, f"done; the report is on machine 0, this machine's logs are in {config.out}"
     if not place.has_results:
         return 0, f"done; the script reported no epoch, so there is no report in {config.out}"
-    sys.stdout.write(write_report(config.out))
+    report = write_report(config.out)
+    sys.stdout.write(report if shows else "")
     return 0, f"report, picture and logs are in {config.out}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from shade.report import page, plot, text
 from shade.report.rows import EpochSummary, Run, load_run
 
-__all__ = ["EpochSummary", "Run", "load_run", "write_report"]
+__all__ = ["EpochSummary", "Run", "load_run", "write_comparison", "write_report"]
 
 
 def write_report(directory: str | os.PathLike[str]) -> str:
@@ -28,3 +28,12 @@ def write_report(directory: str | os.PathLike[str]) -> str:
     report = text.render(run, note)
     Path(run.directory / "report.txt").write_text(report, encoding="utf-8")
     return report
+
+
+def write_comparison(plain: str | os.PathLike[str], cached: str | os.PathLike[str]) -> str:
+    """Compares a run without shade with one through it: writes ``comparison.png`` beside the second one's report, and
+    returns a few lines."""
+    runs = load_run(plain), load_run(cached)
+    picture = runs[1].directory / "comparison.png"
+    note = plot.write_comparison(*runs, picture)
+    return text.render_comparison(*runs) + f"\n{note or picture}\n"

@@ -6,13 +6,16 @@ figure is built on its own canvas (no pyplot), so no global state, window or dis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shade.report.rows import CAUSES, Run
+from shade.installation import install_hint
+from shade.report.rows import CAUSES, EpochSummary, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#22303c", "#6b7a88", "#e4e9ee"
 PALE, BLUE, ORANGE, GREEN, RED = "#c9d8e8", "#2f6fb0", "#e08a2e", "#3c9a6b", "#c8553d"
@@ -21,16 +24,9 @@ STALL_COLOURS = {"origin": RED, "cache": ORANGE, "decode": "#8d6bb1", "transform
 
 def write_png(run: Run, path: Path) -> str:
     """Draws the run; returns a line for the report if nothing could be drawn, else an empty text."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError:
-        return "No report.png: matplotlib is not installed; pip install 'shade[report]' brings it."
-    layout = ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.14, wspace=0.03, hspace=0.05)
-    figure = Figure(figsize=(12, 7.6), dpi=110, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)
-    figure.suptitle(_title(run), x=0.013, ha="left", fontsize=14, fontweight="bold", color=INK)
+    figure = _figure(_title(run), 7.6)
+    if figure is None:
+        return f"No {path.name}: matplotlib is not installed; {install_hint('report')} brings it."
     (reads, stall), (loss, accuracy) = figure.subplots(2, 2)
     _draw_reads(reads, run)
     _draw_stalls(stall, run)
@@ -41,6 +37,43 @@ def write_png(run: Run, path: Path) -> str:
     )  # fmt: skip
     figure.savefig(path, metadata={"Software": None})
     return ""
+
+
+def write_comparison(plain: Run, cached: Run, path: Path) -> str:
+    """Draws a run without shade and one through it in one picture; returns as `write_png` does."""
+    figure = _figure("The same training, with a plain DataLoader and through shade", 4.2)
+    if figure is None:
+        return f"No {path.name}: matplotlib is not installed; {install_hint('report')} brings it."
+    panels: list[tuple[str, Callable[[EpochSummary], float | None]]] = [
+        ("Seconds an epoch", lambda e: e.epoch_seconds),
+        ("Read from storage, KiB an epoch", lambda e: e.counts.get("origin_bytes", 0) / 1024),
+        ("Validation accuracy, %", lambda e: None if e.val_accuracy is None else 100 * e.val_accuracy),
+    ]
+    for axes, (title, value_of) in zip(figure.subplots(1, 3), panels, strict=True):
+        _style(axes, title, cached)
+        for run, colour, label in ((plain, ORANGE, "plain DataLoader"), (cached, BLUE, "shade")):
+            x, y = _points(run, [value_of(e) for e in run.epochs])
+            _line(axes, x, y, colour, label)
+        if axes is not figure.axes[-1]:
+            axes.set_ylim(bottom=0)
+        _legend(axes)
+    figure.savefig(path, metadata={"Software": None})
+    return ""
+
+
+def _figure(title: str, height: float) -> Figure | None:
+    """Returns an empty figure, 12 inches wide, or None without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError:
+        return None
+    layout = ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.14, wspace=0.03, hspace=0.05)
+    figure = Figure(figsize=(12, height), dpi=110, facecolor="white", layout=layout)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.013, ha="left", fontsize=14, fontweight="bold", color=INK)
+    return figure
 
 
 def _title(run: Run) -> str:

@@ -72,6 +72,27 @@ def render_csv(run: Run) -> str:
     return out.getvalue()
 
 
+def render_comparison(plain: Run, cached: Run) -> str:
+    """Returns two runs of one training side by side: seconds an epoch, bytes read from storage, accuracy."""
+    seconds, sizes, accuracies = [], [], []
+    for run in (plain, cached):
+        known = [e.epoch_seconds for e in run.epochs if e.epoch_seconds is not None]
+        seconds.append(sum(known) / max(1, len(known)))
+        sizes.append(run.total("origin_bytes") or 0)
+        accuracies.append(run.epochs[-1].val_accuracy or 0.0)
+    workers = [f"{run.plan.get('workers', '?')} workers" for run in (plain, cached)]
+    ratio = seconds[0] / max(1e-9, seconds[1])
+    faster = f"{ratio:.1f} × as fast" if ratio >= 1 else f"{1 / ratio:.1f} × as slow"
+    rows = [
+        ("", "plain DataLoader", "shade", ""),
+        ("", *workers, ""),
+        ("seconds an epoch", *(f"{value:.2f}" for value in seconds), faster),
+        ("read from storage", *map(human_bytes, sizes), _fewer(sizes[1], max(1, sizes[0])).replace("fewer", "less")),
+        ("accuracy", *(f"{value:.1%}" for value in accuracies), f"{100 * (accuracies[1] - accuracies[0]):+.1f} points"),
+    ]
+    return "\n" + "".join(f"{name:<18}{one:>17}{other:>12}   {by}".rstrip() + "\n" for name, one, other, by in rows)
+
+
 def sparkline(values: Sequence[float | None]) -> str:
     """Returns a curve in one line of text, lowest ▁ to highest █; a gap where the value is unknown."""
     known = [v for v in values if v is not None]

@@ -21,11 +21,12 @@ import fsspec
 from typing_extensions import override
 
 from shade.errors import ConfigError, ShadeError, StorageError
+from shade.installation import install_hint
 from shade.storage.base import VOLUMES, Volume, check_name, failure, is_partial, partial_name
 from shade.types import Bytes
 
 _OBJECT_STORES: Final = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
-_EXTRAS: Final = {"s3": "shade[s3]", "s3a": "shade[s3]"}
+_S3: Final = ("s3", "s3a")
 _PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"} | {
     "hdfs": "pyarrow", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "webhdfs": "requests",
 }  # fmt: skip
@@ -54,15 +55,16 @@ class RemoteVolume(Volume):
         try:
             file_system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
         except ImportError as error:
-            wanted = _EXTRAS.get(scheme) or _PACKAGES.get(scheme) or error.name or "its library"
-            raise ConfigError.of(f"the library for {scheme}://", "none", f"pip install '{wanted}'") from error
+            wanted = _PACKAGES.get(scheme) or error.name or "its library"
+            cure = install_hint("s3") if scheme in _S3 else f"pip install '{wanted}'"
+            raise ConfigError.of(f"the library for {scheme}://", "none", cure) from error
         except Exception as error:
             cure = f"correct it ({self._words(error)})"
             raise ConfigError.of("a storage URL that fsspec understands", self.url, cure) from error
         self._fs: Any = file_system
         self._root = str(root).rstrip("/")
         self._is_object_store = scheme in _OBJECT_STORES
-        if not self._root.strip("/") and scheme in _EXTRAS:
+        if not self._root.strip("/") and scheme in _S3:
             raise ConfigError.of("a bucket", self.url, f"write {scheme}://bucket/prefix")
 
     @override

@@ -137,7 +137,7 @@ def test_what_refers_to_something_refers_to_what_there_is() -> None:
 def test_the_launcher_takes_what_the_manifest_gives_it() -> None:
     (container,) = containers("Job", "shade-train")
     script = container["command"][-1]
-    line = script.partition("runshade.py")[2].replace("\\\n", " ")
+    line = script.partition("exec shade run")[2].replace("\\\n", " ")
     shell = f"JOB_COMPLETION_INDEX=2; resume=; CACHE={shlex.quote(container['env'][0]['value'])}; printf '%s\\n' {line}"
     words = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
     given = resolve.parse([word for word in words if word])

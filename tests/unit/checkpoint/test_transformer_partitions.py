@@ -14,7 +14,7 @@ from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._strategies.asymmetric import Asymmetric
 from shade.checkpoint._strategies.windows import PROFILED_STEPS
 
-transformers: Any = pytest.importorskip("transformers", reason="pip install 'shade[bench]'")
+transformers: Any = pytest.importorskip("transformers", reason="pip install 'torch-shade[bench]'")
 
 
 SIZES = {"n_layer": 3, "n_embd": 384, "n_head": 4, "vocab_size": 512, "n_positions": 64}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import resource
 import socket
 from pathlib import Path
 
 import pytest
 
+import shade
 from shade.cli import doctor
 from shade.cli.doctor import Finding, broken
 from shade.errors import ConfigError, StoreError
@@ -70,7 +72,7 @@ def test_no_server_on_this_machine_warns_with_both_cures(monkeypatch: pytest.Mon
     finding = doctor.server()
     assert finding.verdict == "warn"
     assert "apt-get" in finding.cure
-    assert "shade[server]" in finding.cure
+    assert "torch-shade[server]" in finding.cure
 
 
 def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +94,35 @@ def test_a_row_reads_well() -> None:
 def test_an_error_of_ours_becomes_a_row() -> None:
     assert broken("x", ConfigError.of("a", "b", "do c")) == Finding("x", "fail", "expected a, got 'b'", "do c")
     assert broken("x", StoreError("gone")) == Finding("x", "fail", "gone", "see above")
+
+
+@pytest.fixture
+def openstack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path where OpenStack's client is installed, as pip writes it."""
+    info = tmp_path / "shade-1.33.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: shade\nVersion: 1.33.0\nSummary: Client library for OpenStack\n")
+    (info / "RECORD").write_text("shade-1.33.0.dist-info/METADATA,,\nshade/__init__.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_this_package_alone_is_fine() -> None:
+    assert (doctor.this_package().verdict, doctor.this_package().found.split()[0]) == ("ok", shade.__version__)
+
+
+def test_another_distribution_of_the_name_fails_with_both_commands(openstack: Path) -> None:
+    finding = doctor.this_package()
+    assert finding.verdict == "fail"
+    assert "shade 1.33.0 too (Client library for OpenStack)" in finding.found
+    assert finding.cure == "pip uninstall -y shade, then pip install --force-reinstall --no-deps torch-shade"
+
+
+def test_the_first_import_says_so_too(openstack: Path) -> None:
+    with pytest.warns(UserWarning, match="expected torch-shade alone to install a package shade"):
+        importlib.reload(shade)
+
+
+def test_this_clone_under_its_old_name_is_no_other_distribution(openstack: Path) -> None:
+    (openstack / "shade-1.33.0.dist-info" / "RECORD").write_text("__editable__.shade-0.1.0.pth,,\n")
+    assert doctor.this_package().verdict == "ok"

@@ -91,3 +91,11 @@ def test_a_forked_child_starts_threads_of_its_own(paths: list[str]) -> None:
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     origin.close()
+
+
+def test_the_first_slow_read_of_a_batch_sends_the_rest_to_threads(paths: list[str]) -> None:
+    origin = Slow()
+    assert origin.read_many(paths) == [b"%d" % number * 1000 for number in range(len(paths))]
+    assert origin.most > 1
+    assert origin.readers > {threading.current_thread().name}
+    origin.close()

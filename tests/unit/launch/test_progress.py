@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,3 +65,28 @@ def test_a_terminal_gets_a_bar(
     assert len(drawn) < 12
     assert drawn[-1].startswith(last)
     assert drawn[-1].rstrip().endswith("done" if status == 0 else "stopped")
+
+
+def test_the_bar_has_loss_time_left_hits_and_speed_of_the_storage_within_80_columns(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    fields = {"samples_per_second": 9.0, "hit_ratio": 0.25, "waiting_fraction": 0.5, "num_steps": 10, "loss": 0.1234}
+    states: list[dict[str, object]] = [{"note": "plain DataLoader: trying 8 workers"}]
+    states += [{"epoch": 1, "step": step, **fields, "origin_bytes_per_second": 2.5e6} for step in (2, 6)]
+
+    def poll() -> int | None:
+        if not states:
+            return 0
+        (tmp_path / "progress.json").write_text(json.dumps(states.pop(0)))
+        time.sleep(0.15)  # longer than the bar rests between two drawings
+        return None
+
+    assert ranks.watch(poll, config) == 0
+    drawn = terminal.getvalue().split("\r")
+    assert any("plain DataLoader: trying 8 workers · 0 s" in each for each in drawn)
+    shown = next(each for each in drawn if "left" in each)
+    assert len(shown.rstrip()) <= 80
+    assert re.search(r"epoch 2/3 · loss 0\.123 · 00:0\d left · hits 25% · reads 2\.5 MB/s", shown)

@@ -10,6 +10,7 @@ import test_flags
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.launch.resolve import parse, resolve
+from shade.launch.run import main
 
 PASSWORD = "s3cret/pass"
 
@@ -41,6 +42,21 @@ def test_the_benchmarks_scripts_are_found_by_name(here: Path) -> None:
     config, _ = come_to("bench_cifar10.py data", here)
     assert Path(config.script).name == "bench_cifar10.py"
     assert Path(config.script).is_file()
+
+
+@pytest.mark.parametrize(
+    ("line", "script"),
+    [("", "quickstart"), ("--out there", "quickstart"), ("--epochs 2", "bench_cifar10"), ("-g 1", "bench_cifar10")],
+)
+def test_no_script_trains_the_digits_and_nothing_at_all_compares(
+    line: str, script: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(here)
+    assert main(["--dry-run", *line.split()]) == 0
+    told = capsys.readouterr().out
+    assert f"examples/{script}.py" in told
+    assert str(here / ".cache" / "digits" / "train") in told
+    assert list(here.iterdir()) == [here / "s.py"], "a dry run writes nothing"
 
 
 @pytest.mark.parametrize(

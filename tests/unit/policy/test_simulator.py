@@ -100,5 +100,5 @@ def test_warm_up_must_leave_something(trace: Trace) -> None:
 
 def test_without_matplotlib_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install shade\[report\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'torch-shade\[report\]'"):
         plot_curves({}, tmp_path / "curves.png")

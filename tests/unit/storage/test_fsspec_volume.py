@@ -116,7 +116,7 @@ except ConfigError as error:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("scheme", "cure"), [("s3", "shade[s3]"), ("gs", "gcsfs"), ("hdfs", "pyarrow")])
+@pytest.mark.parametrize(("scheme", "cure"), [("s3", "torch-shade[s3]"), ("gs", "gcsfs"), ("hdfs", "pyarrow")])
 def test_a_library_that_is_missing(scheme: str, cure: str) -> None:
     words = [sys.executable, "-c", WITHOUT, f"{scheme}://host/x"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

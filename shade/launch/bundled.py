@@ -1,0 +1,138 @@
+"""Has what the package brings along for a first run: training scripts to copy from, and a data set.
+
+The scripts are those of ``examples/`` in the repository; ``shade/examples`` is a link to it, which a wheel holds as a
+folder. So there is one copy of each, in a clone, an editable install and a wheel.
+
+The data set is the 1,797 handwritten digits that scikit-learn carries, written as an image folder: nothing is
+downloaded. Each file is written under another name and renamed. The next call completes a half-written folder, and
+leaves a complete one alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from shade.errors import ConfigError
+from shade.installation import install_hint
+
+EXAMPLES: Final = Path(str(resources.files("shade"))) / "examples"
+"""The folder of the training scripts."""
+DIGITS: Final = Path(".cache") / "digits"
+"""Where a run keeps the digits, from its working directory: ``train`` and ``val``, a folder a digit."""
+_SIZE: Final = 32
+_NUM_VALIDATION: Final = 360
+
+
+def examples() -> dict[str, str]:
+    """Returns the name of each example and the first line of what it says about itself."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(EXAMPLES.glob("*.py"))}
+    return {
+        name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        for name, text in texts.items()
+        if "__main__" in text
+    }
+
+
+def write_example(name: str, folder: Path) -> list[Path]:
+    """Writes an example, and the modules of ours that it imports, into a folder; returns the files.
+
+    Raises `ConfigError` if there is no such example, or a file of that name is there already.
+    """
+    name = name.removesuffix(".py")
+    known = examples()
+    if name not in known:
+        raise ConfigError.of(f"an example among {', '.join(known)}", name, "see shade example for what each shows")
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    helpers = _imported(text, {path.stem for path in EXAMPLES.glob("*.py")})
+    paths = [folder / f"{each}.py" for each in (name, *helpers)]
+    there = [str(path) for path in paths if path.exists()]
+    if there:
+        raise ConfigError.of("a folder without the example", ", ".join(there), "remove it, or go to another folder")
+    for path in paths:
+        path.write_bytes((EXAMPLES / path.name).read_bytes())
+    return paths
+
+
+def _imported(text: str, among: set[str]) -> Iterator[str]:
+    return (name for name in re.findall(r"^import (\w+)", text, re.MULTILINE) if name in among)
+
+
+def prepare_digits(folder: Path, flip_fraction: float = 0.0, seed: int = 0) -> str:
+    """Writes what is missing of the digits; ``train`` gets 1,437 images and ``val`` 360, the same split every time.
+
+    The 8 × 8 scans are enlarged to 32 × 32 grey PNGs, so that every network of the examples takes them.
+
+    Args:
+        folder: Gets ``train``, ``val`` and, with wrong labels, ``flipped.txt``, which lists them.
+        flip_fraction: Share of the training images that lie in another digit's folder.
+        seed: Chooses them.
+
+    Returns:
+        A line that says what was done.
+
+    Raises:
+        ConfigError: scikit-learn is not installed, or the folder holds another variant or cannot be written.
+    """
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise ConfigError.of("scikit-learn, which brings the digits", None, install_hint("digits")) from None
+    import numpy as np
+    from PIL import Image
+
+    variant = {"size": _SIZE, "flip_labels": flip_fraction, "seed": seed if flip_fraction else 0}
+    digits = load_digits()
+    train, val = train_test_split(
+        np.arange(len(digits.target)), test_size=_NUM_VALIDATION, random_state=0, stratify=digits.target
+    )
+    label = digits.target.copy()
+    generator = np.random.default_rng(seed)
+    flipped = np.sort(generator.choice(train, size=round(flip_fraction * len(train)), replace=False))
+    label[flipped] = (label[flipped] + generator.integers(1, 10, size=len(flipped))) % 10
+    num_written = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_variant(folder / "digits.json", variant)
+        for split, members in (("train", train), ("val", val)):
+            for digit in range(10):
+                (folder / split / str(digit)).mkdir(parents=True, exist_ok=True)
+            for index in members.tolist():
+                path = folder / split / str(label[index]) / f"{index:04d}.png"
+                if not path.exists():
+                    grey = np.round(digits.images[index] * (255 / 16)).astype(np.uint8)
+                    png = io.BytesIO()
+                    Image.fromarray(grey).resize((_SIZE, _SIZE), Image.Resampling.BICUBIC).save(png, "png")
+                    _replace(path, png.getvalue())
+                    num_written += 1
+        if len(flipped):
+            lines = [f"train/{label[i]}/{i:04d}.png was {digits.target[i]}\n" for i in flipped.tolist()]
+            _replace(folder / "flipped.txt", "".join(lines).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
+    done = f"{num_written} images written" if num_written else "already complete"
+    sizes = f"{len(train)} for training, {len(val)} for validation, {len(flipped)} labels flipped"
+    return f"digits: {sizes} in {folder} ({done})"
+
+
+def _check_variant(marker: Path, variant: dict[str, float]) -> None:
+    if marker.exists():
+        found = json.loads(marker.read_text())
+        if found != variant:
+            cure = f"it holds another variant, {found}; name another folder, or remove this one"
+            raise ConfigError(f"cannot write to {marker.parent}: {cure}")
+    _replace(marker, json.dumps(variant).encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)

@@ -1,0 +1,179 @@
+"""What is released: a wheel and an sdist that do the main job where there is no clone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import shade
+from shade.report import load_run
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = (
+    "shade",
+    "examples",
+    "scripts",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    ".gitignore",
+)
+EXTRAS = {"server", "report", "s3", "http", "jpeg", "digits", "tune", "checkpoint", "all", "dev", "ecosystem"}
+
+
+def call(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SHADE_", "PYTHON", "GIT_"))}
+    return subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=kept | more,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+
+
+def git(clone: Path, *words: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.com")
+    done = call("git", *who, *words, cwd=clone)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def release(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return call(clone / "scripts" / "release", *words, cwd=clone, SHADE_VENV=sys.prefix)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of what a release needs."""
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    folder = tmp_path_factory.mktemp("clone")
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / part, folder)
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "all")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dist(clone: Path) -> Path:
+    """The folder with both, as scripts/release builds them."""
+    for module in ("build", "twine"):
+        pytest.importorskip(module)
+    done = release(clone, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "dry run: no tag" in done.stderr
+    assert (git(clone, "tag"), git(clone, "status", "--porcelain")) == ("", "")
+    return clone / "dist"
+
+
+def test_both_hold_every_file_and_the_examples(dist: Path) -> None:
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "shade").rglob("*.py")}
+    expected |= {str(path.relative_to(ROOT)) for path in (ROOT / "shade" / "report" / "templates").iterdir()}
+    expected |= {f"shade/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*.py")} | {"shade/py.typed"}
+    with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
+        held = {name for name in wheel.namelist() if name.startswith("shade/")}
+        (scripts,) = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
+        assert "shade = shade.cli:main" in wheel.read(scripts).decode()
+        (about,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+        metadata = Parser().parsestr(wheel.read(about).decode())
+    assert held == expected
+    assert (metadata["Name"], metadata["Version"]) == ("torch-shade", shade.__version__)
+    assert set(metadata.get_all("Provides-Extra", [])) >= EXTRAS
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as sdist:
+        files = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
+    assert files >= expected
+
+
+LITTER = "echo >shade/new.py"
+UNSAID = (
+    "sed -i 's/^__version__ = .*/__version__ = \"9.9.9\"/' shade/__init__.py && git commit --quiet --all --message x"
+)
+TAGGED = f"git tag v{shade.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        (LITTER, "commit them, or remove them"),
+        (UNSAID, "expected a section [9.9.9] in CHANGELOG.md"),
+        (TAGGED, "raise __version__"),
+    ],
+)
+def test_a_release_that_cannot_be_is_refused_in_one_line(clone: Path, tmp_path: Path, change: str, cure: str) -> None:
+    copy = tmp_path / "copy"
+    git(clone, "clone", "--quiet", str(clone), str(copy))
+    who = {f"GIT_{role}_{what}": "t@t" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    assert call("sh", "-c", change, cwd=copy, **who).returncode == 0
+    done = release(copy)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert cure in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_it_trains_and_reports_where_there_is_no_clone(dist: Path, tmp_path: Path, kind: str) -> None:
+    home, here, place = tmp_path / "home", tmp_path / "here", tmp_path / "venv"
+    for folder in (home, here):
+        folder.mkdir()
+    (file,) = dist.glob(kind)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    if file.suffix == ".gz":
+        options = ("--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", tmp_path)
+        assert call(*pip, "wheel", *options, file, cwd=here).returncode == 0
+        (file,) = tmp_path.glob("*.whl")
+    venv.create(place, with_pip=False, symlinks=True)
+    python = place / "bin" / "python"
+    done = call(*pip, "--python", python, "install", "--no-deps", "--no-index", file, cwd=here)
+    assert done.returncode == 0, done.stderr
+    # PyTorch and the other dependencies are those of this environment: behind the new one's own packages.
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
+    there = {"HOME": str(home), "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
+    assert call(python, "-c", "import shade; print(shade.__file__)", cwd=here, **there).stdout.startswith(str(site))
+    for words in (["shade", "doctor"], ["shade", "example", "bench_cifar10"], [python, "-m", "shade", "--version"]):
+        done = call(*words, cwd=here, **there)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = call("shade", "run", cwd=here, **there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in home.iterdir()} <= {".cache", ".config"}, "matplotlib's list of fonts"
+    (out,) = (here / "runs").iterdir()
+    files = {".cache", "runs", "train.log", "bench_cifar10.py", "networks.py"}
+    assert {path.name for path in here.iterdir()} == files
+    report = (out / "report.txt").read_text()
+    compared = done.stdout.removeprefix(report).splitlines()
+    assert [line.split("  ")[0] for line in compared if line[:1] > " "] == [
+        *("seconds an epoch", "read from storage", "accuracy"),
+        str(out / "comparison.png"),
+    ]
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    accesses = (here / "train.log").read_text().splitlines()
+    assert sum(line.startswith("hitting ") for line in accesses) > 1000
+    # The emulated storage and shade count the same, but for the image whose size the script looks up.
+    opens = int((out / "output.log").read_text().rpartition("slow storage: ")[2].split()[0])
+    assert opens == (load_run(out).total("origin_reads") or 0) + 1
+    assert (load_run(out).total("origin_bytes") or 0) < (load_run(out / "plain").total("origin_bytes") or 0)
+    done = call("shade", "report", out, cwd=here, **there)
+    assert done.stdout == report

@@ -35,14 +35,15 @@ examples:
 """
 _CACHE_EXAMPLES: Final = """\
 examples:
-  shade cache up                                        one server, any free port, no memory limit
+  shade cache up                                        one server, any free port, no memory limit; later, starts
+                                                        again what has died
   shade cache up --nodes 3 --replicas 1 --memory 8GiB   a cluster: three primaries, a replica of each
   SHADE_REDIS_PASSWORD=… shade cache up --join 10.0.0.1:7000 --nodes 3 --memory 8GiB
                                                         on each of three machines: a node on each, one cluster
   SHADE_REDIS_PASSWORD=… shade cache up --join 10.0.0.1:7000
                                                         later, on a fourth: it takes over its share
   SHADE_REDIS_PASSWORD=… shade cache up                 with a password; the run reads it from the same place
-  shade cache status
+  shade cache status                                    what runs, and what to do about what does not
   shade cache down
 
 Without --join servers listen on this machine only. For servers of your own see redis.conf.
@@ -142,8 +143,8 @@ def _add_cache(verbs: Any) -> None:
         )
         action.set_defaults(answer=_cache, action=name)
     up = actions.choices["up"]
-    up.add_argument("--nodes", type=int, default=1, metavar="N", help="1, or the primaries of a cluster, 3 or more (1)")
-    up.add_argument("--replicas", type=int, default=0, metavar="N", help="of each primary (0)")
+    up.add_argument("--nodes", type=int, metavar="N", help="1, or the primaries of a cluster, 3 or more (1)")
+    up.add_argument("--replicas", type=int, metavar="N", help="of each primary (0)")
     up.add_argument("--memory", metavar="BYTES", help="limit of each server, as 8GiB (none)")
     up.add_argument("--ports", type=int, nargs="+", default=(), metavar="PORT", help="one for each server (free ones)")
     up.add_argument(

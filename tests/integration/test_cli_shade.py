@@ -102,7 +102,7 @@ class TestCache:
             assert told.startswith(url)
             assert "primary" in told
             assert "of 64 MiB" in told
-            assert "take those down first" in refused(capsys, "cache", "up", "--dir", "c")
+            assert "end those servers first" in refused(capsys, "cache", "up", "--dir", "c", "--memory", "1GiB")
         finally:
             assert main(["cache", "down", "--dir", "c"]) == 0
         assert capsys.readouterr().out == "1 server ended\n"

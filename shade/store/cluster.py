@@ -309,7 +309,11 @@ class ClusterStore(RemoteStore):
         owner. A member that is down is a cache with a hole, or has been replaced by its replica, and no reason not to
         start; an address without a member is a mistake."""
         self._check_open()
-        slot_map = self._map = self._learn()
+        try:
+            slot_map = self._map = self._learn()
+        except StoreUnavailableError:
+            self._node(self._url.addresses[0]).endpoint.check_scheme(self._timeout_seconds)
+            raise
         addresses = list(dict.fromkeys((*self._url.addresses, *slot_map.primaries)))
         nodes = [self._node(address) for address in addresses]
         num_silent = 0

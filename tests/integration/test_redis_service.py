@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -212,6 +213,30 @@ def test_a_failed_start_leaves_nothing_running(directory: Path) -> None:
     with open_store(f"redis://127.0.0.1:{free}") as store, pytest.raises(StoreError):
         store.ping()
     assert not (directory / "servers.json").exists()
+
+
+def test_a_taken_port_is_one_line_and_another_one_will_do(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    free, taken = free_ports(2)
+    at = ["--dir", str(directory)]
+    with socket.create_server(("127.0.0.1", taken)):
+        assert main(["cache", "up", *at, "--ports", str(taken)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    cure = "name others (--ports), or end the program that listens there"
+    assert told == f"shade cache: port {taken} of this machine, or its bus port, is taken; {cure}\n"
+    assert main(["cache", "up", *at, "--ports", str(free)]) == 0
+
+
+def test_a_server_that_does_not_start_says_why_without_its_banner(directory: Path) -> None:
+    up(directory)
+    (server,) = status(directory)[1]
+    kill(directory, 0)
+    with (directory / f"{server.port}.conf").open("a") as settings:
+        settings.write("maxmemory much\n")
+    with pytest.raises(StoreError, match=r"did not start: .*maxmemory much.*argument must be") as told:
+        heal(directory)
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 300
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 2}, {"replicas": 1}, {"nodes": 3, "ports": [1]}, {"nodes": 0}])

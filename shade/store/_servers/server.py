@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -101,9 +102,8 @@ def write_settings(path: Path, settings: Mapping[str, str]) -> None:
 
 def log_end(log: Path) -> str:
     """Returns the last words of a server's log on one line, without the banner that it prints at every start."""
-    lines = log.read_text(errors="replace").splitlines()[-30:]
-    marked = [line.partition(" # ")[2] for line in lines if " # " in line]
-    return " · ".join((marked or [line.strip() for line in lines if line.strip()])[-3:])
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and line[0] not in " `|"]
+    return " · ".join(re.sub(r"^\d+:\w .*? [#*] ", "", line) for line in lines[-4:])
 
 
 _running: weakref.WeakSet[LocalServer] = weakref.WeakSet()

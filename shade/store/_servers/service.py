@@ -202,10 +202,10 @@ def _check_same(
     ports: Sequence[int],
 ) -> None:
     """Raises ConfigError if other servers are asked for than those with these settings, by port."""
-    limits = sorted({int(lines["maxmemory"]) for lines in settings.values()})
+    limits = {lines.get("maxmemory") for lines in settings.values()}
     for flag, asked, there in (
         ("--nodes and --replicas", num_servers, len(settings)),
-        ("--memory", memory_bytes and [memory_bytes], memory_bytes and limits),
+        ("--memory", memory_bytes and {str(memory_bytes)}, memory_bytes and limits),
         ("--ports", sorted(ports), sorted(settings)),
     ):
         if asked and asked != there:

@@ -272,7 +272,7 @@ def _resolved(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise ConfigError.of(f"a host named {host}", str(error), "correct --join") from None
+        raise ConfigError.of(f"a host named {host}", str(error), "correct it (--join, -master_address)") from None
 
 
 def _until(reached: Callable[[], bool], what: str, deadline: float) -> None:

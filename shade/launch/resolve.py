@@ -1,11 +1,10 @@
 """Parses the launcher's command line, and resolves it to one `RunConfig` and the stores' URLs.
 
 Precedence: what was typed; then, on ``--resume``, what the saved run said; then the default. So no flag has a default
-in the
-parser: a flag that was not typed stays absent. The original's defaults apply if a script is named (``resnet18``, batch
-256, working set 0.1); with nothing named, the embedded default trains digits. A run may be resumed on another number
-of ranks: the global batch decides the stream of samples, so unless ``--batch_size`` is typed the ranks share the old
-one. A `RunConfig` must not contain passwords; those are in the URLs.
+in the parser: a flag that was not typed stays absent. The original's network and batch (``resnet18``, 256) apply if a
+script is named; with nothing named, the embedded default trains digits. A run may be resumed on another number of
+ranks: the global batch decides the stream of samples, so unless ``--batch_size`` is typed the ranks share the old one.
+A `RunConfig` must not contain passwords; those are in the URLs.
 
 The parser knows every flag of SHADE's original launcher in its spellings. The script and its paths may stand before,
 between and after the flags. argparse cannot know that a flag which takes several values, or perhaps none, must not
@@ -29,7 +28,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from shade.config import CACHE_URL, RunConfig
+from shade.config import CACHE_URL, WORKING_SET_FRACTION, RunConfig
 from shade.control.profile import Profile
 from shade.errors import ConfigError
 from shade.store import StoreURL
@@ -148,7 +147,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         help="local:// (default), unix:///…, redis://…, rediss://…, redis+cluster://h:p,h:p, none",
     )
     working_set = ("-wss", "--working_set_size", "--working-set-size")
-    add(*working_set, type=float, metavar="F", help="cached share (0.1)")
+    add(*working_set, type=float, metavar="F", help=f"cached share ({WORKING_SET_FRACTION})")
     add("--policy", metavar="NAME", help="plan, lru, lfu, fifo, static or shade (default: what suits the sampling)")
     kept = "kept for old command lines: caching is on unless --cache none"
     add(*_original("cache_training_data"), action="store_true", help=kept)
@@ -206,7 +205,7 @@ _PACKAGE = Path(str(resources.files("shade")))
 _DIGITS = _PACKAGE.with_name(".cache") / "digits"
 """Where `scripts/prepare_digits` puts the embedded default's data, beside the package in a checkout."""
 _BENCHMARKS = _PACKAGE.with_name("benchmarks")
-_EMBEDDED: dict[str, Any] = {"network": "cnn", "epochs": 10, "batch_size": 64, "working_set_fraction": 0.2}
+_EMBEDDED: dict[str, Any] = {"network": "cnn", "epochs": 10, "batch_size": 64}
 _TYPED_AS = {"gpus": "processes", "nr": "node_rank", "working_set_size": "working_set_fraction"}
 
 

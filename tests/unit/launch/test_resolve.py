@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 import test_flags
 
+from shade import ShadeDataset
 from shade.config import RunConfig
 from shade.errors import ConfigError
-from shade.launch.resolve import parse, resolve
+from shade.launch.resolve import parse, parser, resolve
 
 PASSWORD = "s3cret/pass"
 
@@ -30,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_named_script_gets_the_originals_defaults(here: Path) -> None:
     config, url = come_to("s.py data", here)
-    assert (config.network, config.batch_size, config.working_set_fraction) == ("resnet18", 256, 0.1)
+    assert (config.network, config.batch_size, config.working_set_fraction) == ("resnet18", 256, 0.2)
     assert (config.sampling, config.policy, config.cache, url) == ("unbiased", None, "local://", "local://")
     assert config.script == str(here / "s.py")
     assert config.train_paths == (str(here / "data"),)
@@ -60,6 +62,12 @@ def test_the_benchmarks_scripts_are_found_by_name(here: Path) -> None:
 )
 def test_the_cache_is_where_the_flags_say(line: str, url: str, here: Path) -> None:
     assert come_to(f"s.py data {line}", here)[1] == url
+
+
+def test_launcher_and_data_set_cache_the_same_share() -> None:
+    by_hand = inspect.signature(ShadeDataset).parameters["working_set_fraction"].default
+    assert RunConfig(out="o", script="s", train_paths=("d",)).working_set_fraction == by_hand == 0.2
+    assert f"cached share ({by_hand})" in parser().format_help()
 
 
 def test_the_originals_lines_resolve_as_they_stand(here: Path) -> None:

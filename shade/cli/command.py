@@ -16,6 +16,7 @@ from typing import Any, Final
 from shade import __version__
 from shade.cli import _checkpoint, simulation, top, tune
 from shade.errors import ShadeError
+from shade.terminal import CommandParser
 
 _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
 _EXAMPLES: Final = """\
@@ -67,14 +68,6 @@ exit code: 0 when a run can start (warnings may cost speed), 1 when it cannot
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-
-    def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with the words after ``shade``, by default the process's own, and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -96,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of all verbs but ``run``, which has its own."""
-    whole = _Parser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
+    whole = CommandParser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
     whole.add_argument("--version", action="version", version=f"shade {__version__}")
     verbs = whole.add_subparsers(metavar="VERB", required=True)
     verbs.add_parser("run", help="train through a cache (the launcher)", add_help=False)

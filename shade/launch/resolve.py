@@ -32,6 +32,7 @@ from shade.config import CACHE_URL, WORKING_SET_FRACTION, RunConfig
 from shade.control.profile import Profile
 from shade.errors import ConfigError
 from shade.store import StoreURL
+from shade.terminal import CommandParser
 
 _DESCRIPTION = """\
 Trains SCRIPT on TRAIN_PATH through a cache, on every rank of this node, and ends with a report.
@@ -65,12 +66,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         shortest_first = sorted(action.option_strings, key=len)
         takes = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(shortest_first)} {takes}"
-
-
-class _LauncherParser(argparse.ArgumentParser):
-    @override
-    def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def _original(name: str) -> list[str]:
@@ -119,14 +114,13 @@ def _scripts_first(argv: Sequence[str]) -> list[str]:
 
 def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     """Makes the launcher's parser; absent flags are absent from its namespace."""
-    top = _LauncherParser(
+    top = CommandParser(
         prog=prog,
         usage="%(prog)s [SCRIPT TRAIN_PATH ...] [flags]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=lambda prog: _Help(prog, max_help_position=38, width=118),
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     add = top.add_argument_group("what to train").add_argument
     add("script", nargs="?", metavar="SCRIPT", help="training script (bench_cifar10.py)")

@@ -77,6 +77,31 @@ class TestHelp:
     def test_what_is_not_known_is_one_line(self, line: str, capsys: Capture) -> None:
         assert refused(capsys, *line.split()).startswith("shade")
 
+    @pytest.mark.parametrize(
+        ("line", "meant"),
+        [
+            ("cahce up", "cache"),
+            ("runn", "run"),
+            ("cache stauts", "status"),
+            ("cache up --nods 3", "--nodes"),
+            ("cache up --memroy=8GiB", "--memory"),
+            ("doctor --cach redis://h", "--cache"),
+            ("checkpoint verfy", "verify"),
+            ("checkpoint list --perist x", "--persist"),
+            ("run s.py data --epoch 3", "--epochs"),
+            ("run s.py data -wws 0.2", "-wss"),
+            ("run s.py data --on-bad-sample skpi", "skip"),
+        ],
+    )
+    def test_a_slip_is_answered_with_what_was_meant(self, line: str, meant: str, capsys: Capture) -> None:
+        told = refused(capsys, *line.split())
+        assert f"(did you mean '{meant}'?); see --help" in told
+        assert told.startswith("shade")
+
+    def test_what_is_like_nothing_is_not_guessed_at(self, capsys: Capture) -> None:
+        assert "did you mean" not in refused(capsys, "xyzzy")
+        assert "did you mean" not in refused(capsys, "run", "--qqqq")
+
 
 class TestRun:
     """``shade run`` is the launcher."""

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from shade.config import CACHE_URL, WORKING_SET_FRACTION, RunConfig
 from shade.control.profile import Profile
-from shade.errors import ConfigError
+from shade.errors import ConfigError, shown_url
 from shade.store import StoreURL
 from shade.terminal import CommandParser
 
@@ -250,6 +250,9 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
     chosen["cache"] = "none" if stores.cache == "none" else str(StoreURL.parse(stores.cache))
     if stores.checkpoint is not None:
         chosen["checkpoint"] = str(StoreURL.parse(stores.checkpoint))
+    variables = "fsspec reads it from variables, such as AWS_SECRET_ACCESS_KEY or FSSPEC_SFTP_PASSWORD"
+    _check_no_login("--persist", chosen.get("persist"), variables)
+    _check_no_login("--notice", chosen.get("notice"), "a notice is no secret")
     if "://" not in (chosen.get("persist") or "://"):
         chosen["persist"] = str((directory / Path(chosen["persist"]).expanduser()).resolve())
     if chosen.get("nodes", 1) == 1 and "master_port" not in typed:
@@ -331,6 +334,13 @@ def _cache_url(typed: dict[str, Any], chosen: dict[str, Any]) -> str:
 def _unmasked(url: str) -> str:
     """Removes the mask for a password from a saved URL: the environment completes it again."""
     return url.replace(":***@", "@").replace("//@", "//")
+
+
+def _check_no_login(flag: str, url: str | None, why: str) -> None:
+    """Raises ConfigError for a URL with a password or options: run.json keeps the URL as it is."""
+    rest = (url or "").partition("://")[2]
+    if url and (":" in rest.rpartition("@")[0] or "?" in rest or shown_url(url).endswith("://***")):
+        raise ConfigError.of(f"a {flag} without a login, as run.json keeps it", shown_url(url), f"leave it out: {why}")
 
 
 def _check(config: RunConfig) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, SNAPSHOTS, RunConfig
-from shade.errors import ConfigError, ShadeError
+from shade.errors import ConfigError, ShadeError, shown_place
 from shade.launch import preflight
 from shade.launch.preflight import has_snapshots
 from shade.launch.ranks import Ended, Ranks, await_machine_0, command, free_port, signals_as_exceptions, watch
@@ -198,6 +198,7 @@ def describe(config: RunConfig) -> str:
     """Returns the resolved plan, a line per setting, and the command that starts the ranks."""
     plan = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     plan["master_port"] = config.master_port or "any that is free"
+    plan |= {name: shown_place(plan[name]) for name in ("persist", "notice") if name in plan}
     plan["cache"] = f"{config.cache}  ({config.working_set_fraction:.0%} of the data set)"
     width = max(map(len, plan))
     lines = [

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shade.errors import shown_place
 from shade.report.rows import CAUSES, COUNTERS, EpochSummary, Run
 
 RECEIPT = ("drawn", "mean_inclusion", "weight_sum_z", "effective_sample_size", "max_weight", "class_drift")
@@ -96,8 +96,8 @@ def flatten(plan: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            yield f"{prefix}{name}", re.sub(r"//[^/@\s]*@", "//***@", shown)
+            shown = ", ".join(shown_place(str(each)) for each in (value if isinstance(value, list) else [value]))
+            yield f"{prefix}{name}", shown
 
 
 def _table(run: Run) -> Iterator[str]:

@@ -240,6 +240,29 @@ class TestDoctor:
         assert "fail  cache" in told
         assert cure in told
 
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "redis://:p?hunter2@h.invalid",
+            "redis://h.invalid?password=hunter2",
+            "me:hunter2@h.invalid",
+            "redis://me:hunter2@h.invalid",
+            "redis+cluster://me:hunter2@127.0.0.1:1",
+        ],
+    )
+    def test_no_command_repeats_a_password(self, url: str, tmp_path: Path, capsys: Capture) -> None:
+        data = str(make_images(tmp_path / "data", num_classes=1, per_class=1))
+        assert main(["doctor", "--cache", url]) == 1
+        run = ["run", "bench_cifar10.py", data, "--batch_size", "1", "--dry-run"]
+        for words in (
+            *([*run, flag, url] for flag in ("--cache", "--checkpoint")),
+            ["checkpoint", "list", "--store", url],
+        ):
+            assert main(words) == 2
+        assert main(["top", f"http://{url.rpartition('//')[2]}", "--once"]) == 2
+        told = capsys.readouterr()
+        assert "hunter2" not in told.out + told.err
+
     @pytest.mark.multiprocess
     def test_a_database_is_no_cache_and_is_told_why(self, tmp_path: Path, capsys: Capture) -> None:
         settings = {"maxmemory-policy": "allkeys-lru", "save": "60 1", "appendonly": "yes"}

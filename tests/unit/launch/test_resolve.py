@@ -126,6 +126,24 @@ def test_what_cannot_be_is_refused_in_one_line_with_a_cure(line: str, here: Path
     assert "; " in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--persist s3://key:hunter2@bucket/x",
+        "--persist s3://bucket/x?secret=hunter2",
+        "--persist s3://key:hunter2",
+        "--persist sftp://me:p?hunter2@h/x",
+        "--notice http://me:hunter2@h/x",
+    ],
+)
+def test_a_password_that_run_json_would_keep_is_refused_and_not_repeated(line: str, here: Path) -> None:
+    with pytest.raises(ConfigError, match="without a login") as refused:
+        come_to(f"s.py data {line}", here)
+    assert "hunter2" not in str(refused.value)
+    cured = "--notice http://h/x" if "notice" in line else "--persist sftp://me@h/x"
+    assert cured.split()[1] in vars(come_to(f"s.py data {cured}", here)[0]).values()
+
+
 def test_the_cure_for_a_density_without_a_compressor_can_be_followed(here: Path) -> None:
     with pytest.raises(ConfigError, match="add --gradient threshold-v16"):
         come_to("s.py data --density 0.01", here)

@@ -28,6 +28,8 @@ ACCESS_LOG = "SHADE_ACCESS_LOG"
 """Environment variable: the file that gets a ``hitting <index>`` or ``miss <index>`` line for every sample."""
 SNAPSHOTS = "checkpoints"
 """Folder of the run directory for snapshots, if the flags name no other place."""
+WORKING_SET_FRACTION = 0.2
+"""Default of ``-wss`` and of `ShadeDataset`: the cached share of the data set."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class RunConfig:
     """Samples per rank and step."""
     cache: str = "local://"
     """Cache URL with its password hidden, or ``none``."""
-    working_set_fraction: float = 0.1
+    working_set_fraction: float = WORKING_SET_FRACTION
     """Capacity as a share of the data set."""
     policy: str | None = None
     """Cache policy; None: the one that suits the sampling mode."""

@@ -25,13 +25,53 @@
         ├── NonFiniteGradientError    NaN or infinity on some rank; no weight and no residual was changed
         └── PeerLostError             another rank is gone, or did not answer in time
 
+`shown_url` says what a message may show of a URL.
+
 Each message says what was expected, what came, and the cure. Every class takes one string, so it survives the trip from
 a worker process to the training loop unchanged.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Final
+from urllib.parse import unquote
+
 from typing_extensions import Self
+
+SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+]{0,15}")
+"""What may stand before the ``://`` of a URL."""
+_HOST: Final = r"(?:\[[\da-fA-F:.]*\]|[\w.\-]*)(?::\d+)?"
+_PLACE: Final = re.compile(rf"/[^@?]*|{_HOST}(?:,{_HOST})*(?:/[^@?]*)?")
+
+
+def shown_url(text: str) -> str:
+    """Returns what a message may show of a text that should be a URL, whatever it is: scheme, hosts and path, but no
+    login and no value of an option."""
+    scheme, separator, rest = text.partition("://")
+    head = f"{scheme}://" if separator and SCHEME.fullmatch(scheme) else ""
+    place, question, query = (rest if head else text).partition("?")
+    login, _, place = place.rpartition("@")
+    # A "@" behind the "?": the password may hold either, so where it ends is not known.
+    is_safe = "@" not in query and _PLACE.fullmatch(place) is not None
+    return f"{head}{'***@' if login and is_safe else ''}{place if is_safe else '***'}{'?***' if question else ''}"
+
+
+def shown_place(text: str) -> str:
+    """Returns what a message may show of a path or a URL: a path whole, a URL as `shown_url` does."""
+    return shown_url(text) if "://" in text else text
+
+
+def without_login(words: str, url: str) -> str:
+    """Returns another library's words about a URL without what `shown_url` hides of it."""
+    rest = url.partition("://")[2]
+    login, query = rest.rpartition("@")[0], rest.partition("?")[2]
+    hidden = {login, query, *re.split(r"[:/?@&=]", f"{login}:{query}")}
+    hidden |= {unquote(word) for word in hidden}
+    for word in sorted(hidden, key=len, reverse=True):
+        if len(word) > 2 or word == login.partition(":")[2] != "":
+            words = words.replace(word, "***")
+    return words
 
 
 class ShadeError(Exception):

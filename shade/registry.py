@@ -1,4 +1,4 @@
-"""Maps names to classes.
+"""Maps names to classes, and hints at the name that was meant.
 
 A package owns a `Registry`, its modules decorate their classes, and its ``__init__`` imports the modules. No other code
 compares names, so a new policy, mode, store or codec is one module and one import.
@@ -7,12 +7,18 @@ compares names, so a new policy, mode, store or codec is one module and one impo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from shade.errors import UnknownNameError
 
 T = TypeVar("T")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns a hint to the known word that is nearest to a mistyped one; empty if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 class Registry(Generic[T]):
@@ -42,10 +48,9 @@ class Registry(Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            known = ", ".join(sorted(self._entries))
             raise UnknownNameError(
-                f"no {self._noun} named {name!r}{hint}; known: {', '.join(sorted(self._entries))}"
+                f"no {self._noun} named {name!r}{did_you_mean(name, self._entries)}; known: {known}"
             ) from None
 
     def __iter__(self) -> Iterator[str]:

@@ -1,12 +1,44 @@
-"""Draws progress bars on the terminal, for work that takes long; prints nothing elsewhere."""
+"""Reads command lines, and draws progress bars on the terminal, for work that takes long; none are drawn elsewhere."""
 
 from __future__ import annotations
 
+import argparse
+import re
 import shutil
 import sys
 from typing import Any
 
 from tqdm import tqdm
+from typing_extensions import override
+
+from shade.registry import did_you_mean
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line on standard error, with the verb, flag or choice that was probably meant."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    @override
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, extras = super().parse_known_args(args, namespace)
+        flags = [word for word in extras if word.startswith("-") and word != "--"]
+        if flags:
+            # Here and not in `parse_args`: the parser of a verb knows the verb's flags, the whole one does not.
+            self.error(f"unrecognized arguments: {' '.join(flags)}")
+        return found, extras
+
+    @override
+    def error(self, message: str) -> Any:
+        hint = ""
+        if message.startswith("unrecognized arguments: "):
+            words = (word.partition("=")[0] for word in message.split()[2:])
+            hint = next(filter(None, (did_you_mean(word, self._option_string_actions) for word in words)), "")
+        elif mistyped := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            hint = did_you_mean(mistyped[1], re.findall(r"[^\s,']+", mistyped[2]))
+        self.exit(2, f"{self.prog}: {message}{hint}; see --help\n")
 
 
 def progress_bar(total: float, **options: Any) -> tqdm[Any]:

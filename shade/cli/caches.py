@@ -16,14 +16,34 @@ from shade.store._servers import cluster_bootstrap, service
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 
-def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Sequence[int], seed: str | None) -> int:
-    """Starts servers, or with a seed one node of a cluster on several machines, and prints the address for --cache."""
-    memory_bytes = 0 if memory is None else parse_bytes(memory)
+def up(
+    directory: Path,
+    nodes: int | None,
+    replicas: int | None,
+    memory: str | None,
+    ports: Sequence[int],
+    seed: str | None,
+) -> int:
+    """Starts servers, or with a seed one node of a cluster on several machines, and prints the address for --cache.
+
+    Servers that were started in the directory before, and died, are started again.
+    """
+    memory_bytes = None if memory is None else parse_bytes(memory)
     password = os.environ.get(PASSWORD_VARIABLE)
     try:
-        if seed is None:
+        if seed is None and service.is_recorded(directory):
+            num_servers = None if nodes is None else nodes * (1 + (replicas or 0))
+            url, returned = service.heal(directory, num_servers=num_servers, memory_bytes=memory_bytes, ports=ports)
+            for line in returned or [f"all servers of {directory} are running; nothing was started"]:
+                sys.stderr.write(f"{line}\n")
+        elif seed is None:
             url = service.up(
-                directory, nodes=nodes, replicas=replicas, memory_bytes=memory_bytes, ports=ports, password=password
+                directory,
+                nodes=nodes or 1,
+                replicas=replicas or 0,
+                memory_bytes=memory_bytes or 0,
+                ports=ports,
+                password=password,
             )
         else:
             (address,) = StoreURL.parse(f"redis://{seed}").addresses
@@ -34,8 +54,8 @@ def up(directory: Path, nodes: int, replicas: int, memory: str | None, ports: Se
                 directory,
                 address,
                 nodes=None if nodes == 1 else nodes,  # without --nodes the cluster exists already
-                replicas=replicas,
-                memory_bytes=memory_bytes,
+                replicas=replicas or 0,
+                memory_bytes=memory_bytes or 0,
                 password=password,
                 port=ports[0] if ports else None,
             )
@@ -56,13 +76,20 @@ def status(directory: Path) -> int:
     for server in servers:
         line = f"  port {server.port:<6} pid {server.process_id:<8}"
         if server.stats is None:
-            line += "does not answer" if server.running else "is gone"
+            line += "runs, but does not answer" if server.running else "is gone"
         else:
             limit = f" of {server.stats.max_bytes / 2**20:,.0f}" if server.stats.max_bytes else ""
             line += f"{server.stats.role:<8} {server.stats.num_keys:>9,} keys  "
             line += f"{server.stats.used_bytes / 2**20:,.1f}{limit} MiB  Redis {server.stats.version}"
         sys.stdout.write(line + "\n")
-    return 0 if all(server.stats is not None for server in servers) else 1
+    if all(server.stats is not None for server in servers):
+        return 0
+    for server in servers:
+        if server.stats is None and server.running:
+            sys.stdout.write(f"→ wait for port {server.port}, or end it: kill -9 {server.process_id}\n")
+    if not all(server.running for server in servers):
+        sys.stdout.write(f"→ shade cache up --dir {directory} starts again what is gone, and says what was lost\n")
+    return 1
 
 
 def down(directory: Path) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from shade import __version__
 from shade.cli import _checkpoint, simulation, top, tune
 from shade.errors import ShadeError
+from shade.terminal import CommandParser
 
 _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
 _EXAMPLES: Final = """\
@@ -36,14 +37,15 @@ examples:
 """
 _CACHE_EXAMPLES: Final = """\
 examples:
-  shade cache up                                        one server, any free port, no memory limit
+  shade cache up                                        one server, any free port, no memory limit; later, starts
+                                                        again what has died
   shade cache up --nodes 3 --replicas 1 --memory 8GiB   a cluster: three primaries, a replica of each
   SHADE_REDIS_PASSWORD=… shade cache up --join 10.0.0.1:7000 --nodes 3 --memory 8GiB
                                                         on each of three machines: a node on each, one cluster
   SHADE_REDIS_PASSWORD=… shade cache up --join 10.0.0.1:7000
                                                         later, on a fourth: it takes over its share
   SHADE_REDIS_PASSWORD=… shade cache up                 with a password; the run reads it from the same place
-  shade cache status
+  shade cache status                                    what runs, and what to do about what does not
   shade cache down
 
 Without --join servers listen on this machine only. For servers of your own see redis.conf.
@@ -67,14 +69,6 @@ exit code: 0 when a run can start (warnings may cost speed), 1 when it cannot
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-
-    def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with the words after ``shade``, by default the process's own, and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -96,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of all verbs but ``run``, which has its own."""
-    whole = _Parser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
+    whole = CommandParser(prog="shade", description=_DESCRIPTION, epilog=_EXAMPLES)
     whole.add_argument("--version", action="version", version=f"shade {__version__}")
     verbs = whole.add_subparsers(metavar="VERB", required=True)
     verbs.add_parser("run", help="train through a cache (the launcher)", add_help=False)
@@ -150,8 +144,8 @@ def _add_cache(verbs: Any) -> None:
         )
         action.set_defaults(answer=_cache, action=name)
     up = actions.choices["up"]
-    up.add_argument("--nodes", type=int, default=1, metavar="N", help="1, or the primaries of a cluster, 3 or more (1)")
-    up.add_argument("--replicas", type=int, default=0, metavar="N", help="of each primary (0)")
+    up.add_argument("--nodes", type=int, metavar="N", help="1, or the primaries of a cluster, 3 or more (1)")
+    up.add_argument("--replicas", type=int, metavar="N", help="of each primary (0)")
     up.add_argument("--memory", metavar="BYTES", help="limit of each server, as 8GiB (none)")
     up.add_argument("--ports", type=int, nargs="+", default=(), metavar="PORT", help="one for each server (free ones)")
     up.add_argument(

@@ -254,7 +254,8 @@ def look_into(text: str) -> Iterator[Finding]:
             store.ping()
             stats = store.stats()
     except StoreUnavailableError as error:
-        yield fail("cache", str(error), "check host and port, and that the server runs: shade cache status")
+        cure = "check host and port; shade cache status shows servers of this machine, shade cache up starts them again"
+        yield fail("cache", str(error), cure)
         return
     except ShadeError as error:
         yield broken("cache", error)
@@ -278,7 +279,8 @@ def _settings(endpoint: Endpoint, url: StoreURL) -> Iterator[Finding]:
     try:
         values = {setting: _get(endpoint, setting) for setting in wanted}
     except StoreUnavailableError as error:
-        yield warn(name, f"is away ({error})", "start it again: until then its share of the cache is missing")
+        cure = "start it again (shade cache up on its machine): until then the cache has less room"
+        yield warn(name, f"is away ({error})", cure)
         return
     except StoreError as error:
         yield ok(name, f"does not show its settings to this user ({error})")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shade.cli.tables import printable, size, table
-from shade.errors import ConfigError, ShadeError
+from shade.errors import ConfigError, ShadeError, shown_place
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -241,7 +241,7 @@ def _look(where: Sequence[str]) -> list[str]:
 
     lines: list[str] = []
     for each in where:
-        lines += ["", each] if lines else [each]
+        lines += ["", shown_place(each)] if lines else [shown_place(each)]
         if "://" in each:
             lines += of_server(fetch_state(each))
         elif Path(each).is_dir():
@@ -260,7 +260,7 @@ def _screenful(where: Sequence[str]) -> Text:
         try:
             lines += [*_look([each]), ""]
         except ConfigError as error:
-            lines += [each, printable(f"no answer: {error}"), ""]
+            lines += [shown_place(each), printable(f"no answer: {error}"), ""]
     return Text.from_ansi("\n".join(lines))
 
 

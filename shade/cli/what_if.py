@@ -254,7 +254,7 @@ def measure(run: Run) -> tuple[MeasuredEpoch, int]:
         raise DataError.of("epochs with their times", str(run.directory), "record a run with this version")
     capacity = later[-1].capacity_bytes
     if not capacity:
-        raise ConfigError.of("a run with a cache", str(run.directory), "run it with --cache local:// -wss 0.1")
+        raise ConfigError.of("a run with a cache", str(run.directory), "run it with --cache local://")
     nodes = run.plan.get("nodes")
     return MeasuredEpoch(
         num_samples=_mean(later, "samples"),

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from shade.control import message
 from shade.control.server import token_given
-from shade.errors import ConfigError
+from shade.errors import ConfigError, shown_url
 from shade.types import StepReport
 
 QUEUE_LENGTH: Final = 1024
@@ -137,7 +137,8 @@ def fetch_state(url: str, *, token: str | None = None) -> dict[str, Any]:
         if not isinstance(state, dict) or not isinstance(state.get("ranks"), list):
             raise ValueError("its answer is not a telemetry state")
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-        raise ConfigError.of("a telemetry server", url, f"{error}; see the run's log for its address") from None
+        cure = f"{error}; see the run's log for its address"
+        raise ConfigError.of("a telemetry server", shown_url(url), cure) from None
     return state
 
 
@@ -152,7 +153,7 @@ def _address(url: str) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if host is None or port is None or parts.scheme != "http" or parts.path not in _PATHS or parts.username:
-        raise ConfigError.of("a telemetry server's URL", url, "write it as http://10.0.0.1:9090")
+        raise ConfigError.of("a telemetry server's URL", shown_url(url), "write it as http://10.0.0.1:9090")
     return host, port
 
 

@@ -22,7 +22,7 @@ from shade.checkpoint._pacing.schedule import Schedule
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
-from shade.errors import ConfigError, DataError, ShadeError, StorageError, StoreUnavailableError
+from shade.errors import ConfigError, DataError, ShadeError, StorageError, StoreUnavailableError, shown_place
 from shade.launch.resolve import StoreURLs
 from shade.policy import POLICIES
 from shade.sampling import MODES
@@ -193,7 +193,7 @@ def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
     if config.persist is not None:
         _check_storage(config.persist)
     if config.resume and not has_snapshots(config, checkpoint_url):
-        places = ", ".join(filter(None, (config.checkpoint, config.persist_to)))
+        places = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
         raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {places}", _RESUME_CURE)
 
 
@@ -215,7 +215,7 @@ def _check_storage(persist: str) -> None:
         try:
             volume.ping()
         except StorageError as error:
-            raise ConfigError(f"could not write to --persist {persist}: {error}") from error
+            raise ConfigError(f"could not write to --persist {volume.url}: {error}") from error
         finally:
             with contextlib.suppress(OSError):
                 for path in missing:

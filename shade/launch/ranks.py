@@ -29,8 +29,10 @@ from typing import Any
 from tqdm import tqdm
 
 from shade.config import RunConfig
+from shade.errors import ConfigError
 from shade.process import die_with_parent
 from shade.store._servers.cluster_bootstrap import own_address
+from shade.store.url import format_address
 from shade.terminal import progress_bar
 
 GRACE_SECONDS = 40.0
@@ -38,6 +40,11 @@ GRACE_SECONDS = 40.0
 MEETING_SECONDS = 600
 """How long machines wait for each other until there are enough."""
 LAST_CALL_SECONDS = 10
+NAME_SECONDS = 60
+"""How long the name of machine 0 may be unknown: Kubernetes publishes a pod's name when the pod exists."""
+SILENCE_SECONDS = 3.0
+"""After this a wait says what it waits for."""
+_CONNECT_SECONDS = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_BYTES = 200_000
 _POLL_SECONDS = 0.2
@@ -121,6 +128,35 @@ def _elastic(config: RunConfig) -> list[str]:
         *("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{config.master_address}:{config.master_port}"),
         *("--rdzv_id", "shade", "--rdzv_conf", settings, "--local_addr", own_address(config.master_address)),
     ]
+
+
+def await_machine_0(config: RunConfig, remind: Callable[[], None]) -> None:
+    """Returns when machine 0 listens where all machines meet, and says what is waited for if that takes seconds.
+
+    Args:
+        config: The resolved run of another machine.
+        remind: Called now and then; may raise.
+
+    Raises:
+        ConfigError: Machine 0 did not answer in `MEETING_SECONDS`, or its name stayed unknown for `NAME_SECONDS`.
+    """
+    place = format_address(config.master_address, config.master_port)
+    cure = "start it there with -nr 0, or correct -master_address and --master_port"
+    begun, silent = time.monotonic(), True
+    while True:
+        try:
+            socket.create_connection((config.master_address, config.master_port), _CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            waited = time.monotonic() - begun
+            limit, reason = NAME_SECONDS if isinstance(error, socket.gaierror) else MEETING_SECONDS, str(error)
+        if waited > limit:
+            raise ConfigError.of(f"machine 0 at {place}", f"{reason} for {limit} s", cure)
+        if waited > SILENCE_SECONDS and silent:
+            sys.stderr.write(f"waiting up to {limit} s for machine 0 at {place} ({reason}); {cure}\n")
+            silent = False
+        remind()
+        time.sleep(_POLL_SECONDS)
 
 
 class Ranks:

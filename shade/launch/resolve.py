@@ -1,11 +1,10 @@
 """Parses the launcher's command line, and resolves it to one `RunConfig` and the stores' URLs.
 
 Precedence: what was typed; then, on ``--resume``, what the saved run said; then the default. So no flag has a default
-in the
-parser: a flag that was not typed stays absent. The original's defaults apply if a script is named (``resnet18``, batch
-256, working set 0.1); with no script named, the digits are trained. A run may be resumed on another number
-of ranks: the global batch decides the stream of samples, so unless ``--batch_size`` is typed the ranks share the old
-one. A `RunConfig` must not contain passwords; those are in the URLs.
+in the parser: a flag that was not typed stays absent. The original's network and batch (``resnet18``, 256) apply if a
+script is named; with no script named, the digits are trained. A run may be resumed on another number of ranks: the
+global batch decides the stream of samples, so unless ``--batch_size`` is typed the ranks share the old one.
+A `RunConfig` must not contain passwords; those are in the URLs.
 
 The parser knows every flag of SHADE's original launcher in its spellings. The script and its paths may stand before,
 between and after the flags. argparse cannot know that a flag which takes several values, or perhaps none, must not
@@ -28,11 +27,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from shade.config import CACHE_URL, RunConfig
+from shade.config import CACHE_URL, WORKING_SET_FRACTION, RunConfig
 from shade.control.profile import Profile
-from shade.errors import ConfigError
+from shade.errors import ConfigError, shown_url
 from shade.launch.bundled import DIGITS, EXAMPLES
 from shade.store import StoreURL
+from shade.terminal import CommandParser
 
 _DESCRIPTION = """\
 Trains SCRIPT on TRAIN_PATH through a cache, on every rank of this node, and ends with a report.
@@ -67,12 +67,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         shortest_first = sorted(action.option_strings, key=len)
         takes = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(shortest_first)} {takes}"
-
-
-class _LauncherParser(argparse.ArgumentParser):
-    @override
-    def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def _original(name: str) -> list[str]:
@@ -121,14 +115,13 @@ def _scripts_first(argv: Sequence[str]) -> list[str]:
 
 def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     """Makes the launcher's parser; absent flags are absent from its namespace."""
-    top = _LauncherParser(
+    top = CommandParser(
         prog=prog,
         usage="%(prog)s [SCRIPT TRAIN_PATH ...] [flags]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=lambda prog: _Help(prog, max_help_position=38, width=118),
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     add = top.add_argument_group("what to train").add_argument
     add("script", nargs="?", metavar="SCRIPT", help="training script (bench_cifar10.py)")
@@ -149,7 +142,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         help="local:// (default), unix:///…, redis://…, rediss://…, redis+cluster://h:p,h:p, none",
     )
     working_set = ("-wss", "--working_set_size", "--working-set-size")
-    add(*working_set, type=float, metavar="F", help="cached share (0.1)")
+    add(*working_set, type=float, metavar="F", help=f"cached share ({WORKING_SET_FRACTION})")
     add("--policy", metavar="NAME", help="plan, lru, lfu, fifo, static or shade (default: what suits the sampling)")
     kept = "kept for old command lines: caching is on unless --cache none"
     add(*_original("cache_training_data"), action="store_true", help=kept)
@@ -203,7 +196,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     return top
 
 
-_EMBEDDED: dict[str, Any] = {"network": "cnn", "epochs": 10, "batch_size": 64, "working_set_fraction": 0.2}
+_EMBEDDED: dict[str, Any] = {"network": "cnn", "epochs": 10, "batch_size": 64}
 _TYPED_AS = {"gpus": "processes", "nr": "node_rank", "working_set_size": "working_set_fraction"}
 
 
@@ -254,6 +247,9 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
     chosen["cache"] = "none" if stores.cache == "none" else str(StoreURL.parse(stores.cache))
     if stores.checkpoint is not None:
         chosen["checkpoint"] = str(StoreURL.parse(stores.checkpoint))
+    variables = "fsspec reads it from variables, such as AWS_SECRET_ACCESS_KEY or FSSPEC_SFTP_PASSWORD"
+    _check_no_login("--persist", chosen.get("persist"), variables)
+    _check_no_login("--notice", chosen.get("notice"), "a notice is no secret")
     if "://" not in (chosen.get("persist") or "://"):
         chosen["persist"] = str((directory / Path(chosen["persist"]).expanduser()).resolve())
     if chosen.get("nodes", 1) == 1 and "master_port" not in typed:
@@ -327,6 +323,13 @@ def _cache_url(typed: dict[str, Any], chosen: dict[str, Any]) -> str:
 def _unmasked(url: str) -> str:
     """Removes the mask for a password from a saved URL: the environment completes it again."""
     return url.replace(":***@", "@").replace("//@", "//")
+
+
+def _check_no_login(flag: str, url: str | None, why: str) -> None:
+    """Raises ConfigError for a URL with a password or options: run.json keeps the URL as it is."""
+    rest = (url or "").partition("://")[2]
+    if url and (":" in rest.rpartition("@")[0] or "?" in rest or shown_url(url).endswith("://***")):
+        raise ConfigError.of(f"a {flag} without a login, as run.json keeps it", shown_url(url), f"leave it out: {why}")
 
 
 def _check(config: RunConfig) -> None:

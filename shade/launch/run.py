@@ -26,14 +26,15 @@ from pathlib import Path
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, SNAPSHOTS, RunConfig
-from shade.errors import ConfigError, ShadeError
+from shade.errors import ConfigError, ShadeError, shown_place
 from shade.launch import preflight
 from shade.launch.bundled import DIGITS, EXAMPLES, prepare_digits
 from shade.launch.preflight import has_snapshots
-from shade.launch.ranks import Ended, Ranks, command, free_port, signals_as_exceptions, watch
+from shade.launch.ranks import Ended, Ranks, await_machine_0, command, free_port, signals_as_exceptions, watch
 from shade.launch.resolve import StoreURLs, parse, resolve
 from shade.report import write_comparison, write_report
 from shade.store import open_store
+from shade.store.url import format_address
 from shade.telemetry import JsonlSink
 from shade.trajectory import LOSSES
 
@@ -208,6 +209,7 @@ def describe(config: RunConfig) -> str:
     """Returns the resolved plan, a line per setting, and the command that starts the ranks."""
     plan = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     plan["master_port"] = config.master_port or "any that is free"
+    plan |= {name: shown_place(plan[name]) for name in ("persist", "notice") if name in plan}
     plan["cache"] = f"{config.cache}  ({config.working_set_fraction:.0%} of the data set)"
     width = max(map(len, plan))
     lines = [
@@ -243,6 +245,12 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *,
             if stores.cache.startswith("local:"):
                 stores = dataclasses.replace(stores, cache=stack.enter_context(open_store(stores.cache)).url)
             config = dataclasses.replace(config, master_port=config.master_port or free_port())
+            if config.node_rank > 0:
+                await_machine_0(config, remind)
+            elif config.nodes > 1:
+                where = format_address(config.master_address, config.master_port)
+                told = f"{config.nodes} machines meet at {where}; the others need the same command with their own -nr"
+                sys.stderr.write(told + "\n")
             environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
             code = watch(poll, config)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shade.errors import shown_place, shown_url
 from shade.report.rows import CAUSES, COUNTERS, EpochSummary, Run
 
 RECEIPT = ("drawn", "mean_inclusion", "weight_sum_z", "effective_sample_size", "max_weight", "class_drift")
@@ -21,7 +21,7 @@ TROUBLES = {
     "store_errors": "calls to the store failed; the samples were read from the origin, nothing was lost but time",
     "bad_samples": "samples could not be read or decoded and were left out; the log names them",
     "yielded": "samples left the cache early to make room for snapshots; a larger maxmemory would have kept them",
-    "declined": "samples were not admitted: a node of the store is gone or full; `shade doctor --cache URL` says which",
+    "declined": "samples were not admitted",
 }
 
 LEGEND = """\
@@ -117,8 +117,8 @@ def flatten(plan: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            yield f"{prefix}{name}", re.sub(r"//[^/@\s]*@", "//***@", shown)
+            shown = ", ".join(shown_place(str(each)) for each in (value if isinstance(value, list) else [value]))
+            yield f"{prefix}{name}", shown
 
 
 def _table(run: Run) -> Iterator[str]:
@@ -204,7 +204,23 @@ def totals(run: Run) -> Iterator[str]:
         yield f"  {_gradient(run)}"
     for name, meaning in TROUBLES.items():
         if total := run.total(name):
-            yield f"  {total:,} {meaning}."
+            yield f"  {total:,} {meaning}{_why_declined(run) if name == 'declined' else ''}."
+
+
+def _why_declined(run: Run) -> str:
+    """Says what kept samples out of the cache: a node that is gone fails no call while others of its cluster answer."""
+    url = str(run.plan.get("cache", ""))
+    is_private = url.startswith(("local:", "memory:"))
+    if "+cluster://" in url:
+        cause = "a node of the cluster was gone, slow or full"
+    elif run.total("store_errors"):
+        cause = "the server did not answer"
+    elif is_private:
+        cause = "they were larger than estimated, and the private cache had no room; a larger -wss gives it more"
+    else:
+        cause = "the server was full, or other jobs use the capacity"
+    where = shown_url(url).replace("***@", "").partition("?")[0] or "URL"
+    return f": {cause}" if is_private else f": {cause}; `shade doctor --cache {where}` says more"
 
 
 def _snapshots(run: Run) -> str:

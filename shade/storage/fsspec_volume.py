@@ -6,8 +6,8 @@ overwrite (HDFS), the old file is deleted just before, and a crash in that momen
 overwrites a name that matters. The service decides how durable a completed object is.
 
 Login, region and endpoint come from where fsspec and the service's library look for them: its configuration files, and
-variables such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. No message shows what a URL
-holds between ``//`` and ``@``.
+variables such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. Messages show a URL
+as `shown_url` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 import fsspec
 from typing_extensions import override
 
-from shade.errors import ConfigError, ShadeError, StorageError
+from shade.errors import ConfigError, ShadeError, StorageError, shown_url, without_login
 from shade.installation import install_hint
 from shade.storage.base import VOLUMES, Volume, check_name, failure, is_partial, partial_name
 from shade.types import Bytes
@@ -48,10 +48,8 @@ class RemoteVolume(Volume):
     """
 
     def __init__(self, url: str) -> None:
-        scheme, _, rest = url.partition("://")
-        login, at, place = rest.rpartition("@")
-        self._secrets = [each for each in (login, login.partition(":")[2]) if each]
-        self.url = f"{scheme}://***@{place}" if at else url
+        scheme = url.partition("://")[0]
+        self._secret_url, self.url = url, shown_url(url)
         try:
             file_system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
         except ImportError as error:
@@ -163,10 +161,7 @@ class RemoteVolume(Volume):
         return f"{self._root}/{name}" if self._root else name
 
     def _words(self, error: BaseException) -> str:
-        words = f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            words = words.replace(secret, "***")
-        return words
+        return without_login(f"{type(error).__name__}: {error}", self._secret_url)
 
     @contextlib.contextmanager
     def _translating(self, expected: str) -> Iterator[None]:

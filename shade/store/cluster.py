@@ -24,7 +24,9 @@ Invariant: a key is only ever asked of the node that the cluster says owns it, s
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -261,7 +263,8 @@ class ClusterStore(RemoteStore):
                 continue
             if learnt.primaries:
                 return learnt
-        raise StoreUnavailableError(f"no node of {self.url} knows who serves which slot: {failure}")
+        cure = "; a URL that names several nodes survives the loss of one" if len(self._url.addresses) == 1 else ""
+        raise StoreUnavailableError(f"no node of {self.url} knows who serves which slot: {failure}{cure}")
 
     @override
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:
@@ -303,26 +306,46 @@ class ClusterStore(RemoteStore):
     @override
     def ping(self) -> None:
         """Checks that every address in the URL is a member, that most primaries answer, and that every slot has an
-        owner. A member that is down is a cache with a hole, and no reason not to start; an address without a member is
-        a mistake."""
+        owner. A member that is down is a cache with a hole, or has been replaced by its replica, and no reason not to
+        start; an address without a member is a mistake."""
         self._check_open()
-        slot_map = self._map = self._learn()
+        try:
+            slot_map = self._map = self._learn()
+        except StoreUnavailableError:
+            self._node(self._url.addresses[0]).endpoint.check_scheme(self._timeout_seconds)
+            raise
         addresses = list(dict.fromkeys((*self._url.addresses, *slot_map.primaries)))
         nodes = [self._node(address) for address in addresses]
-        members = {*slot_map.primaries, *slot_map.replicas}
-        silent: frozenset[Address] = frozenset()
-        for node, answer in zip(nodes, exchange([(node, [("PING",)]) for node in nodes]), strict=True):
+        num_silent = 0
+        for address, answer in zip(addresses, exchange([(node, [("PING",)]) for node in nodes]), strict=True):
             if isinstance(answer, StoreUnavailableError):
-                address = (node.endpoint.host, node.endpoint.port)
-                silent = silent | {address} if address in slot_map.primaries else silent
-                if 2 * len(silent) >= len(slot_map.primaries) or address not in members:
+                num_silent += address in slot_map.primaries
+                if 2 * num_silent >= len(slot_map.primaries) or not self._is_member(address, slot_map):
                     raise answer
-                logger.warning("%s of %s does not answer; its share is missing until it does", node, self.url)
+                state = "its share of the keys is missing" if address in slot_map.primaries else "others have its keys"
+                cure = "`shade cache up` on its machine starts it again"
+                logger.warning("%s of %s does not answer: %s; %s", format_address(*address), self.url, state, cure)
             elif isinstance(answer[0], ServerError):
-                raise answer[0].as_exception(str(node))
+                raise answer[0].as_exception(format_address(*address))
         orphans = slot_map.owners.count(None)
         if orphans:
             raise StoreUnavailableError(f"{orphans} slots of {self.url} have no owner; repair it (CLUSTER INFO) first")
+
+    def _is_member(self, address: Address, slot_map: SlotMap) -> bool:
+        """Returns whether a node that does not answer belongs to the cluster, or may do so for all that we can learn:
+        the slot map leaves out a primary that was replaced."""
+        with contextlib.suppress(OSError):
+            own = {str(found[4][0]) for found in socket.getaddrinfo(address[0], None)}
+            if any(host in own and port == address[1] for host, port in (*slot_map.primaries, *slot_map.replicas)):
+                return True
+            for witness in slot_map.primaries:
+                with contextlib.suppress(StoreUnavailableError):
+                    (reply,) = self._node(witness).ask(("CLUSTER", "NODES"))
+                    if not isinstance(reply, bytes):
+                        return True  # this user may not ask
+                    places = (line.split()[1].partition("@")[0].rpartition(":") for line in reply.decode().splitlines())
+                    return any(host in own and int(port) == address[1] for host, _, port in places)
+        return False
 
     @override
     def close(self) -> None:

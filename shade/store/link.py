@@ -15,6 +15,7 @@ The system resolves names, with its own timeout; use addresses where that matter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import select
@@ -144,6 +145,45 @@ class Endpoint:
             parser_class=_RawErrorParser,
             command_packer=PythonRespSerializer(_SEND_ALONE_BYTES, _encode),
         )
+
+    def check_scheme(self, timeout_seconds: float) -> None:
+        """Finds out whether the URL's scheme is why a server gave no answer; call it once, at start.
+
+        Args:
+            timeout_seconds: Bound of each wait.
+
+        Raises:
+            ConfigError: TLS was spoken to a plain port, or the other way round.
+        """
+        wrong, right = ("rediss", "redis") if self.encrypted else ("redis", "rediss")
+        speaks_other = self._speaks_plainly if self.encrypted else self._speaks_tls
+        if not self.path and speaks_other(timeout_seconds):
+            how = "with TLS" if self.encrypted else "without TLS"
+            cure = f"write {right}:// ({right}+cluster:// for a cluster) instead of {wrong}"
+            raise ConfigError.of(f"a server that answers {how} at {self}", "the opposite", cure)
+
+    def _speaks_plainly(self, timeout_seconds: float) -> bool:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((self.host, self.port), timeout_seconds) as plain,
+        ):
+            plain.sendall(b"PING\r\n")
+            return plain.recv(1) in (b"+", b"-")
+        return False
+
+    def _speaks_tls(self, timeout_seconds: float) -> bool:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        try:
+            with (
+                socket.create_connection((self.host, self.port), timeout_seconds) as plain,
+                context.wrap_socket(plain),
+            ):
+                return True
+        except ssl.SSLError as error:
+            return "ALERT" in (error.reason or "")
+        except OSError:
+            return False
 
     def check_tls(self, timeout_seconds: float) -> None:
         """Finds out whether TLS is why a connection failed: shakes hands again, and listens.

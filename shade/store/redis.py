@@ -62,7 +62,12 @@ class RedisStore(RemoteStore):
     def ping(self) -> None:
         """Reads a key too: a node of a cluster answers a PING and then refuses most keys."""
         self._check_open()
-        for reply in self._node.ask(("PING",), ("GET", PROBE_KEY)):
+        try:
+            replies = self._node.ask(("PING",), ("GET", PROBE_KEY))
+        except StoreUnavailableError:
+            self._node.endpoint.check_scheme(self._timeout_seconds)
+            raise
+        for reply in replies:
             if isinstance(reply, ServerError):
                 raise reply.as_exception(str(self._node))
 

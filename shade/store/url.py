@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from shade.errors import ConfigError
+from shade.errors import SCHEME, ConfigError, shown_url
 from shade.store.base import STORES
 
 PASSWORD_VARIABLE: Final = "SHADE_REDIS_PASSWORD"
@@ -35,9 +35,6 @@ _PLAIN_OPTIONS: Final = ("capacity",)
 _SERVERLESS: Final = ("memory", "local")
 _SINGLE: Final = ("redis", "rediss")
 _LOGIN_OPTIONS: Final = ("password", "username")
-_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z+]{0,15}")
-_HOST: Final = r"(?:\[[\da-fA-F:.]*\]|[\w.\-]*)(?::\d+)?"
-_PLACE: Final = re.compile(rf"/[^@?]*|{_HOST}(?:,{_HOST})*(?:/\w*)?")
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -99,7 +96,7 @@ class StoreURL:
         """
         shown = shown_url(text)
         scheme, separator, rest = text.partition("://")
-        if not separator or not _SCHEME.fullmatch(scheme):
+        if not separator or not SCHEME.fullmatch(scheme):
             raise ConfigError.of("a store URL", shown, "write one such as redis://host:6379 or local://")
         STORES.get(scheme)
         # Not `urlsplit`: it takes one host, and refuses a list of them that ends in an IPv6 address.
@@ -165,17 +162,6 @@ class StoreURL:
 def format_address(host: str, port: int) -> str:
     """Returns ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def shown_url(text: str) -> str:
-    """Returns what may be shown of a text that should be a store URL, whatever it is: scheme, hosts, database, path."""
-    scheme, separator, rest = text.partition("://")
-    head = f"{scheme}://" if separator and _SCHEME.fullmatch(scheme) else ""
-    place, question, query = (rest if head else text).partition("?")
-    login, _, place = place.rpartition("@")
-    # A "@" behind the "?": the password may hold either, so where it ends is not known.
-    is_safe = "@" not in query and _PLACE.fullmatch(place) is not None
-    return f"{head}{'***@' if login and is_safe else ''}{place if is_safe else '***'}{'?***' if question else ''}"
 
 
 def _address(text: str, shown: str) -> Address:

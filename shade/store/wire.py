@@ -38,9 +38,9 @@ class ServerError:
         if self.code in _NOT_NOW or "max number of clients" in self.text:
             return StoreUnavailableError(f"{message}; it may serve later")
         if self.code == "MOVED":
-            return StoreError(f"{message}; it is a node of a cluster: write redis+cluster://")
+            return StoreError(f"{message}; it is a node of a cluster: write redis+cluster:// (beside --host_ip: -cn 3)")
         if "cluster support disabled" in self.text:
-            return StoreError(f"{message}; it is a single server: write redis://")
+            return StoreError(f"{message}; it is a single server: write redis:// (beside --host_ip: -cn 1)")
         return StoreError(f"{message}; is another program using these keys?")
 
 

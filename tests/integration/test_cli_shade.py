@@ -77,6 +77,31 @@ class TestHelp:
     def test_what_is_not_known_is_one_line(self, line: str, capsys: Capture) -> None:
         assert refused(capsys, *line.split()).startswith("shade")
 
+    @pytest.mark.parametrize(
+        ("line", "meant"),
+        [
+            ("cahce up", "cache"),
+            ("runn", "run"),
+            ("cache stauts", "status"),
+            ("cache up --nods 3", "--nodes"),
+            ("cache up --memroy=8GiB", "--memory"),
+            ("doctor --cach redis://h", "--cache"),
+            ("checkpoint verfy", "verify"),
+            ("checkpoint list --perist x", "--persist"),
+            ("run s.py data --epoch 3", "--epochs"),
+            ("run s.py data -wws 0.2", "-wss"),
+            ("run s.py data --on-bad-sample skpi", "skip"),
+        ],
+    )
+    def test_a_slip_is_answered_with_what_was_meant(self, line: str, meant: str, capsys: Capture) -> None:
+        told = refused(capsys, *line.split())
+        assert f"(did you mean '{meant}'?); see --help" in told
+        assert told.startswith("shade")
+
+    def test_what_is_like_nothing_is_not_guessed_at(self, capsys: Capture) -> None:
+        assert "did you mean" not in refused(capsys, "xyzzy")
+        assert "did you mean" not in refused(capsys, "run", "--qqqq")
+
 
 class TestRun:
     """``shade run`` is the launcher."""
@@ -102,7 +127,7 @@ class TestCache:
             assert told.startswith(url)
             assert "primary" in told
             assert "of 64 MiB" in told
-            assert "take those down first" in refused(capsys, "cache", "up", "--dir", "c")
+            assert "end those servers first" in refused(capsys, "cache", "up", "--dir", "c", "--memory", "1GiB")
         finally:
             assert main(["cache", "down", "--dir", "c"]) == 0
         assert capsys.readouterr().out == "1 server ended\n"
@@ -214,6 +239,29 @@ class TestDoctor:
         told = capsys.readouterr().out
         assert "fail  cache" in told
         assert cure in told
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "redis://:p?hunter2@h.invalid",
+            "redis://h.invalid?password=hunter2",
+            "me:hunter2@h.invalid",
+            "redis://me:hunter2@h.invalid",
+            "redis+cluster://me:hunter2@127.0.0.1:1",
+        ],
+    )
+    def test_no_command_repeats_a_password(self, url: str, tmp_path: Path, capsys: Capture) -> None:
+        data = str(make_images(tmp_path / "data", num_classes=1, per_class=1))
+        assert main(["doctor", "--cache", url]) == 1
+        run = ["run", "bench_cifar10.py", data, "--batch_size", "1", "--dry-run"]
+        for words in (
+            *([*run, flag, url] for flag in ("--cache", "--checkpoint")),
+            ["checkpoint", "list", "--store", url],
+        ):
+            assert main(words) == 2
+        assert main(["top", f"http://{url.rpartition('//')[2]}", "--once"]) == 2
+        told = capsys.readouterr()
+        assert "hunter2" not in told.out + told.err
 
     @pytest.mark.multiprocess
     def test_a_database_is_no_cache_and_is_told_why(self, tmp_path: Path, capsys: Capture) -> None:

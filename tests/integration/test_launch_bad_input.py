@@ -16,6 +16,7 @@ from torchvision.datasets import ImageFolder
 from shade import ShadeDataset, ShadeSampler
 from shade.config import RunConfig
 from shade.launch.run import main
+from shade.store._servers.local_cluster import free_ports
 from shade.store._servers.server import LocalServer
 from tests.support.launching import STREAM, make_images, rows, run, truncate
 
@@ -170,6 +171,16 @@ def test_a_wrong_password_is_refused_and_not_repeated(
     assert "expected an answer from" in told
     assert "correct the user, the password" in told
     assert "wr0ng" not in told
+
+
+def test_cache_nodes_of_a_single_server_and_its_cure(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = free_ports(1)
+    line = f"data --host_ip 127.0.0.1 --port_num {port}"
+    with LocalServer(directory=tmp_path_factory.mktemp("s"), settings={"port": str(port)}):
+        assert "single server: write redis:// (beside --host_ip: -cn 1)" in refused(here, f"{line} -cn 4", capsys)
+        assert main(f"{STREAM} {line} -cn 1 --batch_size 8 --dry-run".split()) == 0
 
 
 @pytest.mark.multiprocess

@@ -113,6 +113,29 @@ def test_the_text_holds_the_figures_and_what_they_mean(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize(
+    ("cache", "store_errors", "cause"),
+    [
+        (
+            "redis+cluster://:***@h:7000,h:7001?sockets=/x",
+            0,
+            "a node of the cluster was gone, slow or full; "
+            "`shade doctor --cache redis+cluster://h:7000,h:7001` says more.",
+        ),
+        ("local://", 0, "larger than estimated, and the private cache had no room; a larger -wss gives it more."),
+        ("local://", 3, "the server did not answer."),
+        ("redis://h:1", 0, "the server was full, or other jobs use the capacity; `shade doctor --cache redis://h:1`"),
+        ("redis://h:1", 3, "the server did not answer; `shade doctor --cache redis://h:1` says more."),
+    ],
+)
+def test_what_was_not_admitted_has_a_cause_that_can_be(
+    cache: str, store_errors: int, cause: str, tmp_path: Path
+) -> None:
+    rows = [row(0, samples=9, declined=7, store_errors=store_errors)]
+    text = write_report(write_run(tmp_path, rows, {"cache": cache}))
+    assert f"  7 samples were not admitted: {cause}" in text.replace("they were ", "")
+
+
 def test_a_broken_draw_is_called_broken(tmp_path: Path) -> None:
     text = write_report(write_run(tmp_path, [row(0, samples=1, receipt={"weight_sum_z": 5.0})]))
     assert "largest |z| 5.00, BROKEN" in text

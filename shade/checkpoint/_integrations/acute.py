@@ -50,7 +50,7 @@ from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpoin
 from shade.checkpoint._tiers.run_lock import runs_in_store, runs_in_volume
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import CHECKPOINT_URL
-from shade.errors import CheckpointError, ConfigError, TornSnapshotError
+from shade.errors import CheckpointError, ConfigError, TornSnapshotError, shown_place
 from shade.storage import open_volume
 from shade.store import StoreURL, open_store
 
@@ -109,6 +109,7 @@ class RemoteNode:
     store: str | None
     """URL of the store, its password hidden; None: there is no memory node, snapshots go to storage directly."""
     persist_to: str
+    """Path or URL of durable storage, its login hidden."""
     run: str
 
     @property
@@ -300,7 +301,7 @@ def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
         checkpointer.close()
         raise
     shown = None if store is None else str(StoreURL.parse(store))
-    return TrainNode(checkpointer, starting_epoch), RemoteNode(shown, persist, run)
+    return TrainNode(checkpointer, starting_epoch), RemoteNode(shown, shown_place(persist), run)
 
 
 def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None, persist: str) -> str:

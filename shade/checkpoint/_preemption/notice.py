@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 from torch.utils.data._utils import signal_handling
 from typing_extensions import override
 
-from shade.errors import ConfigError
+from shade.errors import ConfigError, shown_url
 
 GRACE_SECONDS: Final = 30.0
 """Time between SIGTERM and SIGKILL in torchrun, Kubernetes and most schedulers; the shortest that clouds give."""
@@ -236,7 +236,7 @@ class HttpNotice(NoticeSource):
     def __init__(self, url: str, grace_seconds: float = GRACE_SECONDS, poll_seconds: float = HTTP_POLL_SECONDS) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError.of("the address of a notice", url, "write http://host/path")
+            raise ConfigError.of("the address of a notice", shown_url(url), "write http://host/path")
         self._url, self._grace_seconds, self._poll_seconds = url, grace_seconds, poll_seconds
         self._shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
         self._token_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/latest/api/token"

@@ -27,7 +27,7 @@ from shade.data._dataset.decoded_source import DecodedSource
 from shade.data._dataset.source import SampleSource
 from shade.data._transforms.fused import FusedBatch, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
-from shade.errors import BadSampleError, DataError
+from shade.errors import BadSampleError, DataError, shown_place
 
 _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
@@ -227,9 +227,9 @@ class BatchReader:
             if self._cache is not None:
                 self._cache.ledger.add(bad_samples=1)
             return item
+        name = shown_place(self._source.name_of(index))
         raise BadSampleError(
-            f"expected a readable sample among the {_REPLACEMENTS} after {self._source.name_of(index)}, got none; "
-            "restore the data set"
+            f"expected a readable sample among the {_REPLACEMENTS} after {name}, got none; restore the data set"
         )
 
     def _log_accesses(self, indices: Sequence[int], hits: list[bool]) -> None:

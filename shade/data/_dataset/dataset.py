@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
-from shade.config import ACCESS_LOG
+from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, Transforms
 from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
 from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
@@ -72,7 +72,7 @@ class ShadeDataset(Dataset[Any]):
         dataset: Any,
         cache: str | Store | None = "local://",
         *,
-        working_set_fraction: float = 0.2,
+        working_set_fraction: float = WORKING_SET_FRACTION,
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,

@@ -39,7 +39,7 @@ from typing import Any
 
 import fsspec
 
-from shade.errors import ConfigError, DataError, StoreClosedError
+from shade.errors import ConfigError, DataError, StoreClosedError, shown_url, without_login
 from shade.installation import install_hint
 
 PARALLEL_SECONDS = 0.0005
@@ -319,7 +319,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
         cure = f"install the library of {scheme}:// (for s3: {install_hint('s3')}): {error}"
-        raise ConfigError.of("a URL that fsspec understands", url, cure) from error
+        raise ConfigError.of("a URL that fsspec understands", shown_url(url), cure) from error
 
 
 class UrlOrigin(FileOrigin):
@@ -382,7 +382,8 @@ def describe_many(urls: Sequence[str], options: Mapping[str, Any], *, skips_miss
                 raise
             if skips_missing and isinstance(error, FileNotFoundError):
                 return Entry(url, 0, "missing")
-            raise DataError.of(f"to read {url}", str(error), "restore it or list the folder again") from error
+            words = without_login(str(error), url)
+            raise DataError.of(f"to read {shown_url(url)}", words, "restore it or list the folder again") from None
 
     with ThreadPoolExecutor(min(_ASKERS, len(urls))) as pool:
         return list(pool.map(describe, urls))
@@ -391,7 +392,8 @@ def describe_many(urls: Sequence[str], options: Mapping[str, Any], *, skips_miss
 def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
     """Makes an entry from fsspec's ``info`` or a detailed listing; raises DataError if it lacks the length."""
     if info.get("size") is None:
-        raise DataError.of("a server that says how long a file is", url, "serve Content-Length, or copy the data set")
+        cure = "serve Content-Length, or copy the data set"
+        raise DataError.of("a server that says how long a file is", shown_url(url), cure)
     version = next((f"{name}={info[name]}" for name in _VERSIONS if info.get(name)), "")
     return Entry(url, int(info["size"]), version)
 
@@ -402,11 +404,12 @@ def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
     file_system = open_file_system(url, options)
     try:
         found = file_system.find(url, detail=True)
-    except Exception as error:
-        raise DataError.of(f"to list {url}", str(error), "check the URL and the login") from error
+    except Exception as error:  # noqa: BLE001 - each library raises its own, whose message may show the login
+        words = without_login(str(error), url)
+        raise DataError.of(f"to list {shown_url(url)}", words, "check the URL and the login") from None
     infos = {file_system.unstrip_protocol(name): info for name, info in sorted(found.items())}
     if not infos:
-        raise DataError.of("files below a URL", url, "check it; a web server has to list its folders")
+        raise DataError.of("files below a URL", shown_url(url), "check it; a web server has to list its folders")
     if any(info.get("size") is None for info in infos.values()):  # a web page's list has names alone
         return describe_many(list(infos), options)
     return [entry_of(name, info) for name, info in infos.items()]

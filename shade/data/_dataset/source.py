@@ -33,7 +33,7 @@ from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._dataset import item_codec
 from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
-from shade.errors import BadSampleError, ConfigError, DataError
+from shade.errors import BadSampleError, ConfigError, DataError, shown_place, without_login
 
 CountOrigin = Callable[[int, int], None]
 """Called with (reads, bytes) after each read of the origin."""
@@ -167,8 +167,9 @@ class FileSource(SampleSource):
                 raise payload
             sample = self._decode(payload)
         except Exception as error:
+            name = self.name_of(index)
             raise BadSampleError(
-                f"expected a readable image at {self.name_of(index)}, got {error}; "
+                f"expected a readable image at {shown_place(name)}, got {without_login(str(error), name)}; "
                 "replace or remove the file, or pass on_bad_sample='skip' (--on-bad-sample skip)"
             ) from error
         return sample, *self.rest_of(index)

@@ -26,7 +26,6 @@ References:
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
 import time
@@ -37,8 +36,16 @@ from typing import Final
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.store._servers import service
-from shade.store._servers.local_cluster import agrees, assign_slots, check_shape, num_listed, read_slot_map
-from shade.store._servers.server import ask, ask_text
+from shade.store._servers.local_cluster import (
+    agrees,
+    assign_slots,
+    check_shape,
+    is_believed,
+    num_listed,
+    read_members,
+    read_slot_map,
+)
+from shade.store._servers.server import ask
 from shade.store.link import Endpoint
 from shade.store.node import Node
 from shade.store.url import PASSWORD_VARIABLE, Address, StoreURL, format_address
@@ -225,7 +232,7 @@ def _join(us: Endpoint, seed: Endpoint, nodes: int | None, replicas: int, return
     deadline = time.monotonic() + wait_seconds
     is_seed = (us.host, us.port) == (_resolved(seed.host), seed.port)
     if returns:  # after a reboot: the node knows its cluster, and the cluster knows the node
-        _until(lambda: agrees(us) and _is_believed(us), "its cluster knows this node again", deadline)
+        _until(lambda: agrees(us) and is_believed(us), "its cluster knows this node again", deadline)
         return
     if nodes is None and is_seed:
         cure = "pass --nodes to make a new cluster, or --join the address of a node on another machine"
@@ -265,7 +272,7 @@ def _resolved(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise ConfigError.of(f"a host named {host}", str(error), "correct --join") from None
+        raise ConfigError.of(f"a host named {host}", str(error), "correct it (--join, -master_address)") from None
 
 
 def _until(reached: Callable[[], bool], what: str, deadline: float) -> None:
@@ -289,22 +296,4 @@ def _meets(us: Endpoint, seed: Endpoint) -> bool:
 
 def _met(node: Endpoint) -> list[Address]:
     """Returns the addresses of all nodes that a node knows and that have answered it."""
-    addresses = []
-    for line in ask_text(node, "CLUSTER", "NODES").splitlines():
-        _, place, flags, *_ = line.split()
-        host, _, port = place.partition("@")[0].rpartition(":")
-        if "handshake" not in flags and "noaddr" not in flags:
-            addresses.append((host or node.host, int(port)))
-    return addresses
-
-
-def _is_believed(node: Endpoint) -> bool:
-    """Returns whether every primary that answers takes the node for alive."""
-    name = ask_text(node, "CLUSTER", "MYID")
-    for host, port in read_slot_map(node).primaries:
-        known = ""
-        with contextlib.suppress(StoreUnavailableError):
-            known = ask_text(replace(node, host=host, port=port), "CLUSTER", "NODES")
-        if any(line.startswith(name) and "fail" in line.split()[2] for line in known.splitlines()):
-            return False
-    return True
+    return [member.address for member in read_members(node) if not member.flags & {"handshake", "noaddr"}]

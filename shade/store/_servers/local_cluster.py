@@ -11,13 +11,14 @@ lost sight of its primary for long may still take over.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -26,7 +27,7 @@ from shade.store._servers.server import LOOPBACK, LocalServer, ask, ask_text, qu
 from shade.store.cluster import SlotMap
 from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
-from shade.store.url import StoreURL, format_address
+from shade.store.url import Address, StoreURL, format_address
 
 _FIRST_PORT, _LAST_PORT, _BUS_OFFSET = 10_000, 22_700, 10_000
 """A node's bus listens 10 000 above its port; both stay below 32 768, where outgoing connections take theirs."""
@@ -117,6 +118,72 @@ def assign_slots(nodes: Sequence[Endpoint], num_primaries: int) -> None:
 def _fact(node: Endpoint, name: str) -> str:
     lines = (line.partition(":") for line in ask_text(node, "CLUSTER", "INFO").splitlines())
     return {key: value for key, _, value in lines}.get(name, "")
+
+
+@dataclass(frozen=True)
+class ClusterMember:
+    """One node of a cluster, as another node describes it."""
+
+    name: str
+    address: Address
+    flags: frozenset[str]
+    """``master`` or ``slave``; ``fail``, ``handshake``, ``noaddr`` …"""
+    primary: str
+    """Name of the node that it follows; ``-`` if it is a primary."""
+    has_slots: bool
+
+
+def read_members(node: Endpoint) -> list[ClusterMember]:
+    """Asks a node for all nodes of its cluster that it has heard of."""
+    members = []
+    for line in ask_text(node, "CLUSTER", "NODES").splitlines():
+        name, place, flags, primary, _, _, _, _, *slots = line.split()
+        host, _, port = place.partition("@")[0].rpartition(":")
+        members.append(
+            ClusterMember(name, (host or node.host, int(port)), frozenset(flags.split(",")), primary, bool(slots))
+        )
+    return members
+
+
+def promote_replicas(living: Sequence[Endpoint], dead: Set[Address]) -> None:
+    """Makes a replica of each dead primary the owner of its slots, and returns when the others know.
+
+    Call it before the dead ones are started again: a primary that returns empty would empty its replicas too. No
+    election is needed, because the caller knows that the primary is dead.
+
+    Args:
+        living: Nodes of the cluster; those that do not answer are passed over.
+        dead: Addresses of nodes whose processes are gone.
+    """
+    deadline = time.monotonic() + _AGREE_SECONDS
+    for witness in living:
+        with contextlib.suppress(StoreUnavailableError):
+            while heirs := _heirs(read_members(witness), dead):
+                for address in heirs:
+                    with contextlib.suppress(StoreError):  # it is a primary already, and the witness has not heard
+                        ask(replace(witness, host=address[0], port=address[1]), "CLUSTER", "FAILOVER", "TAKEOVER")
+                if time.monotonic() > deadline:
+                    raise StoreUnavailableError(f"the replicas of {sorted(dead)} did not take over")
+                time.sleep(_POLL_SECONDS)
+            return
+
+
+def _heirs(members: Sequence[ClusterMember], dead: Set[Address]) -> list[Address]:
+    """Returns a living replica of each dead primary that has one and still owns slots."""
+    lost = [member.name for member in members if member.address in dead and member.has_slots]
+    heirs = {each.primary: each.address for each in members if each.address not in dead and "fail" not in each.flags}
+    return [heirs[name] for name in lost if name in heirs]
+
+
+def is_believed(node: Endpoint) -> bool:
+    """Returns whether every primary that answers takes the node for alive."""
+    name = ask_text(node, "CLUSTER", "MYID")
+    for host, port in read_slot_map(node).primaries:
+        with contextlib.suppress(StoreUnavailableError):
+            known = read_members(replace(node, host=host, port=port))
+            if any(each.name == name and each.flags & {"fail", "fail?"} for each in known):
+                return False
+    return True
 
 
 def agrees(node: Endpoint) -> bool:

@@ -119,6 +119,12 @@ def write_settings(path: Path, settings: Mapping[str, str]) -> None:
     path.write_text("".join(f"{name} {value}\n" for name, value in settings.items() if value))
 
 
+def log_end(log: Path) -> str:
+    """Returns the last words of a server's log on one line, without the banner that it prints at every start."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and line[0] not in " `|"]
+    return " · ".join(re.sub(r"^\d+:\w .*? [#*] ", "", line) for line in lines[-4:])
+
+
 _running: weakref.WeakSet[LocalServer] = weakref.WeakSet()
 
 
@@ -200,9 +206,9 @@ class LocalServer:
         try:
             wait_until_serving(self.endpoint(), lambda: not is_running(self.process_id))
         except StoreUnavailableError as error:
-            tail = log.read_text(errors="replace")[-1000:] if log.exists() else "no log"
+            why = log_end(log)
             self.stop()
-            raise StoreUnavailableError(f"{self._binary} did not start: {error}; its log ends: {tail}") from error
+            raise StoreUnavailableError(f"{self._binary} did not start ({error}): {why}") from error
 
     def endpoint(self) -> Endpoint:
         """Returns the address of its socket, and the password."""

@@ -1,4 +1,4 @@
-"""Runs Redis for the cache in the background: `up`, `status`, `down` (``shade cache``).
+"""Runs Redis for the cache in the background: `up`, `heal`, `status`, `down` (``shade cache``).
 
 Unlike those of `server`, these servers outlive the command that started them, so a file records them: one JSON object
 in a directory of mode 0700, rewritten after each server that starts, so that `down` finds whatever a failed or
@@ -17,30 +17,41 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.process import is_running, start_detached, start_of
-from shade.store._servers.local_cluster import check_shape, form_cluster, free_ports, node_settings
+from shade.store._servers.local_cluster import (
+    agrees,
+    check_shape,
+    form_cluster,
+    free_ports,
+    is_believed,
+    node_settings,
+    promote_replicas,
+    read_members,
+)
 from shade.store._servers.server import (
     LOOPBACK,
     MAX_SOCKET_PATH,
     ask,
     cache_settings,
     find_server_binary,
+    log_end,
     quoted,
     wait_until_serving,
     write_settings,
 )
 from shade.store.base import STORES, NodeStats
 from shade.store.link import Endpoint, socket_path
-from shade.store.url import StoreURL
+from shade.store.url import Address, StoreURL, format_address
 
 _STATE: Final = "servers.json"
 _POLL_SECONDS: Final = 0.02
+_REJOIN_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -118,12 +129,121 @@ def up(
     return url
 
 
+def heal(
+    directory: Path,
+    *,
+    num_servers: int | None = None,
+    memory_bytes: int | None = None,
+    ports: Sequence[int] = (),
+) -> tuple[StoreURL, list[str]]:
+    """Starts the recorded servers that have died, each with its settings; nodes of a cluster join it again.
+
+    Args:
+        directory: As for `up`.
+        num_servers: How many there should be; None: as many as are recorded.
+        memory_bytes: ``maxmemory`` that each should have; None: whatever it has.
+        ports: The ports that they should have; empty: whatever they have.
+
+    Returns:
+        The address, and one sentence for each server that came back, with what was lost.
+
+    Raises:
+        ConfigError: No servers are recorded, or others than these, or the settings of one are gone.
+        StoreUnavailableError: One does not start, or the nodes do not agree; those that started keep running.
+    """
+    url, records = _read(directory)
+    settings = {record.port: _settings_of(directory, record.port) for record in records}
+    _check_same(directory, settings, num_servers, memory_bytes, ports)
+    nodes = {
+        port: Endpoint(host=lines.get("cluster-announce-ip", LOOPBACK), port=port, password=url.password)
+        for port, lines in settings.items()
+    }
+    gone = [record.port for record in records if not _is_ours(record)]
+    clustered = url.scheme == "redis+cluster"
+    if clustered:
+        _promote(url, {(nodes[port].host, port) for port in gone})
+    for port in gone:
+        fresh = _run(find_server_binary(), directory.resolve(), port)
+        records = [fresh if record.port == port else record for record in records]
+        _write(directory, url, records)
+        _check_serving(fresh, nodes[port], directory)
+    for record in records:
+        with _naming(f"port {record.port} runs but does not answer; wait, or end it (kill -9 {record.process_id})"):
+            ask(nodes[record.port], "PING")
+    if clustered:
+        deadline = time.monotonic() + (_REJOIN_SECONDS if gone else 0.0)
+        while not all(agrees(node) and is_believed(node) for node in nodes.values()):
+            if time.monotonic() > deadline:
+                cure = f"start anew: shade cache down --dir {directory}, then shade cache up"
+                raise StoreUnavailableError(f"all servers run, but do not agree on a cluster; {cure}")
+            time.sleep(_POLL_SECONDS)
+    return url, [_came_back(nodes[port], clustered=clustered) for port in gone]
+
+
+def is_recorded(directory: Path) -> bool:
+    """Returns whether `up` has started servers in a directory that `down` has not ended."""
+    return (directory / _STATE).exists()
+
+
+def _settings_of(directory: Path, port: int) -> dict[str, str]:
+    try:
+        lines = (directory / f"{port}.conf").read_text().splitlines()
+    except FileNotFoundError as error:
+        cure = f"start anew: shade cache down --dir {directory}, then shade cache up"
+        raise ConfigError.of("the settings of a server that was started here", str(error.filename), cure) from None
+    return {name: value for name, _, value in (line.partition(" ") for line in lines)}
+
+
+def _check_same(
+    directory: Path,
+    settings: Mapping[int, Mapping[str, str]],
+    num_servers: int | None,
+    memory_bytes: int | None,
+    ports: Sequence[int],
+) -> None:
+    """Raises ConfigError if other servers are asked for than those with these settings, by port."""
+    limits = {lines.get("maxmemory") for lines in settings.values()}
+    for flag, asked, there in (
+        ("--nodes and --replicas", num_servers, len(settings)),
+        ("--memory", memory_bytes and {str(memory_bytes)}, memory_bytes and limits),
+        ("--ports", sorted(ports), sorted(settings)),
+    ):
+        if asked and asked != there:
+            cure = f"leave them out, or end those servers first (shade cache down --dir {directory})"
+            raise ConfigError.of(f"{flag} of the servers that {directory} has, {there}", asked, cure)
+
+
+def _promote(url: StoreURL, dead: Set[Address]) -> None:
+    promote_replicas([Endpoint.of(url, *address) for address in url.addresses if address not in dead], dead)
+
+
+@contextlib.contextmanager
+def _naming(message: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreUnavailableError as error:
+        raise StoreUnavailableError(message) from error
+
+
+def _came_back(node: Endpoint, *, clustered: bool) -> str:
+    if clustered:
+        members = read_members(node)
+        primary = next(member.primary for member in members if "myself" in member.flags)
+        for member in members:
+            if member.name == primary:
+                return f"{node} is back as a replica of {format_address(*member.address)}, which has its keys"
+    lost = "its samples are read from the data set again, snapshots that it alone held are lost"
+    return f"{node} is back, empty: {lost}"
+
+
 def start_node(directory: Path, endpoint: Endpoint, memory_bytes: int) -> bool:
     """Starts one node of a cluster at an address that other machines can reach; see `cluster_bootstrap`. A node that
     died with its machine starts with its old identity. Arguments and errors as for `up`; returns whether the node knows
     its cluster already."""
     returns = (directory / f"nodes-{endpoint.port}.conf").exists()
-    if not (returns and (directory / _STATE).exists() and not any(map(_is_ours, _read(directory)[1]))):
+    if returns and is_recorded(directory) and not any(map(_is_ours, _read(directory)[1])):
+        _promote(_read(directory)[0], {(endpoint.host, endpoint.port)})
+    else:
         _prepare(directory)
     url = StoreURL("redis+cluster", ((endpoint.host, endpoint.port),), password=endpoint.password)
     records: list[ServerRecord] = []
@@ -145,8 +265,9 @@ def remember(directory: Path, url: StoreURL) -> None:
 
 def _prepare(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    if (directory / _STATE).exists():
-        raise ConfigError.of("a directory without running servers", str(directory), "take those down first")
+    if is_recorded(directory):
+        cure = f"end those first (shade cache down --dir {directory}), or name another --dir"
+        raise ConfigError.of("a directory without servers", str(directory), cure)
     directory.chmod(0o700)
 
 
@@ -205,9 +326,13 @@ def _launch(binary: str, directory: Path, endpoint: Endpoint, memory_bytes: int,
     if endpoint.host != LOOPBACK:
         lines |= {"bind": f"{LOOPBACK} {endpoint.host}", "cluster-announce-ip": endpoint.host}
     write_settings(settings, lines)
-    with log.open("ab") as errors:
-        process_id = start_detached([binary, str(settings)], errors)
-    return ServerRecord(process_id, endpoint.port, _started(process_id))
+    return _run(binary, directory, endpoint.port)
+
+
+def _run(binary: str, directory: Path, port: int) -> ServerRecord:
+    with (directory / f"{port}.log").open("ab") as errors:
+        process_id = start_detached([binary, str(directory / f"{port}.conf")], errors)
+    return ServerRecord(process_id, port, _started(process_id))
 
 
 def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) -> None:
@@ -219,8 +344,11 @@ def _check_serving(record: ServerRecord, endpoint: Endpoint, directory: Path) ->
     except StoreError as error:
         info = f"{error}".encode()
     if not isinstance(info, bytes) or f"process_id:{record.process_id}\r".encode() not in info:
-        log = (directory / f"{record.port}.log").read_text(errors="replace")[-1000:]
-        raise StoreUnavailableError(f"the server for port {record.port} did not start; its log ends: {log}")
+        why = log_end(directory / f"{record.port}.log")
+        if "already in use" in why:
+            cure = "name others (--ports), or end the program that listens there"
+            raise StoreUnavailableError(f"port {record.port} of this machine, or its bus port, is taken; {cure}")
+        raise StoreUnavailableError(f"the server for port {record.port} did not start: {why}")
 
 
 def _started(process_id: int) -> str:
@@ -248,4 +376,7 @@ def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:
         state: dict[str, Any] = json.loads((directory / _STATE).read_text())
     except FileNotFoundError:
         raise ConfigError.of("a directory given to `up`", str(directory), "check the name, or start servers") from None
-    return StoreURL.parse(state["url"]), [ServerRecord(**record) for record in state["servers"]]
+    url = StoreURL.parse(state["url"])
+    if "@" not in state["url"]:  # servers without a password; the environment may have one for others
+        url = replace(url, username=None, password=None)
+    return url, [ServerRecord(**record) for record in state["servers"]]

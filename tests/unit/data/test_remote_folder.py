@@ -15,6 +15,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
+from shade.data._dataset.origin import describe_many
 from shade.errors import BadSampleError, DataError
 from tests.support.data_plane import make_pictures
 from tests.support.storage_servers import BUCKET, S3Server
@@ -148,6 +149,23 @@ def test_a_file_that_is_gone_comes_out_with_its_url(folder: Path) -> None:
         dataset = ShadeDataset(remote, cache=None)
         with pytest.raises(BadSampleError, match=address):
             dataset.__getitems__([1, 3])
+        dataset.close()
+
+
+def test_a_signed_url_is_in_no_message(folder: Path) -> None:
+    with serving(folder.parent) as server:
+        remote = RemoteImageFolder(f"{server.url}/train")
+        signed = [(f"{address}?sig=hunter2", target) for address, target in remote.samples[:4]]
+        remote.samples = signed
+        dataset = ShadeDataset(remote, cache=None)
+        gone = signed[3][0].partition("?")[0]
+        os.unlink(str(folder.parent) + gone.removeprefix(server.url))
+        with pytest.raises(BadSampleError, match=rf"{gone}\?\*\*\*") as told:
+            dataset.__getitems__([1, 3])
+        assert "hunter2" not in str(told.value)
+        with pytest.raises(DataError, match=rf"{gone}\?\*\*\*") as told:
+            describe_many([signed[3][0]], {})
+        assert "hunter2" not in str(told.value)
         dataset.close()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from shade.config import RunConfig
-from shade.launch.ranks import Ended, Ranks, command, signals_as_exceptions
+from shade.errors import ConfigError
+from shade.launch.ranks import Ended, Ranks, await_machine_0, command, signals_as_exceptions
+from shade.store._servers.local_cluster import free_ports
 
 SUMMARY = """
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -158,6 +161,40 @@ def test_the_command_names_machines_ranks_and_script() -> None:
     )  # fmt: skip
     words = " ".join(command(config))
     assert "--nnodes 4 --node_rank 3 --master_addr h --master_port 9 --nproc_per_node 2 /s.py" in words
+
+
+def machine_1(host: str, port: int) -> RunConfig:
+    """The plan of the second of two machines."""
+    places = {"master_address": host, "master_port": port}
+    return RunConfig(out="o", script="/s.py", train_paths=("d",), nodes=2, node_rank=1, **places)  # type: ignore[arg-type]
+
+
+def test_a_name_that_is_unknown_is_said_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shade.launch.ranks.SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr("shade.launch.ranks.NAME_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=r"machine 0 at no-such-host\.invalid:9.*correct -master_address"):
+        await_machine_0(machine_1("no-such-host.invalid", 9), lambda: None)
+    assert "waiting up to 0.1 s for machine 0 at no-such-host.invalid:9 (" in capsys.readouterr().err
+
+
+def test_a_machine_0_that_comes_late_is_waited_for_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shade.launch.ranks.SILENCE_SECONDS", 0.0)
+    (port,) = free_ports(1)
+    told: list[str] = []
+    with contextlib.ExitStack() as late:
+
+        def follow_the_cure() -> None:
+            told.append(capsys.readouterr().err)
+            late.enter_context(socket.create_server(("127.0.0.1", port)))
+
+        await_machine_0(machine_1("127.0.0.1", port), follow_the_cure)
+    (line,) = told
+    assert f"machine 0 at 127.0.0.1:{port} (" in line
+    assert "refused); start it there with -nr 0, or correct -master_address and --master_port" in line
 
 
 @pytest.mark.multiprocess

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 import test_flags
 
+from shade import ShadeDataset
 from shade.config import RunConfig
 from shade.errors import ConfigError
-from shade.launch.resolve import parse, resolve
+from shade.launch.resolve import parse, parser, resolve
 from shade.launch.run import main
 
 PASSWORD = "s3cret/pass"
@@ -31,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_named_script_gets_the_originals_defaults(here: Path) -> None:
     config, url = come_to("s.py data", here)
-    assert (config.network, config.batch_size, config.working_set_fraction) == ("resnet18", 256, 0.1)
+    assert (config.network, config.batch_size, config.working_set_fraction) == ("resnet18", 256, 0.2)
     assert (config.sampling, config.policy, config.cache, url) == ("unbiased", None, "local://", "local://")
     assert config.script == str(here / "s.py")
     assert config.train_paths == (str(here / "data"),)
@@ -76,6 +78,12 @@ def test_no_script_trains_the_digits_and_nothing_at_all_compares(
 )
 def test_the_cache_is_where_the_flags_say(line: str, url: str, here: Path) -> None:
     assert come_to(f"s.py data {line}", here)[1] == url
+
+
+def test_launcher_and_data_set_cache_the_same_share() -> None:
+    by_hand = inspect.signature(ShadeDataset).parameters["working_set_fraction"].default
+    assert RunConfig(out="o", script="s", train_paths=("d",)).working_set_fraction == by_hand == 0.2
+    assert f"cached share ({by_hand})" in parser().format_help()
 
 
 def test_the_originals_lines_resolve_as_they_stand(here: Path) -> None:
@@ -132,6 +140,24 @@ def test_what_cannot_be_is_refused_in_one_line_with_a_cure(line: str, here: Path
         come_to(line, here)
     assert "\n" not in str(caught.value)
     assert "; " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--persist s3://key:hunter2@bucket/x",
+        "--persist s3://bucket/x?secret=hunter2",
+        "--persist s3://key:hunter2",
+        "--persist sftp://me:p?hunter2@h/x",
+        "--notice http://me:hunter2@h/x",
+    ],
+)
+def test_a_password_that_run_json_would_keep_is_refused_and_not_repeated(line: str, here: Path) -> None:
+    with pytest.raises(ConfigError, match="without a login") as refused:
+        come_to(f"s.py data {line}", here)
+    assert "hunter2" not in str(refused.value)
+    cured = "--notice http://h/x" if "notice" in line else "--persist sftp://me@h/x"
+    assert cured.split()[1] in vars(come_to(f"s.py data {cured}", here)[0]).values()
 
 
 def test_the_cure_for_a_density_without_a_compressor_can_be_followed(here: Path) -> None:

@@ -154,6 +154,16 @@ def test_a_login_in_the_url_is_in_no_message(tmp_path: Path, monkeypatch: pytest
     assert caught.value.__suppress_context__
 
 
+def test_nor_are_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"failing://host{tmp_path}/x?secret=s3cr3t"
+    volume = open_volume(url)
+    monkeypatch.setattr(FailingFileSystem, "error", RuntimeError(f"cannot reach {url}"))
+    with pytest.raises(StorageError) as caught:
+        volume.write("a", [b"x"])
+    assert f"host{tmp_path}/x?***" in str(caught.value)
+    assert "s3cr3t" not in f"{caught.value} {volume.url}"
+
+
 def test_a_full_remote_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FailingFileSystem, "error", OSError(28, "No space left on device"))
     with pytest.raises(StorageFullError, match="free some space"):

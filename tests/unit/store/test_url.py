@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import traceback
+from urllib.parse import unquote
 
 import pytest
 
-from shade.errors import ConfigError, UnknownNameError
+from shade.errors import ConfigError, UnknownNameError, shown_place, shown_url, without_login
 from shade.store import open_store
-from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes, shown_url
+from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
 
 SECRET = "pä ss@/:?#[]%41"
 QUOTED = "p%C3%A4%20ss%40%2F%3A%3F%23%5B%5D%2541"
@@ -137,6 +139,33 @@ def test_a_login_in_the_query_is_answered_with_its_place() -> None:
 @pytest.mark.parametrize("text", ["redsi://h:6379/0", "host:6379", "locl", "redis://[::1]:x,b", "unix:///run/r.sock"])
 def test_what_is_no_secret_is_shown(text: str) -> None:
     assert shown_url(text) == text.replace("[::1]:x,b", "***")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://key:hunter2@bucket/a/b c", "s3://***@bucket/a/b c"),
+        ("s3://key:hun/ter2@bucket", "s3://***@bucket"),
+        ("s3://bucket/a?secret=hunter2", "s3://bucket/a?***"),
+        ("sftp://u:p?hunter2@host/a", "sftp://***?***"),
+        ("s3://key:hunter2", "s3://***"),
+        ("s3://bucket/run-1/x.pt", "s3://bucket/run-1/x.pt"),
+        ("gs://a.b-c/deep/er", "gs://a.b-c/deep/er"),
+        ("/mnt/a@b/c d", "/mnt/a@b/c d"),
+        ("some folder/x", "some folder/x"),
+    ],
+)
+def test_a_storage_url_is_shown_without_its_login_and_a_path_whole(text: str, shown: str) -> None:
+    assert shown_place(text) == shown
+
+
+@pytest.mark.parametrize(
+    "url", ["sftp://me:hunter%202@h/x", "s3://key:hun/ter2@b", "https://h/x?sig=hunter%202", "sftp://me:p?hunter2@h/x"]
+)
+def test_nor_is_it_in_what_another_library_says(url: str) -> None:
+    words = without_login(f"cannot reach {url}, which is {unquote(url)}; /x of h is away", url)
+    assert not re.search("hun|ter", words)
+    assert words.endswith("is away")
 
 
 def test_credentials_come_from_the_environment_where_the_url_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from shade.checkpoint._pacing.schedule import goodput
-from shade.checkpoint._strategies.predict import Prediction
+from shade.cli._checkpoint.predict import Prediction
 from shade.errors import ConfigError, DataError
 
 Kind = Literal["process", "machine", "cluster"]

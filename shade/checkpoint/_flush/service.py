@@ -58,18 +58,8 @@ logger = logging.getLogger("shade.checkpoint")
 
 
 def is_served(store: Store, run: str) -> bool:
-    """Returns whether a flusher serves a run; takes a second as a rule, and three at most.
-
-    Args:
-        store: The store of its snapshots.
-        run: The run id.
-
-    Returns:
-        Whether a live flusher holds the run's lock.
-
-    Raises:
-        StoreError: The store does not answer.
-    """
+    """Returns whether a live flusher holds the run's lock; takes a second as a rule, and three at most. Raises
+    `StoreError` if the store does not answer."""
     return is_held(store, run, FLUSHER)
 
 
@@ -191,14 +181,8 @@ def flush(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the process that `start_flusher` starts; addresses come from the environment.
-
-    Args:
-        arguments: Replaces the command line.
-
-    Returns:
-        As `flush`; 2 if it cannot begin, with the reason on standard error.
-    """
+    """Runs the process that `start_flusher` starts; addresses come from the environment. Returns as `flush`, or 2 if it
+    cannot begin, with the reason on standard error."""
     parser = argparse.ArgumentParser(
         prog="shade.checkpoint._flush.service", description="Makes one run's snapshots durable."
     )

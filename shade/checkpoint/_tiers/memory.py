@@ -259,12 +259,8 @@ class MemoryTier(Tier):
         return slot is not None and self._records.has(slot, dirty_name(slot))
 
     def mark_clean(self, place: str, step: int) -> None:
-        """Clears the dirty bit and the hold: the snapshot is in storage, or is given up.
-
-        Args:
-            place: A place from `dirty`.
-            step: Step of the snapshot; a slot that holds another step by now is left unchanged.
-        """
+        """Clears the dirty bit and the hold: the snapshot is in storage, or is given up. A slot that holds another step
+        by now is left unchanged."""
         table, _ = self._records.table()
         slot = table.find(place)  # from the current table: a store that came back empty restarts its generations
         if slot is not None and slot.step == step:

@@ -217,20 +217,9 @@ class Study:
 
 
 def suggest(space: Space, tried: Sequence[tuple[Point, float | None]], *, seed: int, num_first: int) -> Point:
-    """Chooses the point to try next.
-
-    Args:
-        space: The points to choose from.
-        tried: Every point so far, in order, with its gain (greater is better), or None where it failed.
-        seed: Seed of all random draws.
-        num_first: How many points are a Latin hypercube.
-
-    Returns:
-        A point that was not tried, unless none can be found.
-
-    Raises:
-        ConfigError: Optuna or scipy is not installed.
-    """
+    """Chooses the point to try next: one that was not tried, unless none can be found. ``tried`` has every point so
+    far, in order, with its gain (greater is better), or None where it failed; the first ``num_first`` are a Latin
+    hypercube. Raises `ConfigError` if Optuna or scipy is not installed."""
     if len(tried) < num_first:
         return space.first(num_first, seed)[len(tried)]
     gains = [gain for _, gain in tried if gain is not None]

@@ -448,18 +448,9 @@ def needed_bytes(store: Store, layout: SlotLayout, shard_bytes: Sequence[int]) -
 def spare_bytes(
     store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
 ) -> int | None:
-    """Returns the bytes that the store has left after a snapshot: those of the fullest server, times the servers.
-
-    Args:
-        store: The store.
-        layout: Layout of the snapshot.
-        shard_bytes: Length of each rank's shard; empty for no snapshot.
-        reused: Slots whose content is erased first.
-        rank_bytes: Bytes that one rank has in flight at once.
-
-    Returns:
-        Bytes, less a reserve; negative if so much is missing. None if the servers have no limit.
-    """
+    """Returns the bytes that the store has left after a snapshot, less a reserve: those of the fullest server, times
+    the servers; negative if so much is missing, None if the servers have no limit. ``reused`` slots are erased first;
+    ``rank_bytes`` is what one rank has in flight at once; without ``shard_bytes`` there is no snapshot."""
     primaries = [node for node in store.stats().nodes if node.role == "primary" and node.max_bytes]
     num_servers = len(layout.tags)
     uneven = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES) if shard_bytes and num_servers > 1 else 0

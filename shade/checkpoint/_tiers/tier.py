@@ -80,17 +80,8 @@ class Tier(ABC):
 
     @abstractmethod
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """Returns the unverified bytes of chunks.
-
-        Args:
-            place: A place from `held`.
-            manifest: The verified manifest.
-            numbers: Chunk numbers; a few dozen at once, as all are fetched together and held in memory.
-            copy: Number of the copy, below `num_copies`.
-
-        Returns:
-            The bytes in the order of ``numbers``; None for missing ones.
-        """
+        """Returns the unverified bytes of chunks in the order of ``numbers``, None for missing ones. Ask for a few
+        dozen at once, as all are fetched together and held in memory. ``copy`` is below `num_copies`."""
 
     def has_whole_file(self, place: str, manifest: Manifest) -> bool:
         """Returns whether what encloses a shard's chunks is as it was written: the header and the length of a file.
@@ -110,18 +101,8 @@ class Tier(ABC):
         buffers: Sequence[memoryview],
         copy: int = 0,
     ) -> list[bool]:
-        """Reads chunks into the caller's memory; tiers that can do so without a copy override it.
-
-        Args:
-            place: A place from `held`.
-            manifest: The verified manifest.
-            numbers: Chunk numbers.
-            buffers: One per chunk, of its stored length.
-            copy: Number of the copy, below `num_copies`.
-
-        Returns:
-            Whether each buffer holds the unverified chunk; otherwise its content is undefined.
-        """
+        """Reads chunks into the caller's buffers, one per chunk, of its stored length; tiers that can do so without a
+        copy override it. Returns whether each buffer holds the unverified chunk; otherwise its content is undefined."""
         found = []
         for buffer, content in zip(buffers, self.read_chunks(place, manifest, numbers, copy), strict=True):
             fits = content is not None and len(content) == len(buffer)
@@ -132,13 +113,8 @@ class Tier(ABC):
 
     @abstractmethod
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        """Overwrites damaged or missing chunks in every copy.
-
-        Args:
-            place: A place from `held`.
-            manifest: The manifest of the shard; it is written again too.
-            damaged: Verified chunks by number; may be empty.
-        """
+        """Overwrites damaged or missing chunks in every copy, and writes the manifest again. ``damaged`` are verified
+        chunks by number, and may be empty."""
 
     @abstractmethod
     def discard(self, place: str) -> None:

@@ -336,15 +336,7 @@ def expected(habit: Habit, mtbf_seconds: float) -> float:
 
 
 def rows(outcomes: Sequence[Outcome], mtbf_seconds: float) -> list[list[str]]:
-    """Returns the cells of a table, heading first.
-
-    Args:
-        outcomes: In the order of the table.
-        mtbf_seconds: Of the trace.
-
-    Returns:
-        As many lines as outcomes, and one.
-    """
+    """Returns the cells of a table, heading first, then a line for each outcome."""
     found = [list(HEADER)]
     for outcome in outcomes:
         prediction, total = outcome.habit.prediction, outcome.total_seconds

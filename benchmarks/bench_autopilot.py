@@ -8,9 +8,9 @@ Method
     Every candidate is measured by bench_strategies (rows are shared with it: strategies.jsonl), so for each the cost of
     a snapshot and its landing are known. A restore is the same code for all of them, so its time is one figure a model:
     the median. The *exhaustive best* is the least loss over all candidates and a grid of intervals a twentieth apart,
-    within the budget. Then the autopilot trains the same model in a process of its own, knowing nothing. What it holds
-    for best at the end, strategy and interval, is judged by the same measured costs; and so is, beside it, what it
-    really flew in the second half, save by save, trials included.
+    within the budget. Then the autopilot trains the same model in a process of its own, knowing nothing. Its strategy
+    and its interval at the end are judged by the same measured costs; and so is, beside it, what it really flew in the
+    second half, save by save, trials included.
 
     Failures are taken to come every minute: so a flight of minutes has as many saves, and as many trials, as one
     of hours has otherwise.
@@ -51,8 +51,9 @@ from strategy_report import Report
 from strategy_run import FIRST_STEPS, Training
 
 from shade import Checkpointer
+from shade.checkpoint._pacing.schedule import goodput
 from shade.checkpoint._strategies.auto import candidates
-from shade.checkpoint._strategies.predict import Prediction, judge
+from shade.cli._checkpoint.predict import Prediction
 
 FLOWN = "autopilot.jsonl"
 STEP_OF_GRID = 1.05
@@ -84,8 +85,8 @@ def fly(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begun)
             if not was_busy and not is_saved:
                 quiet.append(number)
-        report, best = checkpointer._strategy.report, checkpointer._strategy.choices[0]
-    found = {"report": report, "chosen": best.strategy, "every": best.every_steps}
+        report, chosen = checkpointer._strategy.report, checkpointer._strategy.chosen
+    found = {"report": report, "chosen": chosen, "every": saved[-1] - saved[-2]}
     return found | {"seconds": seconds, "quiet": quiet, "saved": saved, "flown": flown}
 
 
@@ -114,18 +115,25 @@ def measured(line: Any, recovery: float) -> Any:
     )
 
 
+def share_kept(prediction: Prediction, every_steps: int, step: float, mtbf: float) -> float:
+    """Goodput of a strategy's saves at an interval."""
+    cost = prediction.cost_seconds
+    lag, recovery = prediction.safe_seconds - cost, prediction.recover_seconds
+    return goodput(every_steps * step, cost, mtbf, lag_seconds=lag, recover_seconds=recovery)
+
+
 def exhaustive(known: dict[str, Prediction], step: float, given: argparse.Namespace) -> Any:
-    """The best of all candidates at all intervals within the budget."""
+    """The name, the interval and the goodput of the best of all candidates at all intervals within the budget."""
     found = []
     for name, prediction in known.items():
         every = 1.0
         while every * step < MOST_OF_MTBF * given.mtbf:
             steps = max(1, round(every))
-            choice = judge(name, prediction, steps, step, given.mtbf)
-            if choice.overhead <= given.budget and steps * step + prediction.cost_seconds >= prediction.safe_seconds:
-                found.append(choice)
+            cost, work = prediction.cost_seconds, steps * step
+            if cost <= given.budget * work and work + cost >= prediction.safe_seconds:
+                found.append((name, steps, share_kept(prediction, steps, step, given.mtbf)))
             every = max(every * STEP_OF_GRID, every + 1)
-    return max(found, key=lambda choice: choice.goodput)
+    return max(found, key=lambda each: each[-1])
 
 
 def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: Any) -> Any:
@@ -133,11 +141,11 @@ def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: 
     recovery = statistics.median(line.recovery for line in lines)
     known = {line.method: measured(line, recovery) for line in lines}
     step = statistics.median(run["seconds"][number] for run in flights for number in run["quiet"])
-    best = exhaustive(known, step, given)
+    best, best_every, most_kept = exhaustive(known, step, given)
 
     def ratio(name: str, every: int) -> float:
         """Lost with a strategy at an interval, over lost with the best."""
-        return float((1 - judge(name, known[name], every, step, given.mtbf).goodput) / (1 - best.goodput))
+        return float((1 - share_kept(known[name], every, step, given.mtbf)) / (1 - most_kept))
 
     rows = []
     for run in flights:
@@ -157,7 +165,7 @@ def verdict(model: str, lines: list[Any], flights: list[dict[str, Any]], given: 
                 "num_saves": len(run["saved"]),
             }
         )
-    return {"model": model, "step": step, "best": best.strategy, "best_every": best.every_steps, "runs": rows}
+    return {"model": model, "step": step, "best": best, "best_every": best_every, "runs": rows}
 
 
 def table(found: list[Any], given: argparse.Namespace) -> str:

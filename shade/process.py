@@ -37,16 +37,8 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGTERM) -> None:
 
 
 def start_detached(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str] | None = None) -> int:
-    """Starts a process that outlives this one; its id is known before it does anything.
-
-    Args:
-        command: Program and arguments.
-        log: File for its standard error.
-        environment: Its variables; None: those of this process.
-
-    Returns:
-        Its process id.
-    """
+    """Starts a process that outlives this one, with standard error in ``log`` and ``environment`` as its variables
+    (None: those of this process). Returns its process id, which is known before it does anything."""
     launched = subprocess.run(
         ["/bin/sh", "-c", _LAUNCH, "shade-launch", *command],
         check=True,

@@ -264,17 +264,8 @@ _CLASSES: Final[dict[str, type[Any]]] = {
 
 
 def plain(state: Any) -> Any:
-    """Returns a state with each object of DeepSpeed's replaced by a dict of its class and fields.
-
-    Args:
-        state: The state; not changed. Parts without such an object are returned as they are.
-
-    Returns:
-        The state.
-
-    Raises:
-        ConfigError: It has a dict that looks like such a replacement already.
-    """
+    """Returns a state with each object of DeepSpeed's replaced by a dict of its class and fields. The given state is
+    not changed. Raises `ConfigError` if it has a dict that looks like such a replacement already."""
     kind = type(state)
     if _CLASSES.get(kind.__qualname__) is kind:
         return {_OBJECT: kind.__qualname__, "fields": state.value if isinstance(state, Enum) else plain(vars(state))}
@@ -294,17 +285,8 @@ def plain(state: Any) -> Any:
 
 
 def from_plain(state: Any) -> Any:
-    """Returns the state that `plain` was given.
-
-    Args:
-        state: From `plain`; its dicts are changed in place.
-
-    Returns:
-        The state.
-
-    Raises:
-        CorruptCheckpointError: An object has an unknown class.
-    """
+    """Returns the state that `plain` was given; changes dicts in place. Raises `CorruptCheckpointError` if an object
+    has an unknown class."""
     kind = type(state)
     if isinstance(state, dict):
         if _OBJECT in state:

@@ -20,16 +20,8 @@ _SHORT: Final = 20
 
 
 def table(rows: Sequence[Sequence[str]], align: str, *, markdown: bool = False) -> str:
-    """Returns rows as ended lines with columns side by side, for standard output.
-
-    Args:
-        rows: Cells; the first row is the heading.
-        align: ``<`` or ``>`` for each column.
-        markdown: Whether to draw a Markdown table on any output.
-
-    Returns:
-        The lines.
-    """
+    """Returns rows, the heading first, as ended lines with columns side by side, for standard output. ``align`` has
+    ``<`` or ``>`` for each column; ``markdown`` draws a Markdown table on any output."""
     from rich.console import Console  # imported here: most commands print no table
 
     fits = sys.stdout.isatty() and not markdown

@@ -69,8 +69,7 @@ def add(verbs: Any) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    from shade.control.study import Space, Study, run
-    from shade.control.trial import CommandObjective
+    from shade.control.study import CommandObjective, Space, Study, run
     from shade.terminal import progress_bar
 
     objective = CommandObjective(

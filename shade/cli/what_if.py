@@ -109,20 +109,8 @@ class EpochForecast:
 
 
 def forecast(measured: MeasuredEpoch, *, num_samples: float, origin_reads: float, num_workers: int) -> EpochForecast:
-    """Scales a measured epoch.
-
-    Args:
-        measured: The epoch.
-        num_samples: How many samples the epoch would use.
-        origin_reads: How many of them would be read from the origin; the others come from the cache.
-        num_workers: Workers of a rank, ≥ 0.
-
-    Returns:
-        The forecast.
-
-    Raises:
-        ConfigError: A negative number of workers, or an epoch without a sample.
-    """
+    """Scales a measured epoch to so many samples, of which the origin reads some and the cache the others, with
+    ``num_workers`` ≥ 0 a rank. Raises `ConfigError` for a negative number of workers, or an epoch without a sample."""
     if num_workers < 0:
         raise ConfigError.of("workers ≥ 0", num_workers, "take fewer away")
     if measured.num_samples <= 0 or measured.seconds <= 0:

@@ -29,16 +29,8 @@ ROUNDING = 1e-6
 
 
 def measure(order_K: Indices, weight_N: Floats, class_N: npt.NDArray[Any] | None = None) -> Receipt:
-    """Makes the receipt of a weighted draw.
-
-    Args:
-        order_K: The samples drawn.
-        weight_N: float32 (N,), ≥ 1: the gradient weight each sample gets when drawn.
-        class_N: Classes as 0 … C−1, if the draw was stratified; or None.
-
-    Returns:
-        The receipt; ``class_drift`` is nan without classes.
-    """
+    """Makes the receipt of a weighted draw from the samples drawn, the gradient weight ≥ 1 that each sample gets when
+    drawn, and the classes 0 … C−1 if the draw was stratified. ``class_drift`` is nan without classes."""
     num_samples = len(weight_N)
     weight_K = weight_N[order_K].astype(np.float64)
     total = float(weight_K.sum())

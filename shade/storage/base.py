@@ -122,17 +122,8 @@ _URL_AS_PATH: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII)
 
 
 def open_volume(url: str | os.PathLike[str]) -> Volume:
-    """Opens durable storage; nothing is touched yet.
-
-    Args:
-        url: A path (a string or a ``pathlib.Path``), ``file:///path``, or ``scheme://…`` as in fsspec.
-
-    Returns:
-        The volume.
-
-    Raises:
-        ConfigError: Not an address, or its library is missing; the message says which to install.
-    """
+    """Opens durable storage at a path, ``file:///path``, or ``scheme://…`` as in fsspec; nothing is touched yet. Raises
+    `ConfigError` if it is no address, or its library is missing; the message says which to install."""
     if not isinstance(url, str):
         url, given = os.fspath(url), url
         if _URL_AS_PATH.match(url):

@@ -43,17 +43,8 @@ _UNITS: Final = {"": 1, "B": 1} | {
 
 
 def parse_bytes(text: str) -> int:
-    """Reads an amount of memory.
-
-    Args:
-        text: Such as ``8GiB``, ``500MB``, ``1.5TiB``, ``4096``.
-
-    Returns:
-        Bytes, > 0.
-
-    Raises:
-        ConfigError: Not a positive number with a known unit.
-    """
+    """Reads an amount of memory > 0, such as ``8GiB``, ``500MB``, ``1.5TiB`` or ``4096``. Raises `ConfigError` if it is
+    not a positive number with a known unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {name.lower(): factor for name, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units or float(match[1]) <= 0:

@@ -174,17 +174,9 @@ class SharedMemoryTier(Tier):
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, num_bytes: int) -> tuple[str, torch.Tensor]:
-        """Takes the next buffer, to be copied into; the snapshot in it ceases to exist.
-
-        Args:
-            num_bytes: Length of the shard's data.
-
-        Returns:
-            The place, the same on every rank, and the buffer: uint8 (≥ num_bytes,).
-
-        Raises:
-            StorageFullError: There is not enough shared memory.
-        """
+        """Takes the next buffer, uint8 (≥ num_bytes,), to be copied into; the snapshot in it ceases to exist. Returns
+        the place, the same on every rank, and the buffer. Raises `StorageFullError` if there is not enough shared
+        memory."""
         number, place = self._next, str(self._next)
         self.discard(place)
         buffer = self._reserved(number, num_bytes)
@@ -340,18 +332,8 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 def map_aligned(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Maps a file, shared, at an address where its pages can become huge.
-
-    Args:
-        descriptor: Descriptor of the file.
-        num_bytes: Length of the file, a multiple of `HUGE_BYTES`.
-
-    Returns:
-        uint8 (num_bytes,); the mapping lives as long as the tensor and its views.
-
-    Raises:
-        OSError: It cannot be mapped.
-    """
+    """Maps a file, shared, at an address where its pages can become huge; the mapping lives as long as the tensor and
+    its views. ``num_bytes`` is a multiple of `HUGE_BYTES`. Raises `OSError` if it cannot be mapped."""
     # A huge page longer, so that it contains an aligned address. When it is unmapped, so is the file's mapping in it.
     reserved = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(reserved, dtype=torch.uint8)

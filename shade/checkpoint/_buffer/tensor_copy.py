@@ -311,15 +311,9 @@ class Copying:
         return True
 
     def settle(self, names: Iterable[str], helper: Executor | None = None) -> None:
-        """Copies tensors and checks them now; later changes to them do not concern this snapshot.
-
-        Args:
-            names: The tensors.
-            helper: A second thread, which copies half of the bytes; None: this thread copies all.
-
-        Raises:
-            TornSnapshotError: One has changed since the start; the buffer's content is worth nothing.
-        """
+        """Copies tensors and checks them now; later changes to them do not concern this snapshot. A ``helper`` copies
+        half of the bytes in a second thread. Raises `TornSnapshotError` if one has changed since the start; the
+        buffer's content is worth nothing."""
         names = list(names)
         left = [name for name in names if name in self._to_copy]
         mine, theirs = (left, []) if helper is None else self._halves(left)

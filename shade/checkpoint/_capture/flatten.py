@@ -324,19 +324,9 @@ def _unknown(value: Any, path: str) -> ConfigError:
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Puts a flattened state tree together again.
-
-    Args:
-        skeleton: As `flatten` returned it, perhaps through JSON.
-        tensors: By name, contiguous and on the CPU; those that the skeleton does not name are ignored. The state refers
-            to them and copies none.
-
-    Returns:
-        The state.
-
-    Raises:
-        CorruptCheckpointError: It is no skeleton, or it names a tensor that is missing or of another kind.
-    """
+    """Returns the state of a skeleton that `flatten` returned, perhaps through JSON. The state refers to the tensors,
+    contiguous and on the CPU, and copies none; those that the skeleton does not name are ignored. Raises
+    `CorruptCheckpointError` if it is no skeleton, or names a tensor that is missing or of another kind."""
     try:
         return _Unflattener(tensors).unflatten(skeleton, 0)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RuntimeError) as error:

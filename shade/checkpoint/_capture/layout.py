@@ -58,19 +58,9 @@ class ShardLayout:
 
 
 def lay_out(specs: Mapping[str, TensorSpec], rank: int, world_size: int) -> ShardLayout:
-    """Shares the replicated tensors out, and lays out this rank's shard.
-
-    Args:
-        specs: All tensors of this rank: the replicated ones, the same on every rank, and its own.
-        rank: This rank.
-        world_size: Ranks.
-
-    Returns:
-        The layout. The order of ``specs`` makes no difference.
-
-    Raises:
-        ConfigError: A tensor is another rank's own.
-    """
+    """Shares the replicated tensors out, and lays out this rank's shard. ``specs`` are all tensors of this rank, in any
+    order: the replicated ones, the same on every rank, and its own. Raises `ConfigError` if one is another rank's
+    own."""
     mine = [name for name in specs if "@" in name]
     for name in mine:
         if name.rpartition("@")[2] != f"rank{rank}":

@@ -179,16 +179,8 @@ def is_delta(name: str) -> bool:
 
 
 def memory_slots(name: str, slots: int, keyframe_every: int) -> int:
-    """Returns the number of slots that cluster memory needs for a number of complete snapshots and their bases.
-
-    Args:
-        name: Name of the codec.
-        slots: Complete snapshots to hold, ≥ 2.
-        keyframe_every: Saves from one keyframe to the next.
-
-    Returns:
-        The number of slots; an empty one costs no memory.
-    """
+    """Returns the number of slots that cluster memory needs for ``slots`` complete snapshots, ≥ 2, and their bases,
+    with ``keyframe_every`` saves from one keyframe to the next. An empty slot costs no memory."""
     kind = CODECS.get(name)
     if not issubclass(kind, Delta):
         return slots

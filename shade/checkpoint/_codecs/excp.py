@@ -119,15 +119,8 @@ Sums: TypeAlias = npt.NDArray[np.float64]
 def cluster(
     values_N: npt.NDArray[np.float32], num_clusters: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
-    """Clusters numbers by k-means.
-
-    Args:
-        values_N: Finite numbers, at least one.
-        num_clusters: Greatest number of clusters, 1 … 255.
-
-    Returns:
-        ``(centres_C, labels_N)``: ascending centres, and for each number the index of its centre.
-    """
+    """Clusters finite numbers, at least one, by k-means into ``num_clusters`` at most, 1 … 255. Returns the centres,
+    ascending, and for each number the index of its centre."""
     keys_N = _keys(values_N)
     counts = np.bincount(keys_N, minlength=_BINS)
     (used,) = np.nonzero(counts)

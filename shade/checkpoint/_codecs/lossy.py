@@ -45,32 +45,13 @@ class LossyDelta(Delta):
 
     @abstractmethod
     def encode_items(self, items_N: Items, base_N: Items, spans: Sequence[Span]) -> Raw | None:
-        """Returns the stored form of lossy items.
-
-        Args:
-            items_N: The items, finite.
-            base_N: The base's items, finite.
-            spans: Where they come from, in order; at least one.
-
-        Returns:
-            Bytes; None if the items cannot be stored in this form.
-        """
+        """Returns the stored form of finite items that come from these spans, in order; None if they cannot be stored
+        in this form."""
 
     @abstractmethod
     def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        """Returns the lossy items, approximately.
-
-        Args:
-            encoded: Bytes from `encode_items`.
-            base_N: The base's items; may be overwritten.
-            spans: As in `encode_items`.
-
-        Returns:
-            As many items as the base has.
-
-        Raises:
-            CorruptCheckpointError: It is no result of `encode_items` for that many items.
-        """
+        """Returns as many items as the base has, approximately those that were encoded; may overwrite the base's.
+        Raises `CorruptCheckpointError` if it is no result of `encode_items` for that many items."""
 
     @abstractmethod
     def encoded_lengths(self, num_items: int) -> tuple[int, int]:

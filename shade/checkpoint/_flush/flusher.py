@@ -86,16 +86,8 @@ class FetchPace:
 
 
 def batches(lengths: Sequence[int], pace: FetchPace, num_all: int) -> Iterator[range]:
-    """Divides a shard's chunks into fetches; asks the pace each time.
-
-    Args:
-        lengths: Stored length of each chunk.
-        pace: Chooses the number of chunks.
-        num_all: Number of chunks of the snapshot.
-
-    Yields:
-        Numbers of adjacent chunks: one, or several of together at most `MOST_BYTES`.
-    """
+    """Divides a shard's chunks, by their stored lengths, into fetches of adjacent ones: one chunk, or several of
+    together at most `MOST_BYTES`. Asks the pace for their number each time; ``num_all`` is that of the snapshot."""
     first = 0
     while first < len(lengths):
         stop, most = first + 1, pace.num_chunks(num_all)

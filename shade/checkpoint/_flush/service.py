@@ -58,18 +58,8 @@ logger = logging.getLogger("shade.checkpoint")
 
 
 def is_served(store: Store, run: str) -> bool:
-    """Returns whether a flusher serves a run; takes a second as a rule, and three at most.
-
-    Args:
-        store: The store of its snapshots.
-        run: The run id.
-
-    Returns:
-        Whether a live flusher holds the run's lock.
-
-    Raises:
-        StoreError: The store does not answer.
-    """
+    """Returns whether a live flusher holds the run's lock; takes a second as a rule, and three at most. Raises
+    `StoreError` if the store does not answer."""
     return is_held(store, run, FLUSHER)
 
 
@@ -140,22 +130,9 @@ def _opened(log: Path) -> IO[bytes]:
 def flush(
     store_url: str, persist_url: str, run: str | None, keep: str, *, once: bool = False, until_ended: bool = False
 ) -> int:
-    """Serves until a signal: SIGTERM and SIGINT end it promptly, a second one at once.
-
-    Args:
-        store_url: URL of the store.
-        persist_url: URL of durable storage.
-        run: The run id; None for every run in the store.
-        keep: Retention rules: see `Keep.parse`.
-        once: End when everything is durable.
-        until_ended: End when the run has ended and everything is durable.
-
-    Returns:
-        The exit code: 0, or 1 if something is not durable.
-
-    Raises:
-        ShadeError: See `serve`.
-    """
+    """Serves a run, or every run in the store, until a signal: SIGTERM and SIGINT end it promptly, a second one at
+    once. With ``once`` it ends when everything is durable, with ``until_ended`` when the run has ended too. Returns the
+    exit code: 0, or 1 if something is not durable. Raises as `serve`."""
     if until_ended and run is None:
         raise ConfigError.of("--until-ended with a --run", "none", "name the run whose end to wait for")
     rules = Keep.parse(keep)
@@ -191,14 +168,8 @@ def flush(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the process that `start_flusher` starts; addresses come from the environment.
-
-    Args:
-        arguments: Replaces the command line.
-
-    Returns:
-        As `flush`; 2 if it cannot begin, with the reason on standard error.
-    """
+    """Runs the process that `start_flusher` starts; addresses come from the environment. Returns as `flush`, or 2 if it
+    cannot begin, with the reason on standard error."""
     parser = argparse.ArgumentParser(
         prog="shade.checkpoint._flush.service", description="Makes one run's snapshots durable."
     )

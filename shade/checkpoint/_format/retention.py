@@ -53,18 +53,8 @@ class Keep:
 
     @classmethod
     def parse(cls, text: str) -> Keep:
-        """Parses rules.
-
-        Args:
-            text: ``last=3``, ``last=2,every=1000``, ``best=val_loss`` (the smallest), ``best=accuracy:max:3`` (the
-                three largest), ``all``.
-
-        Returns:
-            The rules.
-
-        Raises:
-            ConfigError: The text is no such rule; the message shows one.
-        """
+        """Parses ``last=3``, ``last=2,every=1000``, ``best=val_loss`` (the smallest), ``best=accuracy:max:3`` (the
+        three largest) or ``all``. Raises `ConfigError` if the text is no such rule; the message shows one."""
         last, every, best, everything = 1, 0, [], False
         given: list[str] = []
         for rule in map(str.strip, text.split(",")):
@@ -85,15 +75,8 @@ class Keep:
         return cls(last, every, tuple(best), everything)
 
     def kept(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
-        """Returns the records that stay, newest first.
-
-        Args:
-            records: Every snapshot of one run in one place, in any order.
-            others: Snapshots that may arrive there later: their bases stay too.
-
-        Returns:
-            The records.
-        """
+        """Returns the records that stay, newest first, of every snapshot that a run has in one place. ``others`` may
+        arrive there later: their bases stay too."""
         newest_first = sorted(records, key=lambda record: (record.sequence, record.step), reverse=True)
         if self.all:
             return newest_first

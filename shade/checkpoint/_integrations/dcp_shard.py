@@ -229,17 +229,8 @@ _META: Final = ("checkpoint_id", "save_id", "load_id")
 
 
 def to_plain(metadata: Metadata) -> dict[str, Any]:
-    """Converts metadata whose ``storage_data`` maps each item to the rank whose shard holds it.
-
-    Args:
-        metadata: From a save planner; ``storage_data`` is a dict from `MetadataIndex` to rank.
-
-    Returns:
-        Plain types.
-
-    Raises:
-        ConfigError: It has an entry of an unknown kind.
-    """
+    """Converts a save planner's metadata, whose ``storage_data`` maps each `MetadataIndex` to the rank whose shard
+    holds it, to plain types. Raises `ConfigError` if it has an entry of an unknown kind."""
     meta = metadata.storage_meta
     return {
         "entries": {name: _entry(name, entry) for name, entry in metadata.state_dict_metadata.items()},

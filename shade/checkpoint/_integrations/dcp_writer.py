@@ -54,17 +54,8 @@ logger = logging.getLogger("shade.checkpoint")
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
-    """Returns the step that a checkpoint_id of DCP names.
-
-    Args:
-        checkpoint_id: A number, alone or after ``step-``; the last part of a path.
-
-    Returns:
-        The step.
-
-    Raises:
-        ConfigError: It names none.
-    """
+    """Returns the step that a checkpoint_id of DCP names: a number, alone or after ``step-``, or as the last part of a
+    path. Raises `ConfigError` if it names none."""
     found = _STEP.fullmatch(str(checkpoint_id).rstrip("/").rpartition("/")[2])
     if found is None:
         raise ConfigError.of("a checkpoint_id that is a step: '120' or 'step-120'", checkpoint_id, "pass the step")
@@ -420,19 +411,9 @@ _lock: Final = threading.Lock()
 
 
 def opened(address: Address, is_coordinator: bool) -> OpenTiers:
-    """Returns the tiers of an address; opens them if they are not open.
-
-    Args:
-        address: The address.
-        is_coordinator: Whether this process leads.
-
-    Returns:
-        The tiers, the same for equal arguments.
-
-    Raises:
-        ConfigError: A store or storage does not answer, or cannot be written.
-        RunInUseError: Another live process saves under this id.
-    """
+    """Returns the tiers of an address, the same for equal arguments; opens them if they are not open. Raises
+    `ConfigError` if a store or storage does not answer or cannot be written, and `RunInUseError` if another live
+    process saves under this id."""
     key = (os.getpid(), address, is_coordinator)
     with _lock:
         if key not in _opened:

@@ -24,17 +24,8 @@ _TRIED: Final = (1, 2, 4, 8)
 
 
 def best_batch_bytes(num_bytes: int, latency_seconds: float, chunk_bytes: int, chunk_seconds: float) -> float:
-    """Returns B*, between a chunk and the whole shard.
-
-    Args:
-        num_bytes: Length of the shard, C.
-        latency_seconds: Fixed time of a write, T_d ≥ 0.
-        chunk_bytes: Length of a chunk, C_i.
-        chunk_seconds: Time between two chunks that become ready, T_c ≥ 0.
-
-    Returns:
-        Bytes.
-    """
+    """Returns B*, between a chunk and the whole shard, from C, T_d ≥ 0, C_i and T_c ≥ 0 as the module's text has
+    them."""
     if chunk_seconds <= 0:
         return max(num_bytes, chunk_bytes)
     best = math.sqrt(num_bytes * latency_seconds * chunk_bytes / chunk_seconds)

@@ -53,8 +53,6 @@ _QUIET_STEPS: Final = 20
 """Steps whose median is the length of a step: a run's first steps, which take longer, do not count for long."""
 _ROUNDS: Final = 60
 """Most rounds of Newton's method; it takes five."""
-MTBF_SECONDS: Final = 86400.0
-"""Mean time between failures, a day, where none is given: spot machines fail more often, own machines less."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def _interval(every: str, in_flight: int) -> _Interval | None:
         return None if profiled[1] and not share else _as_they_fit(in_flight, share)
     best = _BEST.fullmatch(every)
     if best is not None:
-        share, mtbf_seconds = budget_of(every)
+        share, mtbf_seconds = float(best[1]) / 100, float(best[2]) * _SECONDS[best[3]]
         return _best(share, mtbf_seconds) if share > 0 and mtbf_seconds > 0 else None
     match = _SPEC.fullmatch(every)
     if match is None or float(match[1]) == 0:
@@ -135,15 +133,6 @@ def _interval(every: str, in_flight: int) -> _Interval | None:
     if unit == "%":
         return _share_of_time(amount / 100)
     return (lambda _: amount) if amount == int(amount) else None
-
-
-def budget_of(every: str | int) -> tuple[float, float]:
-    """Returns the share of the time that saving may add, 1 if none is named, and the mean seconds between failures."""
-    best = _BEST.fullmatch(str(every))
-    if best is not None:
-        return float(best[1]) / 100, float(best[2]) * _SECONDS[best[3]]
-    share = _SPEC.fullmatch(str(every))
-    return float(share[1]) / 100 if share is not None and share[2] == "%" else 1.0, MTBF_SECONDS
 
 
 def _best(share: float, mtbf_seconds: float) -> _Interval:

@@ -105,17 +105,8 @@ class CostModel:
         self._pieces: defaultdict[tuple[str, int], _WritePiece] = defaultdict(_WritePiece)
 
     def pays(self, codec: str, number: int, data: memoryview, encode: Callable[[memoryview], Bytes | None]) -> bool:
-        """Whether compressing a chunk pays; measures a codec at its first chunk.
-
-        Args:
-            codec: Name of the codec.
-            number: Number of the chunk, the same in every snapshot.
-            data: The chunk.
-            encode: Compresses the chunk or its first part; returns None where it cannot.
-
-        Returns:
-            Whether it pays.
-        """
+        """Whether compressing a chunk pays; measures a codec at its first chunk. ``number`` is the chunk's, the same in
+        every snapshot; ``encode`` compresses the chunk or its first part, and returns None where it cannot."""
         if codec not in self._compressing and not self._measure(codec, number, data, encode):
             return False
         limit = self._limit(codec, len(data))

@@ -83,19 +83,9 @@ class NoticeSource(ABC):
 
 
 def seconds_in(text: str, grace_seconds: float) -> float | None:
-    """Parses the text of a notice.
-
-    Args:
-        text: A number of seconds, a time in ISO 8601, JSON with one of these under ``seconds`` or ``time``, ``TRUE``,
-            ``FALSE``, ``NONE``, or nothing.
-        grace_seconds: Time left if the text names no time.
-
-    Returns:
-        Seconds from now, ≥ 0; None if the text says that there is no notice.
-
-    Raises:
-        ValueError: The text is none of these.
-    """
+    """Returns the seconds from now, ≥ 0, in the text of a notice, or None if it says that there is none. The text is a
+    number of seconds, a time in ISO 8601, JSON with one of these under ``seconds`` or ``time``, ``TRUE``, ``FALSE``,
+    ``NONE``, or nothing; else `ValueError` is raised. Where it names no time, ``grace_seconds`` are left."""
     text = text.strip()
     if text.upper() in ("FALSE", "NONE"):
         return None

@@ -152,19 +152,9 @@ class Packer:
     def pack(
         self, step: int, buffer: torch.Tensor, num_bytes: int, entries: Mapping[str, TensorEntry], tree: Any
     ) -> PackedShard:
-        """Packs a shard.
-
-        Args:
-            step: Step of the snapshot.
-            buffer: uint8, the data in its first ``num_bytes``; must not be written to while the chunks are in use. A
-                lossy codec writes its decoded values to it.
-            num_bytes: Length of the data.
-            entries: The shard's tensors.
-            tree: The skeleton of the state.
-
-        Returns:
-            The shard.
-        """
+        """Packs a shard, whose data lie in the first ``num_bytes`` of the buffer. The buffer must not be written to
+        while the chunks are in use; a lossy codec writes its decoded values to it. ``tree`` is the skeleton of the
+        state."""
         data = _data_of(buffer, num_bytes)
         draft = Manifest(
             run=self._run,

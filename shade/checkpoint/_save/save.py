@@ -100,21 +100,10 @@ class Saver:
         return not all(handle.committed.done() for handle in self._in_flight)
 
     def begin(self, step: int, metrics: Mapping[str, float], meter: PaceMeter) -> SaveHandle:
-        """Takes a snapshot; waits until there is room for it.
-
-        Args:
-            step: Optimizer steps done.
-            metrics: Metrics kept with the snapshot.
-            meter: What this rank has measured so far; learns that a save begins.
-
-        Returns:
-            The save.
-
-        Raises:
-            ConfigError: Something attached, or a metric, cannot be saved.
-            TornSnapshotError: Something changed while it was copied, and again during a second copy.
-            StorageFullError: There is not enough shared memory for the buffer.
-        """
+        """Takes a snapshot; waits until there is room for it. The metrics are kept with it, and the meter learns that a
+        save begins. Raises `ConfigError` if something attached, or a metric, cannot be saved, `TornSnapshotError` if
+        something changed while it was copied, and again during a second copy, and `StorageFullError` if there is not
+        enough shared memory for the buffer."""
         begun = time.monotonic()
         self.before_step()
         self._wait_for_room(step)

@@ -1,8 +1,7 @@
 """Strategies: when a snapshot's bytes are copied, and with what config; `auto` chooses among them.
 
 In reading order: `base` (what a strategy is), `copy` and `overlap` (the two simple ones), `published` (one class a
-paper), `windows`, `deepfreeze`, `asymmetric`, `gemini` (own ways to copy or send), `measure` (this machine's rates),
-`predict` (the cost of a save), `auto` (the choice).
+paper), `windows`, `deepfreeze`, `asymmetric`, `gemini` (own ways to copy or send), `auto` (the choice).
 """
 
 from shade.checkpoint._strategies import asymmetric, auto, copy, deepfreeze, gemini, overlap, published

@@ -182,15 +182,8 @@ def first_tensor(output: Any) -> torch.Tensor | None:
 
 
 def partition(num_bytes: int, window_seconds: Sequence[float]) -> list[int]:
-    """Divides a state among windows.
-
-    Args:
-        num_bytes: Size of the state, R ≥ 0.
-        window_seconds: Length of each window of a pass, in order; not negative.
-
-    Returns:
-        Bytes of each window; their sum is R. Equal shares if all lengths are 0.
-    """
+    """Returns how many bytes of a state each window of a pass takes, from the windows' lengths, ≥ 0, in order. Shares
+    are equal if all lengths are 0."""
     if not window_seconds:
         return []
     total = sum(window_seconds)

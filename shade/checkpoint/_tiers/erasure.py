@@ -75,15 +75,8 @@ def _num_ones(constant: int) -> int:
 
 
 def parity_rows(num_data: int, num_parity: int) -> list[list[int]]:
-    """Returns the constants of each parity row: a Cauchy matrix, scaled so that the constants have few bits.
-
-    Args:
-        num_data: k, ≥ 1.
-        num_parity: r, ≥ 1; k + r ≤ 256.
-
-    Returns:
-        r rows of k constants, none of them 0, the first row all ones.
-    """
+    """Returns r rows of k constants, none of them 0, the first row all ones: a Cauchy matrix, scaled so that the
+    constants have few bits. k + r ≤ 256."""
     rows = [[inverse(num_data + row ^ column) for column in range(num_data)] for row in range(num_parity)]
     first = [inverse(constant) for constant in rows[0]]
     rows = [[multiply(constant, scale) for constant, scale in zip(row, first, strict=True)] for row in rows]
@@ -137,27 +130,15 @@ class ErasureCode:
         self._rows = parity_rows(num_data, num_parity)
 
     def encode(self, data: Sequence[Bytes], parity: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Fills in the parity.
-
-        Args:
-            data: At most k pieces; missing ones count as zeros.
-            parity: r arrays to fill, each of the length that `padded_bytes` gives for the longest piece.
-        """
+        """Fills in r arrays of parity, each of the length that `padded_bytes` gives for the longest of k pieces at
+        most; missing ones count as zeros."""
         words = [_as_words(piece, len(parity[0])) for piece in data]
         for row, total in zip(self._rows, parity, strict=True):
             _combine(row[: len(words)], words, total)
 
     def rebuild(self, wanted: int, pieces: Mapping[int, Bytes], length: int) -> npt.NDArray[np.uint8]:
-        """Rebuilds one lost data piece from k others.
-
-        Args:
-            wanted: Number of the lost piece, below k.
-            pieces: Exactly k pieces by number, without ``wanted``; empty bytes for one that `encode` was not given.
-            length: Length of the parity.
-
-        Returns:
-            ``length`` bytes: the piece and its padding.
-        """
+        """Rebuilds one lost data piece, with its padding to the parity's ``length``, from exactly k others by number;
+        empty bytes stand for one that `encode` was not given."""
         numbers = sorted(pieces)
         rows = [
             [int(number == column) for column in range(self.num_data)]
@@ -257,15 +238,9 @@ class Stripe:
         return found if len(found) == len(chunks) else None
 
     def rebuild(self, wanted: int, row: int) -> npt.NDArray[np.uint8] | None:
-        """Rebuilds a chunk from the others and the parity, without reading the chunk itself.
-
-        Args:
-            wanted: Number of the chunk in the shard.
-            row: Parity row that is always used, so that a caller that asks for every row tries all of them.
-
-        Returns:
-            The chunk, or None if that row or too many other pieces are damaged.
-        """
+        """Rebuilds a chunk from the others and the parity, without reading the chunk itself. ``row`` is always used, so
+        that a caller that asks for every row tries all of them. Returns None if that row or too many other pieces are
+        damaged."""
         layout, first = self._slot.layout, self.numbers[0]
         if self._parity(row) is None:
             return None

@@ -259,12 +259,8 @@ class MemoryTier(Tier):
         return slot is not None and self._records.has(slot, dirty_name(slot))
 
     def mark_clean(self, place: str, step: int) -> None:
-        """Clears the dirty bit and the hold: the snapshot is in storage, or is given up.
-
-        Args:
-            place: A place from `dirty`.
-            step: Step of the snapshot; a slot that holds another step by now is left unchanged.
-        """
+        """Clears the dirty bit and the hold: the snapshot is in storage, or is given up. A slot that holds another step
+        by now is left unchanged."""
         table, _ = self._records.table()
         slot = table.find(place)  # from the current table: a store that came back empty restarts its generations
         if slot is not None and slot.step == step:
@@ -452,18 +448,9 @@ def needed_bytes(store: Store, layout: SlotLayout, shard_bytes: Sequence[int]) -
 def spare_bytes(
     store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
 ) -> int | None:
-    """Returns the bytes that the store has left after a snapshot: those of the fullest server, times the servers.
-
-    Args:
-        store: The store.
-        layout: Layout of the snapshot.
-        shard_bytes: Length of each rank's shard; empty for no snapshot.
-        reused: Slots whose content is erased first.
-        rank_bytes: Bytes that one rank has in flight at once.
-
-    Returns:
-        Bytes, less a reserve; negative if so much is missing. None if the servers have no limit.
-    """
+    """Returns the bytes that the store has left after a snapshot, less a reserve: those of the fullest server, times
+    the servers; negative if so much is missing, None if the servers have no limit. ``reused`` slots are erased first;
+    ``rank_bytes`` is what one rank has in flight at once; without ``shard_bytes`` there is no snapshot."""
     primaries = [node for node in store.stats().nodes if node.role == "primary" and node.max_bytes]
     num_servers = len(layout.tags)
     uneven = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES) if shard_bytes and num_servers > 1 else 0

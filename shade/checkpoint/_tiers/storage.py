@@ -178,16 +178,9 @@ class StorageTier(Tier):
         self._remove(place, self._volume.list(f"{place}/"))
 
     def sweep(self, keep: Collection[str] = (), *, is_only_writer: bool = False) -> list[str]:
-        """Removes folders without a record: remains of interrupted saves.
-
-        Args:
-            keep: Places that are being written and must stay.
-            is_only_writer: Whether nothing else writes snapshots of this run: we hold its lock and no save has begun.
-                Otherwise folders newer than the newest snapshot stay: another process may be writing them.
-
-        Returns:
-            The removed places.
-        """
+        """Removes folders without a record, remains of interrupted saves, except the places in ``keep``; returns the
+        removed ones. Folders newer than the newest snapshot stay, because another process may be writing them, unless
+        ``is_only_writer`` says that none is: we hold the run's lock and no save has begun."""
         names = self._volume.list(f"{self._run}/step-")
         unfinished = self._volume.leftovers(f"{self._run}/step-")
         held = {name.removesuffix(f"/{_RECORD}") for name in names if name.endswith(f"/{_RECORD}")}

@@ -57,19 +57,9 @@ class Tier(ABC):
 
     @abstractmethod
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """Makes room and removes what lay at the place. Called by rank 0, never twice at once.
-
-        Args:
-            step: Step of the new snapshot.
-            shard_bytes: Stored length of each rank's shard.
-
-        Returns:
-            The place.
-
-        Raises:
-            StoreFullError: A store has no room; nothing was lost.
-            StorageFullError: Storage has no room; nothing was lost.
-        """
+        """Makes room for shards of these stored lengths, removes what lay at their place, and returns the place. Called
+        by rank 0, never twice at once. Raises `StoreFullError` or `StorageFullError` if there is no room; nothing was
+        lost."""
 
     @abstractmethod
     def put(self, place: str, shard: Shard) -> None:
@@ -85,53 +75,22 @@ class Tier(ABC):
 
     @abstractmethod
     def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        """Returns the unverified bytes of a manifest.
-
-        Args:
-            place: A place from `held`.
-            rank: Rank of the manifest.
-            copy: Number of the copy, below `num_copies`.
-
-        Returns:
-            The bytes, or None if they are missing or their server is down.
-        """
+        """Returns the unverified bytes of a manifest, or None if they are missing or their server is down. ``copy`` is
+        below `num_copies`."""
 
     @abstractmethod
     def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        """Returns the unverified bytes of chunks.
-
-        Args:
-            place: A place from `held`.
-            manifest: The verified manifest.
-            numbers: Chunk numbers; a few dozen at once, as all are fetched together and held in memory.
-            copy: Number of the copy, below `num_copies`.
-
-        Returns:
-            The bytes in the order of ``numbers``; None for missing ones.
-        """
+        """Returns the unverified bytes of chunks in the order of ``numbers``, None for missing ones. Ask for a few
+        dozen at once, as all are fetched together and held in memory. ``copy`` is below `num_copies`."""
 
     def has_whole_file(self, place: str, manifest: Manifest) -> bool:
         """Returns whether what encloses a shard's chunks is as it was written: the header and the length of a file.
-
-        Args:
-            place: A place from `held`.
-            manifest: The verified manifest.
-
-        Returns:
-            True in tiers without files.
-        """
+        True in tiers without files."""
         return True
 
     def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
-        """Returns a shard's data where it lies, valid until this rank begins a save.
-
-        Args:
-            place: A place from `held`.
-            manifest: The verified manifest.
-
-        Returns:
-            Writable, unverified, contiguous, not encoded; None in tiers that cannot map it, which are most.
-        """
+        """Returns a shard's data where it lies, valid until this rank begins a save: writable, unverified, contiguous,
+        not encoded. Returns None in tiers that cannot map it, which are most."""
         return None
 
     def read_chunks_into(
@@ -142,18 +101,8 @@ class Tier(ABC):
         buffers: Sequence[memoryview],
         copy: int = 0,
     ) -> list[bool]:
-        """Reads chunks into the caller's memory; tiers that can do so without a copy override it.
-
-        Args:
-            place: A place from `held`.
-            manifest: The verified manifest.
-            numbers: Chunk numbers.
-            buffers: One per chunk, of its stored length.
-            copy: Number of the copy, below `num_copies`.
-
-        Returns:
-            Whether each buffer holds the unverified chunk; otherwise its content is undefined.
-        """
+        """Reads chunks into the caller's buffers, one per chunk, of its stored length; tiers that can do so without a
+        copy override it. Returns whether each buffer holds the unverified chunk; otherwise its content is undefined."""
         found = []
         for buffer, content in zip(buffers, self.read_chunks(place, manifest, numbers, copy), strict=True):
             fits = content is not None and len(content) == len(buffer)
@@ -164,13 +113,8 @@ class Tier(ABC):
 
     @abstractmethod
     def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
-        """Overwrites damaged or missing chunks in every copy.
-
-        Args:
-            place: A place from `held`.
-            manifest: The manifest of the shard; it is written again too.
-            damaged: Verified chunks by number; may be empty.
-        """
+        """Overwrites damaged or missing chunks in every copy, and writes the manifest again. ``damaged`` are verified
+        chunks by number, and may be empty."""
 
     @abstractmethod
     def discard(self, place: str) -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from shade.checkpoint._pacing.schedule import goodput
-from shade.checkpoint._strategies.predict import Prediction
+from shade.cli._checkpoint.predict import Prediction
 from shade.errors import ConfigError, DataError
 from shade.installation import install_hint
 
@@ -337,15 +337,7 @@ def expected(habit: Habit, mtbf_seconds: float) -> float:
 
 
 def rows(outcomes: Sequence[Outcome], mtbf_seconds: float) -> list[list[str]]:
-    """Returns the cells of a table, heading first.
-
-    Args:
-        outcomes: In the order of the table.
-        mtbf_seconds: Of the trace.
-
-    Returns:
-        As many lines as outcomes, and one.
-    """
+    """Returns the cells of a table, heading first, then a line for each outcome."""
     found = [list(HEADER)]
     for outcome in outcomes:
         prediction, total = outcome.habit.prediction, outcome.total_seconds

@@ -18,8 +18,8 @@ from shade.cli.tables import size, table
 from shade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shade.checkpoint._strategies.measure import Costs
-    from shade.checkpoint._strategies.predict import Prediction
+    from shade.cli._checkpoint.measure import Costs
+    from shade.cli._checkpoint.predict import Prediction
     from shade.cli._checkpoint.replay import PreemptionTrace
 
 _EXAMPLES: Final = """\
@@ -40,10 +40,10 @@ kind is what failed: process (a trainer), machine (with its memory), cluster (al
 until as many machines were available again. Without kind every event is a machine, without down_seconds a spare is
 available, without end the last event ends the trace.
 
-The costs are those of a run (strategy="auto" logs them), or are measured on this machine: copies and hashes in memory,
-writes to --persist, transfers to --store. The replay is exact; nothing is drawn at random. kept + lost + saving +
-recovering + down is the length of the trace. expected is the closed form for failures at random moments. Strategies
-that do not restore bit for bit are left out unless they are named.
+The costs come from a file that --save-costs wrote, or are measured on this machine: copies and hashes in memory, writes
+to --persist, transfers to --store. The replay is exact; nothing is drawn at random. kept + lost + saving + recovering +
+down is the length of the trace. expected is the closed form for failures at random moments. Strategies that do not
+restore bit for bit are left out unless they are named.
 
 exit code: 0; 2 the command could not be carried out
 """
@@ -98,7 +98,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    from shade.checkpoint._strategies.predict import interval_steps
+    from shade.cli._checkpoint.predict import interval_steps
     from shade.cli._checkpoint.replay import Habit, plot, replay, replay_all, rows
 
     trace = _trace(given)
@@ -148,7 +148,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _costs(given: argparse.Namespace) -> Costs:
-    from shade.checkpoint._strategies.measure import Costs
+    from shade.cli._checkpoint.measure import Costs
 
     if given.costs is not None:
         return Costs.load(given.costs)
@@ -162,7 +162,7 @@ def _costs(given: argparse.Namespace) -> Costs:
 
 
 def _measured(given: argparse.Namespace) -> Costs:
-    from shade.checkpoint._strategies.measure import Costs, memory_rates, storage_rates, store_rates
+    from shade.cli._checkpoint.measure import Costs, memory_rates, storage_rates, store_rates
     from shade.storage import open_volume
     from shade.store import open_store
     from shade.store.url import parse_bytes
@@ -194,8 +194,8 @@ def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str
     """Predicts the named strategies, or all that restore bit for bit and whose codec has been measured."""
     from shade.checkpoint._strategies import STRATEGIES
     from shade.checkpoint._strategies.auto import candidates
-    from shade.checkpoint._strategies.measure import codec_cost
-    from shade.checkpoint._strategies.predict import predict
+    from shade.cli._checkpoint.measure import codec_cost
+    from shade.cli._checkpoint.predict import predict
 
     if names is not None:
         found = {name.strip(): STRATEGIES.get(name.strip()).config for name in names.split(",")}

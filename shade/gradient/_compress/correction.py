@@ -170,14 +170,8 @@ class AdamCorrection(Correction):
         return {**super().read(state if steps else {}, size), STEPS: torch.tensor([steps])}
 
     def coefficients(self, steps: int) -> Floats:
-        """Returns β₁, 1 − β₁, β₂, 1 − β₂, the two bias corrections, and ε.
-
-        Args:
-            steps: The number of gradients that the moments have seen, this one included.
-
-        Returns:
-            float32 (7,): the fifth multiplies the first moment, the sixth the root of the second.
-        """
+        """Returns β₁, 1 − β₁, β₂, 1 − β₂, the two bias corrections after ``steps`` gradients, this one included, and ε
+        as float32 (7,). The fifth multiplies the first moment, the sixth the root of the second."""
         first, second = self.betas
         unbias = 1 / (1 - first**steps), 1 / np.sqrt(1 - second**steps)
         return np.array([first, 1 - first, second, 1 - second, *unbias, self.eps], dtype=np.float32)

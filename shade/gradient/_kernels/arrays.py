@@ -127,12 +127,7 @@ def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, 
 
 
 def name_elements(lines: Places, indices_L: Places) -> None:
-    """Writes the indices of all elements of some lines, in order.
-
-    Args:
-        lines: The numbers of the lines.
-        indices_L: uint32 (L, 16); overwritten.
-    """
+    """Writes the indices of all elements of some lines to ``indices_L``, uint32 (L, 16), in order."""
     np.multiply(lines[:, None], np.uint32(LINE), out=indices_L)
     np.add(indices_L, np.arange(LINE, dtype=np.uint32), out=indices_L)
 

@@ -78,12 +78,6 @@ def compiled(function: F) -> F:
 
     ``fastmath`` stays off: sums keep their order and no product is fused into a sum, so every processor gives the same
     bits. A division by 0 gives infinity, as in numpy; a check for it would prevent vector code.
-
-    Args:
-        function: Uses only what numba compiles.
-
-    Returns:
-        The compiled function.
     """
     import numba
 
@@ -94,15 +88,8 @@ def compiled(function: F) -> F:
 
 
 def choose(loops: str, twin: Any) -> Any:
-    """Imports a module of compiled loops and runs each of them once.
-
-    Args:
-        loops: Full name of a module with ``probe()``, which calls every loop once.
-        twin: An object with the same functions in numpy.
-
-    Returns:
-        The module, or the twin if the module cannot be compiled.
-    """
+    """Imports a module of compiled loops by its full name, and runs each of them once by its ``probe()``. Returns
+    ``twin``, an object with the same functions in numpy, if the module cannot be compiled."""
     try:
         module = importlib.import_module(loops)
         module.probe()

@@ -127,18 +127,8 @@ class Move:
 
 
 def take_share(newcomer: Endpoint, num_primaries: int) -> int:
-    """Moves to a node without slots its share of them, from the nodes that have more than theirs.
-
-    Args:
-        newcomer: A node that has just joined the cluster.
-        num_primaries: Nodes that are to have slots, this one included.
-
-    Returns:
-        The number of slots that moved.
-
-    Raises:
-        StoreUnavailableError: As `Move`.
-    """
+    """Moves to a node that has just joined its share of the slots, from the nodes that have more than theirs; returns
+    how many moved. ``num_primaries`` are to have slots, this one included. Raises as `Move`."""
     owners = read_slot_map(newcomer).owners
     share = len(owners) // num_primaries
     num_moved = 0

@@ -93,15 +93,9 @@ def form_cluster(nodes: Sequence[Endpoint], num_primaries: int) -> None:
 
 
 def assign_slots(nodes: Sequence[Endpoint], num_primaries: int) -> None:
-    """Assigns slots and roles to nodes that are meeting, and waits until they agree.
-
-    Args:
-        nodes: The first ``num_primaries`` share the slots, the others follow them in turn.
-        num_primaries: At least 3.
-
-    Raises:
-        StoreUnavailableError: They do not agree within a minute.
-    """
+    """Assigns slots and roles to nodes that are meeting, and waits until they agree. The first ``num_primaries``, at
+    least 3, share the slots; the others follow them in turn. Raises `StoreUnavailableError` if they do not agree within
+    a minute."""
     primaries, replicas = nodes[:num_primaries], nodes[num_primaries:]
     bounds = [NUM_SLOTS * part // num_primaries for part in range(num_primaries + 1)]
     for node, first, end in zip(primaries, bounds, bounds[1:], strict=False):

@@ -263,19 +263,8 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def ask(endpoint: Endpoint, *words: str | int) -> Reply:
-    """Sends one command to a server over a connection of its own.
-
-    Args:
-        endpoint: The server.
-        *words: The command.
-
-    Returns:
-        The reply.
-
-    Raises:
-        StoreUnavailableError: No answer, or an error in its place.
-        StoreAuthError: The server refused the credentials.
-    """
+    """Sends one command to a server over a connection of its own, and returns the reply. Raises `StoreUnavailableError`
+    if there is no answer, or an error in its place, and `StoreAuthError` if the server refused the credentials."""
     node = Node(endpoint, _ANSWER_SECONDS)
     try:
         (reply,) = node.ask(words)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from shade.checkpoint._pacing.schedule import best_cycle, goodput
-from shade.checkpoint._strategies.predict import Prediction
+from shade.cli._checkpoint.predict import Prediction
 from shade.cli._checkpoint.replay import KINDS, Failure, Habit, Kind, Outcome, PreemptionTrace, replay, replay_all
 
 

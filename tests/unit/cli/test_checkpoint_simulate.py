@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._strategies.measure import Costs
 from shade.cli import main
+from shade.cli._checkpoint.measure import Costs
 from shade.cli._checkpoint.replay import PreemptionTrace
 from shade.store._servers.server import LocalServer
 

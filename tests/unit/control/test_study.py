@@ -19,6 +19,14 @@ SPACE = Space((32, 1024), (0.0005, 0.1), batch_multiple=8)
 FEW = Study(SPACE, seed=3, num_evaluations=7, num_first=4)
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The journal of a whole search of FEW on the hill."""
+    journal = tmp_path_factory.mktemp("few") / "journal"
+    assert len(list(run(FEW, hill, journal))) == FEW.num_evaluations
+    return journal
+
+
 def hill(point: Point) -> float:
     """Accuracy with its top, 0.9, at batch 200 and density 0.02."""
     across = math.log(point.batch / 200) / math.log(32)
@@ -82,8 +90,8 @@ def test_its_profile_is_near_the_truth(tmp_path: Path) -> None:
     assert len(profile.evaluations) == 31
 
 
-def test_the_same_seed_tries_the_same_and_another_another(tmp_path: Path) -> None:
-    first = [each.point for each in run(FEW, hill, tmp_path / "a")]
+def test_the_same_seed_tries_the_same_and_another_another(few: Path, tmp_path: Path) -> None:
+    first = [each.point for each in read_journal(few, FEW)]
     assert [each.point for each in run(FEW, hill, tmp_path / "b")] == first
     other = Study(SPACE, seed=4, num_evaluations=7, num_first=4)
     assert [each.point for each in run(other, hill, tmp_path / "c")] != first
@@ -91,8 +99,8 @@ def test_the_same_seed_tries_the_same_and_another_another(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("killed_after", [0, 2, 5])
 @pytest.mark.parametrize("torn", [b"", b'{"evaluation": {"numb'])
-def test_killed_and_resumed_it_tries_the_same(killed_after: int, torn: bytes, tmp_path: Path) -> None:
-    whole = [each.point for each in run(FEW, hill, tmp_path / "whole")]
+def test_killed_and_resumed_it_tries_the_same(killed_after: int, torn: bytes, few: Path, tmp_path: Path) -> None:
+    whole = [each.point for each in read_journal(few, FEW)]
     journal, tried = tmp_path / "killed", list[Point]()
 
     def dies(point: Point) -> float:
@@ -124,9 +132,9 @@ def test_a_journal_of_853ef6a_is_resumed(tmp_path: Path) -> None:
     assert [each.point for each in before[:4]] == SPACE.first(4, 3)
 
 
-def test_more_evaluations_of_the_same_study_go_on(tmp_path: Path) -> None:
+def test_more_evaluations_of_the_same_study_go_on(few: Path, tmp_path: Path) -> None:
     more = Study(SPACE, seed=3, num_evaluations=9, num_first=4)
-    list(run(FEW, hill, tmp_path / "a"))
+    shutil.copy(few, tmp_path / "a")
     whole = [each.point for each in run(more, hill, tmp_path / "b")]
     assert [each.point for each in run(more, hill, tmp_path / "a")] == whole
     assert len(list(run(FEW, hill, tmp_path / "a"))) == 7
@@ -175,8 +183,8 @@ def test_what_is_neither_a_number_nor_a_failure_ends_the_study(tmp_path: Path) -
     [Study(SPACE, seed=4, num_evaluations=7, num_first=4), Study(SPACE, True, 3, 7, 4), Study(SPACE, False, 3, 7, 5),
      Study(Space((32, 512), (0.0005, 0.1), 8), False, 3, 7, 4), Study(SPACE, False, 3, 7, 4, {"command": "x"})],
 )  # fmt: skip
-def test_another_studys_journal_is_refused(other: Study, tmp_path: Path) -> None:
-    list(run(FEW, hill, tmp_path / "journal"))
+def test_another_studys_journal_is_refused(other: Study, few: Path, tmp_path: Path) -> None:
+    shutil.copy(few, tmp_path / "journal")
     before = (tmp_path / "journal").read_bytes()
     with pytest.raises(ConfigError, match="this very study"):
         list(run(other, hill, tmp_path / "journal"))

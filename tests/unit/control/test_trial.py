@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shade.control.study import EvaluationError, Point
-from shade.control.trial import CommandObjective
+from shade.control.study import CommandObjective, EvaluationError, Point
 from shade.errors import ConfigError
 
 pytestmark = pytest.mark.multiprocess
@@ -87,7 +86,7 @@ def test_a_command_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
     """After SIGKILL the tuner cannot clean up; the kernel does."""
     pid_file = tmp_path / "pid"
     source = (
-        "from shade.control.trial import CommandObjective; from shade.control.study import Point\n"
+        "from shade.control.study import CommandObjective, Point\n"
         f"command = {sys.executable!r} + ' ' + {str(tmp_path / 'command.py')!r} + ' {{batch}} {{density}}'\n"
         f"CommandObjective(command, {str(tmp_path)!r}, metric='x')(Point(1, 0.1))\n"
     )

@@ -1,4 +1,4 @@
-"""Predicts what a save costs the training and how soon it is safe, and ranks the strategies by it.
+"""Predicts what a strategy's saves cost the training, how soon they are safe, and how often they are best made.
 
 A save copies its bytes, packs them (encodes and hashes), sends and flushes them. Strategies differ in which of these
 parts the training waits for, and which only drag on it:
@@ -12,22 +12,20 @@ parts the training waits for, and which only drag on it:
   other. A restore reads, then hashes.
 
 Each strategy gets its own best interval: the exact optimum of `_pacing.schedule.best_cycle`, but no shorter than its
-budget and its saves in flight allow (C ≤ budget · f · t, and a save commits before the next one needs its buffer). The
-strategies are then ranked by the share of a run's time that ends up as training. A budget of 2 % with a failure a day
-is often not used up, since more frequent saves cost more than they bring. Invariant: a choice never plans to exceed the
-budget. This is arithmetic: the same rates give the same ranking.
+budget and its saves in flight allow (C ≤ budget · f · t, and a save commits before the next one needs its buffer). A
+budget of 2 % with a failure a day is often not used up, since more frequent saves cost more than they bring. Invariant:
+an interval never plans to exceed the budget. This is arithmetic: the same rates give the same intervals.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shade.checkpoint._pacing.schedule import MTBF_SECONDS, best_cycle, goodput
+from shade.checkpoint._pacing.schedule import best_cycle
 from shade.checkpoint._strategies.base import DurabilityLevel, StrategyConfig
-from shade.checkpoint._strategies.measure import Costs
+from shade.cli._checkpoint.measure import Costs
 from shade.errors import ConfigError
 
 MOST_STEPS: Final = 10**9
@@ -143,25 +141,6 @@ def _recovery(costs: Costs, stored: int, rate: float | None) -> float | None:
     return None if rate is None else stored / rate + stored / costs.hash_rate
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A strategy at an interval, with its expected overhead and goodput."""
-
-    strategy: str
-    every_steps: int
-    prediction: Prediction
-    overhead: float
-    """Time that saves add, as a share of the training without saves."""
-    goodput: float
-    """Share of all time, failures included, that ends up as training."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.strategy} every {self.every_steps} steps: stall {self.prediction.stall_seconds:.3f} s, "
-            f"overhead {100 * self.overhead:.2f} %, kept {100 * self.goodput:.2f} % of the time"
-        )
-
-
 def interval_steps(prediction: Prediction, step_seconds: float, budget: float, mtbf_seconds: float) -> int:
     """Returns the best number of steps between two saves, at least 1.
 
@@ -173,39 +152,3 @@ def interval_steps(prediction: Prediction, step_seconds: float, budget: float, m
     possible = prediction.safe_seconds / prediction.in_flight - cost
     steps = max(wanted, possible) / step_seconds
     return max(1, round(steps), math.ceil(allowed / step_seconds - 1e-9))
-
-
-def judge(strategy: str, prediction: Prediction, every_steps: int, step_seconds: float, mtbf_seconds: float) -> Choice:
-    """Returns a strategy's choice at an interval, from predicted or measured saves."""
-    work, cost = every_steps * step_seconds, prediction.cost_seconds
-    kept = goodput(
-        work,
-        cost,
-        mtbf_seconds,
-        lag_seconds=prediction.safe_seconds - cost,
-        recover_seconds=prediction.recover_seconds,
-    )
-    return Choice(strategy, every_steps, prediction, cost / work, kept)
-
-
-def ranked(
-    predictions: Mapping[str, Prediction],
-    step_seconds: float,
-    *,
-    budget: float,
-    mtbf_seconds: float = MTBF_SECONDS,
-) -> list[Choice]:
-    """Ranks all strategies, each at its best interval, by goodput; of equals, the one that stalls less comes first.
-
-    Raises `ConfigError` if there are no predictions, or a budget or a time is not positive.
-    """
-    if not predictions or not budget > 0 or not mtbf_seconds > 0 or not step_seconds > 0:
-        got = (
-            f"{len(predictions)} strategies, budget {budget}, {mtbf_seconds} s between failures, step {step_seconds} s"
-        )
-        raise ConfigError.of("strategies, a budget > 0 and times > 0", got, "give the budget as a share: 0.02 for 2 %")
-    choices = []
-    for name, prediction in predictions.items():
-        steps = interval_steps(prediction, step_seconds, budget, mtbf_seconds)
-        choices.append(judge(name, prediction, steps, step_seconds, mtbf_seconds))
-    return sorted(choices, key=lambda choice: (-choice.goodput, choice.prediction.stall_seconds, choice.strategy))

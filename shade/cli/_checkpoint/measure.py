@@ -30,7 +30,6 @@ from shade.checkpoint._buffer.tensor_copy import copy_bytes, prepare
 from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES
-from shade.checkpoint._pacing.schedule import Pace
 from shade.errors import ConfigError, StoreFullError
 from shade.storage.base import Volume
 from shade.store.base import Store
@@ -102,7 +101,7 @@ class Costs:
         except ConfigError:
             raise
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            cure = "name one that strategy='auto' or shade checkpoint simulate wrote"
+            cure = "name one that shade checkpoint simulate wrote"
             raise ConfigError.of("a file of measured costs", f"{path}: {error}", cure) from error
 
 
@@ -193,33 +192,6 @@ def store_rates(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreRates:
         store.delete_many(list(items))
     size = len(items) * CHUNK_BYTES
     return StoreRates(size / sent, size / fetched)
-
-
-def costs_of(num_bytes: int, rates: MemoryRates, pass_seconds: float, pace: Pace) -> Costs:
-    """Derives costs from the rates of memory and from measured background saves.
-
-    The time of a save beyond its copy and hashes is sending. Its cost beyond its stall is drag: of the threads' CPU
-    time, if that is known, else of all background time alike. (A wait for a disk uses no CPU time, so sending drags
-    less than copying.) `pace` is the mean of several saves, since the drag of a single one is mostly chance.
-    """
-    copying, hashing = num_bytes / rates.copy, num_bytes / rates.hashing
-    sending = max(num_bytes / rates.burst / 10, pace.save_seconds - copying - hashing)
-    lost = max(0.0, pace.cost_seconds - pace.blocked_seconds)
-    copy_drag = work_drag = lost / (copying + hashing + sending)
-    if pace.worked_seconds > copying:
-        copy_drag = lost / pace.worked_seconds
-        work_drag = copy_drag * (pace.worked_seconds - copying) / (hashing + sending)
-    return Costs(
-        state_bytes=num_bytes,
-        step_seconds=pace.step_seconds,
-        pass_seconds=pass_seconds,
-        copy_rate=rates.copy,
-        burst_rate=rates.burst,
-        hash_rate=rates.hashing,
-        copy_drag=copy_drag,
-        work_drag=work_drag,
-        write_rate=num_bytes / sending,
-    )
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shade.checkpoint._strategies.base import StrategyConfig
-from shade.checkpoint._strategies.measure import CodecCost, Costs
-from shade.checkpoint._strategies.predict import predict
+from shade.cli._checkpoint.measure import CodecCost, Costs
+from shade.cli._checkpoint.predict import predict
 from shade.errors import ConfigError
 
 COSTS = Costs(

@@ -52,6 +52,7 @@ from shade.checkpoint._capture.flatten import ARRAYS, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
+from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
 from shade.types import Bytes
@@ -84,8 +85,8 @@ def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Comm
     chunks: list[Bytes] = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     entries = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in chunks)
     manifest = Manifest(run, step, 0, 1, "none", len(data), layout.entries, entries, tree)
-    sequence = 1 + max((record.sequence for record in tier.held().values()), default=0)
-    record = Commit(run, step, sequence, 1, (manifest.digest,), len(data), time.time())
+    sequence = Reader([tier]).newest_sequence()
+    record = Commit(run, step, sequence + 1, 1, (manifest.digest,), len(data), time.time())
     place = tier.prepare(step, [manifest.stored_bytes])
     try:
         tier.put(place, Shard(manifest, chunks))

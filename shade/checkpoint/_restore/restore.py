@@ -33,7 +33,7 @@ from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
-from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot
+from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
 
 _BATCH: Final = 32
@@ -139,14 +139,14 @@ class ReadSnapshot:
     record: Commit
     tiers: list[str]
     """Tiers from which any rank read a shard; each once."""
-    held_by: list[str]
-    """Tiers that hold it, as this rank sees them."""
+    sources: Sequence[SnapshotSource]
+    """Places that hold it, as this rank sees them."""
     tree: Any
     """The tree of this rank."""
     tensors: dict[str, torch.Tensor]
     """The wanted tensors of all shards, by name."""
     newest_sequence: int
-    """Highest sequence of all snapshots that any rank sees."""
+    """No snapshot that any rank sees, or cannot read, has a higher sequence."""
     arenas: list[tuple[Arena, Manifest]]
     trees: list[Any] = field(default_factory=list)
     """The trees of all ranks, by rank."""
@@ -196,6 +196,7 @@ def read_newest(
     candidates = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
     candidates = [record for record in candidates if step is None or record.step == step]
     newest = max((record.sequence for record in records.values()), default=0)
+    newest += UNREAD_SAVES * any(report["damaged"] or report["silent"] for report in reports)
     lost = sorted({place for report in reports for place in report["damaged"]})
     unreadable = [f"{place}: its record cannot be read" for place in lost]
     if unreadable and group.rank == 0:
@@ -249,7 +250,7 @@ class _Attempt:
         record, group = self._snapshot.record, self._group
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
         ranks_with_source = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
-        result = ReadSnapshot(record, [], self._snapshot.tiers, None, {}, self._newest_sequence, [])
+        result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
         for shard in range(record.world_size):
             ranks_near = [rank for rank in range(group.world_size) if near[rank][shard]]
             if len(ranks_near) == group.world_size:

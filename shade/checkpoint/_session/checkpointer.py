@@ -155,7 +155,6 @@ class Checkpointer:
             self._strategy.before_chunk,
             Batching() if config.batches else None,
         )
-        newest = max((snapshot.record.sequence for snapshot in self.list()), default=0)
         self._saver = Saver(
             self._app_state,
             self._tiers.shared_memory,
@@ -163,7 +162,7 @@ class Checkpointer:
             config,
             writer,
             self._save_groups[0],
-            newest,
+            self._tiers.reader.newest_sequence(),
             make_room,
         )
         self._wait_policy = WaitPolicy(self._saver, config, self._tiers.wait_durable if has_storage else None)
@@ -414,7 +413,11 @@ class Checkpointer:
             self.step_count = self._saved_step = restored.step
             self._saver.sequence = max(self._saver.sequence, found.newest_sequence)
             self._schedule.saved(self.step_count, Pace())
-            self._losses.restored(restored.step, found.held_by, found.tiers, restored.seconds, restored.num_bytes)
+            for source in found.sources:
+                if source.tier is self._tiers.shared_memory:
+                    self._tiers.shared_memory.spare(source.place)
+            held_by = [source.tier.name for source in found.sources]
+            self._losses.restored(restored.step, held_by, found.tiers, restored.seconds, restored.num_bytes)
         return restored
 
     def list(self) -> list[Snapshot]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shade.checkpoint._capture.flatten import escape, flatten, unflatten
+from shade.checkpoint._capture.flatten import escape, flatten, part_of, tensors_in, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
 from shade.errors import ConfigError, ShadeError, StateMismatchError
 from shade.types import Parted, Resumed, Stateful
@@ -181,18 +181,27 @@ class AppState:
         )
         return CapturedState(tree, tensors, frozenset(name for name in tensors if is_steady(name.partition("@")[0])))
 
-    def forgettable(self) -> Set[str]:
-        """Returns the names of tensors whose memory may be reused once they are loaded: those that
-        `torch.nn.Module.load_state_dict` itself copies. Other objects may keep what they are given.
+    def forgettable(self, tree: Any) -> Set[str]:
+        """Returns the names of a tree's tensors whose memory may be reused once they are loaded: those that nothing but
+        `torch.nn.Module.load_state_dict` itself gets, which copies them. Other objects may keep what they are given.
         """
-        return {
-            f"{escape(name)}/{escape(f'{prefix}.{key}' if prefix else key)}"
-            for name, module in self.modules.items()
+        modules = self.modules
+        copying = {
+            (name, f"{prefix}.{key}" if prefix else key)
+            for name, module in modules.items()
             if is_torchs(module, "load_state_dict")
             for prefix, part in module.named_modules(remove_duplicate=False)
             if is_torchs(part, "_load_from_state_dict") and not part._load_state_dict_pre_hooks
             for key in (*part._parameters, *part._buffers)
         }
+        copied, kept = set[str](), set[str]()
+        for name, node in zip(*part_of(tree, None)["dict"], strict=True):
+            if name not in modules or "module_state" not in node:
+                kept |= tensors_in(node)
+                continue
+            for key, value in zip(*node["module_state"][:2], strict=True):
+                (copied if (name, key) in copying else kept).update(tensors_in(value))
+        return copied - kept
 
     def load(
         self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()

@@ -20,7 +20,7 @@ import logging
 import math
 import mmap
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -159,7 +159,7 @@ def read_newest(
     group: ProcessGroup,
     only: Collection[str] | None = None,
     step: int | None = None,
-    borrowable: Set[str] = frozenset(),
+    borrowable: Callable[[Any], Set[str]] = lambda tree: frozenset(),
 ) -> ReadSnapshot | None:
     """Reads the newest intact snapshot. Collective.
 
@@ -168,8 +168,8 @@ def read_newest(
         group: The ranks.
         only: Names of attached objects to read, the same on every rank; None for all.
         step: Reads only this step; None for the newest.
-        borrowable: Names of tensors that are copied onwards and then not used: they may lie in shared memory, which
-            the next save overwrites.
+        borrowable: Returns the names of a tree's tensors that are copied onwards and then not used: they may lie in
+            shared memory, which the next save overwrites.
 
     Returns:
         Its content; None if no tier has a snapshot, or none of that step.
@@ -240,7 +240,7 @@ class _Attempt:
         snapshot: Snapshot,
         only: Collection[str] | None,
         newest_sequence: int,
-        borrowable: Set[str],
+        borrowable: Callable[[Any], Set[str]],
     ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
         self._newest_sequence, self._borrowable = newest_sequence, borrowable
@@ -294,9 +294,8 @@ class _Attempt:
                 fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
             else:
                 data = torch.frombuffer(mapped, dtype=torch.uint8)
-                borrowed = tensors_at(
-                    mapped, {name: entry for name, entry in wanted.items() if name in self._borrowable}
-                )
+                borrowable = self._borrowable(manifest.tree)
+                borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if name in borrowable})
                 arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
@@ -399,8 +398,7 @@ def restore_app_state(
         CheckpointError: As in `read_newest` and `AppState.load`; nothing was changed.
     """
     begun = time.monotonic()
-    forgettable = contents.forgettable()
-    found = read_newest(reader, group, only, step, forgettable)
+    found = read_newest(reader, group, only, step, contents.forgettable)
     if found is None:
         return Restored(0, 0), None
     record = found.record
@@ -409,6 +407,7 @@ def restore_app_state(
         names.remove("random")  # a new rank keeps the generators that it was seeded with
     contents.load(found.tree, found.tensors, names, found.trees)
     for arena, manifest in found.arenas:
+        forgettable = contents.forgettable(manifest.tree)
         for name, entry in manifest.tensors.items():
             if name in forgettable:
                 arena.release_pages(entry.start, entry.stop)

@@ -398,6 +398,32 @@ def test_each_tensor_that_comes_back_has_a_storage_of_its_own(begin: Callable[..
     assert torch.equal(torch.rand(3, generator=generator), want)
 
 
+@pytest.mark.parametrize("where", ["storage", "own memory"])
+def test_an_object_that_keeps_a_weight_of_the_model_gets_it_back(
+    where: str, begin: Callable[..., Checkpointer]
+) -> None:
+    def begun(model: torch.nn.Module, box: Box) -> Checkpointer:
+        checkpointer = begin(buffers=1)
+        checkpointer.attach(model=model, box=box)
+        return checkpointer
+
+    model, box, other, again = torch.nn.Linear(600, 600), Box({}), torch.nn.Linear(600, 600), Box({})
+    box.state = {"shadow": model.weight, "first": model.weight.detach()[:1]}
+    checkpointer = begun(model, box)
+    checkpointer.save()
+    checkpointer.wait_committed()
+    crash(checkpointer) if where == "own memory" else checkpointer.close()
+    with begun(other, again) as checkpointer:
+        assert checkpointer.restore_latest().tiers == (where,)
+        with torch.no_grad():
+            other.weight.zero_()
+        for _ in range(2):
+            checkpointer.save()
+            checkpointer.wait_committed()
+        assert torch.equal(again.state["shadow"], model.weight)
+        assert torch.equal(again.state["first"], model.weight[:1])
+
+
 def test_names_that_are_not_there(begin: Callable[..., Checkpointer]) -> None:
     training = Training()
     with begin() as checkpointer:

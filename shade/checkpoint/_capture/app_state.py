@@ -6,13 +6,17 @@ changes may be copied while the training runs. All else is each rank's own and i
 random generators, a sampler's cursor.
 
 Loading checks first and changes afterwards: a snapshot that does not fit leaves everything as it was.
+
+A wrapper is no part of the model: DistributedDataParallel, DataParallel and `torch.compile` put ``module.`` or
+``_orig_mod.`` before each name, and a snapshot has the names without. Names that differ by such parts alone, as those
+of a compiled layer, or of a state dict that another program wrote, are the same names.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
@@ -134,6 +138,7 @@ class AppState:
             if not isinstance(target, Stateful):
                 cure = "give it state_dict() and load_state_dict()"
                 raise ConfigError.of(f"{name!r} to have a state", type(target).__name__, cure)
+            target = unwrapped(target)
             if name in self._objects and self._objects[name] is not target:
                 raise ConfigError.of("a name that is not attached yet", name, f"known: {', '.join(self._objects)}")
             self._objects[name] = target
@@ -200,7 +205,7 @@ class AppState:
                 kept |= tensors_in(node)
                 continue
             for key, value in zip(*node["module_state"][:2], strict=True):
-                (copied if (name, key) in copying else kept).update(tensors_in(value))
+                (copied if isinstance(key, str) and (name, key) in copying else kept).update(tensors_in(value))
         return copied - kept
 
     def load(
@@ -233,6 +238,7 @@ class AppState:
             target = self._objects[name]
             try:
                 if isinstance(target, torch.nn.Module):
+                    state[name] = renamed(target.state_dict(), state[name])
                     _check_module(name, target, state[name])
                 elif isinstance(target, torch.optim.Optimizer):
                     _check_optimizer(name, target, state[name])
@@ -277,6 +283,46 @@ class AppState:
 
 _ORDER: Final = (object, torch.optim.Optimizer, torch.nn.Module)
 """Kinds of attached objects, in the order in which they are loaded: what is cheap to put back first."""
+
+
+def unwrapped(target: Any) -> Any:
+    """Returns the module inside DistributedDataParallel, DataParallel and `torch.compile`; others as they are."""
+    if isinstance(target, torch.nn.Module):
+        inner = target._modules.get("_orig_mod")
+        if isinstance(target, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            inner = target.module
+        return target if inner is None else unwrapped(inner)
+    return target
+
+
+_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
+"""Parts of a name that wrappers put there."""
+
+
+def plain_name(name: str) -> str:
+    """Returns a parameter's name without what wrappers put there."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a module's saved state under the names that the module has now.
+
+    Args:
+        own: The module's state.
+        saved: What was saved.
+
+    Returns:
+        The saved state; names without a counterpart stay, as do all where it is not certain which belongs to which.
+    """
+    mine = {plain_name(name): name for name in own}
+    if own.keys() == saved.keys() or len(mine) < len(own) or len({*map(plain_name, saved)}) < len(saved):
+        return saved
+    made = OrderedDict((mine.get(plain_name(name), name), value) for name, value in saved.items())
+    # Versions of modules, by path. Of a wrapper and what it wraps, the longer path is what it wraps.
+    versions = {plain_name(path): each for path, each in sorted(getattr(saved, "_metadata", {}).items())}
+    paths = getattr(own, "_metadata", {})
+    made._metadata = {path: versions[plain_name(path)] for path in paths if plain_name(path) in versions}  # type: ignore[attr-defined]
+    return made
 
 
 def is_torchs(target: object, method: str) -> bool:

@@ -167,7 +167,8 @@ class SharedMemoryTier(Tier):
             raise RunInUseError.of(
                 "a run id of one's own on this machine",
                 self.run,
-                f"another process keeps rank {self.rank}'s snapshots in {self.folder}: choose another id, or end it",
+                f"another process keeps rank {self.rank}'s snapshots in {self.folder}: choose another id, or end it; "
+                "load_weights reads beside it",
             ) from None
         self._claimed = claimed
 

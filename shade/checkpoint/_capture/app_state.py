@@ -412,14 +412,16 @@ def _other_optimizer(name: str, optimizer: torch.optim.Optimizer, got: str) -> S
     )
 
 
+_CURE: Final = "build the model as it was saved; shade.checkpoint.load_weights(…, strict=False) takes what fits"
+
+
 def _check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
     own = module.state_dict()
     for said, keys in (("has no", own.keys() - saved.keys()), ("also has", saved.keys() - own.keys())):
         if keys:
             listed = ", ".join(sorted(keys)[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             raise StateMismatchError(
-                f"expected the parameters of this {name!r}, got a snapshot that {said} {listed}; "
-                "build the model as it was when it was saved"
+                f"expected the parameters of this {name!r}, got a snapshot that {said} {listed}; {_CURE}"
             )
     for key, tensor in own.items():
         if isinstance(tensor, torch.Tensor):
@@ -428,13 +430,70 @@ def _check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) 
                 raise StateMismatchError.of(f"memory for '{name}/{key}'", "meta", "call to_empty(device=...) first")
 
 
+def load_module(
+    name: str, module: torch.nn.Module, saved: Any, *, strict: bool = True, prefix: str = ""
+) -> tuple[list[str], list[str]]:
+    """Loads a saved state into a module, cast to its floating-point types, as `torch.nn.Module.load_state_dict` does.
+
+    Args:
+        name: What to call the module in a message.
+        module: The module.
+        saved: The saved state.
+        strict: Whether everything has to fit. Otherwise what does not, in name or shape, stays as it is.
+        prefix: Takes the saved names that begin with it, without it.
+
+    Returns:
+        Names in the module that were not loaded, and saved names that were not used.
+
+    Raises:
+        StateMismatchError: It does not fit, or nothing of it does; nothing was changed.
+    """
+    if not isinstance(saved, Mapping):
+        raise StateMismatchError.of(f"the state of a module for {name!r}", type(saved).__name__, "pass another name")
+    target, saved = unwrapped(module), _beginning_with(saved, prefix)
+    own, fits = target.state_dict(), OrderedDict[str, Any]()
+    saved = renamed(own, saved)
+    for key, value in saved.items():
+        mine = own.get(key)
+        if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (mine, value)):
+            value = value.to(mine.dtype)
+        if strict or (key in own and getattr(mine, "shape", None) == getattr(value, "shape", None)):
+            fits[key] = value
+    if not fits and own:
+        _check_module(name, target, saved)
+    missing, unused = sorted(own.keys() - fits.keys()), sorted(saved.keys() - fits.keys())
+    if not strict:
+        fits.update((key, own[key]) for key in missing)
+    fits._metadata = getattr(saved, "_metadata", {})  # type: ignore[attr-defined]
+    _check_module(name, target, fits)
+    target.load_state_dict(fits)
+    return ([], []) if strict else (missing, unused)
+
+
+def _beginning_with(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Returns the part of a module's state that belongs to one of its modules."""
+    if not prefix:
+        return saved
+    prefix = f"{prefix.rstrip('.')}."
+
+    def taken(by_name: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        return OrderedDict((each[len(prefix) :], by_name[each]) for each in by_name if each.startswith(prefix))
+
+    part = taken(saved) or taken({plain_name(each): value for each, value in saved.items()})
+    if not part:
+        known = sorted({plain_name(each).partition(".")[0] for each in saved})
+        raise StateMismatchError.of(f"names that begin with {prefix!r}", f"those of {', '.join(known)}", "see prefix=")
+    versions = getattr(saved, "_metadata", {})
+    part._metadata = {  # type: ignore[attr-defined]
+        f"{path}."[len(prefix) :].rstrip("."): each for path, each in versions.items() if f"{path}.".startswith(prefix)
+    }
+    return part
+
+
 def _check_tensor(name: str, own: torch.Tensor, saved: Any) -> None:
     if not isinstance(saved, torch.Tensor) or (own.shape, own.dtype) != (saved.shape, saved.dtype):
         got = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, torch.Tensor) else repr(saved)
-        raise StateMismatchError(
-            f"expected {name!r} of shape {tuple(own.shape)} {own.dtype}, got {got}; "
-            "build the model as it was when it was saved"
-        )
+        raise StateMismatchError(f"expected {name!r} of shape {tuple(own.shape)} {own.dtype}, got {got}; {_CURE}")
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ import torch
 from shade.checkpoint._buffer.tensor_copy import copy_bytes
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
-from shade.checkpoint._commit.protocol import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
@@ -42,6 +42,9 @@ _PART: Final = 4
 """Chunks that a thread reads at once."""
 _THREADS: Final = 4
 """Page faults and disk requests both are faster in parallel."""
+
+_TRIES: Final = 10
+"""How often a snapshot that another process removes in mid-read is given up for a newer one."""
 
 _PIECE_BYTES: Final = 16 * 2**20
 """Bytes that a thread copies at a time."""
@@ -127,6 +130,10 @@ class Restored:
     num_bytes: int = 0
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     """Error bound of each tensor that is not exact; empty if all are."""
+    missing_keys: tuple[str, ...] = ()
+    """With ``strict=False``: names in the module that were not loaded."""
+    unexpected_keys: tuple[str, ...] = ()
+    """With ``strict=False``: names in the snapshot that were not used."""
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -377,6 +384,30 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
         list(pool.map(fill, parts))
+
+
+def read_newest_alone(
+    reader: Reader, only: Collection[str] | None = None, step: int | None = None
+) -> ReadSnapshot | None:
+    """Reads as `read_newest`, in a process that saves nothing, while another one may save and remove snapshots.
+
+    If one was removed before it was read, those that have come meanwhile are tried.
+    """
+
+    def listed() -> list[str]:
+        return [snapshot.record.digest for snapshot in reader.snapshots()]
+
+    for is_last in [*[False] * _TRIES, True]:
+        before, found = listed(), None
+        try:
+            found = read_newest(reader, SingleProcessGroup(), only, step)
+        except CorruptCheckpointError:
+            if is_last or before == listed():
+                raise
+            continue
+        if is_last or step is not None or found is None or found.record.digest == before[0] or before == listed():
+            break
+    return found
 
 
 def restore_app_state(

@@ -268,17 +268,24 @@ class SharedMemoryTier(Tier):
         data = self._data(place, manifest)
         codec = standalone_codec(manifest.codec if manifest.version == 1 else "none")
         item_bytes = manifest.item_bytes
+        is_own = self._is_own(manifest)
         found: list[Bytes | None] = []
         for number in numbers:
             start = number * manifest.chunk_bytes
             stop = min(start + manifest.chunk_bytes, manifest.num_bytes)
-            found.append(None if stop > len(data) else codec.encode(data[start:stop], item_bytes))
+            # What another process may write to is copied before it is verified, not after.
+            piece = data[start:stop] if is_own else memoryview(bytes(data[start:stop]))
+            found.append(None if stop > len(data) else codec.encode(piece, item_bytes))
         return found
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Whether no other process writes to the buffer that a shard lies in."""
+        return manifest.rank == self.rank and self._claimed is not None
 
     @override
     def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
         # This rank's own only: another rank of this machine may begin a save as soon as it has its state.
-        if manifest.rank != self.rank or (manifest.version == 1 and manifest.codec != "none"):
+        if not self._is_own(manifest) or (manifest.version == 1 and manifest.codec != "none"):
             return None
         data = self._data(place, manifest)
         return data[: manifest.num_bytes] if len(data) >= manifest.num_bytes else None

@@ -85,6 +85,21 @@ def test_after_a_restart_the_newest_stays_whole_until_its_turn(num_bytes: int, t
     assert is_whole(again, place, newest)
 
 
+def test_what_a_reader_beside_the_run_has_verified_stays_as_it_is(tmp_path: Path) -> None:
+    one = saved(10, 1, 1, RUN)
+    owner, reader = (SharedMemoryTier(RUN, 0, folder=tmp_path) for _ in range(2))
+    owner.claim()
+    place = keep([owner], one)
+    (manifest,) = one.manifests
+    found = reader.read_chunks(place, manifest, range(len(manifest.chunks)))
+    assert reader.in_place(place, manifest) is None
+    assert owner.in_place(place, manifest) is not None
+    _, buffer = owner.begin(manifest.num_bytes)  # the next save
+    buffer.fill_(7)
+    assert [bytes(each or b"") for each in found] == list(one.chunks[0])
+    owner.close()
+
+
 def test_a_turn_that_passes_keeps_ranks_in_step(tmp_path: Path) -> None:
     stages = [SharedMemoryTier(RUN, rank, num_buffers=2, folder=tmp_path) for rank in range(2)]
     stages[0].begin(10)

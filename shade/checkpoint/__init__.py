@@ -33,6 +33,7 @@ __all__ = [
     "init_DASH",
     "init_acute",
     "init_dash",
+    "load_weights",
 ]
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from shade.checkpoint._restore.reader import Snapshot
     from shade.checkpoint._restore.restore import Restored
     from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
-    from shade.checkpoint._session.checkpointer import Checkpointer
+    from shade.checkpoint._session.checkpointer import Checkpointer, load_weights
     from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 else:
     __getattr__, __dir__ = lazy(
@@ -78,7 +79,7 @@ else:
             "shade.checkpoint._restore.reader": ["Snapshot"],
             "shade.checkpoint._restore.restore": ["Restored"],
             "shade.checkpoint._save.async_writer": ["CommitResult", "SaveHandle"],
-            "shade.checkpoint._session.checkpointer": ["Checkpointer"],
+            "shade.checkpoint._session.checkpointer": ["Checkpointer", "load_weights"],
             "shade.checkpoint._session.state_dict_checkpointer": ["StateDictCheckpointer"],
         },
     )

@@ -60,7 +60,7 @@ class _SnapshotBuffer:
     """
 
     def __init__(self, path: Path, num_bytes: int, *, may_be_private: bool) -> None:
-        self.num_bytes = max(1, -(-num_bytes // HUGE_BYTES)) * HUGE_BYTES
+        self.num_bytes = _whole_pages(num_bytes)
         self.why_private: str | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -146,6 +146,9 @@ class SharedMemoryTier(Tier):
         self._lock = threading.Lock()
         self._claimed: int | None = None
         self._open: dict[Path, memoryview] = {}
+        left = self.held()  # read before any rank of this machine can begin a save, so all take the same turn
+        if left:
+            self.spare(max(left, key=lambda place: left[place].sequence))
 
     def claim(self) -> None:
         """Claims this rank's buffers for this process until `close`; a process that dies loses its claim.
@@ -164,7 +167,8 @@ class SharedMemoryTier(Tier):
             raise RunInUseError.of(
                 "a run id of one's own on this machine",
                 self.run,
-                f"another process keeps rank {self.rank}'s snapshots in {self.folder}: choose another id, or end it",
+                f"another process keeps rank {self.rank}'s snapshots in {self.folder}: choose another id, or end it; "
+                "load_weights reads beside it",
             ) from None
         self._claimed = claimed
 
@@ -187,10 +191,17 @@ class SharedMemoryTier(Tier):
         """Skips a buffer, for a save that this rank cannot begin and other ranks may have begun."""
         self._next = (self._next + 1) % len(self._buffers)
 
+    def spare(self, place: str) -> None:
+        """Takes the other buffers first, so that the snapshot at a place stays as long as it can."""
+        self._next = (int(place) + 1) % len(self._buffers)
+
     def reserve(self, num_bytes: int) -> None:
-        """Makes the buffers before they are needed; a buffer that is too small loses its snapshot."""
+        """Makes the buffers before they are needed; one with a snapshot of another length stays until its turn."""
         for number in range(len(self._buffers)):
-            self._reserved(number, num_bytes)
+            data = self._path(self.rank, str(number), "data")
+            is_held = data.exists() and data.with_suffix(".commit").exists()
+            if not is_held or data.stat().st_size == _whole_pages(num_bytes):
+                self._reserved(number, num_bytes)
 
     def _reserved(self, number: int, num_bytes: int) -> _SnapshotBuffer:
         with self._lock:
@@ -249,17 +260,24 @@ class SharedMemoryTier(Tier):
         data = self._data(place, manifest)
         codec = standalone_codec(manifest.codec if manifest.version == 1 else "none")
         item_bytes = manifest.item_bytes
+        is_own = self._is_own(manifest)
         found: list[Bytes | None] = []
         for number in numbers:
             start = number * manifest.chunk_bytes
             stop = min(start + manifest.chunk_bytes, manifest.num_bytes)
-            found.append(None if stop > len(data) else codec.encode(data[start:stop], item_bytes))
+            # What another process may write to is copied before it is verified, not after.
+            piece = data[start:stop] if is_own else memoryview(bytes(data[start:stop]))
+            found.append(None if stop > len(data) else codec.encode(piece, item_bytes))
         return found
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Whether no other process writes to the buffer that a shard lies in."""
+        return manifest.rank == self.rank and self._claimed is not None
 
     @override
     def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
         # This rank's own only: another rank of this machine may begin a save as soon as it has its state.
-        if manifest.rank != self.rank or (manifest.version == 1 and manifest.codec != "none"):
+        if not self._is_own(manifest) or (manifest.version == 1 and manifest.codec != "none"):
             return None
         data = self._data(place, manifest)
         return data[: manifest.num_bytes] if len(data) >= manifest.num_bytes else None
@@ -317,6 +335,12 @@ class SharedMemoryTier(Tier):
 
 HUGE_BYTES: Final = 2 * 2**20
 """Length of a huge page on x86-64 and most other processors; where they are longer, pages stay small."""
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // HUGE_BYTES)) * HUGE_BYTES
+
+
 _POPULATE_WRITE: Final = 23
 """``MADV_POPULATE_WRITE``, Linux 5.14; Python has no name for it yet."""
 _COLLAPSE: Final = 25

@@ -89,7 +89,12 @@ _LISTABLE: Final = (torch.int64, torch.float64, torch.bool)
 
 
 def flatten(
-    state: Any, *, rank: int = 0, is_own: Callable[[str], bool] | None = None
+    state: Any,
+    *,
+    rank: int = 0,
+    is_own: Callable[[str], bool] | None = None,
+    tied: dict[str, torch.Tensor] | None = None,
+    escapes: bool = True,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Flattens a state tree.
 
@@ -98,6 +103,8 @@ def flatten(
             numbers, strings, bytes, numpy arrays and scalars, tensors, and torch's dtype, device and Size.
         rank: This rank.
         is_own: Whether the tensor at a path is this rank's own and not the same on every rank; by default none is.
+        tied: Receives the tensors that are entered under another name already, by the name that they would have alone.
+        escapes: Whether names keep to what a snapshot may have: see `escape`.
 
     Returns:
         The skeleton, ready for JSON, and the tensors by name: references, of types that `SPELLINGS` has.
@@ -105,8 +112,11 @@ def flatten(
     Raises:
         ConfigError: A part of it is of another type, or contains itself; the message names its path.
     """
-    flattener = _Flattener(rank, is_own)
-    return flattener.flatten(state, "", 0), flattener.tensors
+    flattener = _Flattener(rank, is_own, escapes=escapes)
+    skeleton = flattener.flatten(state, "", 0)
+    if tied is not None:
+        tied.update({name: tensor for name, tensor in flattener.tied.items() if name not in flattener.tensors})
+    return skeleton, flattener.tensors
 
 
 def escape(key: str) -> str:
@@ -119,9 +129,11 @@ def escape(key: str) -> str:
 class _Flattener:
     """One pass over a state; see `flatten`."""
 
-    def __init__(self, rank: int, is_own: Callable[[str], bool] | None) -> None:
+    def __init__(self, rank: int, is_own: Callable[[str], bool] | None, *, escapes: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, torch.Tensor] = {}
         self._rank, self._is_own = rank, is_own
+        self._name = _segment if escapes else _encodable
         self._names: dict[tuple[Any, ...], str] = {}
         self._open: set[int] = set()
         self._containers: dict[type, Callable[[Any, str, int], Any]] = {
@@ -175,7 +187,7 @@ class _Flattener:
         else:
             keys = [_scalar(key, path) for key in value]
         before = path and path + "/"
-        return [keys, [self.flatten(each, before + _segment(key), depth) for key, each in value.items()]]
+        return [keys, [self.flatten(each, before + self._name(key), depth) for key, each in value.items()]]
 
     def _ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Any:
         pairs = self._pairs(value, path, depth)
@@ -235,6 +247,7 @@ class _Flattener:
         address = tensor.data_ptr()
         same = (address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, own)
         if address and same in self._names:
+            self.tied[path] = tensor
             return self._names[same]
         stem = path if path and path != "__metadata__" else "%"
         name = own_name(stem, self._rank) if own else stem
@@ -268,6 +281,10 @@ def _raw(content: bytes | bytearray) -> torch.Tensor:
 def _segment(key: Any) -> str:
     """Returns a key as a part of a tensor's name. Two keys may give the same part; the names will differ."""
     return escape(key if type(key) is str else str(key))
+
+
+def _encodable(key: Any) -> str:
+    return str(key).encode("utf-8", "backslashreplace").decode()
 
 
 def _scalar(value: Any, path: str, depth: int = 0) -> Any:

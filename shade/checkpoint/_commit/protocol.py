@@ -157,8 +157,8 @@ def agree(
         group: The ranks.
         manifest: Manifest of this rank's shard.
         error: Why this rank has no manifest.
-        sequence: Number of the save in its run; rank 0's counts, like the three below.
-        saved_at: When the state was taken, in seconds since 1970.
+        sequence: Number of the save in its run; the highest one counts.
+        saved_at: When the state was taken, in seconds since 1970; rank 0's counts, like the two below.
         metrics: Metrics kept in the record.
         replica: Digest over samples of the state that all ranks should hold alike; empty where they need not.
         pace: Pace that this rank measured.
@@ -199,7 +199,7 @@ def agree(
     record = Commit(
         run=first["run"],
         step=first["step"],
-        sequence=first["sequence"],
+        sequence=max(each["sequence"] for each in gathered),
         world_size=group.world_size,
         manifests=tuple(each["digest"] for each in gathered),
         num_bytes=sum(each["num_bytes"] for each in gathered),

@@ -44,13 +44,8 @@ from shade.checkpoint._integrations.dcp_shard import DCPParts, from_plain, is_dc
 from shade.checkpoint._integrations.dcp_writer import names_step, step_of
 from shade.checkpoint._restore.reader import Reader, Snapshot
 from shade.checkpoint._restore.restore import Arena, fill_arena
-from shade.checkpoint._session.open_tiers import STORE_TIMEOUT_SECONDS
-from shade.checkpoint._tiers.memory import MemoryTier
-from shade.checkpoint._tiers.storage import StorageTier
-from shade.checkpoint._tiers.tier import Tier
+from shade.checkpoint._session.open_tiers import open_to_read
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError, ShadeError, StateMismatchError
-from shade.storage import open_volume
-from shade.store import open_store
 
 WINDOW_CHUNKS: Final = 32
 """Chunks read at once, unless one tensor needs more: 128 MiB."""
@@ -176,15 +171,7 @@ class ShadeReader(StorageReader):
 
     def _tiers(self) -> Reader:
         if self._reader is None:
-            tiers: list[Tier] = []
-            if self._store is not None:
-                store = self._resources.enter_context(open_store(self._store, timeout_seconds=STORE_TIMEOUT_SECONDS))
-                tiers.append(MemoryTier(store, self._run))
-                self._resources.callback(tiers[-1].close)
-            if self._persist_to is not None:
-                tiers.append(StorageTier(open_volume(self._persist_to), self._run))
-                self._resources.callback(tiers[-1].close)
-            self._reader = Reader(tiers)
+            self._reader = open_to_read(self._store, self._persist_to, self._run, self._resources)
         return self._reader
 
     def _chosen(self) -> Snapshot:

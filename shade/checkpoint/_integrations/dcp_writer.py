@@ -390,7 +390,7 @@ class OpenTiers:
     def next_sequence(self) -> int:
         """Returns the sequence of the next save; on the coordinator."""
         if not self.sequence:
-            self.sequence = max((found.record.sequence for found in self.tiers.reader.snapshots()), default=0)
+            self.sequence = self.tiers.reader.newest_sequence()
         self.sequence += 1
         return self.sequence
 

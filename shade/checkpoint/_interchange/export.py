@@ -6,6 +6,9 @@ index), ``torch`` (one file for `torch.load` with ``weights_only=True``) and ``d
 saved one. The ``torch`` format has only plain types: arrays come back as tensors, deques and the like as lists. Foreign
 files are read too; nothing in a file is executed. Invariant: a path that is written appears complete or not at all.
 
+Tensors that are one in memory, as tied weights are, are written under each of their names, so that a program that knows
+nothing of our skeleton finds all of them; with the skeleton they are one again.
+
 Safetensors: the tensors lie as `_capture.layout` lays them, and the skeleton is text in the metadata, under
 ``shade.tree``. We write the file, because the library wants all bytes twice and refuses tensors that share memory; the
 library reads it, because it is hardened against hostile files.
@@ -52,6 +55,7 @@ from shade.checkpoint._capture.flatten import ARRAYS, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
+from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
 from shade.installation import install_hint
@@ -85,8 +89,8 @@ def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Comm
     chunks: list[Bytes] = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     entries = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in chunks)
     manifest = Manifest(run, step, 0, 1, "none", len(data), layout.entries, entries, tree)
-    sequence = 1 + max((record.sequence for record in tier.held().values()), default=0)
-    record = Commit(run, step, sequence, 1, (manifest.digest,), len(data), time.time())
+    sequence = Reader([tier]).newest_sequence()
+    record = Commit(run, step, sequence + 1, 1, (manifest.digest,), len(data), time.time())
     place = tier.prepare(step, [manifest.stored_bytes])
     try:
         tier.put(place, Shard(manifest, chunks))
@@ -113,7 +117,9 @@ def save_safetensors(state: Any, path: Path, max_file_bytes: int = MAX_FILE_BYTE
         path: The file; a folder of this name, with files and an index, if the state is larger than one file may be.
         max_file_bytes: Bytes of tensors per file; a single tensor may be larger.
     """
-    tree, tensors = flatten(state)
+    tied: dict[str, torch.Tensor] = {}
+    tree, tensors = flatten(state, tied=tied, escapes=False)
+    tensors |= tied
     metadata = {"format": "pt", TREE: json.dumps(tree, separators=(",", ":"), ensure_ascii=False)}
     files = _split(tensors, max_file_bytes)
     if len(files) <= 1:
@@ -180,7 +186,10 @@ def _split(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[lis
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    entries = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1).entries
+    # By number: a name may be any text, and one with an @ would be a rank's own.
+    specs = {f"{number:09}": TensorSpec.of(tensor) for number, tensor in enumerate(tensors.values())}
+    names, laid_out = list(tensors), lay_out(specs, 0, 1).entries.items()
+    entries = {names[int(number)]: entry for number, entry in laid_out}
     header: dict[str, Any] = {"__metadata__": metadata}
     for name, entry in entries.items():
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}

@@ -32,6 +32,8 @@ BATCH: Final = 16
 """Chunks requested at once: 64 MiB in memory, enough to keep the connection of every node busy."""
 _THREADS: Final = 4
 """Threads that hash data which is read in place."""
+UNREAD_SAVES: Final = 10**6
+"""Saves that may be newer than the newest record, where a record or a tier cannot be read."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -125,6 +127,11 @@ class Reader:
             base = None if record.base is None else linked.get(record.base)  # older, so it is there already
             linked[digest] = Snapshot(record, tuple(places[digest]), base)
         return list(reversed(linked.values()))
+
+    def newest_sequence(self) -> int:
+        """Returns a number that no snapshot's sequence exceeds, be its record readable or not; 0 without snapshots."""
+        newest = max((snapshot.record.sequence for snapshot in self.snapshots()), default=0)
+        return newest + UNREAD_SAVES * bool(self.damaged or self.unreachable)
 
     def manifest(self, snapshot: Snapshot, rank: int) -> Manifest:
         """Returns one rank's manifest, from the first place that has it intact.

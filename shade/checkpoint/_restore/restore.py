@@ -20,7 +20,7 @@ import logging
 import math
 import mmap
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,10 +30,10 @@ import torch
 from shade.checkpoint._buffer.tensor_copy import copy_bytes
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
-from shade.checkpoint._commit.protocol import ProcessGroup
+from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
-from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot
+from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
 
 _BATCH: Final = 32
@@ -42,6 +42,9 @@ _PART: Final = 4
 """Chunks that a thread reads at once."""
 _THREADS: Final = 4
 """Page faults and disk requests both are faster in parallel."""
+
+_TRIES: Final = 10
+"""How often a snapshot that another process removes in mid-read is given up for a newer one."""
 
 _PIECE_BYTES: Final = 16 * 2**20
 """Bytes that a thread copies at a time."""
@@ -127,6 +130,10 @@ class Restored:
     num_bytes: int = 0
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     """Error bound of each tensor that is not exact; empty if all are."""
+    missing_keys: tuple[str, ...] = ()
+    """With ``strict=False``: names in the module that were not loaded."""
+    unexpected_keys: tuple[str, ...] = ()
+    """With ``strict=False``: names in the snapshot that were not used."""
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -139,14 +146,14 @@ class ReadSnapshot:
     record: Commit
     tiers: list[str]
     """Tiers from which any rank read a shard; each once."""
-    held_by: list[str]
-    """Tiers that hold it, as this rank sees them."""
+    sources: Sequence[SnapshotSource]
+    """Places that hold it, as this rank sees them."""
     tree: Any
     """The tree of this rank."""
     tensors: dict[str, torch.Tensor]
     """The wanted tensors of all shards, by name."""
     newest_sequence: int
-    """Highest sequence of all snapshots that any rank sees."""
+    """No snapshot that any rank sees, or cannot read, has a higher sequence."""
     arenas: list[tuple[Arena, Manifest]]
     trees: list[Any] = field(default_factory=list)
     """The trees of all ranks, by rank."""
@@ -159,7 +166,7 @@ def read_newest(
     group: ProcessGroup,
     only: Collection[str] | None = None,
     step: int | None = None,
-    borrowable: Set[str] = frozenset(),
+    borrowable: Callable[[Any], Set[str]] = lambda tree: frozenset(),
 ) -> ReadSnapshot | None:
     """Reads the newest intact snapshot. Collective.
 
@@ -168,8 +175,8 @@ def read_newest(
         group: The ranks.
         only: Names of attached objects to read, the same on every rank; None for all.
         step: Reads only this step; None for the newest.
-        borrowable: Names of tensors that are copied onwards and then not used: they may lie in shared memory, which
-            the next save overwrites.
+        borrowable: Returns the names of a tree's tensors that are copied onwards and then not used: they may lie in
+            shared memory, which the next save overwrites.
 
     Returns:
         Its content; None if no tier has a snapshot, or none of that step.
@@ -196,6 +203,7 @@ def read_newest(
     candidates = sorted(records.values(), key=lambda record: (record.sequence, record.step), reverse=True)
     candidates = [record for record in candidates if step is None or record.step == step]
     newest = max((record.sequence for record in records.values()), default=0)
+    newest += UNREAD_SAVES * any(report["damaged"] or report["silent"] for report in reports)
     lost = sorted({place for report in reports for place in report["damaged"]})
     unreadable = [f"{place}: its record cannot be read" for place in lost]
     if unreadable and group.rank == 0:
@@ -239,7 +247,7 @@ class _Attempt:
         snapshot: Snapshot,
         only: Collection[str] | None,
         newest_sequence: int,
-        borrowable: Set[str],
+        borrowable: Callable[[Any], Set[str]],
     ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
         self._newest_sequence, self._borrowable = newest_sequence, borrowable
@@ -249,7 +257,7 @@ class _Attempt:
         record, group = self._snapshot.record, self._group
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
         ranks_with_source = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
-        result = ReadSnapshot(record, [], self._snapshot.tiers, None, {}, self._newest_sequence, [])
+        result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
         for shard in range(record.world_size):
             ranks_near = [rank for rank in range(group.world_size) if near[rank][shard]]
             if len(ranks_near) == group.world_size:
@@ -293,9 +301,8 @@ class _Attempt:
                 fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
             else:
                 data = torch.frombuffer(mapped, dtype=torch.uint8)
-                borrowed = tensors_at(
-                    mapped, {name: entry for name, entry in wanted.items() if name in self._borrowable}
-                )
+                borrowable = self._borrowable(manifest.tree)
+                borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if name in borrowable})
                 arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
@@ -379,6 +386,30 @@ def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Ar
         list(pool.map(fill, parts))
 
 
+def read_newest_alone(
+    reader: Reader, only: Collection[str] | None = None, step: int | None = None
+) -> ReadSnapshot | None:
+    """Reads as `read_newest`, in a process that saves nothing, while another one may save and remove snapshots.
+
+    If one was removed before it was read, those that have come meanwhile are tried.
+    """
+
+    def listed() -> list[str]:
+        return [snapshot.record.digest for snapshot in reader.snapshots()]
+
+    for is_last in [*[False] * _TRIES, True]:
+        before, found = listed(), None
+        try:
+            found = read_newest(reader, SingleProcessGroup(), only, step)
+        except CorruptCheckpointError:
+            if is_last or before == listed():
+                raise
+            continue
+        if is_last or step is not None or found is None or found.record.digest == before[0] or before == listed():
+            break
+    return found
+
+
 def restore_app_state(
     reader: Reader, group: ProcessGroup, contents: AppState, step: int | None, only: Sequence[str] | None
 ) -> tuple[Restored, ReadSnapshot | None]:
@@ -398,8 +429,7 @@ def restore_app_state(
         CheckpointError: As in `read_newest` and `AppState.load`; nothing was changed.
     """
     begun = time.monotonic()
-    forgettable = contents.forgettable()
-    found = read_newest(reader, group, only, step, forgettable)
+    found = read_newest(reader, group, only, step, contents.forgettable)
     if found is None:
         return Restored(0, 0), None
     record = found.record
@@ -408,6 +438,7 @@ def restore_app_state(
         names.remove("random")  # a new rank keeps the generators that it was seeded with
     contents.load(found.tree, found.tensors, names, found.trees)
     for arena, manifest in found.arenas:
+        forgettable = contents.forgettable(manifest.tree)
         for name, entry in manifest.tensors.items():
             if name in forgettable:
                 arena.release_pages(entry.start, entry.stop)

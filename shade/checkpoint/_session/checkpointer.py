@@ -13,6 +13,8 @@ one.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,8 @@ from typing import Any
 
 import torch
 
-from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.app_state import AppState, load_module
+from shade.checkpoint._capture.flatten import part_of, unflatten
 from shade.checkpoint._codecs.base import memory_slots
 from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, current_group
 from shade.checkpoint._pacing.batching import Batching
@@ -30,14 +33,16 @@ from shade.checkpoint._preemption.deadline import EXIT_CODE, Deadline, open_dead
 from shade.checkpoint._preemption.notice import GRACE_SECONDS, source_of
 from shade.checkpoint._preemption.recovery_estimate import LossTracker, RecoveryEstimate
 from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import Restored, restore_app_state
+from shade.checkpoint._restore.restore import Restored, read_newest_alone, restore_app_state
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy
-from shade.checkpoint._session.open_tiers import Tiers, open_tiers
+from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
 from shade.types import Stateful
+
+logger = logging.getLogger("shade.checkpoint")
 
 
 class Checkpointer:
@@ -155,7 +160,6 @@ class Checkpointer:
             self._strategy.before_chunk,
             Batching() if config.batches else None,
         )
-        newest = max((snapshot.record.sequence for snapshot in self.list()), default=0)
         self._saver = Saver(
             self._app_state,
             self._tiers.shared_memory,
@@ -163,7 +167,7 @@ class Checkpointer:
             config,
             writer,
             self._save_groups[0],
-            newest,
+            self._tiers.reader.newest_sequence(),
             make_room,
         )
         self._wait_policy = WaitPolicy(self._saver, config, self._tiers.wait_durable if has_storage else None)
@@ -414,7 +418,11 @@ class Checkpointer:
             self.step_count = self._saved_step = restored.step
             self._saver.sequence = max(self._saver.sequence, found.newest_sequence)
             self._schedule.saved(self.step_count, Pace())
-            self._losses.restored(restored.step, found.held_by, found.tiers, restored.seconds, restored.num_bytes)
+            for source in found.sources:
+                if source.tier is self._tiers.shared_memory:
+                    self._tiers.shared_memory.spare(source.place)
+            held_by = [source.tier.name for source in found.sources]
+            self._losses.restored(restored.step, held_by, found.tiers, restored.seconds, restored.num_bytes)
         return restored
 
     def list(self) -> list[Snapshot]:
@@ -472,6 +480,65 @@ class Checkpointer:
                 self.close()
             elif not self._closed:
                 self._end(keep_buffers=True)
+
+
+def load_weights(
+    module: torch.nn.Module,
+    store: str | None = None,
+    *,
+    persist_to: str | os.PathLike[str] | None = None,
+    run: str = "run",
+    name: str = "model",
+    step: int | None = None,
+    strict: bool = True,
+    prefix: str = "",
+) -> Restored:
+    """Loads a model's weights from the newest snapshot, beside a training that runs or from a medium that cannot be
+    written: it takes no lock and writes nothing.
+
+    Args:
+        module: Gets the weights, cast to its floating-point types; wrapped or not, as the saved model was or not.
+        store: URL of the cluster whose memory holds snapshots.
+        persist_to: Path or URL of durable storage. At least one of both.
+        run: Id of the run that saved them.
+        name: Name under which the model was attached.
+        step: Step of the snapshot; None: the newest that is intact.
+        strict: Whether all names and shapes have to fit. Otherwise what does not fit stays as it is, and
+            `Restored.missing_keys` and `Restored.unexpected_keys` list it.
+        prefix: Part of the model to take: names in the snapshot that begin with it, and without it.
+
+    Returns:
+        What was loaded: the step and more.
+
+    Raises:
+        ConfigError: An argument is invalid, or nothing was attached under that name.
+        CheckpointError: There is no such snapshot, or none is intact, or a place does not answer.
+        StateMismatchError: It does not fit the module; nothing was changed.
+    """
+    begun = time.monotonic()
+    with contextlib.ExitStack() as resources:
+        reader = open_to_read(store, persist_to, run, resources)
+        found = read_newest_alone(reader, [name], step)
+        if found is None:
+            wanted = "a snapshot" if step is None else f"a snapshot of step {step}"
+            known = sorted({snapshot.record.step for snapshot in reader.snapshots()})
+            raise CheckpointError.of(f"{wanted} of run {run!r}", f"steps {known}", "name another step, run or place")
+    state = unflatten(found.tree, found.tensors)
+    if name not in state:
+        _, manifest = found.arenas[0]
+        attached = ", ".join(sorted(map(str, part_of(manifest.tree, None)["dict"][0])))
+        cure = "pass another name=; what torch.distributed.checkpoint saved, ShadeReader reads"
+        raise ConfigError.of(f"a model that was attached as {name!r}", attached, cure)
+    missing, unexpected = load_module(name, module, state[name], strict=strict, prefix=prefix)
+    record, seconds = found.record, time.monotonic() - begun
+    logger.info("loaded %s of step %d of run %s from %s", name, record.step, run, ", ".join(found.tiers))
+    if missing or unexpected:
+        logger.warning("%s of step %d: not loaded: %s; not used: %s", name, record.step, missing, unexpected)
+    return Restored(
+        *(record.step, 0, tuple(found.tiers), seconds, record.num_bytes, found.bounds),
+        missing_keys=tuple(missing),
+        unexpected_keys=tuple(unexpected),
+    )
 
 
 def _state_of(handle: SaveHandle) -> str:

@@ -24,6 +24,7 @@ from shade.checkpoint._save.async_writer import CommitResult
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import RunLock
 from shade.checkpoint._tiers.storage import StorageTier
+from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, ConfigError, ShadeError, StorageError, StoreError, StoreUnavailableError
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
@@ -253,6 +254,38 @@ def open_tiers(
     return opened
 
 
+def open_to_read(
+    store_url: str | None, persist_to: str | os.PathLike[str] | None, run: str, resources: contextlib.ExitStack
+) -> Reader:
+    """Opens cluster memory and storage for a process that only reads: it takes no lock, and writes nothing.
+
+    Args:
+        store_url: URL of the cluster, or None.
+        persist_to: Path or URL of the storage, or None; one of both is needed.
+        run: The run id.
+        resources: Receives what is to be closed.
+
+    Returns:
+        The reader.
+
+    Raises:
+        ConfigError: An argument is invalid.
+        StoreUnavailableError: The store does not answer.
+    """
+    check_run_name(run)
+    if store_url is None and persist_to is None:
+        raise ConfigError.of("a place where snapshots are", "neither store nor persist_to", "name at least one")
+    tiers: list[Tier] = []
+    if store_url is not None:
+        store = resources.enter_context(open_store(store_url, timeout_seconds=STORE_TIMEOUT_SECONDS))
+        tiers.append(MemoryTier(store, run))
+        resources.callback(tiers[-1].close)
+    if persist_to is not None:
+        tiers.append(StorageTier(open_volume(persist_to), run))
+        resources.callback(tiers[-1].close)
+    return Reader(tiers)
+
+
 def _volume(url: str | os.PathLike[str]) -> Volume:
     """Opens storage, and checks that it can be written."""
     volume = open_volume(url)
@@ -260,7 +293,7 @@ def _volume(url: str | os.PathLike[str]) -> Volume:
         volume.ping()
     except StorageError as error:
         volume.close()
-        cure = "make it writable, or name another --persist"
+        cure = "make it writable, or name another --persist; load_weights reads what cannot be written"
         raise ConfigError.of("storage that can be written", f"{volume.url}: {error}", cure) from error
     return volume
 

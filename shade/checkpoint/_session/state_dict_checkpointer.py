@@ -81,7 +81,7 @@ class StateDictState(AppState):
         return found if type(found) is int else 0
 
     @override
-    def forgettable(self) -> Set[str]:
+    def forgettable(self, tree: Any) -> Set[str]:
         return set()  # the state that is read is the state that the caller gets
 
     @override

@@ -106,9 +106,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _restore(given: argparse.Namespace) -> int:
-    from shade.checkpoint._commit.protocol import SingleProcessGroup
     from shade.checkpoint._interchange.export import export
-    from shade.checkpoint._restore.restore import read_newest
+    from shade.checkpoint._restore.restore import read_newest_alone
 
     form = given.format or _format_of(given.to)
     if given.to.exists():
@@ -119,9 +118,7 @@ def _restore(given: argparse.Namespace) -> int:
         sharded = _sharded(places, given.step)
         if sharded is not None:
             return _restore_sharded(given, places, sharded, form)
-        found = read_newest(
-            places.reader, SingleProcessGroup(), None if given.only is None else [given.only], given.step
-        )
+        found = read_newest_alone(places.reader, None if given.only is None else [given.only], given.step)
         if found is None:
             sys.stderr.write(f"no snapshot of run {places.run}\n")
             return 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.app_state import AppState, renamed
 from shade.errors import ConfigError, StateMismatchError
+from tests.support.launching import same_state
 
 
 class Counter:
@@ -257,3 +260,80 @@ def test_unlike_models_have_unlike_digests() -> None:
     with torch.no_grad():
         other[1].bias[0] += 1
     assert contents(model=other).capture(1, 2).replica(2) != same[0]
+
+
+# ── wrappers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Wrapped(torch.nn.Module):
+    """A wrapper of somebody's own."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = inner
+
+
+def compiled(inner: torch.nn.Module) -> Any:
+    return torch.compile(inner, backend="eager")
+
+
+def distributed(inner: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(inner)
+
+
+WRAPPINGS: dict[str, Callable[[], Any]] = {
+    "plain": model,
+    "compiled": lambda: compiled(model()),
+    "distributed": lambda: distributed(model()),
+    "distributed, compiled": lambda: compiled(distributed(model())),
+    "compiled, distributed": lambda: distributed(compiled(model())),
+    "data parallel": lambda: torch.nn.DataParallel(model()),
+    "a compiled layer": lambda: torch.nn.Sequential(compiled(model()[0]), model()[1]),
+    "one of its own": lambda: Wrapped(model()),
+}
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("before", WRAPPINGS)
+def test_a_model_is_the_same_in_every_wrapper(before: str) -> None:
+    source = WRAPPINGS[before]()
+    for tensor in source.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape))
+    values = [value.clone() for value in source.state_dict().values()]
+    tree, tensors = saved(contents(model=source))
+    for after, make in WRAPPINGS.items():
+        target = make()
+        contents(model=target).load(tree, tensors, ["model"])
+        assert same_state(dict(enumerate(values)), dict(enumerate(target.state_dict().values()))), after
+    if before not in ("a compiled layer", "one of its own"):
+        assert tensors.keys() >= {f"model/{name}" for name in model().state_dict()}
+
+
+def test_versions_of_modules_come_with_the_names() -> None:
+    own = WRAPPINGS["a compiled layer"]().state_dict()
+    for wrapped in (own, Wrapped(model()).state_dict()):
+        found = renamed(model().state_dict(), wrapped)
+        assert list(found) == list(model().state_dict())
+        assert found._metadata == model().state_dict()._metadata  # type: ignore[attr-defined]
+    assert renamed(own, own) is own
+
+
+def test_names_of_which_it_is_not_certain_stay_and_are_refused_by_name() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.weight = torch.nn.Linear(4, 3, bias=False), torch.nn.Parameter(torch.zeros(3, 4))
+
+    tree, tensors = saved(contents(model=Two()))
+    target = torch.nn.Linear(4, 3, bias=False)
+    before = target.weight.detach().clone()
+    with pytest.raises(StateMismatchError, match=r"also has module\.weight"):
+        contents(model=target).load(tree, tensors, ["model"])
+    assert torch.equal(target.weight, before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._interchange.export import import_state
 from shade.checkpoint._session import open_tiers as tiers_module
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._tiers.storage import StorageTier
@@ -32,6 +35,7 @@ from shade.errors import (
     TornSnapshotError,
     UnknownNameError,
 )
+from shade.storage import open_volume
 from shade.store import open_store
 from shade.store._servers.server import LocalServer
 
@@ -394,6 +398,32 @@ def test_each_tensor_that_comes_back_has_a_storage_of_its_own(begin: Callable[..
     assert torch.equal(torch.rand(3, generator=generator), want)
 
 
+@pytest.mark.parametrize("where", ["storage", "own memory"])
+def test_an_object_that_keeps_a_weight_of_the_model_gets_it_back(
+    where: str, begin: Callable[..., Checkpointer]
+) -> None:
+    def begun(model: torch.nn.Module, box: Box) -> Checkpointer:
+        checkpointer = begin(buffers=1)
+        checkpointer.attach(model=model, box=box)
+        return checkpointer
+
+    model, box, other, again = torch.nn.Linear(600, 600), Box({}), torch.nn.Linear(600, 600), Box({})
+    box.state = {"shadow": model.weight, "first": model.weight.detach()[:1]}
+    checkpointer = begun(model, box)
+    checkpointer.save()
+    checkpointer.wait_committed()
+    crash(checkpointer) if where == "own memory" else checkpointer.close()
+    with begun(other, again) as checkpointer:
+        assert checkpointer.restore_latest().tiers == (where,)
+        with torch.no_grad():
+            other.weight.zero_()
+        for _ in range(2):
+            checkpointer.save()
+            checkpointer.wait_committed()
+        assert torch.equal(again.state["shadow"], model.weight)
+        assert torch.equal(again.state["first"], model.weight[:1])
+
+
 def test_names_that_are_not_there(begin: Callable[..., Checkpointer]) -> None:
     training = Training()
     with begin() as checkpointer:
@@ -421,6 +451,33 @@ def test_silent_storage_and_rotten_records_are_no_new_run(
         record.write_bytes(record.read_bytes()[:-1])
         with pytest.raises(CorruptCheckpointError, match="its record cannot be read"):
             checkpointer.restore_latest()
+
+
+@pytest.mark.parametrize("how", ["restored", "begun anew", "imported"])
+def test_a_save_after_a_record_that_could_not_be_read_is_the_newest(
+    how: str, begin: Callable[..., Checkpointer], run: str, tmp_path: Path
+) -> None:
+    with begin(Training(), keep="all") as checkpointer:
+        for _ in range(3):
+            checkpointer.step()
+            checkpointer.save()
+            checkpointer.wait_durable()
+    newest = max(tmp_path.rglob("commit.json"))
+    content = newest.read_bytes()
+    newest.write_bytes(b"{")
+    if how == "imported":
+        with open_volume(tmp_path / "durable") as volume:
+            import_state({"x": 1}, StorageTier(volume, run), run, 2)
+    else:
+        with begin(Training(), keep="all") as checkpointer:
+            if how == "restored":
+                assert checkpointer.restore_latest().step == 2
+            checkpointer.save()
+            checkpointer.wait_durable()
+    newest.write_bytes(content)
+    with begin(Training()) as checkpointer:
+        steps = [snapshot.record.step for snapshot in checkpointer.list()]
+    assert steps == [{"restored": 2, "begun anew": 0, "imported": 2}[how], 3, 2, 1]
 
 
 # ── bad places ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -593,6 +650,41 @@ def test_an_exception_leaves_own_memory_and_a_good_end_does_not(begin: Callable[
     assert not own_folder(run).exists()
     with begin(Training()) as checkpointer:
         assert checkpointer.restore_latest().tiers == ("storage",)
+
+
+BREAKS_OFF = """
+import sys, time, torch
+from shade.checkpoint import Checkpointer
+from shade.checkpoint._save.async_writer import AsyncWriter
+
+dies, run = sys.argv[1] == "dies", sys.argv[2]
+checkpointer = Checkpointer(run=run, every="never", buffers=2)
+checkpointer.attach(model=torch.nn.Linear(2, 2))
+checkpointer.restore_latest()
+if dies:
+    AsyncWriter._write = lambda *words: time.sleep(60)
+for _ in range(1 if dies else 3):
+    checkpointer.step()
+    checkpointer.save()
+    dies or checkpointer.wait_committed()
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_save_broken_off_after_a_restart_leaves_the_newest_in_shared_memory(
+    begin: Callable[..., Checkpointer], run: str
+) -> None:
+    for how in ("saves", "dies"):
+        command = [sys.executable, "-W", "ignore", "-c", BREAKS_OFF, how, run]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            process.kill()
+    checkpointer = begin(persist_to=None, buffers=2)
+    checkpointer.attach(model=torch.nn.Linear(2, 2))
+    assert checkpointer.restore_latest().step == 3
 
 
 # ── what goes wrong while a snapshot is taken ───────────────────────────────────────────────────────────────────────

@@ -70,6 +70,7 @@ def state() -> dict[str, Any]:
             "scalar": np.float32(0.1),
             "strings": np.array(["a", "bc"]),
             "scores": [0.5] * 1000,
+            "un\udc80decodable": torch.ones(1),
             "nested": (1, [torch.ones(2), None], deque([1], 3)),
             "blob": bytes(1000),
             "default": defaultdict(int, a=1),
@@ -118,6 +119,50 @@ def test_others_read_what_is_exported(tmp_path: Path) -> None:
     assert_same(wanted["model"], dict(original["model"]))
     dcp_to_torch_save(tmp_path / "all.dcp", tmp_path / "converted.pt")
     assert torch.equal(torch.load(tmp_path / "converted.pt", weights_only=False)["model"]["a.weight"], weight)
+
+
+class Tied(torch.nn.Module):
+    """Weights and buffers that are one, or parts of one, and names that a path would escape."""
+
+    def __init__(self, *, tie: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleDict({"in/out": torch.nn.Embedding(6, 4), "é 50%": torch.nn.Linear(4, 6)})
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        table = torch.rand(8)
+        for name in ("whole", "same"):
+            self.register_buffer(name, table if tie else torch.zeros(8))
+        for name, part in (("first", slice(0, 5)), ("last", slice(3, 8))):
+            self.register_buffer(name, table[part] if tie else torch.zeros(5))
+        if tie:
+            self.head.weight = self.layers["in/out"].weight
+
+
+@pytest.mark.parametrize("form", ["safetensors", "several safetensors", "torch"])
+def test_tied_weights_load_strictly_elsewhere(form: str, tmp_path: Path) -> None:
+    source, path = Tied(), tmp_path / "model"
+    if form == "torch":
+        save_state(source.state_dict(), path, form)
+        found = torch.load(path)
+    elif form == "safetensors":
+        save_state(source.state_dict(), path, form)
+        found = safetensors.torch.load_file(path)
+    else:
+        save_safetensors(source.state_dict(), path, max_file_bytes=100)
+        found = {}
+        for file in path.glob("*.safetensors"):
+            found |= safetensors.torch.load_file(file)
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys()
+    for tie in (True, False):
+        target = Tied(tie=tie)
+        for parameter in target.parameters():
+            torch.nn.init.zeros_(parameter)
+        target.load_state_dict(found, strict=True)
+        assert_same(dict(target.state_dict()), dict(source.state_dict()))
+    if form != "torch":
+        again = load_state(path, "safetensors")
+        assert again["head.weight"] is again["layers.in/out.weight"], "one again"
 
 
 def test_a_part_is_asked_for_by_name() -> None:

@@ -106,7 +106,7 @@ def test_ranks_that_save_different_steps_or_models_are_refused() -> None:
     assert all("got 'others on ranks [2] than on 0'" in str(each) for each in together(3, models))
 
 
-def test_the_record_is_rank_0s() -> None:
+def test_the_record_is_rank_0s_and_newer_than_what_any_rank_sees() -> None:
     one = saved(10, 7, 2)
 
     def act(group: ProcessGroup) -> Any:
@@ -115,7 +115,7 @@ def test_the_record_is_rank_0s() -> None:
 
     first, second = together(2, act)
     assert first == second
-    assert (first[0].sequence, first[0].saved_at, first[0].metrics) == (7, 7.0, {"loss": 0.0})
+    assert (first[0].sequence, first[0].saved_at, first[0].metrics) == (8, 7.0, {"loss": 0.0})
 
 
 def test_a_dead_rank_is_an_error_and_no_commit() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._restore.reader import Reader
-from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._restore.restore import read_newest, read_newest_alone
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
 from tests.simulation.torture.ledger import Saved, saved
@@ -149,6 +149,38 @@ def test_silent_memory_is_waited_for_only_where_there_is_nothing_else() -> None:
     assert "bring it back" in str(error)
 
 
+class Moving(Near):
+    """Beside a training: while one snapshot is read, it makes place for the next, so many times."""
+
+    def __init__(self, *saves: Saved, num_moves: int) -> None:
+        super().__init__("storage")
+        self.saves, self.num_moves, self.num_read = saves, num_moves, 0
+        put(self, saves[0])
+
+    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
+        self.num_read += 1
+        if self.num_read <= self.num_moves:
+            self.records.clear()
+            self.manifests.clear()
+            put(self, self.saves[self.num_read % len(self.saves)])
+        return super().read_manifest(place, rank, copy)
+
+
+def test_a_snapshot_that_disappears_in_mid_read_is_given_up_for_the_newer_one() -> None:
+    saves = [saved(10 * number, number, 1) for number in range(1, 5)]
+    got = read_newest_alone(Reader([Moving(*saves, num_moves=3)]))
+    assert got is not None
+    assert got.record == saves[3].record
+    with pytest.raises(CorruptCheckpointError, match="lost or damaged in every copy"):
+        read_newest_alone(Reader([Moving(*saves, num_moves=1000)]))
+    damaged = storage(FIRST, SECOND)
+    del damaged.chunks["20", 0, 0]
+    got = read_newest_alone(Reader([damaged]))
+    assert got is not None
+    assert got.record == FIRST.record, "no new one comes"
+    assert read_newest_alone(Reader([damaged]), step=30) is None
+
+
 def test_a_part_is_read_by_its_chunks_alone() -> None:
     shared = storage(FIRST)
     for only, tensors in ((["model"], FIRST.tensors), (["other"], {})):
@@ -162,3 +194,7 @@ def test_the_newest_sequence_counts_what_could_not_be_read() -> None:
     got = read_newest(Reader([broken]), SingleProcessGroup())
     assert got is not None
     assert (got.record.sequence, got.newest_sequence) == (1, 2)
+    broken.damaged = ["30"]
+    got = read_newest(Reader([broken]), SingleProcessGroup())
+    assert got is not None
+    assert got.newest_sequence > 1000, "the unreadable one may have any"

@@ -138,6 +138,7 @@ def test_own_memory_needs_no_base(tmp_path: Path) -> None:
     """It has the data, not the difference; where that is damaged, the other tiers build it."""
     tier, saves = Near("tier"), chain()
     stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
+    stage.claim()
     one = saves[2]
     for rank in range(WORLD_SIZE):
         own = stage if rank == 0 else SharedMemoryTier(RUN, rank, folder=tmp_path)
@@ -162,6 +163,7 @@ def test_own_memory_needs_no_base(tmp_path: Path) -> None:
     for each in saves:
         put(tier, each)
     assert built([stage, tier]) == list(one.data)
+    stage.close()
 
 
 def test_what_is_damaged_in_one_place_is_given_back_in_its_stored_form() -> None:

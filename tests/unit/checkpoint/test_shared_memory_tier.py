@@ -68,6 +68,38 @@ def test_a_buffer_that_is_begun_holds_nothing_and_a_second_one_closes_the_gap(tm
     assert is_whole(double, second, saved(20, 2, 1, RUN))
 
 
+@pytest.mark.parametrize("num_bytes", [100, 5 * 2**20])
+def test_after_a_restart_the_newest_stays_whole_until_its_turn(num_bytes: int, tmp_path: Path) -> None:
+    """The state of the restarted run may be longer or shorter."""
+    newest = saved(30, 3, 1, RUN, shard_bytes=3 * 2**20)
+    double = SharedMemoryTier(RUN, 0, num_buffers=2, folder=tmp_path)
+    for one in (saved(10, 1, 1, RUN), saved(20, 2, 1, RUN)):
+        keep([double], one)
+    place = keep([double], newest)
+    double.close()
+    again = SharedMemoryTier(RUN, 0, num_buffers=2, folder=tmp_path)
+    again.reserve(num_bytes)
+    begun, _ = again.begin(num_bytes)
+    assert begun != place
+    assert again.held() == {place: newest.record}
+    assert is_whole(again, place, newest)
+
+
+def test_what_a_reader_beside_the_run_has_verified_stays_as_it_is(tmp_path: Path) -> None:
+    one = saved(10, 1, 1, RUN)
+    owner, reader = (SharedMemoryTier(RUN, 0, folder=tmp_path) for _ in range(2))
+    owner.claim()
+    place = keep([owner], one)
+    (manifest,) = one.manifests
+    found = reader.read_chunks(place, manifest, range(len(manifest.chunks)))
+    assert reader.in_place(place, manifest) is None
+    assert owner.in_place(place, manifest) is not None
+    _, buffer = owner.begin(manifest.num_bytes)  # the next save
+    buffer.fill_(7)
+    assert [bytes(each or b"") for each in found] == list(one.chunks[0])
+    owner.close()
+
+
 def test_a_turn_that_passes_keeps_ranks_in_step(tmp_path: Path) -> None:
     stages = [SharedMemoryTier(RUN, rank, num_buffers=2, folder=tmp_path) for rank in range(2)]
     stages[0].begin(10)

@@ -134,8 +134,6 @@ def tidy(script: Script) -> Script:
             changed["clip"] = "norm"
         if script.scaler:
             changed["scaler"] = "script"
-        if (script.unused or script.use != "both") and not script.ddp:
-            changed["ddp"] = ("find_unused_parameters",)
         if not script.zero:
             changed["zero"] = "none"
     else:
@@ -152,13 +150,20 @@ def tidy(script: Script) -> Script:
     if script.compile:
         changed |= {"checkpoint": "", "penalty": False, "steps": min(script.steps, 3)}
     if script.place == "retained":
-        changed["checkpoint"] = ""
+        changed |= {"checkpoint": "", "compile": False}
+    if script.penalty and script.checkpoint:
+        changed["checkpoint"] = "plain"
+    if script.use not in ("both", "one") or script.happenings & {"freeze", "unfreeze"}:
+        changed["ddp"] = tuple(each for each in script.ddp if each != "static_graph")
     if script.sizes == "ends" and script.face == "hook":
         changed |= {"scaler": "", "infinite": (), "norm": False, "passes": 1, "place": "last outside", "ddp": ()}
         changed |= {"use": "both", "unused": False, "compile": False, "tied": False, "frozen": False}
         kept = {}
     if script.infinite and script.infinite[1] >= script.ranks:
         changed["infinite"] = (script.infinite[0], 0)
+    if script.face == "hook" and (script.unused or script.use != "both" or "freeze" in kept.values()):
+        flags = changed.get("ddp", script.ddp)
+        changed["ddp"] = tuple(sorted({"find_unused_parameters", *flags}))  # type: ignore[misc]
     return replace(script, **changed, events=tuple(kept.items()))  # type: ignore[arg-type]
 
 

@@ -214,10 +214,15 @@ def unlike(script: Script, traces: Sequence[Trace], expected: Weights) -> list[s
                 continue
             before = start.get(name, wanted)
             scale = max(np.abs(wanted).max(), np.abs(wanted - before).max(), 1e-3)
-            distance, allowed = np.abs(found - wanted).max(), ROUNDINGS * (script.steps + 1) * epsilon(script, name) * scale
-            if not distance <= allowed:
+            allowed = ROUNDINGS * (script.steps + 1) * epsilon(script, name) * scale
+            is_broken = ~np.isfinite(wanted)
+            if (is_broken != ~np.isfinite(found)).any():
+                differences.append(f"{name} of rank {rank} is not finite, or should not be")
+            elif not is_broken.any() and (distance := np.abs(found - wanted).max()) > allowed:
                 moved = np.abs(wanted - before).max()
-                differences.append(f"{name} of rank {rank} is off by {distance:.3g}, allowed {allowed:.3g}, moved {moved:.3g}")
+                differences.append(
+                    f"{name} of rank {rank} is off by {distance:.3g}, allowed {allowed:.3g} ({moved=:.3g})"
+                )
     return differences[:3]
 
 
@@ -231,7 +236,9 @@ def has_books(script: Script) -> bool:
     """Whether what was sent can be told from outside: all ranks weigh the same, and nothing else touches gradients."""
     is_usual = script.place == "last outside" and script.local_size == 1 and script.clip == ""
     is_steady = script.sizes in ("", "unsaid") and script.optimizer != "local"
-    return is_usual and is_steady and not script.happenings & {"unfreeze", "assign", "convert", "new layer", "add group"}
+    return (
+        is_usual and is_steady and not script.happenings & {"unfreeze", "assign", "convert", "new layer", "add group"}
+    )
 
 
 def lost_mass(script: Script, traces: Sequence[Trace]) -> list[str]:
@@ -240,11 +247,11 @@ def lost_mass(script: Script, traces: Sequence[Trace]) -> list[str]:
     for name in traces[0]["mass"].keys() | traces[-1]["mass"].keys():
         books = [trace["mass"][name] for trace in traces if name in trace["mass"]]
         left = sum(each[0] for each in books) / script.ranks
-        scale = max(np.abs(each[0]).max() for each in books)
-        allowed = ROUNDINGS * script.steps * epsilon(script, name) * max(scale, 1e-6)
-        for _, arrived in books:
+        scale = max(largest for *_, largest in books)
+        allowed = ROUNDINGS * script.steps * epsilon(script, name) * scale
+        for _, arrived, _ in books:
             if not (off := np.abs(left - arrived).max()) <= allowed:
-                differences.append(f"{name}: {off:.3g} of {scale:.3g} sent is lost, allowed {allowed:.3g}")
+                differences.append(f"{name}: {off:.3g} of {scale:.3g} is lost, allowed {allowed:.3g}")
                 break
     return differences[:3]
 

@@ -201,9 +201,7 @@ def weight_decay_is_forgotten() -> AbstractContextManager[Any]:
 
 def clipping_uses_the_own_norm() -> AbstractContextManager[Any]:
     """The norm is one of a bucket, not of all."""
-    return patch.object(
-        GradientEngine, "_apply", _with_norm_of_first(GradientEngine._apply)
-    )
+    return patch.object(GradientEngine, "_apply", _with_norm_of_first(GradientEngine._apply))
 
 
 def _with_norm_of_first(apply: Callable[..., None]) -> Callable[..., None]:

@@ -35,6 +35,7 @@ class RankTraining(Training):
         self.scales: list[float] = []
         self.given: dict[str, Tensor] = {}
         """The sum of this rank's own gradients."""
+        self.largest: dict[str, float] = {}
         self.arrived: dict[str, Tensor] = {}
         """The sum of what came of all ranks' gradients."""
 
@@ -59,15 +60,17 @@ class RankTraining(Training):
     def keep_books(self, book: dict[str, Tensor], name: str, gradient: Tensor) -> None:
         """Adds a gradient up, unless its step is dropped on all ranks."""
         if not self.script.is_exact and (not self.script.infinite or self.script.infinite[0] != self.step):
-            book[name] = book.get(name, 0) + gradient.detach().double() / self.scaler.get_scale()
+            unscaled = gradient.detach().double() / self.scaler.get_scale()
+            book[name] = book.get(name, 0) + unscaled
+            self.largest[name] = max(self.largest.get(name, 0.0), float(unscaled.abs().max()))
 
-    def mass(self) -> dict[str, tuple[Any, Any]]:
-        """By parameter: what left this rank, and what arrived of all ranks."""
-        residuals = self.residuals()
-        return {
-            name: ((given - residuals[name].double().view_as(given)).numpy(), self.arrived.get(name, 0 * given).numpy())
-            for name, given in self.given.items()
-        }
+    def mass(self) -> dict[str, tuple[Any, Any, float]]:
+        """By parameter: what left this rank, what arrived of all ranks, and the largest gradient."""
+        residuals, found = self.residuals(), {}
+        for name, given in self.given.items():
+            left = given - residuals[name].double().view_as(given)
+            found[name] = left.numpy(), self.arrived.get(name, 0 * given).numpy(), self.largest[name]
+        return found
 
     def residuals(self) -> dict[str, Tensor]:
         """By parameter."""

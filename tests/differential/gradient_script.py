@@ -89,7 +89,9 @@ class Script:
     """Before which steps what happens."""
 
     def __repr__(self) -> str:
-        departures = [f"{each.name}={value!r}" for each in fields(self) if (value := getattr(self, each.name)) != each.default]
+        departures = [
+            f"{each.name}={value!r}" for each in fields(self) if (value := getattr(self, each.name)) != each.default
+        ]
         return f"Script({', '.join(departures)})"
 
     @property
@@ -250,14 +252,23 @@ REFUSALS = (
         "expected gradients of the parameters that were trainable",
         _happens("unfreeze", "add group", "new layer"),
     ),
-    Refusal("parameters replaced", "expected the parameters that the engine was made with", _happens("assign", "new layer")),
-    Refusal("parameters converted", r"as at the start: torch\.", _happens("convert")),
+    Refusal(
+        "parameters replaced", "expected the parameters that the engine was made with", _happens("assign", "new layer")
+    ),
+    Refusal("parameters frozen later", "expected parameters that are still trained", _happens("freeze")),
+    Refusal(
+        "parameters converted",
+        r"as at the start: torch\.",
+        lambda script: "convert" in script.happenings or ("vector" in script.happenings and script.dtype == "mixed"),
+    ),
     Refusal(
         "a gradient that is not finite",
         "expected finite gradients in step",
         lambda script: bool(script.infinite),
     ),
-    Refusal("a clip_norm with Adam's directions", "expected clip_norm None with Adam's", lambda s: s.optimizer == "local"),
+    Refusal(
+        "a clip_norm with Adam's directions", "expected clip_norm None with Adam's", lambda s: s.optimizer == "local"
+    ),
 )
 
 

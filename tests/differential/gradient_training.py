@@ -1,4 +1,4 @@
-"""Trains what a script of the gradient plane says, on plain PyTorch in one process; the ranks' trainings build on it."""
+"""Trains what a script of the gradient plane says, on plain PyTorch, in one process; ranks build on it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class Training:
         """Trains to the end."""
         self.build(self.script.seed)
         with self.around():
-            for self.step in range(self.script.steps):
+            for number in range(self.script.steps):
+                self.step = number
                 for step, kind in self.script.events:
                     if step == self.step:
                         self.happen(kind)

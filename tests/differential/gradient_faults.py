@@ -73,11 +73,6 @@ def rebound_weights_are_left_behind() -> AbstractContextManager[Any]:
     return patch.object(Bucket, "rebind", once)
 
 
-def replaced_parameters_are_left_behind() -> AbstractContextManager[Any]:
-    """`load_state_dict(assign=True)` left the engine with parameters that the model had no more."""
-    return patch.object(GradientEngine, "_refuse_new_parameters", lambda self: None)
-
-
 def a_wrapped_model_is_accepted() -> AbstractContextManager[Any]:
     """Over DDP gradients were exchanged twice."""
 
@@ -169,9 +164,43 @@ def the_late_gradient_is_lost_at_the_end() -> AbstractContextManager[Any]:
     return patch.object(GradientEngine, "finish", finished)
 
 
-def master_weights_do_not_see_loaded_ones() -> AbstractContextManager[Any]:
-    """After `load_state_dict` the step goes on from the old master weights."""
-    return patch.object(Bucket, "refresh", lambda self: None)
+def master_weights_do_not_see_what_a_script_changes() -> AbstractContextManager[Any]:
+    """After `load_state_dict` or a change in place the next step puts the old weights back."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(Bucket, "refresh", lambda self: None))
+    stack.enter_context(patch.object(Bucket, "take_changes", lambda self: None))
+    return stack
+
+
+def accumulated_gradients_are_in_reach() -> AbstractContextManager[Any]:
+    """Between accumulated passes p.grad was a rank's own sum, which `clip_grad_norm_` and `optimizer.step` took."""
+    take = GradientHooks._take
+
+    def taken(self: GradientHooks, parameter: Any) -> None:
+        if not self._is_accumulating:
+            take(self, parameter)
+
+    return patch.object(GradientHooks, "_take", taken)
+
+
+def momentum_moves_what_was_frozen() -> AbstractContextManager[Any]:
+    """A parameter that was frozen after the engine was made went on by momentum, decay and residual."""
+    return patch.object(GradientHooks, "check_none_frozen", lambda self, work: None)
+
+
+def int8_rounds_twice() -> AbstractContextManager[Any]:
+    """What the hook holds back was taken out after rounding, so that neighbours got another scale."""
+    compress = ErrorFeedback.compress
+
+    def compressed(self: ErrorFeedback, gradient: Any, density: float, key: Any, held: Any = ()) -> Sparse:
+        chosen = compress(self, gradient, density, key)
+        kept = np.ones(chosen.count, dtype=bool)
+        for part in held:
+            kept &= (chosen.indices_K < part.start) | (chosen.indices_K >= part.stop)
+        self._residual_D[chosen.indices_K[~kept]] += chosen.values_K[~kept]
+        return Sparse(chosen.indices_K[kept], chosen.values_K[kept], chosen.size)
+
+    return patch.object(ErrorFeedback, "compress", compressed)
 
 
 def an_overflow_does_not_lower_the_scale() -> AbstractContextManager[Any]:
@@ -219,7 +248,6 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         scaled_gradients_are_applied_after_accumulate,
         an_added_group_is_stepped_locally,
         rebound_weights_are_left_behind,
-        replaced_parameters_are_left_behind,
         a_wrapped_model_is_accepted,
         clipping_between_does_nothing,
         a_large_residual_is_dropped,
@@ -228,7 +256,10 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         every_bucket_is_stepped_as_the_first_group,
         residuals_are_lost_when_a_state_is_loaded,
         the_late_gradient_is_lost_at_the_end,
-        master_weights_do_not_see_loaded_ones,
+        master_weights_do_not_see_what_a_script_changes,
+        accumulated_gradients_are_in_reach,
+        momentum_moves_what_was_frozen,
+        int8_rounds_twice,
         an_overflow_does_not_lower_the_scale,
         buffers_are_not_averaged,
         weight_decay_is_forgotten,

@@ -60,8 +60,8 @@ def story_of_new_buckets(rank: int, world_size: int) -> list[Any]:
             layouts.add(key)
             compress = feedback.compress
 
-            def spy(gradient: Any, density: float, draw: Any) -> Any:
-                chosen = compress(gradient, density, draw)
+            def spy(gradient: Any, density: float, draw: Any, held: Any) -> Any:
+                chosen = compress(gradient, density, draw, held)
                 ends = np.cumsum([sent[name].size for name in key])[:-1]
                 for name, part in zip(key, np.split(chosen.dense(), ends), strict=True):
                     sent[name] += part

@@ -7,7 +7,8 @@ there.
 
 float32 parameters on the CPU lie in their bucket's memory: a sparse step changes them in place, without a copy. All
 others (on a device, or of another type) have float32 *master weights* in the bucket. The step changes the master
-weights, and `Bucket.publish` copies the changed places to the parameters. A parameter keeps its strides, so
+weights, and `Bucket.publish` copies the changed places to the parameters. What a script changes in place between two
+steps (``p.data.clamp_()``) `Bucket.take_changes` copies to the master weights. A parameter keeps its strides, so
 ``channels_last`` survives. It has a storage of its own, a part of the bucket's: ``torch.save`` of a layer writes that
 layer.
 
@@ -33,6 +34,9 @@ BUCKET_BYTES = 16 << 20
 """Large enough to hide a message's latency, small enough for the stages of several buckets to overlap."""
 SHORT = 2048
 """Parameters with fewer elements, and those with one dimension, are always sent whole."""
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Bucket:
@@ -71,6 +75,8 @@ class Bucket:
         self.weights_D = torch.empty(self.size, dtype=torch.float32)
         """The weights that steps change; on the CPU."""
         self._remote_D = torch.empty(self.size, dtype=self.dtype, device=self.device) if self.is_master else None
+        self._published: Tensor | None = None
+        """A checksum of the parameters as they were published, on their device; None: unknown."""
         home_D = self.weights_D if self._remote_D is None else self._remote_D
         self._homes = [_with_own_storage(view) for view in self.views(home_D)]
         """The memory of each parameter."""
@@ -113,6 +119,18 @@ class Bucket:
                 if self._remote_D is not None:
                     part = slice(self.starts[place], self.starts[place] + self._homes[place].numel())
                     self.weights_D[part].copy_(self._remote_D[part])
+                    self._published = None
+
+    def take_changes(self) -> None:
+        """Copies what a script has changed in the parameters' memory since `publish` to the master weights."""
+        if self._remote_D is None or (self._published is not None and bool(self._published == self._checksum())):
+            return
+        now_D = self._remote_D.to("cpu")
+        torch.where(now_D == self.weights_D.to(self.dtype), self.weights_D, now_D.float(), out=self.weights_D)
+
+    def _checksum(self) -> Tensor:
+        assert self._remote_D is not None
+        return self._remote_D.view(_INTEGERS[self.dtype.itemsize]).sum(dtype=torch.int64)
 
     def gather(self, gradients: Sequence[Tensor | None], out_D: Tensor, scale: float = 1.0) -> None:
         """Copies gradients, of any floating type and device, into float32 (D,), times ``scale``; a missing one is
@@ -134,15 +152,17 @@ class Bucket:
         with torch.no_grad():
             if indices_K is None or 4 * len(indices_K) > self.size:
                 self._remote_D.copy_(self.weights_D)
-                return
-            places_K = torch.from_numpy(indices_K.astype(np.int64))
-            values_K = self.weights_D[places_K].to(self.dtype)
-            self._remote_D.index_copy_(0, places_K.to(self.device), values_K.to(self.device))
+            else:
+                places_K = torch.from_numpy(indices_K.astype(np.int64))
+                values_K = self.weights_D[places_K].to(self.dtype)
+                self._remote_D.index_copy_(0, places_K.to(self.device), values_K.to(self.device))
+            self._published = self._checksum()
 
     def refresh(self) -> None:
         """Copies the parameters to the master weights, after other code has changed the parameters (a loaded state)."""
         if self._remote_D is not None:
             self.weights_D.copy_(self._remote_D)
+            self._published = self._checksum()
 
     def array(self) -> Floats:
         """Returns the weights as a numpy array of the same memory."""

@@ -20,7 +20,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,21 @@ def check_size(sparse: Sparse, size: int) -> None:
     """Raises `ConfigError` if a sparse result belongs to a bucket of another size."""
     if sparse.size != size:
         raise ConfigError.of(f"a bucket of {size} elements", sparse.size, "return it to its own bucket")
+
+
+def _hold(picked: Sparse, held: Sequence[slice], rest_D: Floats) -> Sparse:
+    """Puts the picked elements of some parts back into the rest; returns the others.
+
+    That comes before they are rounded: int8 has one scale for neighbours in the message.
+    """
+    is_sent_K = np.ones(picked.count, dtype=bool)
+    for part in held:
+        first, last = np.searchsorted(picked.indices_K, (part.start, part.stop))
+        is_sent_K[first:last] = False
+    if is_sent_K.all():
+        return picked
+    rest_D[picked.indices_K[~is_sent_K]] = picked.values_K[~is_sent_K]
+    return Sparse(picked.indices_K[is_sent_K], picked.values_K[is_sent_K], picked.size)
 
 
 class ErrorFeedback:
@@ -66,13 +81,16 @@ class ErrorFeedback:
         """What is kept, float32 (D,); the live memory, valid until the next `compress` or `undo`."""
         return self._residual_D
 
-    def compress(self, gradient_D: torch.Tensor | Floats, density: float, key: Key) -> Sparse:
+    def compress(
+        self, gradient_D: torch.Tensor | Floats, density: float, key: Key, held: Sequence[slice] = ()
+    ) -> Sparse:
         """Adds a gradient to the residual and picks the elements to send.
 
         Args:
             gradient_D: Flat, contiguous, on the CPU; float32, bfloat16 or float16; unchanged.
             density: The fraction to send, 0 < density ≤ 1.
             key: The key of this step and bucket.
+            held: Parts of which nothing is sent, ascending.
 
         Returns:
             The picked elements, with the values that the receiver will see.
@@ -86,6 +104,7 @@ class ErrorFeedback:
         self._is_undoable = False  # the second buffers are overwritten from here on
         added_D = self._memory.correct(added_D)
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
+        picked = _hold(picked, held, self._other_residual_D)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
         prepare().keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
         self._memory.forget(picked.indices_K)

@@ -114,8 +114,8 @@ class SparseState:
         self._quantiser, self._seed = quantiser, seed
         self._scale = LossScale(scaler)
         self._unscale = 1.0
-        self._chosen: list[tuple[ErrorFeedback, Sparse, Sparse]] = []
-        """What this step sent and what it held back, by bucket; its end decides what the residuals get back."""
+        self._chosen: list[tuple[ErrorFeedback, Sparse]] = []
+        """What this step sent, by bucket; its end decides what the residuals get back."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
         self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
@@ -212,9 +212,9 @@ class SparseState:
             feedback = self._residual_store.of(job.parameters)
             chosen = Sparse.empty(size)
             if self.num_samples:
-                picked = feedback.compress(gradient_D, work.density, Key(self._seed, self._step, job.number))
-                chosen, held_back = _split_unused(picked, gradient_D, job.parameters)
-                self._chosen.append((feedback, chosen, held_back))
+                key, unused = Key(self._seed, self._step, job.number), _unused(gradient_D, job.parameters)
+                chosen = feedback.compress(gradient_D, work.density, key, unused)
+                self._chosen.append((feedback, chosen))
             work.payloads[job.number] = all_reduce.pack(work, job.number, chosen)
         except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
             work.trouble.append(error)
@@ -236,13 +236,10 @@ class SparseState:
         self._damage = []
         self._step += self._is_under_way
         self._is_under_way = False
-        for feedback, sent, held_back in chosen:
+        for feedback, sent in chosen:
             if isinstance(error, NonFiniteGradientError):
                 feedback.undo()
-                continue
-            if held_back.count:
-                feedback.absorb(held_back)
-            if error is not None:
+            elif error is not None:
                 feedback.absorb(sent)
 
 
@@ -259,21 +256,12 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
     return state._submit(bucket)
 
 
-def _split_unused(picked: Sparse, gradient_D: Tensor, parameters: Sequence[Tensor]) -> tuple[Sparse, Sparse]:
-    """Splits the picked elements: those of parameters with a gradient, and those of parameters without."""
-    sizes = [parameter.numel() for parameter in parameters]
-    bounds = np.searchsorted(picked.indices_K, np.cumsum([0, *sizes]))
-    is_sent_K = np.ones(picked.count, dtype=bool)
-    for (first, last), part_D in zip(pairwise(bounds), torch.split(gradient_D, sizes), strict=True):
-        # Most gradients show in their first elements that they are not all zero.
-        if first < last and not (part_D[:64].any() or part_D.any()):
-            is_sent_K[first:last] = False
-    if is_sent_K.all():
-        return picked, Sparse.empty(picked.size)
-    sent, held_back = (
-        Sparse(picked.indices_K[mask_K], picked.values_K[mask_K], picked.size) for mask_K in (is_sent_K, ~is_sent_K)
-    )
-    return sent, held_back
+def _unused(gradient_D: Tensor, parameters: Sequence[Tensor]) -> list[slice]:
+    """Returns the parts of a bucket whose parameters have no gradient."""
+    ends = np.cumsum([0, *(parameter.numel() for parameter in parameters)]).tolist()
+    parts = [slice(*bounds) for bounds in pairwise(ends)]
+    # Most gradients show in their first elements that they are not all zero.
+    return [part for part in parts if not (gradient_D[part][:64].any() or gradient_D[part].any())]
 
 
 def _after_backward(call: Callable[[], None]) -> None:

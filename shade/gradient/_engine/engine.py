@@ -19,8 +19,9 @@ the merged gradient).
 * **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the previous step's
   gradient, while this one's is exchanged behind the next forward and backward; the first step applies nothing,
   `finish` the last.
-* **Shared** parameters are one parameter. Parameters that are **frozen** at construction keep rank 0's values. A
-  parameter without a gradient in a step counts as zero on this rank; other ranks' gradients count.
+* **Shared** parameters are one parameter. Parameters that are **frozen** at construction keep rank 0's values; after
+  others are frozen or unfrozen, make a new engine. A parameter without a gradient in a step counts as zero on this
+  rank; other ranks' gradients count.
 * **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` averages them, see
   `_engine.replica`.
 * **A check** every ``check_every`` steps finds a replica that has diverged, and repairs it.
@@ -181,7 +182,7 @@ class GradientEngine:
         self._num_samples = self._open.num_samples = value
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Returns a context whose backward passes only add to ``p.grad``; the last one of a step goes outside.
+        """Returns a context whose backward passes only add up; the last one of a step goes outside.
 
         Their gradients are summed, as usual in PyTorch: divide the loss by the number of passes for a mean.
         """
@@ -201,6 +202,7 @@ class GradientEngine:
         self._check_open()
         self._check_parameters()
         work = self._open
+        self._gradient_hooks.check_none_frozen(work)
         work.costs.compute_seconds = time.perf_counter() - self._stepped_at
         self._stepped_at = time.perf_counter()
         self._gradient_hooks.seal(work)

@@ -2,8 +2,9 @@
 
 Gradients move without a copy, so the next backward pass cannot overwrite a gradient that is still being sent. Until
 `GradientEngine.step`, ``p.grad`` is a `MovedGradient`, which refuses to be computed with: with None,
-``clip_grad_norm_`` would clip nothing and say nothing. A parameter used twice in a backward pass is moved once, after
-its gradients are summed.
+``clip_grad_norm_`` would clip nothing and say nothing. It stands there between accumulated passes, too: their sum is
+this rank's alone, and ``optimizer.step()`` would apply it. A parameter used twice in a backward pass is moved once,
+after its gradients are summed.
 
 Mixed precision: ``torch.amp.GradScaler`` looks for infinities in ``p.grad``, on each rank alone. Here gradients leave
 ``p.grad`` early, and the exchange reports every rank's overflow to all. So the engine unscales while it gathers, by
@@ -64,6 +65,8 @@ class GradientHooks:
         self.work: GradientStep | None = None
         """The open step."""
         self._moved = {parameter: MovedGradient.of(parameter) for parameter in self._places}
+        self._sums: dict[Tensor, Tensor] = {}
+        """The gradients of accumulated passes, each until the next pass or the end of the step."""
         self._hooks: list[Any] = []
         for parameter in self._places:
             # The first hook runs before the backward pass adds to p.grad, the second afterwards.
@@ -74,11 +77,11 @@ class GradientHooks:
     def is_empty(self) -> bool:
         """Whether the open step has no gradient yet, neither moved nor in ``p.grad``."""
         is_untouched = self.work is None or self.work.is_untouched
-        return is_untouched and all(_gradient_of(parameter) is None for parameter in self._places)
+        return is_untouched and all(self._gradient_of(parameter) is None for parameter in self._places)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Leaves gradients in ``p.grad`` inside the context, where they add up."""
+        """Adds gradients up inside the context."""
         before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
@@ -97,27 +100,39 @@ class GradientHooks:
                     expected = "gradients of the parameters that were trainable when the engine was made"
                     raise ConfigError.of(expected, got, cure)
 
+    def check_none_frozen(self, work: GradientStep) -> None:
+        """Raises `ConfigError` if a parameter was frozen after the engine was made: momentum, weight decay and
+        residual would still move it.
+        """
+        for parameter, (number, position) in self._places.items():
+            if parameter.requires_grad or work.has(number, position) or self._gradient_of(parameter) is not None:
+                continue
+            expected = f"parameters that are still trained, {self._bucket_states[number].bucket.names[position]!r} too"
+            cure = "call finish() and make a new engine after parameters were frozen"
+            raise ConfigError.of(expected, "requires_grad=False", cure)
+
     def seal(self, work: GradientStep) -> None:
         """Ends a step's backward pass: a missing gradient counts as zero."""
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
                 self._put(work, number, position, parameter)
             parameter.grad = None
+        self._sums.clear()
 
     def close(self) -> None:
         """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._places:
-            parameter.grad = _gradient_of(parameter)
+            parameter.grad = self._gradient_of(parameter)
 
     def _make_room(self, parameter: Tensor, gradient: Tensor) -> None:
         del gradient
-        parameter.grad = _gradient_of(parameter)
+        parameter.grad = self._gradient_of(parameter)
 
     def _take(self, parameter: Tensor) -> None:
         """Hook: moves a complete gradient to the open step."""
-        if self._is_accumulating or self.work is None:
+        if self.work is None:
             return
         number, position = self._places[parameter]  # type: ignore[index]
         work = self.work
@@ -125,7 +140,10 @@ class GradientHooks:
             name = self._bucket_states[number].bucket.names[position]
             cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
             raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
-        self._put(work, number, position, parameter)
+        if not self._is_accumulating:
+            self._put(work, number, position, parameter)
+        elif parameter.grad is not None:
+            self._sums[parameter] = parameter.grad
         moved = self._moved[parameter]  # type: ignore[index]
         is_converted = (moved.dtype, moved.device) != (parameter.dtype, parameter.device)  # the step refuses it
         parameter.grad = None if is_converted else moved
@@ -134,12 +152,12 @@ class GradientHooks:
         """Hands a gradient to the step; a step's first one decides the scale of all."""
         if work.is_untouched:
             work.scale = self._scale.unscale
-        work.put(number, position, _gradient_of(parameter))
+        work.put(number, position, self._gradient_of(parameter))
 
-
-def _gradient_of(parameter: Tensor) -> Tensor | None:
-    gradient = parameter.grad
-    return None if isinstance(gradient, MovedGradient) else gradient
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Returns the gradient in ``p.grad``, or the sum for which another stands there."""
+        gradient = parameter.grad
+        return self._sums.get(parameter) if isinstance(gradient, MovedGradient) else gradient
 
 
 class LossScale:

@@ -96,6 +96,7 @@ class SparseOptimizer(Optimizer, ABC):
             raise GradientError.of(f"a gradient of {bucket.size} elements", sparse.size, "apply it to its own bucket")
         self._opt_called = True  # learning rate schedulers read it and warn without a step
         bucket.rebind()
+        bucket.take_changes()
         memory = self._memory(bucket)
         group = self.param_groups[bucket.group]
         if group["maximize"]:
@@ -148,6 +149,7 @@ class SparseOptimizer(Optimizer, ABC):
         for memory in self._memories.values():
             if memory.is_behind:
                 memory.bucket.rebind()
+                memory.bucket.take_changes()
                 self._sweep(memory, 0, memory.num_lines)
                 memory.bucket.publish()
 

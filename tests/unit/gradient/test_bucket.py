@@ -94,6 +94,19 @@ def test_half_precision_parameters_follow_their_master_weights(places: list[int]
     assert bucket.array().tolist() == [4.0] * 12
 
 
+def test_master_weights_take_what_changed_in_place_and_keep_the_rest() -> None:
+    parameter = nn.Parameter(torch.arange(12).reshape(3, 4).bfloat16())
+    bucket = Bucket([parameter])
+    bucket.weights_D += 2.0**-10  # less than bfloat16 holds of most
+    bucket.publish()
+    before_D = bucket.weights_D.clone()
+    bucket.take_changes()
+    assert torch.equal(bucket.weights_D, before_D)
+    parameter.data.clamp_(max=5.0)
+    bucket.take_changes()
+    assert bucket.weights_D.tolist() == [*before_D.tolist()[:6], *[5.0] * 6]
+
+
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="trainable"):
         plan_buckets([{"params": [nn.Parameter(torch.ones(2), requires_grad=False)]}])

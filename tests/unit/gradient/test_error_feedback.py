@@ -129,3 +129,21 @@ def test_what_is_given_back_must_come_from_here() -> None:
     elsewhere = Sparse(np.zeros(0, np.uint32), np.zeros(0, np.float32), SIZE + 1)
     with pytest.raises(ConfigError, match="a bucket of 1000 elements, got 1001"):
         memory.absorb(elsewhere)
+
+
+@pytest.mark.parametrize("quantiser", ["none", "bf16", "int8"])
+def test_held_parts_stay_whole_and_what_is_sent_arrives_as_it_was_rounded(quantiser: str) -> None:
+    memory, held = feedback(quantiser=quantiser), [slice(0, 300), slice(500, 501)]
+    first, second = gradients(2)
+    memory.compress(first, 0.1, Key(0, 0, 0))
+    before_D = memory.residual_D.copy()
+    expected_D = before_D + second
+    sent = memory.compress(second, 0.9, Key(0, 1, 0), held)
+    arrived_D = sent.dense()
+    assert not any(arrived_D[part].any() for part in held)
+    assert all(np.array_equal(memory.residual_D[part], expected_D[part]) for part in held)
+    np.testing.assert_allclose(memory.residual_D + arrived_D, expected_D, rtol=0, atol=1e-6)
+    again_K = memory.quantiser.decode(memory.quantiser.encode(sent.values_K), sent.count)
+    np.testing.assert_allclose(again_K, sent.values_K, rtol=0, atol=1e-6)
+    memory.undo()
+    np.testing.assert_array_equal(memory.residual_D, before_D)

@@ -573,8 +573,10 @@ def test_the_rest_of_an_epoch_draws_nothing_that_the_whole_epoch_has_drawn(worke
         if number == 2:
             state, generator = whole.state_dict(), torch.get_rng_state()
     expected = list(begin(whole, 1)), torch.rand(3).tolist()
+    assert whole.epoch == (1 if is_sampled else None)
     resumed.load_state_dict(state)
     torch.set_rng_state(generator)
+    assert resumed.epoch == (0 if is_sampled else None)
     assert len(list(begin(resumed, 0))) == 4
     assert (list(begin(resumed, 1)), torch.rand(3).tolist()) == expected
     for loader in (whole, resumed):

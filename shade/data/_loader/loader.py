@@ -305,6 +305,11 @@ class ShadeLoader(DataLoader[Any]):
             self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress)
 
     @property
+    def epoch(self) -> int | None:
+        """Returns the present epoch of its `ShadeSampler`; None with another sampler, which counts none."""
+        return self.sampler.epoch if isinstance(self.sampler, ShadeSampler) else None
+
+    @property
     def in_threads(self) -> bool:
         """Returns whether threads make the batches; else processes do, or the training thread itself."""
         return self.num_workers > 0 and self.batch_sampler is not None and self._reader.draws_nothing

@@ -83,6 +83,8 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
         script = replace(script, touched="data")
     if script.users and any(name in script.users for name in ("strange", "generator")):
         script = replace(script, wrong="")
+    if script.loader == "cursor" and script.wrong == "batch":  # its state does not say
+        script = replace(script, wrong="")
     return replace(script, end_step=min(script.end_step, script.num_steps - 1))
 
 

@@ -360,6 +360,23 @@ class Tensors(Notes):
         return float(self.state["whole"].sum() + self.state["columns"].sum() + self.state["part"][2]) * 1e-4
 
 
+class Holder:
+    """Shows a tensor of the model's, as a teacher does, and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.shown: Any = None
+        self.given: Any = None
+
+    def next(self) -> float:
+        return 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.shown}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["weight"]
+
+
 class Strange(Notes):
     """Holds what no snapshot can hold."""
 
@@ -375,6 +392,7 @@ USERS: Mapping[str, Callable[[], Any]] = {
     "notes": Notes,
     "arrays": Arrays,
     "tensors": Tensors,
+    "holder": Holder,
     "strange": Strange,
     "generator": torch.Generator,
 }
@@ -519,6 +537,8 @@ class Training:
             average = get_ema_multi_avg_fn(0.7) if script.ema == "ema" else None
             self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=script.ema == "ema")
         self.users = {name: USERS[name]() for name in script.users}
+        if "holder" in self.users:
+            self.users["holder"].shown = next(self.model.parameters()).detach()
         self.feed = make_feed(script, rank, batch=BATCH // 2 if wrong == "batch" else BATCH)
         self._batches: Iterator[torch.Tensor] | None = None
         self.done = 0

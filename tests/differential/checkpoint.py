@@ -8,29 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import os
 import secrets
 import shutil
 import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from shade.checkpoint import Checkpointer
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
-from shade.errors import ShadeError
+from shade.checkpoint._buffer.tensor_copy import Copying
+from shade.cli import main as command
+from shade.errors import CorruptCheckpointError, ShadeError
 from tests.differential.checkpoint_checks import changed_together, compared, difference, shared, sizes, state_of
 from tests.differential.checkpoint_drawing import SCRIPTS
+from tests.differential.checkpoint_faults import FAULTS
 from tests.differential.checkpoint_training import Script, Training
 from tests.differential.harness import Outcome, Plane, Verdict
 
 SLACK_BYTES = 2048
 """`torch.save` may differ by so much: names of storages, alignment."""
+
+
+LATE_SECONDS = 0.005
 
 
 class Differs(Exception):
@@ -61,7 +71,7 @@ class First:
 
 def play(script: Script) -> Verdict:
     """Plays a script: undisturbed, then ended and restored; compares."""
-    with _place() as place, _quiet():
+    with _place() as place, _quiet(), _copying_late() if script.copies_late else contextlib.nullcontext():
         try:
             return _play(script, place)
         except Differs as differs:
@@ -78,6 +88,8 @@ def _play(script: Script, place: Path) -> Verdict:
         _expect_same("loss of the first process", first.losses, plain.losses[: len(first.losses)])
         if script.loses_machine:
             shutil.rmtree(own_folder(run), ignore_errors=True)
+        if script.damage:
+            damage(script, place, run)
         return second_process(script, place, run, plain, first)
     finally:
         shutil.rmtree(own_folder(run), ignore_errors=True)
@@ -167,7 +179,7 @@ def second_process(script: Script, place: Path, run: str, plain: Undisturbed, fi
     probe = Checkpointer(persist_to=place if script.tier == "storage" else None, run=run, every="never")
     steps = sorted({snapshot.record.step for snapshot in probe.list()})
     drop(probe)
-    if first.committed and not is_lost and first.committed not in steps:
+    if first.committed and not is_lost and not script.damage and first.committed not in steps:
         raise Differs(f"step {first.committed} was committed; the tiers have {steps}")
     wrong = script.wrong if steps else ""
     training = Training(script, seed=1 if steps else 0, wrong=wrong)
@@ -178,13 +190,19 @@ def second_process(script: Script, place: Path, run: str, plain: Undisturbed, fi
             restored = checkpointer.restore(steps[0]) if script.restores == "first" and steps else None
             restored = restored if restored is not None else checkpointer.restore_latest()
         except ShadeError as error:
+            if script.damage and isinstance(error, CorruptCheckpointError):
+                _expect_same(f"state after a refused restore ({error})", state_of(training), before)
+                return Verdict(Outcome.REFUSED, "a damaged snapshot")
             if not wrong:
                 raise Differs(f"restore of steps {steps}: {type(error).__name__}: {error}") from error
             _expect_same(f"state after a refused restore ({error})", state_of(training), before)
+            if NAMED[wrong] not in str(error):
+                raise Differs(f"another {wrong}: the refusal does not say {NAMED[wrong]!r}: {error}") from error
             return Verdict(Outcome.REFUSED, f"another {wrong}")
         if wrong:
             raise Differs(f"another {wrong}: restored step {restored.step} without a word")
-        if restored.step != (steps[0] if script.restores == "first" and steps else max(steps, default=0)):
+        expected = steps[0] if script.restores == "first" and steps else max(steps, default=0)
+        if restored.step != expected and not (script.damage and restored.step in steps):
             raise Differs(f"restored step {restored.step}; the tiers have {steps}")
         training.done, training.first_epoch = restored.step, restored.epoch
         if steps:
@@ -205,6 +223,25 @@ def second_process(script: Script, place: Path, run: str, plain: Undisturbed, fi
     return Verdict(Outcome.SAME)
 
 
+def damage(script: Script, place: Path, run: str) -> None:
+    """Damages the newest snapshot in storage; `shade checkpoint verify` has to see it."""
+    newest = max((record.parent for record in (place / run).glob("step-*/commit.json")), default=None)
+    if newest is None:
+        return
+    (shard,) = (path for path in newest.glob("rank-0.*") if path.suffix != ".json")
+    path = {"record": newest / "commit.json", "manifest": newest / "rank-0.json"}.get(script.damage, shard)
+    content = bytearray(path.read_bytes())
+    if script.damage in ("data", "header"):
+        content[-1 if script.damage == "data" else 12] ^= 1
+    path.write_bytes(
+        content + b"{}" if script.damage == "appended" else content[: len(content) * (path.suffix != ".json")]
+    )
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        code = command(["checkpoint", "verify", "all", "--persist", str(place), "--run", run])
+    if code != 1:
+        raise Differs(f"verify after damage to {path.name}: exit code {code} {said.getvalue()}")
+
+
 def _check_restored(training: Training, plain: Undisturbed, step: int) -> None:
     _expect_same(f"state after a restore of step {step}", compared(state_of(training)), compared(plain.states[step]))
     found, expected = shared(training), plain.shared[step]
@@ -218,6 +255,17 @@ def _check_restored(training: Training, plain: Undisturbed, step: int) -> None:
         if size > plain.sizes[step][name] + SLACK_BYTES:
             raise Differs(f"torch.save of {name} after a restore: {size} bytes instead of {plain.sizes[step][name]}")
 
+
+NAMED: Mapping[str, str] = {
+    "model": "'model'",
+    "shape": "of shape",
+    "dtype": "torch.float",
+    "optimizer": "optimizer'",
+    "groups": "parameter groups",
+    "missing": "missing",
+    "batch": "batch",
+}
+"""What the second process builds otherwise, and a part of the refusal that says so."""
 
 REFUSALS: Mapping[str, str] = {
     "to have a state": "an attached object without a state",
@@ -243,6 +291,20 @@ def _place() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def _copying_late() -> Iterator[None]:
+    """What is copied in the background is copied after the training has gone on."""
+    finish = Copying.finish
+
+    def late(self: Copying, helper: Any = None) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(LATE_SECONDS)
+        finish(self, helper)
+
+    with patch.object(Copying, "finish", late):
+        yield
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """One thread, and no warnings: scripts make many on purpose."""
     logger, num_threads = logging.getLogger("shade.checkpoint"), torch.get_num_threads()
@@ -259,4 +321,4 @@ def _quiet() -> Iterator[None]:
         torch.set_grad_enabled(grad)
 
 
-PLANE = Plane("checkpoint", SCRIPTS, play, {}, {"Script": Script})
+PLANE = Plane("checkpoint", SCRIPTS, play, FAULTS, {"Script": Script})

@@ -24,12 +24,19 @@ IN_PROCESS = tuple(name for name in MODELS if name not in ("ddp", "compiled"))
 LOADERS = ("cursor", "dataloader", "shade_loader", "shade_sampler", "shade_both")
 WRONG = ("", "model", "shape", "dtype", "optimizer", "groups", "missing", "batch")
 TOUCHED = ("", "in place", "data", "numpy", "moments", "buffers")
+DAMAGE = ("data", "header", "appended", "record", "manifest")
+UNSAVEABLE = frozenset({"strange", "generator"})
 DENSE = tuple(name for name in OPTIMIZERS if name != "sparse_adam")
 
 
 def _mostly(plain: Any, *others: Any) -> st.SearchStrategy[Any]:
     """Draws the plain value in half of the cases."""
     return st.one_of(st.just(plain), st.sampled_from((plain, *others)))
+
+
+def _rarely(plain: Any, *others: Any) -> st.SearchStrategy[Any]:
+    """Draws the plain value in seven of eight cases."""
+    return st.one_of(*[st.just(plain)] * 7, st.sampled_from(others))
 
 
 def _some(names: Sequence[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
@@ -46,13 +53,18 @@ def scripts(draw: st.DrawFn) -> Script:
         schedulers=draw(_some(tuple(SCHEDULERS), 2)),
         has_scaler=draw(_mostly(False, True)),
         ema=draw(_mostly("", "ema", "swa")),
-        users=draw(_some([name for name in USERS if name not in ("strange", "generator")], 3)),
+        users=draw(
+            st.one_of(*[_some([name for name in USERS if name not in UNSAVEABLE], 3)] * 19, _some(tuple(USERS), 2))
+        ),
         loader=draw(st.sampled_from(LOADERS)),
         augments=draw(st.sampled_from(("", "torch", "numpy", "python"))),
         touched=draw(_mostly(*TOUCHED)),
+        copies_late=draw(_mostly(False, True)),
         strategy=draw(st.sampled_from([name for name in STRATEGIES if "excp" not in name])),
         tier=draw(st.sampled_from(("storage", "shared"))),
         codec=draw(_mostly("", "zstd", "xor-zstd", "dedup")),
+        keyframe_every=draw(st.sampled_from((3, 1, 2, 20))),
+        keep=draw(st.sampled_from(("last=2", "last=1", "all", "last=1,every=2"))),
         every=draw(st.sampled_from((1, 2, 3, 0))),
         waits=draw(st.sampled_from(("committed", "nothing"))),
         saves_twice=draw(_mostly(False, True)),
@@ -60,6 +72,7 @@ def scripts(draw: st.DrawFn) -> Script:
         end_step=draw(st.integers(2, 6)),
         end=draw(_mostly("dropped", "clean")),
         loses_machine=draw(st.booleans()),
+        damage=draw(_rarely("", *DAMAGE)),
         restores=draw(_mostly("latest", "first")),
         wrong=draw(_mostly(*WRONG)),
         seed=draw(st.integers(0, 3)),
@@ -81,10 +94,14 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
         script = replace(script, has_scaler=False)
     if script.touched in ("numpy",) and script.dtype == "bfloat16":
         script = replace(script, touched="data")
-    if script.users and any(name in script.users for name in ("strange", "generator")):
+    if script.users and not UNSAVEABLE.isdisjoint(script.users):
         script = replace(script, wrong="")
     if script.loader == "cursor" and script.wrong == "batch":  # its state does not say
         script = replace(script, wrong="")
+    if script.tier != "storage":
+        script = replace(script, damage="")
+    if script.damage:
+        script = replace(script, wrong="", restores="latest")
     return replace(script, end_step=min(script.end_step, script.num_steps - 1))
 
 

@@ -37,6 +37,8 @@ class Script:
     """The generator that a sample's transform draws from."""
     touched: str = ""
     """What a step changes in place before anything else, while a save may be under way."""
+    copies_late: bool = False
+    """Whether what is copied in the background is copied when the training has gone on."""
     strategy: str = "copy"
     tier: str = "storage"
     codec: str = ""
@@ -516,15 +518,14 @@ class Training:
         self.script = script
         for sow in (torch.manual_seed, np.random.seed, random.seed):
             sow(seed + script.seed)
-        made = MODELS["mlp" if wrong == "model" and script.model != "mlp" else script.model]()
-        if wrong == "model" and script.model == "mlp":
-            made = MODELS["linear"]()
+        other = "linear" if script.model == "recurrent" else "recurrent"
+        made = MODELS[other if wrong == "model" else script.model]()
         if wrong == "shape":
-            made = _mlp(nn.ReLU())
-            made.append(nn.Linear(2, 3)).append(nn.Linear(3, 2))
-        self._dtype = getattr(torch, script.dtype)
-        dtype = torch.float64 if wrong == "dtype" and script.dtype != "float64" else self._dtype
-        dtype = torch.float32 if wrong == "dtype" and script.dtype == "float64" else dtype
+            first = next(param for param in made.parameters() if param.dim())
+            first.data = first.new_zeros((first.shape[0] + 1, *first.shape[1:]))
+        dtype = getattr(torch, script.dtype)
+        if wrong == "dtype":
+            dtype = torch.float32 if dtype is torch.float64 else torch.float64
         self.model = made if dtype is torch.float32 else made.to(dtype)
         self._compute_dtype = dtype
         for sow in (torch.manual_seed, np.random.seed, random.seed):
@@ -573,7 +574,7 @@ class Training:
         if self._batches is None:
             self._batches = self.feed.batches(self.first_epoch)
         x = next(self._batches).to(self._compute_dtype)
-        x = x + sum(each.next() for each in self.users.values())
+        x = x + sum(each.next() for each in self.users.values() if hasattr(each, "next"))
         loss = torch.zeros(())
 
         def closure() -> torch.Tensor:

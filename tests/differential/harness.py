@@ -68,7 +68,14 @@ class ScriptDiffers(AssertionError):
     """A script came to something that is neither plain PyTorch's result nor a refusal."""
 
 
-def search(plane: Plane, count: int, seed_number: int, report: Callable[[str], None] = lambda line: None) -> Tally:
+def search(
+    plane: Plane,
+    count: int,
+    seed_number: int,
+    report: Callable[[str], None] = lambda line: None,
+    *,
+    shrinks: bool = True,
+) -> Tally:
     """Plays `count` scripts; stops at the first that differs and looks for the smallest that differs like it."""
     tally, shown = Tally(), time.monotonic()
 
@@ -93,7 +100,7 @@ def search(plane: Plane, count: int, seed_number: int, report: Callable[[str], N
         deadline=None,
         database=None,
         report_multiple_bugs=False,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
     try:
@@ -106,4 +113,4 @@ def search(plane: Plane, count: int, seed_number: int, report: Callable[[str], N
 def found(plane: Plane, fault: str, count: int, seed_number: int) -> bool:
     """Whether `count` scripts show a fault that is planted again."""
     with plane.faults[fault]():
-        return bool(search(plane, count, seed_number).difference)
+        return bool(search(plane, count, seed_number, shrinks=False).difference)

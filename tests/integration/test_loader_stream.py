@@ -553,6 +553,45 @@ def test_the_shuffled_order_does_not_depend_on_workers() -> None:
         assert orders(ShadeLoader, **options) == expected
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_the_rest_of_an_epoch_draws_nothing_that_the_whole_epoch_has_drawn(workers: int, is_sampled: bool) -> None:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+
+    def make() -> ShadeLoader:
+        sampler = ShadeSampler(data, batch_size=10, mode="uniform") if is_sampled else None
+        return ShadeLoader(data, batch_size=10, shuffle=not is_sampled or None, sampler=sampler, num_workers=workers)
+
+    def begin(loader: ShadeLoader, epoch: int) -> Iterator[list[int]]:
+        if is_sampled:
+            loader.sampler.set_epoch(epoch)
+        return (batch[-1].tolist() for batch in loader)
+
+    torch.manual_seed(3)
+    whole, resumed = make(), make()
+    for number, _ in enumerate(begin(whole, 0)):
+        if number == 2:
+            state, generator = whole.state_dict(), torch.get_rng_state()
+    expected = list(begin(whole, 1)), torch.rand(3).tolist()
+    assert whole.epoch == (1 if is_sampled else None)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(generator)
+    assert resumed.epoch == (0 if is_sampled else None)
+    assert len(list(begin(resumed, 0))) == 4
+    assert (list(begin(resumed, 1)), torch.rand(3).tolist()) == expected
+    for loader in (whole, resumed):
+        if is_sampled:
+            loader.sampler.close()
+
+
+def test_the_place_in_batches_of_another_size_is_refused() -> None:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+    loader = ShadeLoader(data, batch_size=10, shuffle=True, num_workers=0)
+    next(iter(loader))
+    with pytest.raises(ConfigError, match="batch_size=10, as in the saved run, got 5"):
+        ShadeLoader(data, batch_size=5, shuffle=True, num_workers=0).load_state_dict(loader.state_dict())
+
+
 def test_the_loader_takes_all_arguments_of_dataloader() -> None:
     theirs, mine = (inspect.signature(view.__init__).parameters for view in (DataLoader, ShadeLoader))
     assert set(theirs) <= set(mine)

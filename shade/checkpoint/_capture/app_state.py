@@ -227,6 +227,7 @@ class AppState:
             raise ConfigError.of(
                 f"names of what is attached ({', '.join(self._objects)})", unknown, "attach() it first"
             )
+        tensors = self._separate([tree, *trees], tensors)
         state = unflatten(tree, tensors)
         missing = sorted(set(names) - state.keys())
         if missing:
@@ -254,6 +255,23 @@ class AppState:
                 target = self._objects[name]
                 if isinstance(target, Resumed):
                     target.at_resume(lambda: torch.set_rng_state(generator))
+
+    def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the tensors; copies those that an object keeps, where keeping them as they are would be wrong.
+
+        Memory that is reused after the load is no object's to keep: a module's tensor may be another object's too. And
+        a matrix product or dot product of the same numbers differs in its last bits with their place in memory, so they
+        come to where PyTorch would have allocated them. Most of its optimizers use each number by itself.
+        """
+        keeping = [name for name, target in self._objects.items() if _kind_of(target) is not torch.nn.Module]
+        exact = [name for name in keeping if not _is_elementwise(self._objects[name])]
+        kept, placed = (
+            {name for tree in trees for name in tensors_in(part_of(tree, names))} for names in (keeping, exact)
+        )
+        copied = (kept & self.forgettable()) | {
+            name for name in placed & tensors.keys() if tensors[name].data_ptr() % _ALIGNED_BYTES
+        }
+        return {name: tensor.clone() if name in copied else tensor for name, tensor in tensors.items()}
 
     def _put(
         self, state: Mapping[str, Any], names: Collection[str], parts: Mapping[str, Sequence[dict[str, Any]]]
@@ -325,6 +343,16 @@ def renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, An
     return made
 
 
+_ALIGNED_BYTES: Final = 64
+"""Where PyTorch's allocator begins a tensor on the CPU."""
+
+
+def _is_elementwise(target: object) -> bool:
+    """Returns whether it is one of PyTorch's own optimizers, and none that makes products of its state."""
+    is_own = _kind_of(target) is torch.optim.Optimizer and is_torchs(target, "step")
+    return is_own and not isinstance(target, torch.optim.LBFGS)
+
+
 def is_torchs(target: object, method: str) -> bool:
     """Returns whether a method is PyTorch's own."""
     return str(getattr(type(target), method).__module__).startswith(("torch.nn.", "torch.optim.", "torch._dynamo."))
@@ -391,7 +419,7 @@ def _check_step(name: str, optimizer: torch.optim.Optimizer, options: Sequence[C
 
 def _parts_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], num_dims: int) -> set[str]:
     """Returns the names of what an optimizer keeps for a parameter; none where that cannot be found out."""
-    if not is_torchs(optimizer, "step") or isinstance(optimizer, torch.optim.LBFGS):
+    if not _is_elementwise(optimizer):
         return set()
     stand_in = torch.zeros([2] * num_dims)
     stand_in.grad = torch.zeros_like(stand_in)

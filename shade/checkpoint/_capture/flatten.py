@@ -356,6 +356,7 @@ class _Unflattener:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._listed: set[str] = set()
+        self._viewed: dict[tuple[str, str], torch.Tensor] = {}
 
     def unflatten(self, node: Any, depth: int) -> Any:
         kind = type(node)
@@ -422,7 +423,11 @@ class _Unflattener:
         spelling, name = _list(content, 2)
         dtype, tensor = DTYPES[spelling], self.named(name)
         _expect(spelling, VIEWED.get(dtype) is tensor.dtype, f"a type that is stored as {tensor.dtype}")
-        return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+        if (spelling, name) not in self._viewed:
+            seen = torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+            # PyTorch writes a complex128 with instructions that need 16 bytes of alignment, and the process dies.
+            self._viewed[spelling, name] = seen.clone() if seen.data_ptr() % seen.itemsize else seen
+        return self._viewed[spelling, name]
 
     def array(self, content: Any, depth: int) -> np.ndarray[Any, Any]:
         made: np.ndarray[Any, Any] = self.named(content).numpy()

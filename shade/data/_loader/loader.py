@@ -27,6 +27,7 @@ loader's generator (or the process's) when its iteration begins.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -72,13 +73,15 @@ class LoaderPass:
 
 
 class EpochProgress:
-    """Counts the batches of each pass; the sampler draws from ``generator`` (None: the process's).
+    """Counts the batches of each pass; the sampler draws from ``generator`` (None: the process's). ``batch_size`` is
+    None where the user's own batch sampler decides.
 
     Several passes may be under way at once. The state is that of the pass that gave the last batch; a look at one batch
     that is dropped again leaves the state as it was.
     """
 
-    def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
+    def __init__(self, sampler: Any, generator: torch.Generator | None, batch_size: int | None = None) -> None:
+        self._batch_size = batch_size
         self._sampler = sampler if isinstance(sampler, ShadeSampler) else None
         self._generator = default_generator if generator is None else generator
         self._resume: dict[str, Any] | None = None
@@ -94,6 +97,15 @@ class EpochProgress:
         self.current.before = None
         self.current = self.begun
         return self.begun
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Takes back what is drawn to begin the rest of an interrupted epoch: the undisturbed run drew nothing then."""
+        is_rest = self._resume is not None and (self._sampler is None or self._sampler.steps_done > 0)
+        before = self._generator.get_state() if is_rest else None
+        yield
+        if before is not None:
+            self._generator.set_state(before)
 
     def draw_seed(self) -> int:
         """Draws this pass's seed, as DataLoader draws its workers', or takes that of the epoch that is resumed."""
@@ -148,7 +160,8 @@ class EpochProgress:
         if self._sampler is None:
             if self._resume is not None:
                 return dict(self._resume)
-            return {"batches": mine.num_batches, "order": mine.order, "seed": mine.seed, "sampler": None}
+            place = {"batches": mine.num_batches, "order": mine.order, "seed": mine.seed, "sampler": None}
+            return place | {"batch_size": self._batch_size}
         sampler = self._sampler.state_dict()
         if mine.epoch == self._sampler.epoch:
             sampler["steps_done"] = mine.first_step + mine.num_batches
@@ -162,6 +175,9 @@ class EpochProgress:
                 "one with a ShadeSampler" if self._sampler is None else "one without",
                 "resume with the saved settings",
             )
+        saved = state.get("batch_size", self._batch_size)  # older states have none
+        if saved != self._batch_size:
+            raise ConfigError.of(f"batch_size={saved}, as in the saved run", self._batch_size, "resume with that one")
         self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
         self.current = LoaderPass(seed=state["seed"], is_live=False)
         if self._sampler is not None:
@@ -290,10 +306,15 @@ class ShadeLoader(DataLoader[Any]):
         self._persistent: weakref.ref[_CountedBatches] | None = None
         self._depth = self.num_workers * (self.prefetch_factor or 2)
         self._buffers = BatchBuffers(self._depth + 2, pinned=self._pins)
-        self._progress = EpochProgress(self.sampler, generator)
+        self._progress = EpochProgress(self.sampler, generator, self.batch_size)
         if self.batch_sampler is not None:
             # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
             self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress)
+
+    @property
+    def epoch(self) -> int | None:
+        """Returns the present epoch of its `ShadeSampler`; None with another sampler, which counts none."""
+        return self.sampler.epoch if isinstance(self.sampler, ShadeSampler) else None
 
     @property
     def in_threads(self) -> bool:
@@ -305,8 +326,9 @@ class ShadeLoader(DataLoader[Any]):
         return bool(self.pin_memory and torch.cuda.is_available())
 
     def __iter__(self) -> Any:
-        mine = self._progress.begin()
-        made: Iterator[Any] = self._threads() if self.in_threads else self._processes()
+        with self._progress.drawing():
+            mine = self._progress.begin()
+            made: Iterator[Any] = self._threads() if self.in_threads else self._processes()
         batches = made if self.device is None else on_device(made, self.device)
         counted = _CountedBatches(batches, self._progress, mine, self)
         if made is self._iterator:

@@ -238,6 +238,49 @@ def test_what_refuses_its_state_leaves_all_as_it_was() -> None:
     assert not other[0].weight.any()
 
 
+class Holder:
+    """Keeps the tensors that it is given."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors = state
+
+
+def test_what_an_object_keeps_lies_in_no_memory_that_is_reused() -> None:
+    module = model()
+    captured = contents(model=module, teacher=Holder(weight=module[0].weight.detach())).capture(0, 1)
+    lent = {name: tensor.detach().clone() for name, tensor in captured.tensors.items()}
+    teacher = Holder()
+    target = contents(model=model(), teacher=teacher)
+    target.load(captured.tree, lent, ["model", "teacher"])
+    for name in target.forgettable():
+        lent[name].zero_()
+    assert torch.equal(teacher.tensors["weight"], module[0].weight)
+
+
+def test_what_an_object_keeps_lies_where_pytorch_would_have_allocated_it() -> None:
+    """A dot product's last bits depend on it, and so do LBFGS's steps."""
+    _, optimizer = stepped(torch.optim.LBFGS)
+    captured = contents(optimizer=optimizer, holder=Holder(a=torch.rand(7), b=torch.rand(7))).capture(0, 1)
+    odd = {
+        name: torch.frombuffer(bytearray(tensor.nbytes + 68), dtype=torch.uint8)[4 : 4 + tensor.nbytes]
+        for name, tensor in captured.tensors.items()
+    }
+    shard = {name: odd[name].view(each.dtype).view(each.shape).copy_(each) for name, each in captured.tensors.items()}
+    (restored_model, restored), holder = stepped(torch.optim.LBFGS), Holder()
+    del restored_model
+    contents(optimizer=restored, holder=holder).load(captured.tree, shard, ["optimizer", "holder"])
+    (state,) = restored.state.values()
+    kept = [*holder.tensors.values(), *(each for each in state.values() if isinstance(each, torch.Tensor))]
+    assert len(kept) > 3
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
+
+
 def test_names_that_nobody_knows() -> None:
     tree, tensors = saved(contents(counter=Counter()))
     with pytest.raises(ConfigError, match=r"names of what is attached \(random, counter\), got \['modell'\]"):

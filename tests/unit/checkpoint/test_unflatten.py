@@ -143,6 +143,20 @@ def state() -> dict[str, Any]:
     }
 
 
+def test_complex_numbers_lie_where_pytorch_may_write_them() -> None:
+    whole = torch.arange(4.0, dtype=torch.float64).to(torch.complex128)
+    skeleton, tensors = flatten([whole, whole])
+    memory = bytearray(72)
+    starts = (torch.frombuffer(memory, dtype=torch.float64, count=8, offset=offset) for offset in (0, 8))
+    odd = next(start for start in starts if start.data_ptr() % 16)  # aligned to 8 bytes, as in a shard
+    (name,) = tensors
+    found, again = unflatten(skeleton, {name: odd.view(4, 2).copy_(tensors[name])})
+    assert torch.equal(found, whole)
+    assert found.data_ptr() % found.itemsize == 0, "fill_() would end the process"
+    assert found is again, "one tensor under two names stays one"
+    found.fill_(1)
+
+
 def test_mutants_make_a_state_or_an_error() -> None:
     skeleton, tensors = flatten(state())
     refused = 0

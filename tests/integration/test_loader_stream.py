@@ -566,3 +566,16 @@ def test_the_loader_takes_all_arguments_of_dataloader() -> None:
         pytest.raises(ConfigError, match="one batch_size"),
     ):
         ShadeLoader(data, batch_size=10, sampler=sampler, num_workers=0)
+
+
+def test_the_users_worker_init_fn_is_called(folder: Path) -> None:
+    called = torch.zeros(2).share_memory_()  # type: ignore[no-untyped-call]
+
+    def mark(worker: int) -> None:
+        called[worker] = 1
+
+    with data(folder) as dataset:
+        loader = ShadeLoader(dataset, 16, num_workers=2, worker_init_fn=mark)
+        assert not loader.in_threads
+        assert len(list(loader)) == len(loader)
+    assert called.tolist() == [1, 1]

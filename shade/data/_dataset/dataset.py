@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
-from shade.data._dataset.batch_reader import BatchReader, Transforms
+from shade.data._dataset.batch_reader import BatchReader, TransformChain
 from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
 from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
@@ -93,8 +93,13 @@ class ShadeDataset(Dataset[Any]):
         skips_bad = on_bad_sample == "skip"
         self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
         check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
-        self._own_transforms, target_transforms = _collect_transforms(dataset, self._source, target_transform)
-        self._transform = transform
+        self._transforms = TransformChain(
+            None if _transforms_before_cache(dataset, self._source) else dataset,
+            transform,
+            target_transform,
+            may_fuse=self._source.has_pictures,
+            reduced_decode=reduced_decode,
+        )
         for name in ("classes", "class_to_idx"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -117,17 +122,7 @@ class ShadeDataset(Dataset[Any]):
                 if isinstance(cache, str):
                     store.close()
                 raise
-        self._reader = BatchReader(
-            self._source,
-            self.cache,
-            self._all_transforms(),
-            target_transforms,
-            reduced_decode=reduced_decode,
-            skips_bad=skips_bad,
-        )
-
-    def _all_transforms(self) -> Transforms:
-        return [*self._own_transforms, *([self._transform] if self._transform else [])]
+        self._reader = BatchReader(self._source, self.cache, self._transforms, skips_bad=skips_bad)
 
     def _open_cache(
         self,
@@ -178,12 +173,12 @@ class ShadeDataset(Dataset[Any]):
     @property
     def transform(self) -> Callable[[Any], Any] | None:
         """Returns what is applied to the sample after decoding; assign it between epochs."""
-        return self._transform
+        return self._transforms.transform
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        self._transform = transform
-        self._reader.set_transforms(self._all_transforms())
+        self._transforms.transform = transform
+        self._transforms.refresh()
 
     @property
     def targets(self) -> list[int]:
@@ -233,6 +228,7 @@ class ShadeDataset(Dataset[Any]):
                     "a store that DataLoader workers share", self.cache.store.url, "use local://, or num_workers=0"
                 )
             self.cache.enter_worker(-1 if worker is None else worker.id)
+        self._transforms.refresh()
         return self._reader.finish(indices, self._reader.fetch(indices))
 
     def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
@@ -270,22 +266,14 @@ def _check_not_wrapped(dataset: Any) -> None:
             inside.extend(found.datasets)
 
 
-def _collect_transforms(
-    dataset: Any,
-    source: SampleSource,
-    target_transform: Callable[[Any], Any] | None,
-) -> tuple[Transforms, Transforms]:
-    """Returns the wrapped data set's own transforms that run after the cache, and all for targets, the user's last.
-
-    An item's own transforms run in the ``__getitem__`` of the wrapped data set, before the cache.
-    """
-    own = [getattr(dataset, "transform", None), getattr(dataset, "target_transform", None)]
-    if source.cached_format != FORMAT_ENCODED:
-        if innermost_transform(dataset) is not None:
-            warnings.warn(
-                f"{type(dataset).__name__} applies its own transform before caching, so every epoch sees the same "
-                "result; pass transform= to ShadeDataset instead",
-                stacklevel=4,
-            )
-        own = [None, None]
-    return [f for f in own[:1] if f], [f for f in (own[1], target_transform) if f]
+def _transforms_before_cache(dataset: Any, source: SampleSource) -> bool:
+    """Returns whether the wrapped data set's own transforms run before the cache, in its ``__getitem__``, and warns if
+    there are any."""
+    is_before = source.cached_format != FORMAT_ENCODED
+    if is_before and innermost_transform(dataset) is not None:
+        warnings.warn(
+            f"{type(dataset).__name__} applies its own transform before caching, so every epoch sees the same "
+            "result; pass transform= to ShadeDataset instead",
+            stacklevel=3,
+        )
+    return is_before

@@ -198,11 +198,12 @@ class ShadeLoader(DataLoader[Any]):
         pin_memory: Batches in page-locked memory, where there is a GPU.
         drop_last: As DataLoader's.
         timeout: Seconds to wait for a batch; 0: without limit.
-        worker_init_fn: For worker processes.
+        worker_init_fn: As DataLoader's; with one, workers are processes.
         multiprocessing_context: For worker processes.
         generator: As DataLoader's.
         prefetch_factor: Batches under way for each worker; 2 when None.
-        persistent_workers: As DataLoader's; None: worker processes stay from epoch to epoch. Threads never do.
+        persistent_workers: As DataLoader's, for worker processes: those that stay do not see what is assigned to the
+            data set later.
         pin_memory_device: As DataLoader's, which no longer uses it.
         in_order: Taken as DataLoader's; batches come in order in any case, because the state counts them.
         device: Batches are copied there while training is at the one before; None: they stay where they are.
@@ -231,7 +232,7 @@ class ShadeLoader(DataLoader[Any]):
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool | None = None,
+        persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
         device: torch.device | str | None = None,
@@ -272,7 +273,7 @@ class ShadeLoader(DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
+            persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
         self.device = None if device is None else torch.device(device)
@@ -291,7 +292,8 @@ class ShadeLoader(DataLoader[Any]):
     @property
     def in_threads(self) -> bool:
         """Returns whether threads make the batches; else processes do, or the training thread itself."""
-        return self.num_workers > 0 and self.batch_sampler is not None and self._reader.draws_nothing
+        is_plain = self.worker_init_fn is None and self.batch_sampler is not None
+        return self.num_workers > 0 and is_plain and self._reader.draws_nothing
 
     @property
     def _pins(self) -> bool:
@@ -299,6 +301,7 @@ class ShadeLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         mine = self._progress.begin()
+        self._reader.transforms.refresh()
         made: Iterator[Any] = self._threads() if self.in_threads else self._processes()
         batches = made if self.device is None else on_device(made, self.device)
         counted = _CountedBatches(batches, self._progress, mine, self)

@@ -114,7 +114,7 @@ ITEMS: dict[str, Callable[[int, int], Any]] = {
     "array and label": lambda i, label: (np.full((2, 2), i, dtype=np.float64), np.int64(label)),
     "detection": detection,
     "text": lambda i, label: ("wört " * (i % 4), label),
-    "tokens": lambda i, label: list(range(i % 5)) + [label],
+    "tokens": lambda i, label: [*range(i % 5), label],
     "audio": lambda i, label: (torch.arange(20.0 + i % 3).view(1, -1) + i, 16000, label),
     "triple": lambda i, label: (torch.ones(2) * i, label, f"id{i}"),
     "float target": lambda i, label: (torch.ones(2) * i, label + 0.5),
@@ -155,7 +155,11 @@ def hugging_face(size: int, changed: tuple[int, ...]) -> Any:
 
     datasets.disable_progress_bars()
     labels = Items("dict", size, changed).labels
-    columns = {"ids": [list(range(i % 4)) for i in range(size)], "label": labels, "text": [f"t{i}" for i in range(size)]}
+    columns = {
+        "ids": [list(range(i % 4)) for i in range(size)],
+        "label": labels,
+        "text": [f"t{i}" for i in range(size)],
+    }
     return datasets.Dataset.from_dict(columns)
 
 

@@ -97,15 +97,17 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     options["place"] = one("shade", "own") if has_transform_of_its_own and not options["inside"] else "shade"
     options["assigned"] = options["transform"] in ("mark", "fused") and one(False, True)
     options["loader"] = one("DataLoader", "DataLoader", "StatefulDataLoader", "ShadeLoader", "ShadeLoader")
-    options["workers"] = one(0, 0, 1, 3) if processes else 0
+    options["workers"] = one(*[0] * 14, 1, 3) if processes else 0
     if options["workers"]:
         options["context"] = one(*["fork"] * 30, "spawn", "forkserver")
         options["prefetch"], options["persistent"] = one(None, 1, 4), one(False, True)
-    sampler = options["sampler"] = one(*SAMPLERS, *OURS)
+    sampler = options["sampler"] = one(*SAMPLERS, *OURS, *["shuffle"] * (5 if options["workers"] else 0))
     options["batch"] = one(4, 3, 1, 5, *((None,) if sampler in ("order", "random") else ()))
     options["drop_last"] = options["batch"] is not None and one(False, True)
-    options["collate"] = "list" if kind in RAGGED or options["transform"] == "none" and kind in FOLDERS else one(
-        "default", "default", "list"
+    options["collate"] = (
+        "list"
+        if kind in RAGGED or (options["transform"] == "none" and kind in FOLDERS)
+        else one("default", "default", "list")
     )
     options["pin"] = one(False, False, True)
     options["epochs"], options["sets_epoch"] = one(2, 1, 3, 4), one(True, True, True, False)
@@ -113,8 +115,8 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     options["keeps_batches"] = one(False, True)
     options["reports"] = one("once", "once", "none", "twice", "every other", "halves")
     options["store"] = one("memory", "memory", "none", "dying")
-    if processes and (options["workers"] or one(True, False)):
-        options["store"] = one("server", "server", "none", "memory", "local", "killed")
+    if processes and (options["workers"] or one(True, False, False)):
+        options["store"] = one(*["server"] * 8, "none", "none", "memory", "local", "killed")
     options["fraction"] = one(1.0, 0.5, 0.1)
     if kind in FOLDERS and options["store"] != "none":
         options["form"] = one("encoded", "encoded", "decoded")
@@ -133,15 +135,18 @@ def made_possible(script: Script) -> Script:
         changes["batch"] = 5
     keeps_place = script.loader != "DataLoader" and script.batch is not None
     if script.resume is not None:
-        can_resume = (script.loader == "ShadeLoader" and keeps_place and script.sampler in ("order", "shuffle", *OURS)) or (
-            script.is_ours and script.reports != "none"
-        )
+        can_resume = script.loader == "ShadeLoader" or (script.is_ours and keeps_place)
+        can_resume |= script.is_ours and script.reports != "none"
         if script.loader == "DataLoader" and script.reports == "every other" and script.resume == 1:
             changes["resume"] = 2  # the batch that was not reported would come again
+        if script.is_ours and not script.sets_epoch and script.resume == 0:
+            changes["resume"] = 1  # between two epochs nothing says which of them the script is in
+        if script.sampler == "uniform in batches" and not script.sets_epoch and script.loader == "StatefulDataLoader":
+            can_resume = False  # which keeps the epoch of no sampler inside a BatchSampler
         draws = script.transform in ("noise", "fused noise") or script.kind == "noise inside"
-        if not can_resume or script.around or script.changed or draws or script.sampler == "uniform in batches":
+        if not can_resume or script.around or script.changed or draws:
             changes["resume"] = None
-    if script.changed and (script.store not in ("memory", "server") or script.workers and script.store == "memory"):
+    if script.changed and (script.store not in ("memory", "server") or (script.workers and script.store == "memory")):
         changes["changed"] = ()
     if script.assigned and (script.resume is not None or script.persistent or script.epochs == 1):
         changes["assigned"] = False

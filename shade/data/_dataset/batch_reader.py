@@ -25,11 +25,11 @@ from shade.cache.cache import SampleCache
 from shade.cache.residency_map import STAY
 from shade.config import ACCESS_LOG
 from shade.data._dataset.decoded_source import DecodedSource
-from shade.data._dataset.source import SampleSource
+from shade.data._dataset.source import SampleSource, innermost_transform
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
-from shade.errors import BadSampleError, DataError
+from shade.errors import BadSampleError, ConfigError, DataError
 
 _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
@@ -41,8 +41,8 @@ Transforms = list[Callable[[Any], Any]]
 class TransformChain:
     """The transforms of one data set, shared by all its readers in a process.
 
-    `refresh` takes in what the user has assigned or changed since. ``dataset`` is the wrapped data set if its own
-    transforms run after the cache, else None; only this process has it, a worker that is spawned takes its transforms.
+    `refresh` takes in what the user has assigned or changed since. Only this process has the wrapped ``dataset``; a
+    worker that is spawned takes its transforms. They may run ``before_cache``, and then must stay as they are.
     """
 
     def __init__(
@@ -51,11 +51,14 @@ class TransformChain:
         transform: Callable[[Any], Any] | None,
         target_transform: Callable[[Any], Any] | None,
         *,
+        before_cache: bool,
         may_fuse: bool,
         reduced_decode: bool,
     ) -> None:
         self.transform, self._target_transform = transform, target_transform
         self._dataset, self._may_fuse, self._reduced_decode = dataset, may_fuse, reduced_decode
+        self._before_cache = before_cache
+        self._cached = innermost_transform(dataset) if before_cache else None
         self._recognised = ""
         self.samples: Transforms = []
         """Applied to the sample, in order."""
@@ -71,8 +74,16 @@ class TransformChain:
         return self.__dict__ | {"_dataset": None}
 
     def refresh(self) -> None:
-        """Takes the transforms as they are now."""
-        if self._dataset is not None:
+        """Takes the transforms as they are now. Raises ConfigError if the cache holds what others made."""
+        if self._before_cache:
+            if self._dataset is not None and innermost_transform(self._dataset) != self._cached:
+                raise ConfigError.of(
+                    f"{type(self._dataset).__name__} to keep the transform that was there when it was wrapped, because "
+                    "its results are cached",
+                    "another one",
+                    "assign it to the ShadeDataset, where it runs after the cache: dataset.transform = …",
+                )
+        elif self._dataset is not None:
             self._own = getattr(self._dataset, "transform", None), getattr(self._dataset, "target_transform", None)
         self.samples = [each for each in (self._own[0], self.transform) if each]
         self.targets = [each for each in (self._own[1], self._target_transform) if each]

@@ -93,10 +93,18 @@ class ShadeDataset(Dataset[Any]):
         skips_bad = on_bad_sample == "skip"
         self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
         check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
+        is_before = self._source.cached_format != FORMAT_ENCODED  # the transforms run in the data set's __getitem__
+        if is_before and cache is not None and innermost_transform(dataset) is not None:
+            warnings.warn(
+                f"{self._name} applies its own transform before caching, so every epoch sees the same result; pass "
+                "transform= to ShadeDataset instead",
+                stacklevel=2,
+            )
         self._transforms = TransformChain(
-            None if _transforms_before_cache(dataset, self._source) else dataset,
+            None if is_before and cache is None else dataset,
             transform,
             target_transform,
+            before_cache=is_before,
             may_fuse=self._source.has_pictures,
             reduced_decode=reduced_decode,
         )
@@ -265,15 +273,3 @@ def _check_not_wrapped(dataset: Any) -> None:
         elif isinstance(found, ConcatDataset):
             inside.extend(found.datasets)
 
-
-def _transforms_before_cache(dataset: Any, source: SampleSource) -> bool:
-    """Returns whether the wrapped data set's own transforms run before the cache, in its ``__getitem__``, and warns if
-    there are any."""
-    is_before = source.cached_format != FORMAT_ENCODED
-    if is_before and innermost_transform(dataset) is not None:
-        warnings.warn(
-            f"{type(dataset).__name__} applies its own transform before caching, so every epoch sees the same "
-            "result; pass transform= to ShadeDataset instead",
-            stacklevel=3,
-        )
-    return is_before

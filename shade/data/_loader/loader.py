@@ -69,7 +69,8 @@ class LoaderPass:
 
 
 class EpochProgress:
-    """Counts the batches of each pass; the sampler draws from ``generator`` (None: the process's).
+    """Counts the batches of each pass. The order is drawn from the sampler's generator, if it has one of its own, else
+    from the loader's ``generator`` (None: the process's), as the workers' seed is.
 
     Several passes may be under way at once. The state is that of the pass that gave the last batch; a look at one batch
     that is dropped again leaves the state as it was.
@@ -78,6 +79,8 @@ class EpochProgress:
     def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
         self._sampler = sampler if isinstance(sampler, ShadeSampler) else None
         self._generator = default_generator if generator is None else generator
+        own = getattr(sampler, "generator", None)
+        self._of_order = own if isinstance(own, torch.Generator) else self._generator
         self._resume: dict[str, Any] | None = None
         self.begun = self.current = LoaderPass(is_live=False)
         """The pass that began last, and the one whose place is the state."""
@@ -104,16 +107,16 @@ class EpochProgress:
             first = next(iterator, None)
             mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.steps_done, 0
         else:
-            now = self._generator.get_state()
+            now = self._of_order.get_state()
             mine.order = now if resume is None else resume["order"]
-            if resume is not None:
-                self._generator.set_state(resume["order"])
+            self._of_order.set_state(mine.order)
             iterator = iter(batches)
             first = next(iterator, None)
             if resume is not None:
-                self._generator.set_state(now)
                 for _ in range(resume["batches"]):
                     first = next(iterator, None)
+                if self._of_order is default_generator:  # which the script restores, if at all
+                    default_generator.set_state(now)
         if first is not None:
             yield first
             yield from iterator
@@ -141,7 +144,14 @@ class EpochProgress:
         if self._sampler is None:
             if self._resume is not None:
                 return dict(self._resume)
-            return {"batches": mine.num_batches, "order": mine.order, "seed": mine.seed, "sampler": None}
+            now = self._of_order.get_state()
+            return {
+                "batches": mine.num_batches,
+                "order": now if mine.is_live and mine.order is None else mine.order,
+                "seed": mine.seed,
+                "sampler": None,
+                "generator": None if mine.is_live or self._of_order is default_generator else now,
+            }
         sampler = self._sampler.state_dict()
         if mine.epoch == self._sampler.epoch:
             sampler["steps_done"] = mine.first_step + mine.num_batches
@@ -156,13 +166,21 @@ class EpochProgress:
                 "resume with the saved settings",
             )
         self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
+        if state.get("generator") is not None:
+            self._of_order.set_state(state["generator"])
         self.current = LoaderPass(seed=state["seed"], is_live=False)
         if self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
 
 
+def sampler_inside(batches: Any) -> Any:
+    """Returns the sampler that a batch sampler takes its samples from; itself if it draws them."""
+    inside = getattr(batches, "sampler", None)
+    return batches if inside is None else sampler_inside(inside)
+
+
 class ResumableBatches:
-    """A batch sampler that begins where training is."""
+    """A batch sampler, or a sampler if nothing is batched, that begins where training is."""
 
     def __init__(self, batches: Iterable[Sequence[int]], progress: EpochProgress) -> None:
         self._inner, self._progress = batches, progress
@@ -241,9 +259,11 @@ class ShadeLoader(DataLoader[Any]):
         if not isinstance(dataset, ShadeDataset):
             check_wrapping(dataset)
             raise ConfigError.of("a ShadeDataset", type(dataset).__name__, "wrap it: ShadeDataset(dataset, cache=…)")
-        if isinstance(sampler, ShadeSampler) and batch_size not in (None, sampler.batch_size):
+        drawing = sampler_inside(sampler if batch_sampler is None else batch_sampler)
+        num_at_once = getattr(batch_sampler, "batch_size", batch_size or 1)
+        if isinstance(drawing, ShadeSampler) and num_at_once != drawing.batch_size:
             raise ConfigError.of(
-                f"batch_size={sampler.batch_size}, as the sampler's",
+                f"batch_size={drawing.batch_size}, as the sampler's",
                 batch_size,
                 "give loader and sampler one batch_size, that of one rank",
             )
@@ -284,10 +304,10 @@ class ShadeLoader(DataLoader[Any]):
         self._persistent: weakref.ref[_CountedBatches] | None = None
         self._depth = self.num_workers * (self.prefetch_factor or 2)
         self._buffers = BatchBuffers(self._depth + 2, pinned=self._pins)
-        self._progress = EpochProgress(self.sampler, generator)
-        if self.batch_sampler is not None:
-            # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
-            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress)
+        self._progress = EpochProgress(self.sampler if drawing is None else drawing, generator)
+        # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
+        name = "sampler" if self.batch_sampler is None else "batch_sampler"
+        self.__dict__[name] = ResumableBatches(getattr(self, name), self._progress)
 
     @property
     def in_threads(self) -> bool:

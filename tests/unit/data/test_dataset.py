@@ -205,6 +205,27 @@ def test_what_is_assigned_between_epochs_counts_from_the_next_one(folder: Path, 
     dataset.close()
 
 
+def test_a_transform_assigned_where_it_would_be_cached_is_refused() -> None:
+    class Pairs(Labelled):
+        transform: Any = None
+
+        def __getitem__(self, index: int) -> Any:
+            label = super().__getitem__(index)
+            return label if self.transform is None else self.transform(label)
+
+    for wrapped in (Pairs(range(N)), Subset(Pairs(range(N)), range(N))):
+        inner: Any = getattr(wrapped, "dataset", wrapped)
+        dataset, uncached = ShadeDataset(wrapped, cache="memory://"), ShadeDataset(wrapped, cache=None)
+        inner.transform = str
+        assert uncached[3] == (str(Pairs(range(N))[3]), 3)
+        with pytest.raises(ConfigError, match=r"assign it to the ShadeDataset"):
+            dataset[3]
+        inner.transform = None
+        dataset.transform = str
+        assert dataset[3] == (str(wrapped[3]), 3)
+        dataset.close()
+
+
 def test_wrapping_draws_no_random_numbers_of_the_script() -> None:
     class Noise(list[int]):
         def __getitem__(self, index: Any) -> Any:
@@ -414,9 +435,10 @@ def test_a_failed_construction_leaves_no_server_behind(monkeypatch: pytest.Monke
 def test_transforms_that_would_be_frozen_warn(folder: Path) -> None:
     with_transform = ImageFolder(str(folder), transform=lambda image: np.asarray(image))
     with pytest.warns(UserWarning, match="Subset applies its own transform"):
-        ShadeDataset(Subset(with_transform, [1, 2]), cache=None)
+        ShadeDataset(Subset(with_transform, [1, 2]), cache="memory://")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        ShadeDataset(Subset(with_transform, [1, 2]), cache=None)
         ShadeDataset(with_transform, cache=None)
         ShadeDataset(Subset(ImageFolder(str(folder)), [1, 2]), cache=None)
 

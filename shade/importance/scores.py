@@ -24,6 +24,7 @@ Legend: B batch · C classes.
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import torch
@@ -64,10 +65,21 @@ NEW_SHARE = np.float32(0.5)
 
 @SCORES.register("loss")
 class LossScore(ScoreStrategy):
-    """Exponential moving average; a negative value counts as 0."""
+    """Exponential moving average; a negative value counts as 0, and the first one warns."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
 
     @override
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
+        if not self._has_warned and (value_B < 0).any():
+            self._has_warned = True
+            warnings.warn(
+                f"report() got a loss of {value_B.min():g}; a negative one counts as 0, so its sample is drawn as the "
+                "least important. If losses of this kind may be negative, pass ShadeSampler(…, score='rank'), which "
+                "only compares them",
+                stacklevel=2,
+            )
         value_B = np.maximum(value_B, np.float32(0))
         return np.where(seen_B, score_B + NEW_SHARE * (value_B - score_B), value_B)
 

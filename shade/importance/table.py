@@ -36,6 +36,7 @@ import math
 import os
 import queue
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -109,6 +110,12 @@ class ImportanceTable:
         finite_B = np.isfinite(loss_B)
         if not finite_B.all():
             index_B, loss_B = index_B[finite_B], loss_B[finite_B]
+            if not self.num_ignored:
+                warnings.warn(
+                    "report() got a loss that is NaN or infinite; it is left out, and its sample keeps the importance "
+                    "that it had",
+                    stacklevel=2,
+                )
             self.num_ignored += len(finite_B) - len(index_B)
         self.score_N[index_B] = self._strategy.rescore(self.score_N[index_B], self.seen_N[index_B], loss_B)
         # After rescore, which must see whether the sample was new.

@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
@@ -338,6 +338,60 @@ def test_any_sampler_resumes(folder: Path, workers: int, view: Any) -> None:
         assert len(order(fresh)) == len(first), "and the next epoch is whole"
 
 
+SHUFFLING = {
+    "shuffle": lambda data, generator: {"batch_size": 10, "shuffle": True, "generator": generator},
+    "replacement": lambda data, generator: {
+        "batch_size": 10,
+        "sampler": RandomSampler(data, replacement=True, generator=generator),
+    },
+    "batches": lambda data, generator: {
+        "batch_sampler": BatchSampler(RandomSampler(data, generator=generator), 10, drop_last=False)
+    },
+    "no batches": lambda data, generator: {"batch_size": None, "sampler": RandomSampler(data, generator=generator)},
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLING)
+@pytest.mark.parametrize("place", ["between epochs", "begun", "in an epoch"])
+def test_a_generator_of_ones_own_is_in_the_loaders_state(kind: str, place: str) -> None:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+
+    def made() -> ShadeLoader:
+        return ShadeLoader(data, num_workers=0, **SHUFFLING[kind](data, torch.Generator().manual_seed(5)))
+
+    def rest(loader: ShadeLoader, iterator: Any, epochs: int) -> list[list[int]]:
+        passes = [iterator] * (iterator is not None) + [loader] * epochs
+        return [[int(index) for *_, batch in each for index in torch.as_tensor(batch).view(-1)] for each in passes]
+
+    undisturbed, stopped, resumed = made(), made(), made()
+    iterators = []
+    for loader in (undisturbed, stopped):
+        assert len(rest(loader, None, 1)[0]) == N
+        iterators.append(None if place == "between epochs" else iter(loader))
+        if place == "in an epoch":
+            assert [next(iterators[-1]) for _ in range(3)]
+    resumed.load_state_dict(stopped.state_dict())
+    expected = rest(undisturbed, iterators[0], 2)
+    assert rest(resumed, None, len(expected)) == expected
+
+
+def test_a_batch_sampler_around_a_shade_sampler_has_its_batch_size() -> None:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+    with contextlib.closing(ShadeSampler(data, batch_size=10, mode="uniform")) as sampler:
+        for options in ({"batch_sampler": BatchSampler(sampler, 5, drop_last=False)}, {"batch_size": None}):
+            options |= {} if "batch_sampler" in options else {"sampler": sampler}
+            with pytest.raises(ConfigError, match="one batch_size"):
+                ShadeLoader(data, num_workers=0, **options)
+        loader = ShadeLoader(data, num_workers=0, batch_sampler=BatchSampler(sampler, 10, drop_last=False))
+        sampler.set_epoch(0)
+        whole = [indices.tolist() for *_, indices in loader]
+        next(iterator := iter(loader))
+        state = loader.state_dict()
+        del iterator
+        loader.load_state_dict(state)
+        assert [indices.tolist() for *_, indices in loader] == whole[1:]
+
+
 def test_a_state_of_another_kind_is_refused(folder: Path) -> None:
     with data(folder, cache=None) as dataset:
         sampler = ShadeSampler(dataset, batch_size=8)
@@ -605,3 +659,16 @@ def test_the_loader_takes_all_arguments_of_dataloader() -> None:
         pytest.raises(ConfigError, match="one batch_size"),
     ):
         ShadeLoader(data, batch_size=10, sampler=sampler, num_workers=0)
+
+
+def test_the_users_worker_init_fn_is_called(folder: Path) -> None:
+    called = torch.zeros(2).share_memory_()  # type: ignore[no-untyped-call]
+
+    def mark(worker: int) -> None:
+        called[worker] = 1
+
+    with data(folder) as dataset:
+        loader = ShadeLoader(dataset, 16, num_workers=2, worker_init_fn=mark)
+        assert not loader.in_threads
+        assert len(list(loader)) == len(loader)
+    assert called.tolist() == [1, 1]

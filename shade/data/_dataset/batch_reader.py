@@ -24,16 +24,73 @@ from torch import default_generator
 from shade.cache.cache import SampleCache
 from shade.cache.residency_map import STAY
 from shade.data._dataset.decoded_source import DecodedSource
-from shade.data._dataset.source import SampleSource
-from shade.data._transforms.fused import FusedBatch, fuser_of
+from shade.data._dataset.source import SampleSource, innermost_transform
+from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
-from shade.errors import BadSampleError, DataError, shown_place
+from shade.data._transforms.recognise import parameters_of
+from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 
 _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
 _COMPARED_HITS = 1024
 """One hit in so many is compared with the origin; at first more are."""
 Transforms = list[Callable[[Any], Any]]
+
+
+class TransformChain:
+    """The transforms of one data set, shared by all its readers in a process.
+
+    `refresh` takes in what the user has assigned or changed since. Only this process has the wrapped ``dataset``; a
+    worker that is spawned takes its transforms. They may run ``before_cache``, and then must stay as they are.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transform: Callable[[Any], Any] | None,
+        target_transform: Callable[[Any], Any] | None,
+        *,
+        before_cache: bool,
+        may_fuse: bool,
+        reduced_decode: bool,
+    ) -> None:
+        self.transform, self._target_transform = transform, target_transform
+        self._dataset, self._may_fuse, self._reduced_decode = dataset, may_fuse, reduced_decode
+        self._before_cache = before_cache
+        self._cached = innermost_transform(dataset) if before_cache else None
+        self._recognised = ""
+        self.samples: Transforms = []
+        """Applied to the sample, in order."""
+        self.targets: Transforms = []
+        """Applied to the target, in order."""
+        self.fuser: Fuser | None = None
+        """Does what ``samples`` do, if they are recognised and nothing is done to targets."""
+        self._own: tuple[Any, Any] = None, None
+        self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.refresh()
+        return self.__dict__ | {"_dataset": None}
+
+    def refresh(self) -> None:
+        """Takes the transforms as they are now. Raises ConfigError if the cache holds what others made."""
+        if self._before_cache:
+            if self._dataset is not None and innermost_transform(self._dataset) != self._cached:
+                raise ConfigError.of(
+                    f"{type(self._dataset).__name__} to keep the transform that was there when it was wrapped, because "
+                    "its results are cached",
+                    "another one",
+                    "assign it to the ShadeDataset, where it runs after the cache: dataset.transform = …",
+                )
+        elif self._dataset is not None:
+            self._own = getattr(self._dataset, "transform", None), getattr(self._dataset, "target_transform", None)
+        self.samples = [each for each in (self._own[0], self.transform) if each]
+        self.targets = [each for each in (self._own[1], self._target_transform) if each]
+        may_fuse = self._may_fuse and not self.targets
+        recognised = parameters_of(self.samples) if may_fuse else ""
+        if recognised != self._recognised:
+            self.fuser = fuser_of(self.samples, reduced=self._reduced_decode) if may_fuse else None
+            self._recognised = recognised
 
 
 class BatchReader:
@@ -46,27 +103,17 @@ class BatchReader:
         self,
         source: SampleSource,
         cache: SampleCache | None,
-        transforms: Transforms,
-        target_transforms: Transforms,
+        transforms: TransformChain,
         *,
-        reduced_decode: bool,
         skips_bad: bool,
         access_log: str | None,
     ) -> None:
-        self._source, self._cache, self._skips_bad = source, cache, skips_bad
-        self._target_transforms, self._reduced_decode = target_transforms, reduced_decode
-        self.set_transforms(transforms)
+        self._source, self._cache, self._skips_bad, self.transforms = source, cache, skips_bad, transforms
         self._num_hits, self._next_compared = 0, 1
         self._access_log = access_log
         self._log_fd: tuple[int, int] | None = None
         self.generators = BatchGenerators()
         """Sets the random generators before each batch, once `BatchGenerators.follow` has set the epoch."""
-
-    def set_transforms(self, transforms: Transforms) -> None:
-        """Applies these to the samples from the next batch on, in place of those before."""
-        plain = self._source.has_pictures and not self._target_transforms
-        self._transforms = transforms
-        self._fuser = fuser_of(transforms, reduced=self._reduced_decode) if plain else None
 
     def __len__(self) -> int:
         return len(self._source.payload_bytes_N)
@@ -77,13 +124,13 @@ class BatchReader:
     @property
     def is_fused(self) -> bool:
         """Returns whether the transforms run in one pass; otherwise they run as written."""
-        return self._fuser is not None
+        return self.transforms.fuser is not None
 
     @property
     def draws_nothing(self) -> bool:
         """Returns whether no code of the user's touches a sample, so that all random draws are the fused ones."""
-        has_transforms = bool(self._transforms or self._target_transforms)
-        return self._fuser is not None or (self._source.has_pictures and not has_transforms)
+        has_transforms = bool(self.transforms.samples or self.transforms.targets)
+        return self.is_fused or (self._source.has_pictures and not has_transforms)
 
     def for_worker(self, number: int) -> BatchReader:
         """Returns a reader for one thread: the same store and plan, with counters and departures of its own.
@@ -157,7 +204,7 @@ class BatchReader:
 
         Raises BadSampleError for a bad sample that must not be skipped.
         """
-        if self._fuser is None:
+        if not self.is_fused:
             with self.generators.of(indices):
                 return self.run_as_written(indices, payloads)
         following = self.generators.following
@@ -170,14 +217,15 @@ class BatchReader:
     def fuse(self, indices: Sequence[int], payloads: list[Any], generator: torch.Generator) -> FusedBatch:
         """Draws a batch, where `is_fused`; its samples may then be rendered in any order. The generator gives all
         random numbers, in batch order, before anything is rendered. Raises BadSampleError."""
-        assert self._fuser is not None, "fuse() is for recognised transforms"
+        fuser = self.transforms.fuser
+        assert fuser is not None, "fuse() is for recognised transforms"
 
         def decode_whole(position: int) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
             image, *rest = self._decode(indices[position], payloads[position])
             return np.asarray(image), tuple(rest)
 
         rests = [self._source.rest_of(index) for index in indices]
-        return FusedBatch(self._fuser, payloads, rests, decode_whole, generator)
+        return FusedBatch(fuser, payloads, rests, decode_whole, generator)
 
     def run_as_written(self, indices: Sequence[int], payloads: Sequence[Any]) -> list[Any]:
         """Does what `finish` does, sample after sample, and leaves the generators as they are."""
@@ -190,10 +238,10 @@ class BatchReader:
             decoded = clock()
             sample, *rest = item
             try:
-                for transform in self._transforms:
+                for transform in self.transforms.samples:
                     sample = transform(sample)
                 if rest:
-                    for transform in self._target_transforms:
+                    for transform in self.transforms.targets:
                         rest[0] = transform(rest[0])
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11

@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
-from shade.data._dataset.batch_reader import BatchReader, Transforms
+from shade.data._dataset.batch_reader import BatchReader, TransformChain
 from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
 from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
@@ -100,8 +100,21 @@ class ShadeDataset(Dataset[Any]):
         skips_bad = on_bad_sample == "skip"
         self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
         check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
-        self._own_transforms, target_transforms = _collect_transforms(dataset, self._source, target_transform)
-        self._transform = transform
+        is_before = self._source.cached_format != FORMAT_ENCODED  # the transforms run in the data set's __getitem__
+        if is_before and cache is not None and innermost_transform(dataset) is not None:
+            warnings.warn(
+                f"{self._name} applies its own transform before caching, so every epoch sees the same result; pass "
+                "transform= to ShadeDataset instead",
+                stacklevel=2,
+            )
+        self._transforms = TransformChain(
+            None if is_before and cache is None else dataset,
+            transform,
+            target_transform,
+            before_cache=is_before,
+            may_fuse=self._source.has_pictures,
+            reduced_decode=reduced_decode,
+        )
         for name in ("classes", "class_to_idx"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -127,15 +140,10 @@ class ShadeDataset(Dataset[Any]):
         self._reader = BatchReader(
             self._source,
             self.cache,
-            self._all_transforms(),
-            target_transforms,
-            reduced_decode=reduced_decode,
+            self._transforms,
             skips_bad=skips_bad,
             access_log=os.environ.get(ACCESS_LOG) if log is None else os.fspath(log),
         )
-
-    def _all_transforms(self) -> Transforms:
-        return [*self._own_transforms, *([self._transform] if self._transform else [])]
 
     def _open_cache(
         self,
@@ -203,12 +211,12 @@ class ShadeDataset(Dataset[Any]):
     @property
     def transform(self) -> Callable[[Any], Any] | None:
         """Returns what is applied to the sample after decoding; assign it between epochs."""
-        return self._transform
+        return self._transforms.transform
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        self._transform = transform
-        self._reader.set_transforms(self._all_transforms())
+        self._transforms.transform = transform
+        self._transforms.refresh()
 
     @property
     def targets(self) -> list[int]:
@@ -258,6 +266,7 @@ class ShadeDataset(Dataset[Any]):
                     "a store that DataLoader workers share", self.cache.store.url, "use local://, or num_workers=0"
                 )
             self.cache.enter_worker(-1 if worker is None else worker.id)
+        self._transforms.refresh()
         return self._reader.finish(indices, self._reader.fetch(indices))
 
     def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
@@ -293,24 +302,3 @@ def _check_not_wrapped(dataset: Any) -> None:
             inside.append(found.dataset)
         elif isinstance(found, ConcatDataset):
             inside.extend(found.datasets)
-
-
-def _collect_transforms(
-    dataset: Any,
-    source: SampleSource,
-    target_transform: Callable[[Any], Any] | None,
-) -> tuple[Transforms, Transforms]:
-    """Returns the wrapped data set's own transforms that run after the cache, and all for targets, the user's last.
-
-    An item's own transforms run in the ``__getitem__`` of the wrapped data set, before the cache.
-    """
-    own = [getattr(dataset, "transform", None), getattr(dataset, "target_transform", None)]
-    if source.cached_format != FORMAT_ENCODED:
-        if innermost_transform(dataset) is not None:
-            warnings.warn(
-                f"{type(dataset).__name__} applies its own transform before caching, so every epoch sees the same "
-                "result; pass transform= to ShadeDataset instead",
-                stacklevel=4,
-            )
-        own = [None, None]
-    return [f for f in own[:1] if f], [f for f in (own[1], target_transform) if f]

@@ -33,11 +33,14 @@ from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._dataset import item_codec
 from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
+from shade.data._transforms.randomness import kept_generators
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place, without_login
 
 CountOrigin = Callable[[int, int], None]
 """Called with (reads, bytes) after each read of the origin."""
 
+_VALUES = (int, float, str, bytes, type(None))
+"""A list of these alone is one value, such as tokens."""
 _PROBES = 32
 _PROBES_AGAIN = 16
 _STAT_THREADS = 32
@@ -208,8 +211,9 @@ class ItemSource(SampleSource):
             digest.update(ContentDigest(dataset).hexdigest().encode())
         # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
         probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
-        payloads = self._probe(probes)
-        again = self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
+        with kept_generators():  # the script's random numbers stay those that it has without shade
+            payloads = self._probe(probes)
+            again = self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
         self.is_random = not set(again) <= set(payloads)
         self.compares_hits = is_sampled and not self.is_random and not _has_fingerprint(dataset)
         self.num_probes, self.probe_bytes = len(payloads + again), sum(map(len, payloads + again))
@@ -238,6 +242,13 @@ class ItemSource(SampleSource):
 
     def _encoded(self, index: int, item: Any) -> bytes:
         """Encodes a sample that could be read; raises ConfigError, because the encoder's failure is no bad sample."""
+        if isinstance(item, list) and not all(isinstance(part, _VALUES) for part in item):
+            kinds = ", ".join(type(part).__name__ for part in item[:4])
+            raise ConfigError.of(
+                f"{self.name_of(index)} as a tuple, such as (image, label), which the index can be added to",
+                f"a list of {kinds}",
+                "return a tuple: (image, label); or ([…],) if the list is one value",
+            )
         try:
             return self._encode(item)
         except Exception as error:

@@ -73,8 +73,9 @@ class LoaderPass:
 
 
 class EpochProgress:
-    """Counts the batches of each pass; the sampler draws from ``generator`` (None: the process's). ``batch_size`` is
-    None where the user's own batch sampler decides.
+    """Counts the batches of each pass. The order is drawn from the sampler's generator, if it has one of its own, else
+    from the loader's ``generator`` (None: the process's), as the workers' seed is. ``batch_size`` is None where the
+    user's own batch sampler decides.
 
     Several passes may be under way at once. The state is that of the pass that gave the last batch; a look at one batch
     that is dropped again leaves the state as it was.
@@ -84,11 +85,18 @@ class EpochProgress:
         self._batch_size = batch_size
         self._sampler = sampler if isinstance(sampler, ShadeSampler) else None
         self._generator = default_generator if generator is None else generator
+        own = getattr(sampler, "generator", None)
+        self._of_order = own if isinstance(own, torch.Generator) else self._generator
         self._resume: dict[str, Any] | None = None
         self.begun = self.current = LoaderPass(is_live=False)
         """The pass that began last, and the one whose place is the state."""
         self.wait_seconds = 0.0
         """Time that training waited for batches, in all passes."""
+
+    @property
+    def epoch(self) -> int | None:
+        """Returns the epoch of the `ShadeSampler` that draws; None of another sampler."""
+        return None if self._sampler is None else self._sampler.epoch
 
     def begin(self) -> LoaderPass:
         """Begins an epoch, or the rest of one."""
@@ -102,7 +110,9 @@ class EpochProgress:
     def drawing(self) -> Iterator[None]:
         """Takes back what is drawn to begin the rest of an interrupted epoch: the undisturbed run drew nothing then."""
         is_rest = self._resume is not None and (self._sampler is None or self._sampler.steps_done > 0)
-        before = self._generator.get_state() if is_rest else None
+        # A generator of the loader's own, which the order is drawn from, is set by `open`, and stays where that ends.
+        is_set = self._sampler is None and self._of_order is self._generator is not default_generator
+        before = self._generator.get_state() if is_rest and not is_set else None
         yield
         if before is not None:
             self._generator.set_state(before)
@@ -121,16 +131,16 @@ class EpochProgress:
             first = next(iterator, None)
             mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.steps_done, 0
         else:
-            now = self._generator.get_state()
+            now = self._of_order.get_state()
             mine.order = now if resume is None else resume["order"]
-            if resume is not None:
-                self._generator.set_state(resume["order"])
+            self._of_order.set_state(mine.order)
             iterator = iter(batches)
             first = next(iterator, None)
             if resume is not None:
-                self._generator.set_state(now)
                 for _ in range(resume["batches"]):
                     first = next(iterator, None)
+                if self._of_order is default_generator:  # which the script restores, if at all
+                    default_generator.set_state(now)
         if first is not None:
             yield first
             yield from iterator
@@ -160,8 +170,15 @@ class EpochProgress:
         if self._sampler is None:
             if self._resume is not None:
                 return dict(self._resume)
-            place = {"batches": mine.num_batches, "order": mine.order, "seed": mine.seed, "sampler": None}
-            return place | {"batch_size": self._batch_size}
+            now = self._of_order.get_state()
+            return {
+                "batches": mine.num_batches,
+                "batch_size": self._batch_size,
+                "order": now if mine.is_live and mine.order is None else mine.order,
+                "seed": mine.seed,
+                "sampler": None,
+                "generator": None if mine.is_live or self._of_order is default_generator else now,
+            }
         sampler = self._sampler.state_dict()
         if mine.epoch == self._sampler.epoch:
             sampler["steps_done"] = mine.first_step + mine.num_batches
@@ -179,13 +196,21 @@ class EpochProgress:
         if saved != self._batch_size:
             raise ConfigError.of(f"batch_size={saved}, as in the saved run", self._batch_size, "resume with that one")
         self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
+        if state.get("generator") is not None:
+            self._of_order.set_state(state["generator"])
         self.current = LoaderPass(seed=state["seed"], is_live=False)
         if self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
 
 
+def sampler_inside(batches: Any) -> Any:
+    """Returns the sampler that a batch sampler takes its samples from; itself if it draws them."""
+    inside = getattr(batches, "sampler", None)
+    return batches if inside is None else sampler_inside(inside)
+
+
 class ResumableBatches:
-    """A batch sampler that begins where training is."""
+    """A batch sampler, or a sampler if nothing is batched, that begins where training is."""
 
     def __init__(self, batches: Iterable[Sequence[int]], progress: EpochProgress) -> None:
         self._inner, self._progress = batches, progress
@@ -221,11 +246,12 @@ class ShadeLoader(DataLoader[Any]):
         pin_memory: Batches in page-locked memory, where there is a GPU.
         drop_last: As DataLoader's.
         timeout: Seconds to wait for a batch; 0: without limit.
-        worker_init_fn: For worker processes.
+        worker_init_fn: As DataLoader's; with one, workers are processes.
         multiprocessing_context: For worker processes.
         generator: As DataLoader's.
         prefetch_factor: Batches under way for each worker; 2 when None.
-        persistent_workers: As DataLoader's; None: worker processes stay from epoch to epoch. Threads never do.
+        persistent_workers: As DataLoader's, for worker processes: those that stay do not see what is assigned to the
+            data set later.
         pin_memory_device: As DataLoader's, which no longer uses it.
         in_order: Taken as DataLoader's; batches come in order in any case, because the state counts them.
         device: Batches are copied there while training is at the one before; None: they stay where they are.
@@ -254,7 +280,7 @@ class ShadeLoader(DataLoader[Any]):
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool | None = None,
+        persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
         device: torch.device | str | None = None,
@@ -263,9 +289,11 @@ class ShadeLoader(DataLoader[Any]):
         if not isinstance(dataset, ShadeDataset):
             check_wrapping(dataset)
             raise ConfigError.of("a ShadeDataset", type(dataset).__name__, "wrap it: ShadeDataset(dataset, cache=…)")
-        if isinstance(sampler, ShadeSampler) and batch_size not in (None, sampler.batch_size):
+        drawing = sampler_inside(sampler if batch_sampler is None else batch_sampler)
+        num_at_once = getattr(batch_sampler, "batch_size", batch_size or 1)
+        if isinstance(drawing, ShadeSampler) and num_at_once != drawing.batch_size:
             raise ConfigError.of(
-                f"batch_size={sampler.batch_size}, as the sampler's",
+                f"batch_size={drawing.batch_size}, as the sampler's",
                 batch_size,
                 "give loader and sampler one batch_size, that of one rank",
             )
@@ -295,7 +323,7 @@ class ShadeLoader(DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
+            persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
         self.device = None if device is None else torch.device(device)
@@ -306,20 +334,21 @@ class ShadeLoader(DataLoader[Any]):
         self._persistent: weakref.ref[_CountedBatches] | None = None
         self._depth = self.num_workers * (self.prefetch_factor or 2)
         self._buffers = BatchBuffers(self._depth + 2, pinned=self._pins)
-        self._progress = EpochProgress(self.sampler, generator, self.batch_size)
-        if self.batch_sampler is not None:
-            # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
-            self.__dict__["batch_sampler"] = ResumableBatches(self.batch_sampler, self._progress)
+        self._progress = EpochProgress(self.sampler if drawing is None else drawing, generator, self.batch_size)
+        # Where DataLoader takes its order from, in threads and in processes; it refuses an ordinary assignment.
+        name = "sampler" if self.batch_sampler is None else "batch_sampler"
+        self.__dict__[name] = ResumableBatches(getattr(self, name), self._progress)
 
     @property
     def epoch(self) -> int | None:
         """Returns the present epoch of its `ShadeSampler`; None with another sampler, which counts none."""
-        return self.sampler.epoch if isinstance(self.sampler, ShadeSampler) else None
+        return self._progress.epoch
 
     @property
     def in_threads(self) -> bool:
         """Returns whether threads make the batches; else processes do, or the training thread itself."""
-        return self.num_workers > 0 and self.batch_sampler is not None and self._reader.draws_nothing
+        is_plain = self.worker_init_fn is None and self.batch_sampler is not None
+        return self.num_workers > 0 and is_plain and self._reader.draws_nothing
 
     @property
     def _pins(self) -> bool:
@@ -328,6 +357,7 @@ class ShadeLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         with self._progress.drawing():
             mine = self._progress.begin()
+            self._reader.transforms.refresh()
             made: Iterator[Any] = self._threads() if self.in_threads else self._processes()
         batches = made if self.device is None else on_device(made, self.device)
         counted = _CountedBatches(batches, self._progress, mine, self)

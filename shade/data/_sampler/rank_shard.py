@@ -103,30 +103,34 @@ class RankShard:
 
         Raises ConfigError if they are not of one batch.
         """
-        first, last = index_B[0], index_B[-1]
+        reported = set(index_B.tolist())
         for step in (num_done, num_done - 1, num_done + 1):
             dealt = self._dealt.get(step)
-            if dealt is not None and first in dealt:
-                break
-        else:
-            steps = np.flatnonzero(self.epoch_order(drawn_K) == first) // self._global_batch
-            if not len(steps):
-                raise ConfigError.of(
-                    "the indices that came with a batch of this epoch",
-                    f"sample {first}, which was not drawn",
-                    "report the last element of each sample of the ShadeDataset",
-                )
-            step = int(steps[np.abs(steps - num_done).argmin()])
+            if dealt is not None and reported.issubset(dealt.tolist()):
+                return step, len(index_B) >= len(dealt) or dealt[-1] in reported
+        steps = np.unique(np.flatnonzero(self.epoch_order(drawn_K) == index_B[0]) // self._global_batch)
+        if not len(steps):
+            raise ConfigError.of(
+                "the indices that came with a batch of this epoch",
+                f"sample {index_B[0]}, which was not drawn",
+                "report the last element of each sample of the ShadeDataset",
+            )
+        for step in steps[np.abs(steps - num_done).argsort(kind="stable")].tolist():
             (dealt,) = self.dealt(drawn_K, [step])
-        if len(index_B) >= len(dealt) or dealt[-1] in index_B:
-            if last not in dealt and first != last and last in self.dealt(drawn_K, [step + 1])[0]:
+            if reported.issubset(dealt.tolist()):
+                return step, len(index_B) >= len(dealt) or dealt[-1] in reported
+            if reported.issubset(np.concatenate(self.dealt(drawn_K, [step, step + 1])).tolist()):
                 raise ConfigError.of(
                     f"samples of one batch of {len(dealt)}",
                     "of two batches, which follow each other",
                     f"give loader and sampler one batch_size, {self._global_batch // self._num_replicas}",
                 )
-            return step, True
-        return step, False
+        raise ConfigError.of(
+            "samples of one batch, as the sampler dealt it",
+            f"samples {', '.join(map(str, index_B[:4].tolist()))} …, which are of several",
+            "a data set around the ShadeDataset must number the samples as that does: put what reorders them inside, "
+            "ShadeDataset(Reordered(data), cache=…)",
+        )
 
     def weights(self, draw: Draw, num_samples: int) -> Floats | None:
         """Returns float32 (N,) weights by sample; None if all are 1.

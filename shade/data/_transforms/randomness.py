@@ -39,6 +39,18 @@ def _seed_of(key: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(np.array(key, dtype=np.int64).tobytes())
 
 
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restores the states of torch's, numpy's and Python's global generators afterwards."""
+    before = default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        default_generator.set_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
 class BatchGenerators:
     """The generators of one data set's transforms; pickles into workers and stays connected."""
 
@@ -69,11 +81,6 @@ class BatchGenerators:
         if seed == _SILENT:
             yield
             return
-        before = default_generator.get_state(), np.random.get_state(), random.getstate()
-        set_generators(seed, *indices)
-        try:
+        with kept_generators():
+            set_generators(seed, *indices)
             yield
-        finally:
-            default_generator.set_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])

@@ -151,6 +151,12 @@ def recognise(chain: Sequence[Callable[[Any], Any]]) -> TransformView | None:
     return None if result is None else TransformView(geometry, size, flip_probability, bool(before), result)
 
 
+def parameters_of(chain: Sequence[Callable[[Any], Any]]) -> str:
+    """Returns all that `recognise` depends on: other parameters, other words."""
+    known = (*_PER_VALUE, *_CROPS, *_RESIZES, *_CENTERS, *_FLIPS)
+    return str([(type(step), vars(step) if type(step) in known else id(step)) for step in _flattened(chain)])
+
+
 def _flattened(chain: Sequence[Any]) -> Iterator[Any]:
     for step in chain:
         if type(step) in (v1.Compose, v2.Compose):

@@ -80,7 +80,7 @@ def test_decoded_hits_cost_no_decoding_and_the_capacity_is_kept(
     assert probed["origin_reads"] > 0, "what the probe read is in the ledger"
     epochs(dataset, 1)
     cold, decodings = dataset.cache.residency.totals(), []
-    dataset._reader._fuser.decode = lambda *call: decodings.append(call)  # type: ignore[union-attr]
+    dataset._reader.transforms.fuser.decode = lambda *call: decodings.append(call)  # type: ignore[union-attr]
     monkeypatch.setattr("shade.data._dataset.decoded_source.decoded", lambda *call: decodings.append(call))
     epochs(dataset, 1)
     warm = dataset.cache.residency.totals() - cold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
@@ -175,6 +177,75 @@ def test_a_transform_may_be_assigned_later(folder: Path) -> None:
     assert dataset.targets == wrapped.targets
     assert not hasattr(ShadeDataset(NUMBERS, cache=None), "targets")
     dataset.close()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("view", [DataLoader, ShadeLoader])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_assigned_between_epochs_counts_from_the_next_one(folder: Path, view: Any, workers: int) -> None:
+    fused = transforms.Compose([transforms.Resize((8, 8)), transforms.RandomHorizontalFlip(0.0), transforms.ToTensor()])
+    wrapped = ImageFolder(str(folder), transform=fused)
+    dataset = ShadeDataset(wrapped, cache="local://")
+    loader = view(dataset, batch_size=N, num_workers=workers)
+
+    def same() -> bool:
+        found = next(iter(loader))[0]
+        return torch.equal(found, torch.stack([wrapped[index][0] for index in range(N)]))
+
+    assert same()
+    fused.transforms[0].size = (5, 5)
+    assert same()
+    fused.transforms[1].p = 1.0
+    assert same()
+    wrapped.transform = to_tensor
+    assert same()
+    wrapped.transform, wrapped.target_transform = fused, lambda target: target + 5
+    assert same()
+    assert next(iter(loader))[1].tolist() == [wrapped[index][1] for index in range(N)]
+    dataset.close()
+
+
+def test_a_transform_assigned_where_it_would_be_cached_is_refused() -> None:
+    class Pairs(Labelled):
+        transform: Any = None
+
+        def __getitem__(self, index: int) -> Any:
+            label = super().__getitem__(index)
+            return label if self.transform is None else self.transform(label)
+
+    for wrapped in (Pairs(range(N)), Subset(Pairs(range(N)), range(N))):
+        inner: Any = getattr(wrapped, "dataset", wrapped)
+        dataset, uncached = ShadeDataset(wrapped, cache="memory://"), ShadeDataset(wrapped, cache=None)
+        inner.transform = str
+        assert uncached[3] == (str(Pairs(range(N))[3]), 3)
+        with pytest.raises(ConfigError, match=r"assign it to the ShadeDataset"):
+            dataset[3]
+        inner.transform = None
+        dataset.transform = str
+        assert dataset[3] == (str(wrapped[3]), 3)
+        dataset.close()
+
+
+def test_wrapping_draws_no_random_numbers_of_the_script() -> None:
+    class Noise(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            return torch.rand(2), random.random(), np.random.rand()
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    ShadeDataset(Noise(range(N)), cache=None)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[2]) == before[1:]
+
+
+def test_a_list_of_parts_is_refused_and_a_tuple_is_taken() -> None:
+    pairs = [[image, 3] for image in NUMBERS]
+    with pytest.raises(ConfigError, match=r"as a tuple.*got 'a list of Tensor, int'"):
+        ShadeDataset(pairs, cache=None)
+    images, targets, indices = next(iter(DataLoader(ShadeDataset([*map(tuple, pairs)], cache=None), batch_size=4)))
+    assert (images.shape, targets.tolist(), indices.tolist()) == ((4, 4), [3] * 4, [0, 1, 2, 3])
+    (image, target), index = ShadeDataset([(pair,) for pair in pairs], cache="memory://")[5]
+    assert (image.tolist(), target, index) == (NUMBERS[5].tolist(), 3, 5)
+    assert ShadeDataset([["a", "b"], [], [1, None]], cache="memory://")[2] == ([1, None], 2)
 
 
 def test_replacements_are_counted_where_they_are_read() -> None:
@@ -364,9 +435,10 @@ def test_a_failed_construction_leaves_no_server_behind(monkeypatch: pytest.Monke
 def test_transforms_that_would_be_frozen_warn(folder: Path) -> None:
     with_transform = ImageFolder(str(folder), transform=lambda image: np.asarray(image))
     with pytest.warns(UserWarning, match="Subset applies its own transform"):
-        ShadeDataset(Subset(with_transform, [1, 2]), cache=None)
+        ShadeDataset(Subset(with_transform, [1, 2]), cache="memory://")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        ShadeDataset(Subset(with_transform, [1, 2]), cache=None)
         ShadeDataset(with_transform, cache=None)
         ShadeDataset(Subset(ImageFolder(str(folder)), [1, 2]), cache=None)
 

@@ -368,6 +368,34 @@ def test_a_wrapper_that_numbers_samples_alike_is_taken() -> None:
     ShadeSampler(Views(ShadeDataset(items(), cache=None)), batch_size=B).close()
 
 
+class Reversed(Dataset[Any]):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[len(self) - 1 - index]
+
+
+@pytest.mark.parametrize("given", ["sampler", "loader alone"])
+def test_a_wrapper_that_reorders_a_shade_dataset_is_refused_at_the_first_report(given: str) -> None:
+    data = ShadeDataset(items(), cache=None)
+    outer: Any = Reversed(data)
+    sampler = ShadeSampler(outer if given == "sampler" else data, batch_size=B)
+    value_B, index_B = next(iter(DataLoader(outer, batch_size=B, sampler=sampler)))
+    with pytest.raises(ConfigError, match=r"ShadeDataset\(Reordered\(data\)"):
+        sampler.report(index_B, value_B)
+    sampler.close()
+    inside = ShadeDataset(Reversed(items()), cache=None)
+    sampler = ShadeSampler(inside, batch_size=B)
+    for value_B, index_B in DataLoader(inside, batch_size=B, sampler=sampler):
+        assert value_B.tolist() == (39 - index_B).tolist()
+        sampler.report(index_B, value_B)
+    sampler.close()
+
+
 @pytest.mark.parametrize("mode", ["uniform", "unbiased"])
 @pytest.mark.filterwarnings("ignore::shade.data._sampler.sampler.ForgottenCallWarning")
 @pytest.mark.parametrize("how", ["nested", "zipped", "look", "kept", "exception"])

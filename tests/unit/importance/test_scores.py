@@ -18,6 +18,21 @@ def test_loss_score_is_a_moving_average() -> None:
         assert table.score_N[1] == expected
 
 
+@pytest.mark.parametrize(("loss", "words"), [(-1.5, "score='rank'"), (math.nan, "NaN"), (math.inf, "infinite")])
+def test_a_loss_without_importance_warns_once(loss: float, words: str) -> None:
+    table = ImportanceTable(3)
+    with pytest.warns(UserWarning, match=words):
+        table.update(np.array([0, 1]), np.array([loss, 2.0], dtype=np.float32))
+    table.update(np.array([1, 2]), np.array([2.0, loss], dtype=np.float32))
+    assert table.score_N.tolist() == [0.0, 2.0, 0.0]
+
+
+def test_rank_score_learns_from_negative_losses() -> None:
+    table = ImportanceTable(3, "rank")
+    table.update(np.arange(3), np.array([-1, -3, -2], dtype=np.float32))
+    assert table.score_N.argsort().tolist() == [1, 2, 0]
+
+
 def test_rank_score_is_shades_formula() -> None:
     table = ImportanceTable(5, "rank")
     table.update(np.array([4, 0, 2]), np.array([0.3, 0.1, 0.2], dtype=np.float32))

@@ -17,6 +17,7 @@ losses = st.floats(0, 1e6, width=32) | st.sampled_from([float("nan"), float("inf
 batch = st.lists(st.tuples(st.integers(-1, N), losses), max_size=6)
 
 
+@pytest.mark.filterwarnings("ignore:report\\(\\) got a loss that is NaN")
 @pytest.mark.parametrize("score", sorted(SCORES))
 @given(lists=st.lists(batch, max_size=6))
 def test_joined_or_not_the_table_is_the_same(score: str, lists: list[list[tuple[int, float]]]) -> None:

@@ -1,0 +1,12 @@
+"""The data plane's generator: samples, order and number are plain PyTorch's, or the script is refused by name."""
+
+from __future__ import annotations
+
+from tests.differential.data_faults import FAULTS
+from tests.differential.data_playing import play
+from tests.differential.data_script import Script, scripts
+from tests.differential.harness import Plane
+
+PLANE = Plane("data", scripts(), play, FAULTS, {"Script": Script})
+ALONE = Plane("data, in one process", scripts(processes=False), play, FAULTS, {"Script": Script})
+"""Scripts that start neither workers nor servers."""

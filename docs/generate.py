@@ -75,9 +75,9 @@ def metrics() -> str:
         [
             "# Metrics\n",
             NOTE,
-            "A run of the launcher writes these numbers to `metrics.jsonl` (a row for each epoch and rank), to `rank0.prom` "
-            "and, with `--metrics-port`, to a page for Prometheus. A Prometheus name begins with `shade_`; a counter ends "
-            "in `_total`. [How to read them](../how-to/prometheus-and-tensorboard.md).\n",
+            "A run of the launcher writes these numbers to `metrics.jsonl` (a row for each epoch and rank), to\n"
+            "`rank0.prom` and, with `--metrics-port`, to a page for Prometheus. A Prometheus name begins with\n"
+            "`shade_`; a counter ends in `_total`. [How to read them](../how-to/prometheus-and-tensorboard.md).\n",
             "## Where samples came from\n",
             "Counters. A *hit* is a sample whose bytes did not come from the origin.\n",
             table(cache),
@@ -86,7 +86,7 @@ def metrics() -> str:
             "## Gradient exchange\n",
             table(dict(COUNTS)),
             "## What a failure would cost now\n",
-            "For each kind of failure (`end=\"process\"`, `\"machine\"`, `\"cluster\"`), below `shade_checkpoint_`.\n",
+            'For each kind of failure (`end="process"`, `"machine"`, `"cluster"`), below `shade_checkpoint_`.\n',
             table(dict(RECOVERY)),
         ]
     )

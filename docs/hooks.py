@@ -7,7 +7,6 @@ the file does not exist.
 
 from __future__ import annotations
 
-import os
 import posixpath
 import re
 from pathlib import Path
@@ -18,7 +17,6 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = "repository/"
 LINK = re.compile(r"(\]\(|src=\")([^)\s#\":]+)(?=[)#\"])")
-LINKED_FROM_ROOT = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
 
 
 def place(src_uri: str) -> str:

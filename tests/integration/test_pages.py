@@ -49,8 +49,6 @@ loader = DataLoader(dataset, batch_size=20, sampler=sampler)
 """
 PREAMBLES = {"training": TRAINING, "loader": TRAINING + LOADER}
 """What a page says that the reader has already: a model and an optimizer, or a loop's loader too."""
-RUN = "my-run"
-"""The run id in all pages; each test gets its own."""
 
 
 def make_images(folder: Path, num_samples: int = 200) -> Path:
@@ -63,6 +61,11 @@ def make_images(folder: Path, num_samples: int = 200) -> Path:
     return folder
 
 
+def run_id(text: str) -> bool:
+    """Whether that is the id of a run in the pages; each test gets its own."""
+    return text in ("my-run", 'run="resnet"')
+
+
 @pytest.fixture
 def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[str], dict[str, str]]]:
     """Gives the real addresses for what a page needs."""
@@ -70,7 +73,7 @@ def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callab
     run = f"docs-{secrets.token_hex(4)}"
 
     def get(needs: str) -> dict[str, str]:
-        found = {RUN: run}
+        found = {"my-run": run, 'run="resnet"': f'run="{run}"'}
         for need in filter(None, needs.split(",")):
             if need == "redis":
                 (tmp_path / "redis").mkdir()
@@ -87,6 +90,8 @@ def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callab
                 found["/mnt/nfs/train"] = str(make_images(tmp_path / "nfs" / "train"))
             elif need == "storage":
                 found["/mnt/nfs/checkpoints"] = str(tmp_path / "nfs" / "checkpoints")
+            elif need == "clone":
+                found["benchmarks/"] = f"{ROOT}/benchmarks/"
             else:
                 assert need in PREAMBLES, need
         return found
@@ -130,7 +135,7 @@ def test_a_page_does_what_it_shows(
     preamble = "".join(text for name, text in PREAMBLES.items() if name in needs.split(","))
     real = addresses(needs)
     for address in real:
-        assert address == RUN or address in path.read_text() + preamble, f"{path.name} does not need {address}"
+        assert run_id(address) or address in path.read_text() + preamble, f"{path.name} does not need {address}"
     folder = tmp_path / "page"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -100,7 +100,7 @@ def is_like(shown: str, printed: str) -> bool:
         lines = (NUMBER.sub("0", line) for line in text.strip().splitlines())
         return "\n".join(re.sub(r"[ ─━|█▏▎▍▌▋▊▉╭╮╰╯│┃╸╺]+", " ", line).strip() for line in lines)
 
-    pieces = [re.escape(piece.strip()).replace("…", ".*?") for piece in re.split(r"^\s*…\s*$", plain(shown), flags=re.M)]
+    pieces = [re.escape(each.strip()).replace("…", ".*?") for each in re.split(r"^\s*…\s*$", plain(shown), flags=re.M)]
     pattern = r"\s*" + r"(?s:.*?)".join(pieces) + r"\s*"
     return re.fullmatch(pattern, plain(printed)) is not None
 
@@ -170,9 +170,7 @@ class PageRunner:
         return text.replace(str(self._folder), "…")
 
     def _python(self, block: Block) -> str:
-        code = compile(
-            "\n" * (block.line - 1) + self._real(block.text), str(self._path), "exec", dont_inherit=True
-        )
+        code = compile("\n" * (block.line - 1) + self._real(block.text), str(self._path), "exec", dont_inherit=True)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(code, self._names)
@@ -236,5 +234,5 @@ def check_only(block: Block) -> None:
 
 def pages() -> Iterator[Path]:
     """Yields the README and every page of docs/."""
-    # yield ROOT / "README.md"
+    yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").rglob("*.md"))

@@ -171,7 +171,7 @@ class Breaker:
         residency.trips += 1
         if self._is_first_to_log():
             logger.warning(
-                "the cache is out of use (%s); training goes on from the origin, the cache is tried again after %.0f s",
+                "the cache is out of use (%s); training reads the origin, the cache is tried again after %.0f s",
                 reason,
                 residency.backoff_seconds,
             )

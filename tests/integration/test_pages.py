@@ -1,0 +1,218 @@
+"""Every fenced block of the documentation runs as it stands, and prints what the page shows.
+
+`tests/support/pages.py` says how a page is read. What a page needs is started here and takes the place of the address
+that the page names: ``redis://10.0.0.1:6379``, ``/mnt/nfs/train`` and so on. ``SHADE_REFRESH_PAGES=1`` writes what was
+printed into the pages (``scripts/docs refresh``).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.store._servers.local_cluster import LocalCluster
+from shade.store._servers.server import LocalServer
+from tests.support.pages import ROOT, PageRunner, blocks_of, check_only, page_options, pages
+
+MOST_SKIPPED = 20
+SKIP_REASONS = ("needs ", "shows ")
+TRAINING = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import ToTensor
+from shade import ShadeDataset, ShadeSampler
+
+torch.manual_seed(0)
+epochs, tf = 3, ToTensor()
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+"""
+LOADER = """
+images = ImageFolder("/mnt/nfs/train")
+dataset = ShadeDataset(images, cache="local://", working_set_fraction=0.2, transform=tf)
+sampler = ShadeSampler(dataset, batch_size=20, seed=0)
+loader = DataLoader(dataset, batch_size=20, sampler=sampler)
+"""
+PREAMBLES = {"training": TRAINING, "loader": TRAINING + LOADER}
+"""What a page says that the reader has already: a model and an optimizer, or a loop's loader too."""
+
+
+def make_images(folder: Path, num_samples: int = 200) -> Path:
+    """An image folder of two classes."""
+    generator = np.random.default_rng(0)
+    for number in range(num_samples):
+        path = folder / ("cat", "dog")[number % 2] / f"{number:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path, quality=90)
+    return folder
+
+
+def run_id(text: str) -> bool:
+    """Whether that is the id of a run in the pages; each test gets its own."""
+    return text in ("my-run", 'run="resnet"')
+
+
+@pytest.fixture
+def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[str], dict[str, str]]]:
+    """Gives the real addresses for what a page needs."""
+    servers: list[LocalServer | LocalCluster] = []
+    run = f"docs-{secrets.token_hex(4)}"
+
+    def get(needs: str) -> dict[str, str]:
+        found = {"my-run": run, 'run="resnet"': f'run="{run}"'}
+        for need in filter(None, needs.split(",")):
+            if need == "redis":
+                (tmp_path / "redis").mkdir()
+                server = LocalServer(directory=tmp_path / "redis")
+                servers.append(server)
+                server.start()
+                found["redis://10.0.0.1:6379"] = str(server.url.reveal())
+            elif need == "cluster":
+                cluster = LocalCluster(3)
+                servers.append(cluster)
+                cluster.start()
+                found["redis+cluster://10.0.0.1:7000"] = cluster.url.reveal()
+            elif need == "images":
+                found["/mnt/nfs/train"] = str(make_images(tmp_path / "nfs" / "train"))
+            elif need == "storage":
+                found["/mnt/nfs/checkpoints"] = str(tmp_path / "nfs" / "checkpoints")
+            elif need == "clone":
+                found["benchmarks/"] = f"{ROOT}/benchmarks/"
+            else:
+                assert need in PREAMBLES, need
+        return found
+
+    yield get
+    for server in servers:
+        server.stop()
+    for folder in own_folder("").glob(f"{run}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_slow(path: Path) -> bool:
+    return "slow" in page_options(path.read_text(encoding="utf-8"))
+
+
+def cases() -> list[Any]:
+    """A case for each page that has a block."""
+    found = []
+    for path in pages():
+        if blocks_of(path.read_text(encoding="utf-8")):
+            marks = [pytest.mark.slow] if is_slow(path) else []
+            found.append(pytest.param(path, id=str(path.relative_to(ROOT)), marks=marks))
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.redis
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.9 and later
+@pytest.mark.parametrize("path", cases())
+def test_a_page_does_what_it_shows(
+    path: Path,
+    addresses: Callable[[str], dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = page_options(path.read_text(encoding="utf-8"))
+    for package in filter(None, options.get("packages", "").split(",")):
+        pytest.importorskip(package)
+    needs = options.get("needs", "")
+    preamble = "".join(text for name, text in PREAMBLES.items() if name in needs.split(","))
+    real = addresses(needs)
+    for address in real:
+        assert run_id(address) or address in path.read_text() + preamble, f"{path.name} does not need {address}"
+    folder = tmp_path / "page"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    refresh = bool(os.environ.get("SHADE_REFRESH_PAGES"))
+    PageRunner(path, folder, real, preamble, refresh=refresh).run()
+
+
+def test_few_blocks_are_skipped_and_each_says_why() -> None:
+    skipped = []
+    for path in pages():
+        for block in blocks_of(path.read_text(encoding="utf-8")):
+            if "skip" in block.options:
+                assert block.reason.startswith(SKIP_REASONS), f"{path.name}:{block.line} skips without a reason"
+                skipped.append(f"{path.name}:{block.line}: {block.reason}")
+    assert len(skipped) <= MOST_SKIPPED, skipped
+
+
+def test_every_block_is_seen() -> None:
+    """An indented or unclosed fence would be left out."""
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("```") == 2 * len(blocks_of(text)), path
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_the_scripts_of_the_tutorials_pass_a_type_checker(tmp_path: Path) -> None:
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.md")):
+        for block in blocks_of(path.read_text(encoding="utf-8")):
+            if block.title.endswith(".py"):
+                (tmp_path / f"{path.stem.replace('-', '_')}_{block.title}").write_text(block.text)
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports"]
+    cache = ["--cache-dir", str(ROOT / ".mypy_cache" / "tutorials")]
+    scripts = map(str, sorted(tmp_path.glob("*.py")))
+    done = subprocess.run(
+        [*command, *cache, *scripts], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+# ── the runner finds what is wrong ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("page", "complaint"),
+    [
+        ("```python\nprint(6 * 7)\n```\n<!-- test: output -->\n```text\n43 apples\n```\n", "but printed was\n42"),
+        ("```python\nraise ValueError('seven')\n```\n", "seven"),
+        ("```console\n$ false\n```\n", "x.md:2: false"),
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", ""),
+    ],
+)
+@pytest.mark.multiprocess
+def test_a_wrong_page_is_found(page: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "x.md").write_text(page)
+    with pytest.raises((AssertionError, ValueError)) as caught:
+        PageRunner(tmp_path / "x.md", tmp_path, {}).run()
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_files_commands_and_outputs_of_a_page_work_together(tmp_path: Path) -> None:
+    page = tmp_path / "x.md"
+    page.write_text(
+        '```python title="a.py"\nimport sys\nprint("took", 1.5, sys.argv[1])\nprint("end")\n```\n\n'
+        "```console\n$ python a.py \\\n    /mnt/nfs/train\ntook 2.25 /mnt/…\nend\n```\n"
+    )
+    PageRunner(page, tmp_path, {"/mnt/nfs/train": "/mnt/real"}).run()
+    page.write_text(page.read_text().replace("took 2.25", "lasted 2.25"))
+    with pytest.raises(AssertionError, match="lasted"):
+        PageRunner(page, tmp_path, {}).run()
+    PageRunner(page, tmp_path, {"/mnt/nfs/train": "/mnt/real"}, refresh=True).run()
+    assert "took 1.5 /mnt/nfs/train\nend\n```" in page.read_text()
+
+
+def test_a_block_that_is_not_run_is_parsed(tmp_path: Path) -> None:
+    (block,) = blocks_of("<!-- test: skip reason=needs a GPU -->\n```python\nx = (\n```\n")
+    assert block.reason == "needs a GPU"
+    with pytest.raises(SyntaxError):
+        check_only(block)

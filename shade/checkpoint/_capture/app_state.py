@@ -257,21 +257,21 @@ class AppState:
                     target.at_resume(lambda: torch.set_rng_state(generator))
 
     def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors; copies those that an object keeps, where keeping them as they are would be wrong.
+        """Returns the tensors; copies those that an object keeps and multiplies, to where PyTorch would allocate them.
 
-        Memory that is reused after the load is no object's to keep: a module's tensor may be another object's too. And
-        a matrix product or dot product of the same numbers differs in its last bits with their place in memory, so they
-        come to where PyTorch would have allocated them. Most of its optimizers use each number by itself.
+        A matrix product or dot product of the same numbers differs in its last bits with their place in memory. Modules
+        copy what they load, and most of PyTorch's optimizers use each number by itself.
         """
-        keeping = [name for name, target in self._objects.items() if _kind_of(target) is not torch.nn.Module]
-        exact = [name for name in keeping if not _is_elementwise(self._objects[name])]
-        kept, placed = (
-            {name for tree in trees for name in tensors_in(part_of(tree, names))} for names in (keeping, exact)
-        )
-        copied = (kept & self.forgettable()) | {
-            name for name in placed & tensors.keys() if tensors[name].data_ptr() % _ALIGNED_BYTES
+        exact = [
+            name
+            for name, target in self._objects.items()
+            if not (_kind_of(target) is torch.nn.Module or _is_elementwise(target))
+        ]
+        placed = {name for tree in trees for name in tensors_in(part_of(tree, exact))}
+        return {
+            name: tensor.clone() if name in placed and tensor.data_ptr() % _ALIGNED_BYTES else tensor
+            for name, tensor in tensors.items()
         }
-        return {name: tensor.clone() if name in copied else tensor for name, tensor in tensors.items()}
 
     def _put(
         self, state: Mapping[str, Any], names: Collection[str], parts: Mapping[str, Sequence[dict[str, Any]]]

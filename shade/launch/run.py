@@ -162,11 +162,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     try:
         with signals_as_exceptions() as remind:
             config, stores = resolve(args, Path.cwd())
-            preflight.check(config, stores)
+            content = preflight.check(config, stores)
             if dry_run:
-                sys.stdout.write(describe(config) + "\n")
+                sys.stdout.write(describe(config, content) + "\n")
                 return 0
-            code, message = _launch(config, stores, remind)
+            code, message = _launch(config, stores, remind, f"{prog}: {content}\n")
             again = config.restarts if config.min_nodes is None else 0  # else torch.distributed.run does it
             for left in range(again - 1, -1, -1):
                 if code != 1:
@@ -194,9 +194,10 @@ def _again(config: RunConfig, stores: StoreURLs) -> RunConfig:
     return dataclasses.replace(config, resume=is_there)
 
 
-def describe(config: RunConfig) -> str:
-    """Returns the resolved plan, a line per setting, and the command that starts the ranks."""
-    plan = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+def describe(config: RunConfig, content: str) -> str:
+    """Returns the resolved plan, a line per setting, and the command that starts the ranks; ``content`` says what the
+    data set holds."""
+    plan = {"data": content} | {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     plan["master_port"] = config.master_port or "any that is free"
     plan |= {name: shown_place(plan[name]) for name in ("persist", "notice") if name in plan}
     plan["cache"] = f"{config.cache}  ({config.working_set_fraction:.0%} of the data set)"
@@ -207,14 +208,15 @@ def describe(config: RunConfig) -> str:
     return "\n".join([*lines, f"{'command':{width}}  {' '.join(command(config))}"])
 
 
-def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -> tuple[int, str]:
-    """Trains and reports; returns the exit code and a message."""
+def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], headline: str = "") -> tuple[int, str]:
+    """Trains and reports; returns the exit code and a message. The headline is shown when the run can be written."""
 
     def poll() -> int | None:
         remind()
         return ranks.poll()
 
     place = Workspace(config, Path.cwd(), stores.checkpoint)
+    sys.stderr.write(headline)
     try:
         with contextlib.ExitStack() as stack:
             if stores.cache.startswith("local:"):

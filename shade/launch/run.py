@@ -226,8 +226,8 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], he
                 await_machine_0(config, remind)
             elif config.nodes > 1:
                 where = format_address(config.master_address, config.master_port)
-                told = f"{config.nodes} machines meet at {where}; the others need the same command with their own -nr"
-                sys.stderr.write(told + "\n")
+                line = f"{config.nodes} machines meet at {where}; the others need the same command with their own -nr"
+                sys.stderr.write(f"{line}\n")
             environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
             code = watch(poll, config)

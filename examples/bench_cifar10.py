@@ -8,6 +8,8 @@ Start it with ``shade run bench_cifar10.py TRAIN_PATH…``; the name is history,
 
 from __future__ import annotations
 
+import math
+
 import networks
 import torch
 import torch.distributed as dist
@@ -117,6 +119,10 @@ def train(session: TrainSession, config: RunConfig) -> None:
     scaler = torch.amp.GradScaler(enabled=device.type == "cuda")
     replica = session.replica(model, optimizer, scaler)
     session.attach(dataset, sampler, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    if scheduler.T_max != config.epochs:  # a run resumed for more epochs: the snapshot has the old end of the curve
+        scheduler.T_max = config.epochs
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (1 + math.cos(math.pi * scheduler.last_epoch / config.epochs)) / 2
 
     for epoch in session.epochs():
         sampler.set_epoch(epoch)
@@ -131,7 +137,7 @@ def train(session: TrainSession, config: RunConfig) -> None:
             sampler.report(indices, losses_B)
             replica.step()
             session.track(losses_B, logits.argmax(1) == targets)
-        learning_rate = scheduler.get_last_lr()[0]
+        learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
         replica.settle()
         val_loss, val_accuracy = validate(model, val_loader, device) if val_loader else (None, None)

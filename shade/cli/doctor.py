@@ -235,7 +235,7 @@ def port(number: int) -> Finding:
 def data_set(root: Path) -> Finding:
     """Checks a data set as the launcher does."""
     try:
-        return ok("data set", f"{check_folder(root):,} images in {root}; the first of each class is readable")
+        return ok("data set", f"{check_folder(root)} in {root}; the first of each class is readable")
     except DataError as error:
         return broken("data set", error)
     except OSError as error:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
@@ -35,12 +36,39 @@ _OUTLIVES = "name a server that outlives the run (shade cache up): unix://, redi
 _RESUME_CURE = "start without --resume, or name the --checkpoint and --persist that the run was started with"
 
 
-def check(config: RunConfig, stores: StoreURLs) -> None:
+_PARTS = {"train", "training", "val", "valid", "validation", "test"}
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """What a folder in ImageFolder layout holds."""
+
+    num_images: int
+    num_classes: int
+    sizes: frozenset[tuple[int, int]]
+    """Width and height of the first image of each class."""
+
+    def __add__(self, other: FolderContent) -> FolderContent:
+        num_classes = max(self.num_classes, other.num_classes)
+        return FolderContent(self.num_images + other.num_images, num_classes, self.sizes | other.sizes)
+
+    def __str__(self) -> str:
+        (width, height), *others = sorted(self.sizes)
+        size = f"{width}×{height}" + (" to {}×{}".format(*max(others)) if others else "")
+        return (
+            f"{self.num_images:,} images in {self.num_classes:,} class{'es' * (self.num_classes != 1)}, {size} pixels"
+        )
+
+
+def check(config: RunConfig, stores: StoreURLs) -> str:
     """Checks the whole plan.
 
     Args:
         config: The resolved run.
         stores: Its stores' URLs, with their passwords.
+
+    Returns:
+        What is trained and validated on, in one line.
 
     Raises:
         ConfigError: The plan is impossible.
@@ -49,9 +77,10 @@ def check(config: RunConfig, stores: StoreURLs) -> None:
     """
     check_names(config)
     check_ranks(config)
-    num_samples = sum(check_folder(Path(path)) for path in config.train_paths)
-    for path in config.val_paths:
-        check_folder(Path(path))
+    content, *more = [check_folder(Path(path)) for path in config.train_paths]
+    content = sum(more, content)
+    num_samples = content.num_images
+    validation = [check_folder(Path(path)) for path in config.val_paths]
     global_batch = config.batch_size * config.processes * config.nodes
     if global_batch > num_samples:
         raise ConfigError.of(
@@ -63,6 +92,7 @@ def check(config: RunConfig, stores: StoreURLs) -> None:
     if stores.cache != "none" and not stores.cache.startswith("local:"):
         check_cache(config, stores.cache)
     check_snapshots(config, stores.checkpoint)
+    return f"{content}" + (f"; validation: {sum(validation[1:], validation[0])}" if validation else "")
 
 
 def check_cache(config: RunConfig, cache_url: str) -> None:
@@ -135,17 +165,18 @@ def _count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def check_folder(root: Path) -> int:
+def check_folder(root: Path) -> FolderContent:
     """Checks that a folder is in ImageFolder layout and that the first image of each class decodes.
 
     Args:
         root: The folder.
 
     Returns:
-        Number of images.
+        Images, classes, and the sizes of the first image of each class.
 
     Raises:
-        DataError: It is missing or empty, a class has no image, or a first image cannot be decoded.
+        DataError: It is missing or empty, a class has no image, a first image cannot be decoded, or the classes are
+            the parts of a data set, such as train and val.
     """
     if not root.is_dir():
         raise DataError.of("a folder with one sub-folder per class", str(root), "check the path (is it mounted?)")
@@ -153,7 +184,12 @@ def check_folder(root: Path) -> int:
     if not classes:
         cure = "arrange it as ImageFolder: root/class/image.png"
         raise DataError.of(f"one sub-folder per class in {root}", "none", cure)
-    total = 0
+    names = {os.path.basename(folder).lower(): folder for folder in classes}
+    if len(names) > 1 and names.keys() <= _PARTS and (train := names.get("train") or names.get("training")):
+        others = " ".join(folder for folder in classes if folder != train)
+        cure = f"pass {train} --val_paths {others}, or rename the folders if these are your classes"
+        raise DataError.of(f"classes in {root}", ", ".join(map(os.path.basename, classes)), cure)
+    total, sizes = 0, set()
     for folder in classes:
         images = _images(folder)
         first = next(images, None)
@@ -163,12 +199,13 @@ def check_folder(root: Path) -> int:
         try:
             with Image.open(first) as image:
                 image.convert("RGB")
+                sizes.add(image.size)
         except UnidentifiedImageError:
             raise DataError.of(f"an image in {first}", "another format", "replace or remove that file") from None
         except (OSError, ValueError, SyntaxError) as error:  # what Pillow's decoders raise on damaged files
             raise DataError.of(f"a readable image in {first}", str(error), "replace or remove that file") from error
         total += 1 + sum(1 for _ in images)
-    return total
+    return FolderContent(total, len(classes), frozenset(sizes))
 
 
 def _images(folder: str) -> Iterator[str]:

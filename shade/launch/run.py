@@ -72,7 +72,7 @@ class Workspace:
             raise ConfigError.of("an --out that can be written", str(self.out), cure) from None
         for leftover in (*self.out.glob("failure-*.txt"), self.out / "progress.json"):
             leftover.unlink(missing_ok=True)
-        if config.resume and config.nodes == 1:
+        if config.resume and config.nodes == 1 and config.cache != "none":  # else no row counts the logged accesses
             self._account_for_lost()
         self._make_link()
 
@@ -172,12 +172,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
                 if not digits.is_dir():
                     sys.stderr.write(f"writing the digits into {digits}\n")
                 prepare_digits(digits)
-            if not needs_digits or digits.is_dir():
-                preflight.check(config, stores)
+            is_there = not needs_digits or digits.is_dir()
+            content = preflight.check(config, stores) if is_there else f"the digits, still to be written into {digits}"
             if dry_run:
-                sys.stdout.write(describe(config) + "\n")
+                sys.stdout.write(describe(config, content) + "\n")
                 return 0
-            code, message = (_compare if compares else _launch)(config, stores, remind)
+            if compares:
+                code, message = _compare(config, stores, remind)
+            else:
+                code, message = _launch(config, stores, remind, f"{prog}: {content}\n")
             again = config.restarts if config.min_nodes is None else 0  # else torch.distributed.run does it
             for left in range(again - 1, -1, -1):
                 if code != 1:
@@ -205,9 +208,10 @@ def _again(config: RunConfig, stores: StoreURLs) -> RunConfig:
     return dataclasses.replace(config, resume=is_there)
 
 
-def describe(config: RunConfig) -> str:
-    """Returns the resolved plan, a line per setting, and the command that starts the ranks."""
-    plan = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+def describe(config: RunConfig, content: str) -> str:
+    """Returns the resolved plan, a line per setting, and the command that starts the ranks; ``content`` says what the
+    data set holds."""
+    plan = {"data": content} | {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     plan["master_port"] = config.master_port or "any that is free"
     plan |= {name: shown_place(plan[name]) for name in ("persist", "notice") if name in plan}
     plan["cache"] = f"{config.cache}  ({config.working_set_fraction:.0%} of the data set)"
@@ -222,24 +226,27 @@ def _compare(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -
     """Trains without a cache and without shade's loader, then with them, and compares; returns as `_launch` does."""
     plain = dataclasses.replace(config, out=str(Path(config.out) / "plain"), cache="none", run="")
     preflight.check_out(plain)
-    sys.stderr.write("1/2: the digits from slow storage, with a plain DataLoader\n")
-    code, message = _launch(plain, StoreURLs("none"), remind, shows=False)
+    first = "1/2: the digits from slow storage, with a plain DataLoader\n"
+    code, message = _launch(plain, StoreURLs("none"), remind, first, shows=False)
     if code == 0:
-        sys.stderr.write("2/2: the same through shade\n")
-        code, message = _launch(config, stores, remind)
+        code, message = _launch(config, stores, remind, "2/2: the same through shade\n")
     if code == 0:
         sys.stdout.write(write_comparison(plain.out, config.out))
     return code, message
 
 
-def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *, shows: bool = True) -> tuple[int, str]:
-    """Trains, writes a report and, if it ``shows``, prints it; returns the exit code and a message."""
+def _launch(
+    config: RunConfig, stores: StoreURLs, remind: Callable[[], None], headline: str = "", *, shows: bool = True
+) -> tuple[int, str]:
+    """Trains, writes a report and, if it ``shows``, prints it; returns the exit code and a message. The headline is
+    shown when the run can be written."""
 
     def poll() -> int | None:
         remind()
         return ranks.poll()
 
     place = Workspace(config, Path.cwd(), stores.checkpoint)
+    sys.stderr.write(headline)
     try:
         with contextlib.ExitStack() as stack:
             if stores.cache.startswith("local:"):
@@ -249,8 +256,8 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *,
                 await_machine_0(config, remind)
             elif config.nodes > 1:
                 where = format_address(config.master_address, config.master_port)
-                told = f"{config.nodes} machines meet at {where}; the others need the same command with their own -nr"
-                sys.stderr.write(told + "\n")
+                line = f"{config.nodes} machines meet at {where}; the others need the same command with their own -nr"
+                sys.stderr.write(f"{line}\n")
             environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
             code = watch(poll, config)

@@ -194,6 +194,7 @@ def test_a_dry_run_shows_the_plan_without_the_password_and_starts_nothing(
     assert "right" not in told.out + told.err
     assert f"unix://:***@{guarded.socket_path}" in told.out
     assert "torch.distributed.run" in told.out
+    assert "48 images in 4 classes, 8×8 pixels" in told.out
     assert snapshot(here) == before
 
 
@@ -201,7 +202,7 @@ def test_a_dry_run_shows_the_plan_without_the_password_and_starts_nothing(
 def test_an_unknown_network_is_refused_by_the_rank_and_leaves_nothing(here: Path) -> None:
     before = snapshot(here)
     told = run("bench_cifar10.py", "data", "--network", "resnt18", "--batch_size", "8", "--workers", "0", cwd=here)
-    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1), told
+    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 2), told
     assert "no network named 'resnt18' (did you mean 'resnet18'?); known: " in told.stderr
     assert snapshot(here) == before
 
@@ -226,7 +227,7 @@ def test_a_truncated_image_deep_in_the_data_stops_the_run_with_its_path(
     root, victim = rotten
     words = (root, "-g", "2", "--batch_size", "4", "--workers", "1", "--network", "cnn", "--out", "out")
     told = run("bench_cifar10.py", *words, cwd=tmp_path)
-    assert (told.returncode, told.stderr.count("\n")) == (2, 1), told
+    assert (told.returncode, told.stderr.count("\n")) == (2, 2), told
     assert str(victim) in told.stderr
     assert "--on-bad-sample skip" in told.stderr
     assert "failure-1" in " ".join(snapshot(tmp_path)) or not (tmp_path / "out").exists()

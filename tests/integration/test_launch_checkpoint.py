@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 from pathlib import Path
@@ -89,6 +90,21 @@ def test_a_run_is_resumed_from_own_memory_where_nothing_else_is_left(
     stream, said = killed.resume()
     assert f"restored step {SAVED} from own memory" in said
     killed.assert_as_if_undisturbed(stream, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_continued_for_more_epochs(data: Path, tmp_path: Path) -> None:
+    words = ("--network", "cnn", "--workers", "0", "--cache", "none", "--batch_size", "16", "--out", "out")
+    first = run("bench_cifar10.py", data, *words, "--epochs", "2", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    more = run("--resume", "out", "--epochs", "5", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    trained = rows(tmp_path / "out")
+    assert [row["epoch"] for row in trained] == [0, 1, 2, 3, 4]
+    assert all(row["samples"] > 0 for row in trained)
+    curve = [0.02 * (1 + math.cos(math.pi * epoch / 5)) / 2 for epoch in (2, 3, 4)]
+    assert [row["learning_rate"] for row in trained[2:]] == pytest.approx(curve)
+    assert RunConfig.load(tmp_path / "out" / "run.json").epochs == 5
 
 
 @pytest.mark.slow

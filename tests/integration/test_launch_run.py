@@ -97,7 +97,9 @@ def test_the_losses_of_every_sample_are_kept(done: Done) -> None:
 
 def test_it_ends_with_the_report_and_says_where_it_is(done: Done) -> None:
     assert done.told.stdout == (done.out / "report.txt").read_text()
-    assert done.told.stderr == f"runshade.py: report, picture and logs are in {done.out}\n"
+    begun, ended = done.told.stderr.splitlines()
+    assert begun.startswith("runshade.py: 48 images in 4 classes, 8×8 pixels; validation: ")
+    assert ended == f"runshade.py: report, picture and logs are in {done.out}"
 
 
 @pytest.mark.multiprocess

@@ -119,8 +119,7 @@ def test_the_text_holds_the_figures_and_what_they_mean(tmp_path: Path) -> None:
         (
             "redis+cluster://:***@h:7000,h:7001?sockets=/x",
             0,
-            "a node of the cluster was gone, slow or full; "
-            "`shade doctor --cache redis+cluster://h:7000,h:7001` says more.",
+            "a node of the cluster was gone, slow or full; `shade doctor --cache redis+cluster://h:7000,h:7001` says",
         ),
         ("local://", 0, "larger than estimated, and the private cache had no room; a larger -wss gives it more."),
         ("local://", 3, "the server did not answer."),

@@ -12,6 +12,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from shade.config import RunConfig
 from shade.errors import ConfigError, DataError
 from shade.launch import preflight
+from shade.launch.resolve import StoreURLs
+from tests.support.launching import make_images
 
 PLAN = RunConfig(out="unused", script="s.py", train_paths=("data",), master_port=0)
 
@@ -53,7 +55,33 @@ def test_images_in_folders_of_folders_count(tmp_path: Path, images: Path) -> Non
     deep.mkdir(parents=True)
     (next(images.glob("*.png"))).rename(deep / "a.PNG")
     (deep / "notes.txt").touch()
-    assert preflight.check_folder(tmp_path / "data") == 1
+    assert preflight.check_folder(tmp_path / "data").num_images == 1
+
+
+def test_the_plan_says_what_the_data_set_holds(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    make_images(tmp_path / "train", num_classes=3, per_class=5)
+    make_images(tmp_path / "val", num_classes=3, per_class=1, size=16)
+    plan = dataclasses.replace(PLAN, train_paths=(str(tmp_path / "train"),), val_paths=(str(tmp_path / "val"),))
+    plan = dataclasses.replace(plan, out=str(tmp_path / "out"), batch_size=4)
+    told = preflight.check(plan, StoreURLs("none"))
+    assert told == "15 images in 3 classes, 8×8 pixels; validation: 3 images in 3 classes, 16×16 pixels"
+    both = dataclasses.replace(plan, train_paths=plan.train_paths + plan.val_paths, val_paths=())
+    assert preflight.check(both, StoreURLs("none")) == "18 images in 3 classes, 8×8 to 16×16 pixels"
+
+
+@pytest.mark.parametrize("other", ["val", "test", "Validation"])
+def test_train_and_val_are_no_classes_and_the_cure_is_the_line_to_write(other: str, tmp_path: Path) -> None:
+    for part in ("train", other):
+        make_images(tmp_path / part, num_classes=2, per_class=1)
+    with pytest.raises(DataError, match="rename the folders if these are your classes") as told:
+        preflight.check_folder(tmp_path)
+    train, flag, val = str(told.value).partition("pass ")[2].partition(",")[0].split()
+    assert flag == "--val_paths"
+    for path in (train, val):
+        assert preflight.check_folder(Path(path)).num_classes == 2
+    make_images(tmp_path / "bus", num_classes=1, per_class=1)
+    assert preflight.check_folder(tmp_path).num_classes == 3, "vehicles, perhaps"
 
 
 def test_a_folder_of_plain_files_is_told_how_to_be_arranged(images: Path) -> None:

@@ -221,17 +221,19 @@ def _compare(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -
     plain = dataclasses.replace(config, out=str(Path(config.out) / "plain"), cache="none", run="")
     preflight.check_out(plain)
     sys.stderr.write("1/2: the digits from slow storage, with a plain DataLoader\n")
-    code, message = _launch(plain, StoreURLs("none"), remind, shows=False)
+    code, message = _launch(plain, StoreURLs("none"), remind, compared=True)
     if code == 0:
         sys.stderr.write("2/2: the same through shade\n")
-        code, message = _launch(config, stores, remind)
+        code, message = _launch(config, stores, remind, compared=True)
     if code == 0:
         sys.stdout.write(write_comparison(plain.out, config.out))
     return code, message
 
 
-def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *, shows: bool = True) -> tuple[int, str]:
-    """Trains, writes a report and, if it ``shows``, prints it; returns the exit code and a message."""
+def _launch(
+    config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *, compared: bool = False
+) -> tuple[int, str]:
+    """Trains and reports; returns the exit code and a message. Of a comparison, only the run with a cache is shown."""
 
     def poll() -> int | None:
         remind()
@@ -245,7 +247,7 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *,
             config = dataclasses.replace(config, master_port=config.master_port or free_port())
             environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
-            code = watch(poll, config)
+            code = watch(poll, config, in_lines=compared)
     except ShadeError:
         place.undo()
         raise
@@ -263,7 +265,8 @@ def _launch(config: RunConfig, stores: StoreURLs, remind: Callable[[], None], *,
     if not place.has_results:
         return 0, f"done; the script reported no epoch, so there is no report in {config.out}"
     report = write_report(config.out)
-    sys.stdout.write(report if shows else "")
+    if not compared or config.cache != "none":
+        sys.stdout.write(report)
     return 0, f"report, picture and logs are in {config.out}"
 
 

@@ -3,7 +3,7 @@
 Precedence: what was typed; then, on ``--resume``, what the saved run said; then the default. So no flag has a default
 in the
 parser: a flag that was not typed stays absent. The original's defaults apply if a script is named (``resnet18``, batch
-256, working set 0.1); with no script named, the digits are trained. A run may be resumed on another number
+256, working set 0.1); with nothing named, the embedded default trains digits. A run may be resumed on another number
 of ranks: the global batch decides the stream of samples, so unless ``--batch_size`` is typed the ranks share the old
 one. A `RunConfig` must not contain passwords; those are in the URLs.
 

@@ -135,6 +135,18 @@ def test_a_release_that_cannot_be_is_refused_in_one_line(clone: Path, tmp_path: 
     assert cure in done.stderr
 
 
+@pytest.mark.slow
+def test_a_release_tags_the_commit_and_publishes_nothing(clone: Path, dist: Path, tmp_path: Path) -> None:
+    git(clone, "clone", "--quiet", str(clone), str(tmp_path / "copy"))
+    who = {f"GIT_{role}_{what}": "t@t" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    words = (tmp_path / "copy" / "scripts" / "release",)
+    done = call(*words, cwd=tmp_path / "copy", SHADE_VENV=sys.prefix, **who)
+    assert done.returncode == 0, done.stderr
+    assert git(tmp_path / "copy", "tag", "--points-at", "HEAD") == f"v{shade.__version__}\n"
+    assert "twine upload" in done.stderr
+    assert {path.name for path in (tmp_path / "copy" / "dist").iterdir()} == {path.name for path in dist.iterdir()}
+
+
 @pytest.mark.parametrize("broken", ["import gone", ""])
 def test_the_command_says_so_where_another_shade_has_taken_the_packages_place(tmp_path: Path, broken: str) -> None:
     info = tmp_path / "shade-1.33.0.dist-info"

@@ -28,7 +28,7 @@ EXAMPLES: Final = Path(str(resources.files("shade"))) / "examples"
 DIGITS: Final = Path(".cache") / "digits"
 """Where a run keeps the digits, from its working directory: ``train`` and ``val``, a folder a digit."""
 _SIZE: Final = 32
-_NUM_VALIDATION: Final = 360
+_NUM_TRAIN, _NUM_VALIDATION = 1437, 360
 
 
 def examples() -> dict[str, str]:
@@ -81,6 +81,13 @@ def prepare_digits(folder: Path, flip_fraction: float = 0.0, seed: int = 0) -> s
     Raises:
         ConfigError: scikit-learn is not installed, or the folder holds another variant or cannot be written.
     """
+    num_flipped = round(flip_fraction * _NUM_TRAIN)
+    sizes = f"{_NUM_TRAIN} for training, {_NUM_VALIDATION} for validation, {num_flipped} labels flipped"
+    variant = {"size": _SIZE, "flip_labels": flip_fraction, "seed": seed if flip_fraction else 0}
+    _check_variant(folder / "digits.json", variant)
+    num_there = sum(1 for split in ("train", "val") for _ in (folder / split).glob("*/[0-9]*.png"))
+    if num_there == _NUM_TRAIN + _NUM_VALIDATION and (folder / "flipped.txt").exists() == bool(num_flipped):
+        return f"digits: {sizes} in {folder} (already complete)"
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -89,19 +96,18 @@ def prepare_digits(folder: Path, flip_fraction: float = 0.0, seed: int = 0) -> s
     import numpy as np
     from PIL import Image
 
-    variant = {"size": _SIZE, "flip_labels": flip_fraction, "seed": seed if flip_fraction else 0}
     digits = load_digits()
     train, val = train_test_split(
         np.arange(len(digits.target)), test_size=_NUM_VALIDATION, random_state=0, stratify=digits.target
     )
     label = digits.target.copy()
     generator = np.random.default_rng(seed)
-    flipped = np.sort(generator.choice(train, size=round(flip_fraction * len(train)), replace=False))
+    flipped = np.sort(generator.choice(train, size=num_flipped, replace=False))
     label[flipped] = (label[flipped] + generator.integers(1, 10, size=len(flipped))) % 10
     num_written = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_variant(folder / "digits.json", variant)
+        _replace(folder / "digits.json", json.dumps(variant).encode())
         for split, members in (("train", train), ("val", val)):
             for digit in range(10):
                 (folder / split / str(digit)).mkdir(parents=True, exist_ok=True)
@@ -118,18 +124,14 @@ def prepare_digits(folder: Path, flip_fraction: float = 0.0, seed: int = 0) -> s
             _replace(folder / "flipped.txt", "".join(lines).encode())
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
-    done = f"{num_written} images written" if num_written else "already complete"
-    sizes = f"{len(train)} for training, {len(val)} for validation, {len(flipped)} labels flipped"
-    return f"digits: {sizes} in {folder} ({done})"
+    return f"digits: {sizes} in {folder} ({num_written} images written)"
 
 
 def _check_variant(marker: Path, variant: dict[str, float]) -> None:
-    if marker.exists():
-        found = json.loads(marker.read_text())
-        if found != variant:
-            cure = f"it holds another variant, {found}; name another folder, or remove this one"
-            raise ConfigError(f"cannot write to {marker.parent}: {cure}")
-    _replace(marker, json.dumps(variant).encode())
+    found = json.loads(marker.read_text()) if marker.is_file() else variant
+    if found != variant:
+        cure = f"it holds another variant, {found}; name another folder, or remove this one"
+        raise ConfigError(f"cannot write to {marker.parent}: {cure}")
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -48,6 +48,8 @@ _CONNECT_SECONDS = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_BYTES = 200_000
 _POLL_SECONDS = 0.2
+LINE_SECONDS = 4.0
+"""Between two lines about a run whose progress is not on a terminal."""
 
 
 class Ended(BaseException):
@@ -239,11 +241,15 @@ class Ranks:
         return (f"rank {cause[1]}", int(cause[2])) if cause else ("a rank", 1)
 
 
-def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
-    """Shows a bar on standard error until ``poll`` returns the ranks' exit status, and returns that."""
+def watch(poll: Callable[[], int | None], config: RunConfig, *, in_lines: bool = False) -> int:
+    """Shows a bar on standard error until ``poll`` returns the ranks' exit status, and returns that.
+
+    Without a terminal it shows nothing or, if asked to, a line now and then.
+    """
     file = Path(config.out) / "progress.json"
     form = "{percentage:3.0f}% |{bar:6}| {desc}"
     began = time.monotonic()
+    next_line = LINE_SECONDS if in_lines and not sys.stderr.isatty() else float("inf")
     first: tuple[float, float] | None = None
     with progress_bar(config.epochs, bar_format=form) as bar:
         bar.set_description_str("starting the ranks")
@@ -253,6 +259,9 @@ def watch(poll: Callable[[], int | None], config: RunConfig) -> int:
             with contextlib.suppress(OSError, ValueError):
                 now = json.loads(file.read_text())
             seconds = time.monotonic() - began
+            if seconds >= next_line:
+                next_line = seconds + LINE_SECONDS
+                sys.stderr.write(f"  {bar.desc}\n")
             if "step" in now:
                 done = now["epoch"] + now["step"] / max(1, now["num_steps"])
                 first = first or (seconds, done)

@@ -227,19 +227,19 @@ def _compare(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -
     plain = dataclasses.replace(config, out=str(Path(config.out) / "plain"), cache="none", run="")
     preflight.check_out(plain)
     first = "1/2: the digits from slow storage, with a plain DataLoader\n"
-    code, message = _launch(plain, StoreURLs("none"), remind, first, shows=False)
+    code, message = _launch(plain, StoreURLs("none"), remind, first, compared=True)
     if code == 0:
-        code, message = _launch(config, stores, remind, "2/2: the same through shade\n")
+        code, message = _launch(config, stores, remind, "2/2: the same through shade\n", compared=True)
     if code == 0:
         sys.stdout.write(write_comparison(plain.out, config.out))
     return code, message
 
 
 def _launch(
-    config: RunConfig, stores: StoreURLs, remind: Callable[[], None], headline: str = "", *, shows: bool = True
+    config: RunConfig, stores: StoreURLs, remind: Callable[[], None], headline: str = "", *, compared: bool = False
 ) -> tuple[int, str]:
-    """Trains, writes a report and, if it ``shows``, prints it; returns the exit code and a message. The headline is
-    shown when the run can be written."""
+    """Trains and reports; returns the exit code and a message. The headline is shown when the run can be written. Of a
+    comparison, only the run with a cache is shown."""
 
     def poll() -> int | None:
         remind()
@@ -260,7 +260,7 @@ def _launch(
                 sys.stderr.write(f"{line}\n")
             environment = _environment(config, stores, place)
             ranks = stack.enter_context(Ranks(config, environment, place.output_log))
-            code = watch(poll, config)
+            code = watch(poll, config, in_lines=compared)
     except ShadeError:
         place.undo()
         raise
@@ -278,7 +278,8 @@ def _launch(
     if not place.has_results:
         return 0, f"done; the script reported no epoch, so there is no report in {config.out}"
     report = write_report(config.out)
-    sys.stdout.write(report if shows else "")
+    if not compared or config.cache != "none":
+        sys.stdout.write(report)
     return 0, f"report, picture and logs are in {config.out}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import urllib.request
@@ -43,6 +44,9 @@ def test_a_run_is_scraped_and_looked_at_while_it_goes_on(tmp_path: Path, capsys:
             assert re.search(rf'shade_step_seconds_total\{{rank="{rank}"\}} 0*\.?\d', text)
         assert text.count("# TYPE shade_hits_total counter") == 1
         wait_for((out / "progress.json").exists)
+        now = json.loads((out / "progress.json").read_text())
+        assert now["loss"] > 0
+        assert now["origin_bytes_per_second"] >= 0
         assert main(["top", str(out)]) == 0
         told = capsys.readouterr().out
         assert re.search(r"^epoch \d+, step \d+ of \d+: .* samples/s, hits", told, re.MULTILINE)

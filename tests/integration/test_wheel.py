@@ -22,6 +22,7 @@ pytestmark = pytest.mark.multiprocess
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (
     "shade",
+    "torch_shade.py",
     "examples",
     "scripts",
     "pyproject.toml",
@@ -91,11 +92,14 @@ def dist(clone: Path) -> Path:
 def test_both_hold_every_file_and_the_examples(dist: Path) -> None:
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "shade").rglob("*.py")}
     expected |= {str(path.relative_to(ROOT)) for path in (ROOT / "shade" / "report" / "templates").iterdir()}
-    expected |= {f"shade/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*.py")} | {"shade/py.typed"}
+    expected |= {f"shade/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*.py")} | {
+        "shade/py.typed",
+        "torch_shade.py",
+    }
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
-        held = {name for name in wheel.namelist() if name.startswith("shade/")}
+        held = {name for name in wheel.namelist() if ".dist-info/" not in name}
         (scripts,) = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
-        assert "shade = shade.cli:main" in wheel.read(scripts).decode()
+        assert "shade = torch_shade:main" in wheel.read(scripts).decode()
         (about,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
         metadata = Parser().parsestr(wheel.read(about).decode())
     assert held == expected
@@ -129,6 +133,37 @@ def test_a_release_that_cannot_be_is_refused_in_one_line(clone: Path, tmp_path: 
     done = release(copy)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert cure in done.stderr
+
+
+@pytest.mark.slow
+def test_a_release_tags_the_commit_and_publishes_nothing(clone: Path, dist: Path, tmp_path: Path) -> None:
+    git(clone, "clone", "--quiet", str(clone), str(tmp_path / "copy"))
+    who = {f"GIT_{role}_{what}": "t@t" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    words = (tmp_path / "copy" / "scripts" / "release",)
+    done = call(*words, cwd=tmp_path / "copy", SHADE_VENV=sys.prefix, **who)
+    assert done.returncode == 0, done.stderr
+    assert git(tmp_path / "copy", "tag", "--points-at", "HEAD") == f"v{shade.__version__}\n"
+    assert "twine upload" in done.stderr
+    assert {path.name for path in (tmp_path / "copy" / "dist").iterdir()} == {path.name for path in dist.iterdir()}
+
+
+@pytest.mark.parametrize("broken", ["import gone", ""])
+def test_the_command_says_so_where_another_shade_has_taken_the_packages_place(tmp_path: Path, broken: str) -> None:
+    info = tmp_path / "shade-1.33.0.dist-info"
+    for folder in (info, tmp_path / "shade"):
+        folder.mkdir()
+    (tmp_path / "shade" / "__init__.py").write_text(broken)
+    (info / "METADATA").write_text("Name: shade\nVersion: 1.33.0\nSummary: Client library for OpenStack\n")
+    (info / "RECORD").write_text("shade/__init__.py,,\n")
+    program = "import sys, torch_shade; sys.exit(torch_shade.main())"
+    done = call(sys.executable, "-c", program, "doctor", cwd=tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "got that of the distribution shade 1.33.0 (Client library for OpenStack)" in done.stderr
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = call(sys.executable, "-m", "shade", "--version", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout) == (0, f"shade {shade.__version__}\n")
 
 
 @pytest.mark.slow

@@ -53,6 +53,17 @@ def test_a_pipe_gets_nothing(config: RunConfig, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "progress.json").exists()
 
 
+def test_a_pipe_gets_lines_if_asked_for(
+    config: RunConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "LINE_SECONDS", 0.0)
+    assert ranks.watch(script(tmp_path, list(STATES), 0), config, in_lines=True) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "  starting the ranks"
+    assert told[2].startswith("  epoch 1/3 · ")
+    assert "\r" not in "".join(told)
+
+
 @pytest.mark.parametrize(("status", "last"), [(0, "100% |"), (1, " 77% |")])
 def test_a_terminal_gets_a_bar(
     status: int, last: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -32,7 +32,7 @@ FENCE = re.compile(r"^```([\w-]*)(?: +title=\"([^\"]+)\")?[^\n]*\n(.*?)^```$", r
 COMMENT = re.compile(r"<!-- test: ([^\n]*?) -->\n\Z")
 PAGE = re.compile(r"<!-- page: ([^\n]*?) -->")
 NUMBER = re.compile(r"[-+]?\d[\d,.:]*(e[-+]?\d+)?")
-SECONDS = 120
+SECONDS = 300
 
 
 @dataclass

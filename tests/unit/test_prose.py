@@ -25,7 +25,7 @@ def script() -> Any:
 def test_planted_words_and_sentences_are_found(script: Any, tmp_path: Path) -> None:
     (tmp_path / "docs" / "decisions").mkdir(parents=True)
     (tmp_path / "shade").mkdir()
-    long = "word " * 41
+    long = "word " * 31
     (tmp_path / "README.md").write_text(f"# It goes\non\n\n```sh\nshall\n```\n`whom` {long}end.\n")
     (tmp_path / "docs" / "decisions" / "1.md").write_text("Nobody knew.\n\n" + long)
     module = '"""Nobody reads it."""\nraise ValueError(f"expected {1}, as we were told")\n'

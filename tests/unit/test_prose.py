@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -18,7 +19,9 @@ def script() -> Any:
     assert spec is not None
     module = module_from_spec(spec)
     assert spec.loader is not None
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     spec.loader.exec_module(module)
+    sys.dont_write_bytecode = writes
     return module
 
 

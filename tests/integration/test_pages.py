@@ -112,7 +112,7 @@ def cases() -> list[Any]:
     found = []
     for path in pages():
         if blocks_of(path.read_text(encoding="utf-8")):
-            marks = [pytest.mark.slow] if is_slow(path) else []
+            marks = [pytest.mark.slow, pytest.mark.timeout(900)] if is_slow(path) else []
             found.append(pytest.param(path, id=str(path.relative_to(ROOT)), marks=marks))
     return found
 

@@ -5,6 +5,7 @@ may follow a comment:
 
 ``<!-- test: ranks=2 -->``              a whole script, run by torchrun with that many ranks
 ``<!-- test: output -->``               what the block before it prints
+``<!-- test: part-of=examples/x.py -->``    lines of that file, which another test runs; ``…`` stands for other lines
 ``<!-- test: skip reason=… -->``        needs what no test has; it is only compiled or parsed
 
 A python block with ``title="train.py"`` becomes that file; any other runs at once, in the page's own name space. In a
@@ -31,7 +32,7 @@ FENCE = re.compile(r"^```([\w-]*)(?: +title=\"([^\"]+)\")?[^\n]*\n(.*?)^```$", r
 COMMENT = re.compile(r"<!-- test: ([^\n]*?) -->\n\Z")
 PAGE = re.compile(r"<!-- page: ([^\n]*?) -->")
 NUMBER = re.compile(r"[-+]?\d[\d,.:]*(e[-+]?\d+)?")
-SECONDS = 120
+SECONDS = 300
 
 
 @dataclass
@@ -125,8 +126,17 @@ class PageRunner:
         self._printed = ""
         self._edits: list[tuple[int, int, str]] = []
 
+    def _install_command(self) -> None:
+        """Makes ``shade`` the command of this clone."""
+        command = self._folder / "bin" / "shade"
+        command.parent.mkdir(exist_ok=True)
+        call = "import sys; from shade.cli import main; sys.exit(main())"
+        command.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{call}' \"$@\"\n")
+        command.chmod(0o755)
+
     def run(self) -> None:
         """Runs all blocks; raises what the first failing one raises, or AssertionError if its output differs."""
+        self._install_command()
         try:
             self._run()
         finally:
@@ -140,6 +150,8 @@ class PageRunner:
         for block in blocks_of(text):
             if "skip" in block.options:
                 check_only(block)
+            elif "part-of" in block.options:
+                check_part(block)
             elif "output" in block.options:
                 self._compare(block, block.text, self._printed, block.start, block.stop)
             elif block.language == "python" and block.title:
@@ -216,6 +228,16 @@ class PageRunner:
             return
         assert self._refresh, f"{self._path.name}:{block.line} shows\n{shown}\nbut printed was\n{printed}"
         self._edits.append((start, stop, printed))
+
+
+def check_part(block: Block) -> None:
+    """Looks for a block's lines in the file that they are taken from, at one indentation or another."""
+    file = (ROOT / block.options["part-of"]).read_text(encoding="utf-8")
+    lines = [line.strip() for line in file.splitlines()]
+    text = "\n".join(lines) + "\n"
+    for part in re.split(r"^\s*\.\.\.\n", block.text, flags=re.MULTILINE):
+        shown = "\n".join(line.strip() for line in part.strip().splitlines()) + "\n"
+        assert shown in text, f"{block.options['part-of']} has no such lines:\n{part}"
 
 
 def check_only(block: Block) -> None:

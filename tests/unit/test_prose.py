@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -18,14 +19,16 @@ def script() -> Any:
     assert spec is not None
     module = module_from_spec(spec)
     assert spec.loader is not None
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     spec.loader.exec_module(module)
+    sys.dont_write_bytecode = writes
     return module
 
 
 def test_planted_words_and_sentences_are_found(script: Any, tmp_path: Path) -> None:
     (tmp_path / "docs" / "decisions").mkdir(parents=True)
     (tmp_path / "shade").mkdir()
-    long = "word " * 41
+    long = "word " * 31
     (tmp_path / "README.md").write_text(f"# It goes\non\n\n```sh\nshall\n```\n`whom` {long}end.\n")
     (tmp_path / "docs" / "decisions" / "1.md").write_text("Nobody knew.\n\n" + long)
     module = '"""Nobody reads it."""\nraise ValueError(f"expected {1}, as we were told")\n'

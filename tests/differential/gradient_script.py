@@ -159,8 +159,8 @@ def tidy(script: Script) -> Script:
     left_out = set() if script.conv else {"memory format"}
     if script.face == "hook":  # DDP itself leaves these to each rank alone
         left_out |= {"unfreeze", "new layer"}
-        if kept.get(0) in REBUILDS:  # gloo does not bear that a group is freed while others still connect to it
-            del kept[0]
+        if script.density < 1 or script.quantiser != "none":  # residuals lie as DDP's bucket does, in the old layout
+            left_out |= {"transposed", "memory format"}
     kept = {step: kind for step, kind in kept.items() if kind not in left_out}
     first = next((kind for kind in kept.values() if kind in (*CHANGES_PARAMETERS, *REBUILDS)), None)
     kept = {step: kind for step, kind in kept.items() if kind == first or kind not in (*CHANGES_PARAMETERS, *REBUILDS)}

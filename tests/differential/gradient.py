@@ -34,7 +34,7 @@ from tests.differential.gradient_script import DDP_REFUSES, PYTORCH_REFUSES, Scr
 from tests.differential.gradient_training import Network, Training, Weights
 from tests.differential.harness import Outcome, Plane, Verdict
 
-ROUNDINGS = 16
+ROUNDINGS = 32
 """So many roundings a step may a weight be off."""
 WATCH_SECONDS = 3 * SILENCE_SECONDS
 COMPILE_SECONDS = 120.0
@@ -181,8 +181,10 @@ def like_ddp(script: Script, traces: Sequence[Trace], alone: Sequence[Trace]) ->
     kinds = [[trace["error"].partition(":")[0] for trace in each] for each in (traces, alone)]
     if any(kinds[1]):
         return Verdict(Outcome.REFUSED, DDP_REFUSES) if kinds[0] == kinds[1] else None
-    if any(kinds[0]) or not script.is_exact:
+    if any(kinds[0]):
         return None
+    if not script.is_exact:  # where DDP leaves gradients to each rank alone, so does the hook
+        return Verdict(Outcome.SAME) if apart(alone) else None
     differences = itertools.chain(
         *(unlike(script, [trace], other["weights"]) for trace, other in zip(traces, alone, strict=True))
     )

@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from torch import nn
 
 from shade.gradient import GradientEngine
@@ -36,10 +35,9 @@ def scaled_gradients_are_applied_after_accumulate() -> AbstractContextManager[An
     seal = GradientHooks.seal
 
     def put(self: GradientHooks, work: Any, number: int, position: int, parameter: Any) -> None:
-        gradient = parameter.grad if type(parameter.grad) is torch.Tensor else None
         scale = self._scale.unscale if is_early[0] else 1.0
         work.scale = scale if work.is_untouched else work.scale
-        work.put(number, position, gradient)
+        work.put(number, position, self._gradient_of(parameter))
 
     is_early = [True]
 

@@ -156,8 +156,12 @@ def tidy(script: Script) -> Script:
     if script.passes == 1 and script.place in ("first outside", "outside"):
         changed["place"] = "last outside"
     kept = {step: kind for step, kind in sorted(script.events) if step < script.steps and kind in EVENTS}
-    if "memory format" in kept.values() and not script.conv:
-        kept = {step: kind for step, kind in kept.items() if kind != "memory format"}
+    left_out = set() if script.conv else {"memory format"}
+    if script.face == "hook":  # DDP itself leaves these to each rank alone
+        left_out |= {"unfreeze", "new layer"}
+        if script.density < 1 or script.quantiser != "none":  # residuals lie as DDP's bucket does, in the old layout
+            left_out |= {"transposed", "memory format"}
+    kept = {step: kind for step, kind in kept.items() if kind not in left_out}
     first = next((kind for kind in kept.values() if kind in (*CHANGES_PARAMETERS, *REBUILDS)), None)
     kept = {step: kind for step, kind in kept.items() if kind == first or kind not in (*CHANGES_PARAMETERS, *REBUILDS)}
     if script.compile:

@@ -107,6 +107,8 @@ class Transport:
             self._group = _own_group(ranks, timeout_seconds)
             self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
             self.ranks = tuple(dist.get_process_group_ranks(self._group))
+            # A rank that frees the group at once would break one that is still connecting.
+            self._run(lambda: dist.barrier(group=self._group))
 
     def gather_fields(self, fields_N: Indices) -> Indices:
         """Gathers every rank's int64 (N,) on every rank; returns int64 (W, N), by rank."""

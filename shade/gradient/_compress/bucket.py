@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
 from shade.errors import ConfigError
@@ -75,7 +76,7 @@ class Bucket:
         self.weights_D = torch.empty(self.size, dtype=torch.float32)
         """The weights that steps change; on the CPU."""
         self._remote_D = torch.empty(self.size, dtype=self.dtype, device=self.device) if self.is_master else None
-        self._published: Tensor | None = None
+        self._published: Tensor | int | None = None
         """A checksum of the parameters as they were published, on their device; None: unknown."""
         home_D = self.weights_D if self._remote_D is None else self._remote_D
         self._homes = [_with_own_storage(view) for view in self.views(home_D)]
@@ -128,8 +129,10 @@ class Bucket:
         now_D = self._remote_D.to("cpu")
         torch.where(now_D == self.weights_D.to(self.dtype), self.weights_D, now_D.float(), out=self.weights_D)
 
-    def _checksum(self) -> Tensor:
+    def _checksum(self) -> Tensor | int:
         assert self._remote_D is not None
+        if self.device.type == "cpu":
+            return xxhash.xxh3_64_intdigest(self._remote_D.view(torch.uint8).numpy().data)
         return self._remote_D.view(_INTEGERS[self.dtype.itemsize]).sum(dtype=torch.int64)
 
     def gather(self, gradients: Sequence[Tensor | None], out_D: Tensor, scale: float = 1.0) -> None:

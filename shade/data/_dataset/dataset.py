@@ -272,4 +272,3 @@ def _check_not_wrapped(dataset: Any) -> None:
             inside.append(found.dataset)
         elif isinstance(found, ConcatDataset):
             inside.extend(found.datasets)
-

@@ -138,13 +138,17 @@ def made_possible(script: Script) -> Script:
     if script.size > 14 and (script.batch or 1) < 3:
         changes["batch"] = 5
     keeps_place = script.loader != "DataLoader" and script.batch is not None
+    if script.kind == "noise inside" and script.transform == "noise":
+        changes["transform"] = "mark"  # which of two places draws first is nobody's promise
     if script.resume is not None:
         can_resume = script.loader == "ShadeLoader" or (script.is_ours and keeps_place)
         can_resume |= script.is_ours and script.reports != "none"
-        if script.loader == "DataLoader" and script.reports == "every other" and script.resume == 1:
-            changes["resume"] = 2  # the batch that was not reported would come again
         if script.is_ours and not script.sets_epoch and script.resume == 0:
             changes["resume"] = 1  # between two epochs nothing says which of them the script is in
+        if script.loader == "DataLoader" and script.reports == "every other":
+            changes["resume"] = 2  # a batch that was not reported would come again
+            if script.size < 4 * (script.batch or 1) * script.world:
+                changes["reports"] = "once"
         if script.sampler == "uniform in batches" and not script.sets_epoch and script.loader == "StatefulDataLoader":
             can_resume = False  # which keeps the epoch of no sampler inside a BatchSampler
         draws = script.transform in ("noise", "fused noise") or script.kind == "noise inside"
@@ -152,6 +156,8 @@ def made_possible(script: Script) -> Script:
             changes["resume"] = None
     if script.changed and (script.store not in ("memory", "server") or (script.workers and script.store == "memory")):
         changes["changed"] = ()
+    if script.store == "killed":
+        changes["world"] = 1  # ranks are played one after the other, and a rank does not begin without a server
     if script.assigned and (script.resume is not None or script.persistent or script.epochs == 1):
         changes["assigned"] = False
     return replace(script, **changes)

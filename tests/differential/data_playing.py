@@ -156,13 +156,13 @@ class Run:
         script = self.script
         view: Any = StatefulDataLoader if script.loader == "StatefulDataLoader" else DataLoader
         options |= {"num_workers": script.workers, "pin_memory": script.pin and torch.cuda.is_available()}
-        if script.workers and (self.ours or script.loader != "ShadeLoader"):
+        if script.workers:
             options |= {"multiprocessing_context": script.context, "timeout": TIMEOUT_SECONDS}
             options |= {"prefetch_factor": script.prefetch, "persistent_workers": script.persistent}
         if script.loader == "ShadeLoader":
             view = ShadeLoader if self.ours else view
-            # Its order does not depend on workers; DataLoader's does where they stay.
-            options |= {} if self.ours else {"num_workers": 0}
+            # Its order does not depend on whether workers stay; DataLoader's does.
+            options |= {} if self.ours else {"persistent_workers": False}
         if script.collate == "list" and script.batch is not None:
             options["collate_fn"] = as_list
         return view(data, **options)
@@ -228,7 +228,7 @@ class Run:
                 self._take(batches, batch, number)
             return
         iterator = iter(self.loader)
-        for number, batch in zip(range(script.resume), iterator, strict=False):
+        for number, batch in zip(range(min(script.resume, len(self.loader))), iterator, strict=False):
             self._take(batches, batch, number)
         keeper = self.sampler if script.loader == "DataLoader" else self.loader
         state = copy.deepcopy(keeper.state_dict())
@@ -309,7 +309,7 @@ def play(script: Script) -> Verdict:
         if verdict.outcome is not Outcome.SAME:
             return verdict
     if is_random(script) and script.is_ours and mine[0].error is None:
-        plainest = replace(script, loader="DataLoader", workers=0, store="none")
+        plainest = replace(script, loader="DataLoader", workers=0, store="none", form="encoded")
         reference = Run(plainest, 0, None, ours=True, changed=changed).play()
         verdict = compared(script, mine[0], reference, exactly=True)
         if verdict.outcome is not Outcome.SAME:

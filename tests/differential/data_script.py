@@ -84,7 +84,11 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     def rarely(plain: Any, *others: Any) -> Any:
         return one(plain, *([plain] * (2 * len(others))), *others)
 
-    kind = one(*[kind for kind in KINDS if kind not in REFUSED_KINDS] * 3, *REFUSED_KINDS)
+    workers = one(*[0] * 14, 1, 3) if processes else 0
+    # Most of what threads and processes do otherwise than one process concerns pictures and shuffling.
+    kind = one(
+        *[kind for kind in KINDS if kind not in REFUSED_KINDS] * 3, *REFUSED_KINDS, *FOLDERS * 12 * bool(workers)
+    )
     has_transform_of_its_own = kind in FOLDERS or kind not in ("tensors", "hugging face")
     changed = rarely((), (3,), (7, 8), (20, 41))
     options: dict[str, Any] = {"kind": kind, "changed": changed}
@@ -96,12 +100,12 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
         options["transform"] = one("mark", "none")
     options["place"] = one("shade", "own") if has_transform_of_its_own and not options["inside"] else "shade"
     options["assigned"] = options["transform"] in ("mark", "fused") and one(False, True)
-    options["loader"] = one("DataLoader", "DataLoader", "StatefulDataLoader", "ShadeLoader", "ShadeLoader")
-    options["workers"] = one(*[0] * 14, 1, 3) if processes else 0
-    if options["workers"]:
+    options["loader"] = one("DataLoader", "DataLoader", "StatefulDataLoader", *["ShadeLoader"] * (5 if workers else 2))
+    if workers:
+        options["workers"] = workers
         options["context"] = one(*["fork"] * 30, "spawn", "forkserver")
         options["prefetch"], options["persistent"] = one(None, 1, 4), one(False, True)
-    sampler = options["sampler"] = one(*SAMPLERS, *OURS, *["shuffle"] * (5 if options["workers"] else 0))
+    sampler = options["sampler"] = one(*SAMPLERS, *OURS, *["shuffle"] * 5 * bool(workers))
     options["batch"] = one(4, 3, 1, 5, *((None,) if sampler in ("order", "random") else ()))
     options["drop_last"] = options["batch"] is not None and one(False, True)
     options["collate"] = (
@@ -115,7 +119,7 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     options["keeps_batches"] = one(False, True)
     options["reports"] = one("once", "once", "none", "twice", "every other", "halves")
     options["store"] = one("memory", "memory", "none", "dying")
-    if processes and (options["workers"] or one(True, False, False)):
+    if processes and (workers or one(True, False, False)):
         options["store"] = one(*["server"] * 8, "none", "none", "memory", "local", "killed")
     options["fraction"] = one(1.0, 0.5, 0.1)
     if kind in FOLDERS and options["store"] != "none":
@@ -134,13 +138,17 @@ def made_possible(script: Script) -> Script:
     if script.size > 14 and (script.batch or 1) < 3:
         changes["batch"] = 5
     keeps_place = script.loader != "DataLoader" and script.batch is not None
+    if script.kind == "noise inside" and script.transform == "noise":
+        changes["transform"] = "mark"  # which of two places draws first is nobody's promise
     if script.resume is not None:
         can_resume = script.loader == "ShadeLoader" or (script.is_ours and keeps_place)
         can_resume |= script.is_ours and script.reports != "none"
-        if script.loader == "DataLoader" and script.reports == "every other" and script.resume == 1:
-            changes["resume"] = 2  # the batch that was not reported would come again
         if script.is_ours and not script.sets_epoch and script.resume == 0:
             changes["resume"] = 1  # between two epochs nothing says which of them the script is in
+        if script.loader == "DataLoader" and script.reports == "every other":
+            changes["resume"] = 2  # a batch that was not reported would come again
+            if script.size < 4 * (script.batch or 1) * script.world:
+                changes["reports"] = "once"
         if script.sampler == "uniform in batches" and not script.sets_epoch and script.loader == "StatefulDataLoader":
             can_resume = False  # which keeps the epoch of no sampler inside a BatchSampler
         draws = script.transform in ("noise", "fused noise") or script.kind == "noise inside"
@@ -148,6 +156,8 @@ def made_possible(script: Script) -> Script:
             changes["resume"] = None
     if script.changed and (script.store not in ("memory", "server") or (script.workers and script.store == "memory")):
         changes["changed"] = ()
+    if script.store == "killed":
+        changes["world"] = 1  # ranks are played one after the other, and a rank does not begin without a server
     if script.assigned and (script.resume is not None or script.persistent or script.epochs == 1):
         changes["assigned"] = False
     return replace(script, **changes)

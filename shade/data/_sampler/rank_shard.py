@@ -113,13 +113,16 @@ class RankShard:
             raise ConfigError.of(
                 "the indices that came with a batch of this epoch",
                 f"sample {index_B[0]}, which was not drawn",
-                "report the last element of each sample of the ShadeDataset",
+                "report the last element of each sample of the ShadeDataset; a data set around it that reorders "
+                "samples belongs inside, ShadeDataset(Reordered(data), cache=…)",
             )
         for step in steps[np.abs(steps - num_done).argsort(kind="stable")].tolist():
             (dealt,) = self.dealt(drawn_K, [step])
             if reported.issubset(dealt.tolist()):
                 return step, len(index_B) >= len(dealt) or dealt[-1] in reported
-            if reported.issubset(np.concatenate(self.dealt(drawn_K, [step, step + 1])).tolist()):
+            both = np.concatenate(self.dealt(drawn_K, [step, step + 1]))
+            start = int(np.flatnonzero(both == index_B[0])[0])
+            if np.array_equal(both[start : start + len(index_B)], index_B):
                 raise ConfigError.of(
                     f"samples of one batch of {len(dealt)}",
                     "of two batches, which follow each other",
@@ -128,7 +131,7 @@ class RankShard:
         raise ConfigError.of(
             "samples of one batch, as the sampler dealt it",
             f"samples {', '.join(map(str, index_B[:4].tolist()))} …, which are of several",
-            "a data set around the ShadeDataset must number the samples as that does: put what reorders them inside, "
+            "a data set around the ShadeDataset that reorders samples belongs inside, "
             "ShadeDataset(Reordered(data), cache=…)",
         )
 
@@ -272,6 +275,6 @@ def check_order(first: int, step: int, dealt: Sequence[Indices]) -> None:
             raise ConfigError.of(
                 f"the losses of the batch that was handed out at step {step} of the epoch",
                 f"those of step {later}'s",
-                "the sampler deals batches out to ranks itself: leave the loader out of accelerator.prepare(…), or "
-                "switch off whatever else shards it",
+                "report every batch on every rank; if you do, something shards a second time what the sampler dealt to "
+                "ranks: leave the loader out of accelerator.prepare(…), or switch off whatever else shards it",
             )

@@ -154,7 +154,8 @@ class ShadeSampler(DistributedSampler[int]):
         self._weight_N: Floats | None = None
         self._usage_warnings = UsageWarnings()
         self._iterations = self._num_passes = 0
-        self._has_ended = False
+        self._has_ended = self._overlaps = False
+        self._num_live = 0
         self._unplaced: torch.Tensor | None = None
         self._generators = getattr(dataset, "generators", None)
         self._follows = False  # a training loop may set the epoch of the random transforms itself
@@ -234,7 +235,7 @@ class ShadeSampler(DistributedSampler[int]):
         self._usage_warnings.made.add("report")
         if not isinstance(indices, torch.Tensor):
             return self._merger.report(indices, losses)  # which refuses it
-        if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices):
+        if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices) and not self._overlaps:
             order_K = self._draw(self.epoch).order_K
             steps = range(self._steps_done, min(self.num_steps, self._steps_done + LOOK_AHEAD_STEPS))
             check_order(int(indices[0]), self._steps_done, self._shard.dealt(order_K, steps))
@@ -247,8 +248,13 @@ class ShadeSampler(DistributedSampler[int]):
 
     def _done_after(self, indices: torch.Tensor) -> int:
         """Returns how many steps are done, by the samples that were reported last."""
-        step, is_whole = self._shard.place(indices.numpy(), self._steps_done, self._draw(self.epoch).order_K)
-        if not is_whole:
+        try:
+            step, is_whole = self._shard.place(indices.numpy(), self._steps_done, self._draw(self.epoch).order_K)
+        except ConfigError:
+            if self._overlaps:  # of a pass that began before the last one, perhaps in another epoch
+                return self._steps_done
+            raise
+        if not is_whole and not self._overlaps:
             self._usage_warnings.warn_of_part(len(indices), self.batch_size)
         return step + is_whole
 
@@ -358,7 +364,7 @@ class ShadeSampler(DistributedSampler[int]):
         if self._begun:
             self._first_step = 0  # the same epoch once more, from its beginning
         self._begun, self._steps_done, self._unplaced = True, self._first_step, None
-        self._has_ended = False
+        self._has_ended, self._overlaps = False, self._num_live > 0
         self._shard.begin()
         if self._planner is not None:
             self._planner.settle()
@@ -396,14 +402,18 @@ class ShadeSampler(DistributedSampler[int]):
         """
         self._num_passes += 1
         number, num_steps = self._num_passes, self.num_steps
-        for step in range(self._first_step, num_steps):
-            index_G, mine = self._shard.of(order_K, num_drawn, step)
-            index_B = index_G[mine]
-            if number == self._num_passes:
-                if self._planner is not None:
-                    index_B = self._planner.dispatch(index_G, mine, num_left=num_steps - 1 - step)
-                self._shard.remember(step, index_B)
-            yield from index_B.tolist()
+        self._num_live += 1
+        try:
+            for step in range(self._first_step, num_steps):
+                index_G, mine = self._shard.of(order_K, num_drawn, step)
+                index_B = index_G[mine]
+                if number == self._num_passes:
+                    if self._planner is not None:
+                        index_B = self._planner.dispatch(index_G, mine, num_left=num_steps - 1 - step)
+                    self._shard.remember(step, index_B)
+                yield from index_B.tolist()
+        finally:
+            self._num_live -= 1
         self._has_ended = True
         if self._planner is not None and number == self._num_passes:
             self._planner.end_epoch()

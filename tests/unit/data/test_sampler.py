@@ -433,6 +433,19 @@ def test_passes_that_are_under_way_at_once_are_whole(mode: str, how: str) -> Non
     data.close()
 
 
+@pytest.mark.filterwarnings("ignore::shade.data._sampler.sampler.ForgottenCallWarning")
+def test_batches_of_an_outer_pass_may_be_reported_after_an_inner_one() -> None:
+    data = TensorDataset(torch.arange(float(N)))
+    with sampler_of(mode="uniform") as sampler:
+        loader = DataLoader(data, batch_size=B, sampler=sampler)
+        for epoch in range(3):
+            for number, (value_B,) in enumerate(loader):
+                sampler.report(value_B.long(), value_B)
+                if number == 1 and epoch < 2:
+                    assert len(list(loader)) == len(loader)
+        assert sampler.steps_done == sampler.num_steps
+
+
 def test_a_look_at_one_batch_warns_of_nothing_and_counts_no_epoch() -> None:
     with warnings.catch_warnings(), sampler_of(keep=0.6) as sampler:
         warnings.simplefilter("error")

@@ -13,11 +13,12 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from shade.errors import CorruptCheckpointError, ShadeError
 from tests.differential.checkpoint_checks import changed_together, compared, difference, shared, sizes, state_of
 from tests.differential.checkpoint_drawing import SCRIPTS
 from tests.differential.checkpoint_faults import FAULTS
+from tests.differential.checkpoint_processes import Say, in_processes
 from tests.differential.checkpoint_training import Script, Training
 from tests.differential.harness import Outcome, Plane, Verdict
 
@@ -65,7 +67,6 @@ class First:
     losses: list[str] = field(default_factory=list)
     committed: int = 0
     """The newest step that was committed for certain."""
-    saved: list[int] = field(default_factory=list)
     refusal: str = ""
 
 
@@ -79,25 +80,42 @@ def play(script: Script) -> Verdict:
 
 
 def _play(script: Script, place: Path) -> Verdict:
-    plain = undisturbed(script)
+    plain = _each(script, place / "plain", lambda rank, say: say(undisturbed(script, rank)))
     run = f"differential-{secrets.token_hex(6)}"
+    storage = place / "storage"
     try:
-        first = first_process(script, place, run)
-        if first.refusal:
-            return Verdict(Outcome.REFUSED, first.refusal)
-        _expect_same("loss of the first process", first.losses, plain.losses[: len(first.losses)])
+        firsts = _each(script, place / "first", lambda rank, say: first_process(script, storage, run, rank, say))
+        for first, expected in zip(firsts, plain, strict=True):
+            if first.refusal:
+                return Verdict(Outcome.REFUSED, first.refusal)
+            _expect_same("loss of the first process", first.losses, expected.losses[: len(first.losses)])
         if script.loses_machine:
             shutil.rmtree(own_folder(run), ignore_errors=True)
         if script.damage:
-            damage(script, place, run)
-        return second_process(script, place, run, plain, first)
+            damage(script, storage, run)
+        verdicts = _each(
+            script,
+            place / "second",
+            lambda rank, say: say(second_process(script, storage, run, rank, plain[rank], firsts[rank])),
+        )
+        return max(verdicts, key=lambda verdict: verdict.outcome is Outcome.REFUSED)
     finally:
         shutil.rmtree(own_folder(run), ignore_errors=True)
 
 
-def undisturbed(script: Script) -> Undisturbed:
+def _each(script: Script, meeting: Path, act: Callable[[int, Say], None]) -> list[Any]:
+    """Returns what an action gives on each rank: in this process where the script allows that."""
+    is_distributed = script.num_ranks > 1 or script.model == "ddp"
+    if is_distributed or (script.end == "killed" and meeting.name == "first"):
+        return in_processes(script.num_ranks, act, meeting if is_distributed else None)
+    given: list[Any] = []
+    act(0, given.append)
+    return given[-1:]
+
+
+def undisturbed(script: Script, rank: int) -> Undisturbed:
     """Trains without a checkpoint."""
-    training, found = Training(script, seed=0), Undisturbed()
+    training, found = Training(script, seed=0, rank=rank), Undisturbed()
     for _ in range(script.num_steps):
         _remember(found, training)
         found.losses.append(training.step())
@@ -136,32 +154,26 @@ def drop(checkpointer: Checkpointer) -> None:
     checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
-def first_process(script: Script, place: Path, run: str) -> First:
+def first_process(script: Script, place: Path, run: str, rank: int, say: Say) -> None:
     """Trains until the script ends it."""
-    training, first = Training(script, seed=0), First()
+    training, first = Training(script, seed=0, rank=rank), First()
     try:
         checkpointer = begin(script, place, run, training)
     except ShadeError as error:
-        return First(refusal=refusal_of(error))
+        say(First(refusal=refusal_of(error)))
+        return
     try:
-        while training.done < script.end_step:
+        while training.done < script.end_step and not first.refusal:
             first.losses.append(training.step())
             try:
-                has_saved = checkpointer.step()
+                _save(script, checkpointer, first, training.done)
             except ShadeError as error:
                 if training.done > 1:
                     raise
                 first.refusal = refusal_of(error)
-                break
-            if has_saved:
-                first.saved.append(training.done)
-                if script.saves_twice:
-                    checkpointer.save()
-                if script.waits != "nothing":
-                    checkpointer.wait_copy_complete()
-                if script.waits == "committed":
-                    checkpointer.wait_committed()
-                    first.committed = training.done
+            say(first)
+        if script.end == "killed" and not first.refusal:
+            os.kill(os.getpid(), signal.SIGKILL)
     finally:
         if script.end == "clean" and not first.refusal:
             checkpointer.__exit__(None, None, None)
@@ -170,10 +182,22 @@ def first_process(script: Script, place: Path, run: str) -> First:
         else:
             drop(checkpointer)
         training.close()
-    return first
+    say(first)
 
 
-def second_process(script: Script, place: Path, run: str, plain: Undisturbed, first: First) -> Verdict:
+def _save(script: Script, checkpointer: Checkpointer, first: First, step: int) -> None:
+    """Counts a step; after a save, saves again and waits as the script does."""
+    if checkpointer.step():
+        if script.saves_twice:
+            checkpointer.save()
+        if script.waits != "nothing":
+            checkpointer.wait_copy_complete()
+        if script.waits == "committed":
+            checkpointer.wait_committed()
+            first.committed = step
+
+
+def second_process(script: Script, place: Path, run: str, rank: int, plain: Undisturbed, first: First) -> Verdict:
     """Builds everything again, restores, checks what came back and trains to the end."""
     is_lost = script.loses_machine and script.tier == "shared"
     probe = Checkpointer(persist_to=place if script.tier == "storage" else None, run=run, every="never")
@@ -182,7 +206,7 @@ def second_process(script: Script, place: Path, run: str, plain: Undisturbed, fi
     if first.committed and not is_lost and not script.damage and first.committed not in steps:
         raise Differs(f"step {first.committed} was committed; the tiers have {steps}")
     wrong = script.wrong if steps else ""
-    training = Training(script, seed=1 if steps else 0, wrong=wrong)
+    training = Training(script, seed=1 if steps else 0, rank=rank, wrong=wrong)
     checkpointer = begin(script, place, run, training)
     try:
         before = state_of(training)

@@ -47,7 +47,7 @@ def _some(names: Sequence[str], most: int) -> st.SearchStrategy[tuple[str, ...]]
 def scripts(draw: st.DrawFn) -> Script:
     """Draws a script that plain PyTorch can play."""
     script = Script(
-        model=draw(st.sampled_from(IN_PROCESS)),
+        model=draw(st.one_of(*[st.sampled_from(IN_PROCESS)] * 19, st.sampled_from(("ddp", "compiled")))),
         optimizer=draw(st.sampled_from(DENSE)),
         num_groups=draw(st.sampled_from((1, 2))),
         schedulers=draw(_some(tuple(SCHEDULERS), 2)),
@@ -70,7 +70,7 @@ def scripts(draw: st.DrawFn) -> Script:
         saves_twice=draw(_mostly(False, True)),
         num_steps=draw(st.integers(4, 8)),
         end_step=draw(st.integers(2, 6)),
-        end=draw(_mostly("dropped", "clean")),
+        end=draw(st.sampled_from(("dropped", "clean", "dropped", "killed"))),
         loses_machine=draw(st.booleans()),
         damage=draw(_rarely("", *DAMAGE)),
         restores=draw(_mostly("latest", "first")),
@@ -98,6 +98,9 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
         script = replace(script, wrong="")
     if script.loader == "cursor" and script.wrong == "batch":  # its state does not say
         script = replace(script, wrong="")
+    if script.model == "ddp":
+        loader = draw(st.sampled_from(("cursor", "dataloader", "shade_sampler")))
+        script = replace(script, num_ranks=draw(st.sampled_from((2, 1))), loader=loader)
     if script.tier != "storage":
         script = replace(script, damage="")
     if script.damage:

@@ -30,7 +30,7 @@ from shade.checkpoint import Checkpointer
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.cli import main as command
-from shade.errors import CorruptCheckpointError, ShadeError
+from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
 from tests.differential.checkpoint_checks import changed_together, compared, difference, shared, sizes, state_of
 from tests.differential.checkpoint_drawing import SCRIPTS
 from tests.differential.checkpoint_faults import FAULTS
@@ -176,7 +176,8 @@ def first_process(script: Script, place: Path, run: str, rank: int, say: Say) ->
             os.kill(os.getpid(), signal.SIGKILL)
     finally:
         if script.end == "clean" and not first.refusal:
-            checkpointer.__exit__(None, None, None)
+            with contextlib.suppress(*[CheckpointError] * bool(script.touched)):  # of a save that a touch has torn
+                checkpointer.__exit__(None, None, None)
             if script.tier != "shared":
                 first.committed = training.done
         else:

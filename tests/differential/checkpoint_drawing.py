@@ -9,16 +9,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shade.checkpoint._strategies import STRATEGIES
-from tests.differential.checkpoint_training import (
+from tests.differential.checkpoint_objects import (
     ANY_DTYPE,
     ANY_OPTIMIZERS,
     MODELS,
     OPTIMIZERS,
     PLAIN_DTYPES,
     SCHEDULERS,
-    USERS,
-    Script,
 )
+from tests.differential.checkpoint_training import Script
+from tests.differential.checkpoint_users import USERS
 
 IN_PROCESS = tuple(name for name in MODELS if name not in ("ddp", "compiled"))
 LOADERS = ("cursor", "dataloader", "shade_loader", "shade_sampler", "shade_both")
@@ -47,7 +47,7 @@ def _some(names: Sequence[str], most: int) -> st.SearchStrategy[tuple[str, ...]]
 def scripts(draw: st.DrawFn) -> Script:
     """Draws a script that plain PyTorch can play."""
     script = Script(
-        model=draw(st.one_of(*[st.sampled_from(IN_PROCESS)] * 19, st.sampled_from(("ddp", "compiled")))),
+        model=draw(st.one_of(*[st.sampled_from(IN_PROCESS)] * 39, st.sampled_from(("ddp", "compiled")))),
         optimizer=draw(st.sampled_from(DENSE)),
         num_groups=draw(st.sampled_from((1, 2))),
         schedulers=draw(_some(tuple(SCHEDULERS), 2)),
@@ -86,7 +86,7 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
         script = replace(script, dtype=draw(st.sampled_from(PLAIN_DTYPES)))
     if script.model == "sparse":
         script = replace(script, optimizer=draw(st.sampled_from(("sgd", "adagrad"))), num_groups=1)
-    if script.optimizer == "lbfgs" and script.model == "odd":  # takes contiguous parameters only
+    if script.optimizer == "lbfgs" and script.model in ("odd", "conv"):  # takes contiguous parameters only
         script = replace(script, model="mlp")
     if script.optimizer == "lbfgs":
         script = replace(script, has_scaler=False, num_groups=1)

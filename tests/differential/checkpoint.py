@@ -6,8 +6,10 @@ restored training has to have, bit for bit; or the restore is refused by name an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import functools
 import io
 import logging
 import os
@@ -31,6 +33,7 @@ from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.cli import main as command
 from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
+from shade.store._servers.server import LocalServer
 from tests.differential.checkpoint_checks import changed_together, compared, difference, shared, sizes, state_of
 from tests.differential.checkpoint_drawing import SCRIPTS
 from tests.differential.checkpoint_faults import FAULTS
@@ -82,6 +85,8 @@ def play(script: Script) -> Verdict:
 def _play(script: Script, place: Path) -> Verdict:
     plain = _each(script, place / "plain", lambda rank, say: say(undisturbed(script, rank)))
     run = f"differential-{secrets.token_hex(6)}"
+    if script.tier == "store":
+        _server()  # before a fork
     storage = place / "storage"
     try:
         firsts = _each(script, place / "first", lambda rank, say: first_process(script, storage, run, rank, say))
@@ -140,13 +145,28 @@ def begin(script: Script, place: Path, run: str, training: Training) -> Checkpoi
     options: dict[str, Any] = {"every": script.every or 1000, "keep": script.keep, "strategy": script.strategy}
     if script.codec:
         options |= {"codec": script.codec, "keyframe_every": script.keyframe_every}
-    made = Checkpointer(persist_to=place if script.tier == "storage" else None, run=run, **options)
+    made = _open(script, place, run, **options)
     try:
         made.attach(**training.attached)
     except ShadeError:
         drop(made)
         raise
     return made
+
+
+def _open(script: Script, place: Path, run: str, **options: Any) -> Checkpointer:
+    store = f"unix://{_server().socket_path}" if script.tier == "store" else None
+    return Checkpointer(store, persist_to=place if script.tier == "storage" else None, run=run, **options)
+
+
+@functools.cache
+def _server() -> LocalServer:
+    """The memory server of all scripts, which ends with this process."""
+    server = LocalServer()
+    server.start()
+    owner = os.getpid()
+    atexit.register(lambda: server.stop() if os.getpid() == owner else None)
+    return server
 
 
 def drop(checkpointer: Checkpointer) -> None:
@@ -201,7 +221,7 @@ def _save(script: Script, checkpointer: Checkpointer, first: First, step: int) -
 def second_process(script: Script, place: Path, run: str, rank: int, plain: Undisturbed, first: First) -> Verdict:
     """Builds everything again, restores, checks what came back and trains to the end."""
     is_lost = script.loses_machine and script.tier == "shared"
-    probe = Checkpointer(persist_to=place if script.tier == "storage" else None, run=run, every="never")
+    probe = _open(script, place, run, every="never")
     steps = sorted({snapshot.record.step for snapshot in probe.list()})
     drop(probe)
     if first.committed and not is_lost and not script.damage and first.committed not in steps:

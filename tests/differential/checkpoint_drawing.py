@@ -61,7 +61,7 @@ def scripts(draw: st.DrawFn) -> Script:
         touched=draw(_mostly(*TOUCHED)),
         copies_late=draw(_mostly(False, True)),
         strategy=draw(st.sampled_from([name for name in STRATEGIES if "excp" not in name])),
-        tier=draw(st.sampled_from(("storage", "shared"))),
+        tier=draw(st.sampled_from(("storage", "shared", "storage", "store"))),
         codec=draw(_mostly("", "zstd", "xor-zstd", "dedup")),
         keyframe_every=draw(st.sampled_from((3, 1, 2, 20))),
         keep=draw(st.sampled_from(("last=2", "last=1", "all", "last=1,every=2"))),

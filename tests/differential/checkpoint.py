@@ -6,18 +6,21 @@ restored training has to have, bit for bit; or the restore is refused by name an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import functools
 import io
 import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,12 @@ from shade.checkpoint import Checkpointer
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.cli import main as command
-from shade.errors import CorruptCheckpointError, ShadeError
+from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
+from shade.store._servers.server import LocalServer
 from tests.differential.checkpoint_checks import changed_together, compared, difference, shared, sizes, state_of
 from tests.differential.checkpoint_drawing import SCRIPTS
 from tests.differential.checkpoint_faults import FAULTS
+from tests.differential.checkpoint_processes import Say, in_processes
 from tests.differential.checkpoint_training import Script, Training
 from tests.differential.harness import Outcome, Plane, Verdict
 
@@ -65,7 +70,6 @@ class First:
     losses: list[str] = field(default_factory=list)
     committed: int = 0
     """The newest step that was committed for certain."""
-    saved: list[int] = field(default_factory=list)
     refusal: str = ""
 
 
@@ -79,25 +83,44 @@ def play(script: Script) -> Verdict:
 
 
 def _play(script: Script, place: Path) -> Verdict:
-    plain = undisturbed(script)
+    plain = _each(script, place / "plain", lambda rank, say: say(undisturbed(script, rank)))
     run = f"differential-{secrets.token_hex(6)}"
+    if script.tier == "store":
+        _server()  # before a fork
+    storage = place / "storage"
     try:
-        first = first_process(script, place, run)
-        if first.refusal:
-            return Verdict(Outcome.REFUSED, first.refusal)
-        _expect_same("loss of the first process", first.losses, plain.losses[: len(first.losses)])
+        firsts = _each(script, place / "first", lambda rank, say: first_process(script, storage, run, rank, say))
+        for first, expected in zip(firsts, plain, strict=True):
+            if first.refusal:
+                return Verdict(Outcome.REFUSED, first.refusal)
+            _expect_same("loss of the first process", first.losses, expected.losses[: len(first.losses)])
         if script.loses_machine:
             shutil.rmtree(own_folder(run), ignore_errors=True)
         if script.damage:
-            damage(script, place, run)
-        return second_process(script, place, run, plain, first)
+            damage(script, storage, run)
+        verdicts = _each(
+            script,
+            place / "second",
+            lambda rank, say: say(second_process(script, storage, run, rank, plain[rank], firsts[rank])),
+        )
+        return max(verdicts, key=lambda verdict: verdict.outcome is Outcome.REFUSED)
     finally:
         shutil.rmtree(own_folder(run), ignore_errors=True)
 
 
-def undisturbed(script: Script) -> Undisturbed:
+def _each(script: Script, meeting: Path, act: Callable[[int, Say], None]) -> list[Any]:
+    """Returns what an action gives on each rank: in this process where the script allows that."""
+    is_distributed = script.num_ranks > 1 or script.model == "ddp"
+    if is_distributed or (script.end == "killed" and meeting.name == "first"):
+        return in_processes(script.num_ranks, act, meeting if is_distributed else None)
+    given: list[Any] = []
+    act(0, given.append)
+    return given[-1:]
+
+
+def undisturbed(script: Script, rank: int) -> Undisturbed:
     """Trains without a checkpoint."""
-    training, found = Training(script, seed=0), Undisturbed()
+    training, found = Training(script, seed=0, rank=rank), Undisturbed()
     for _ in range(script.num_steps):
         _remember(found, training)
         found.losses.append(training.step())
@@ -122,7 +145,7 @@ def begin(script: Script, place: Path, run: str, training: Training) -> Checkpoi
     options: dict[str, Any] = {"every": script.every or 1000, "keep": script.keep, "strategy": script.strategy}
     if script.codec:
         options |= {"codec": script.codec, "keyframe_every": script.keyframe_every}
-    made = Checkpointer(persist_to=place if script.tier == "storage" else None, run=run, **options)
+    made = _open(script, place, run, **options)
     try:
         made.attach(**training.attached)
     except ShadeError:
@@ -131,58 +154,80 @@ def begin(script: Script, place: Path, run: str, training: Training) -> Checkpoi
     return made
 
 
+def _open(script: Script, place: Path, run: str, **options: Any) -> Checkpointer:
+    store = f"unix://{_server().socket_path}" if script.tier == "store" else None
+    return Checkpointer(store, persist_to=place if script.tier == "storage" else None, run=run, **options)
+
+
+@functools.cache
+def _server() -> LocalServer:
+    """The memory server of all scripts, which ends with this process."""
+    server = LocalServer()
+    server.start()
+    owner = os.getpid()
+    atexit.register(lambda: server.stop() if os.getpid() == owner else None)
+    return server
+
+
 def drop(checkpointer: Checkpointer) -> None:
     """Ends a checkpointer as a process that dies ends it, as far as that can be had without one."""
     checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
-def first_process(script: Script, place: Path, run: str) -> First:
+def first_process(script: Script, place: Path, run: str, rank: int, say: Say) -> None:
     """Trains until the script ends it."""
-    training, first = Training(script, seed=0), First()
+    training, first = Training(script, seed=0, rank=rank), First()
     try:
         checkpointer = begin(script, place, run, training)
     except ShadeError as error:
-        return First(refusal=refusal_of(error))
+        say(First(refusal=refusal_of(error)))
+        return
     try:
-        while training.done < script.end_step:
+        while training.done < script.end_step and not first.refusal:
             first.losses.append(training.step())
             try:
-                has_saved = checkpointer.step()
+                _save(script, checkpointer, first, training.done)
             except ShadeError as error:
                 if training.done > 1:
                     raise
                 first.refusal = refusal_of(error)
-                break
-            if has_saved:
-                first.saved.append(training.done)
-                if script.saves_twice:
-                    checkpointer.save()
-                if script.waits != "nothing":
-                    checkpointer.wait_copy_complete()
-                if script.waits == "committed":
-                    checkpointer.wait_committed()
-                    first.committed = training.done
+            say(first)
+        if script.end == "killed" and not first.refusal:
+            os.kill(os.getpid(), signal.SIGKILL)
     finally:
         if script.end == "clean" and not first.refusal:
-            checkpointer.__exit__(None, None, None)
+            with contextlib.suppress(*[CheckpointError] * bool(script.touched)):  # of a save that a touch has torn
+                checkpointer.__exit__(None, None, None)
             if script.tier != "shared":
                 first.committed = training.done
         else:
             drop(checkpointer)
         training.close()
-    return first
+    say(first)
 
 
-def second_process(script: Script, place: Path, run: str, plain: Undisturbed, first: First) -> Verdict:
+def _save(script: Script, checkpointer: Checkpointer, first: First, step: int) -> None:
+    """Counts a step; after a save, saves again and waits as the script does."""
+    if checkpointer.step():
+        if script.saves_twice:
+            checkpointer.save()
+        if script.waits != "nothing":
+            checkpointer.wait_copy_complete()
+        if script.waits == "committed":
+            checkpointer.wait_committed()
+            first.committed = step
+
+
+def second_process(script: Script, place: Path, run: str, rank: int, plain: Undisturbed, first: First) -> Verdict:
     """Builds everything again, restores, checks what came back and trains to the end."""
     is_lost = script.loses_machine and script.tier == "shared"
-    probe = Checkpointer(persist_to=place if script.tier == "storage" else None, run=run, every="never")
+    probe = _open(script, place, run, every="never")
     steps = sorted({snapshot.record.step for snapshot in probe.list()})
     drop(probe)
     if first.committed and not is_lost and not script.damage and first.committed not in steps:
         raise Differs(f"step {first.committed} was committed; the tiers have {steps}")
     wrong = script.wrong if steps else ""
-    training = Training(script, seed=1 if steps else 0, wrong=wrong)
+    training = Training(script, seed=1 if steps else 0, rank=rank, wrong=wrong)
     checkpointer = begin(script, place, run, training)
     try:
         before = state_of(training)

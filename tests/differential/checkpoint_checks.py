@@ -38,7 +38,8 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
     elif type(found) is not type(expected):
         return f"{path}: expected a {type(expected).__name__}, got a {type(found).__name__}"
     elif isinstance(expected, np.ndarray | np.generic):
-        same = (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+        one, other = _native(found), _native(expected)  # what comes through a pipe has lost its order of bytes
+        same = (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     elif isinstance(expected, dict):
         if list(found) != list(expected):
             return f"{path}: expected keys {_short(list(expected))}, got {_short(list(found))}"
@@ -49,6 +50,10 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
     else:
         same = repr(found) == repr(expected) if isinstance(expected, float) else bool(found == expected)
     return "" if same else f"{path or 'value'}: expected {_short(expected)}, got {_short(found)}"
+
+
+def _native(array: Any) -> Any:
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _short(value: Any) -> str:

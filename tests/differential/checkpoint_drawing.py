@@ -9,16 +9,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shade.checkpoint._strategies import STRATEGIES
-from tests.differential.checkpoint_training import (
+from tests.differential.checkpoint_objects import (
     ANY_DTYPE,
     ANY_OPTIMIZERS,
     MODELS,
     OPTIMIZERS,
     PLAIN_DTYPES,
     SCHEDULERS,
-    USERS,
-    Script,
 )
+from tests.differential.checkpoint_training import Script
+from tests.differential.checkpoint_users import USERS
 
 IN_PROCESS = tuple(name for name in MODELS if name not in ("ddp", "compiled"))
 LOADERS = ("cursor", "dataloader", "shade_loader", "shade_sampler", "shade_both")
@@ -47,7 +47,7 @@ def _some(names: Sequence[str], most: int) -> st.SearchStrategy[tuple[str, ...]]
 def scripts(draw: st.DrawFn) -> Script:
     """Draws a script that plain PyTorch can play."""
     script = Script(
-        model=draw(st.sampled_from(IN_PROCESS)),
+        model=draw(st.one_of(*[st.sampled_from(IN_PROCESS)] * 39, st.sampled_from(("ddp", "compiled")))),
         optimizer=draw(st.sampled_from(DENSE)),
         num_groups=draw(st.sampled_from((1, 2))),
         schedulers=draw(_some(tuple(SCHEDULERS), 2)),
@@ -61,7 +61,7 @@ def scripts(draw: st.DrawFn) -> Script:
         touched=draw(_mostly(*TOUCHED)),
         copies_late=draw(_mostly(False, True)),
         strategy=draw(st.sampled_from([name for name in STRATEGIES if "excp" not in name])),
-        tier=draw(st.sampled_from(("storage", "shared"))),
+        tier=draw(st.sampled_from(("storage", "shared", "storage", "store"))),
         codec=draw(_mostly("", "zstd", "xor-zstd", "dedup")),
         keyframe_every=draw(st.sampled_from((3, 1, 2, 20))),
         keep=draw(st.sampled_from(("last=2", "last=1", "all", "last=1,every=2"))),
@@ -70,7 +70,7 @@ def scripts(draw: st.DrawFn) -> Script:
         saves_twice=draw(_mostly(False, True)),
         num_steps=draw(st.integers(4, 8)),
         end_step=draw(st.integers(2, 6)),
-        end=draw(_mostly("dropped", "clean")),
+        end=draw(st.sampled_from(("dropped", "clean", "dropped", "killed"))),
         loses_machine=draw(st.booleans()),
         damage=draw(_rarely("", *DAMAGE)),
         restores=draw(_mostly("latest", "first")),
@@ -86,7 +86,7 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
         script = replace(script, dtype=draw(st.sampled_from(PLAIN_DTYPES)))
     if script.model == "sparse":
         script = replace(script, optimizer=draw(st.sampled_from(("sgd", "adagrad"))), num_groups=1)
-    if script.optimizer == "lbfgs" and script.model == "odd":  # takes contiguous parameters only
+    if script.optimizer == "lbfgs" and script.model in ("odd", "conv"):  # takes contiguous parameters only
         script = replace(script, model="mlp")
     if script.optimizer == "lbfgs":
         script = replace(script, has_scaler=False, num_groups=1)
@@ -98,6 +98,9 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
         script = replace(script, wrong="")
     if script.loader == "cursor" and script.wrong == "batch":  # its state does not say
         script = replace(script, wrong="")
+    if script.model == "ddp":
+        loader = draw(st.sampled_from(("cursor", "dataloader", "shade_sampler")))
+        script = replace(script, num_ranks=draw(st.sampled_from((2, 1))), loader=loader)
     if script.tier != "storage":
         script = replace(script, damage="")
     if script.damage:

@@ -7,7 +7,7 @@ import pytest
 from tests.differential.checkpoint import PLANE
 from tests.differential.harness import found, search
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.redis]
 
 REFUSED = frozenset(
     {
@@ -35,7 +35,7 @@ def check(count: int, seed: int) -> None:
 
 
 def test_no_script_differs() -> None:
-    check(90, 0)
+    check(60, 0)
 
 
 @pytest.mark.parametrize("fault", QUICK)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -160,8 +160,12 @@ class AppState:
 
     @property
     def epoch(self) -> int:
-        """Returns the epoch of the first attached object that counts epochs, such as a sampler; 0 where none does."""
-        counts = (getattr(target, "epoch", None) for target in self._objects.values())
+        """Returns the epoch of the first attached object that counts epochs, or whose sampler does; 0 without one."""
+        counts = (
+            getattr(each, "epoch", None)
+            for target in self._objects.values()
+            for each in (target, getattr(target, "sampler", None))
+        )
         return next((count for count in counts if isinstance(count, int)), 0)
 
     def capture(self, rank: int, world_size: int) -> CapturedState:
@@ -179,7 +183,9 @@ class AppState:
         def is_steady(path: str) -> bool:
             return path.startswith(trained) and path not in buffers
 
-        state = {name: target.state_dict() for name, target in self._objects.items()}
+        # The generators last: a loader may draw a seed when it is asked for its state.
+        names = sorted(self._objects, key=lambda name: name == "random")
+        state = {name: _state_of(self._objects[name]) for name in names}
         shared = self._replicated or world_size == 1
         tree, tensors = flatten(
             state, rank=rank, is_own=None if world_size == 1 else lambda path: not (shared and is_steady(path))
@@ -243,18 +249,23 @@ class AppState:
                     _check_module(name, target, state[name])
                 elif isinstance(target, torch.optim.Optimizer):
                     _check_optimizer(name, target, state[name])
+                elif _is_torchdatas(target):
+                    _check_workers(name, target, state[name])
             except (KeyError, IndexError, TypeError, AttributeError) as error:
                 raise _refused(name, error) from error
         parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
         states = [unflatten(each, tensors) for each in trees] if parted else []
         self._put(state, names, {name: [each[name] for each in states if name in each] for name in parted})
         if "random" in names:
+            _load(self._objects["random"], state["random"])  # again: a loader that was asked for its state has drawn
             # The undisturbed run drew its loader's seed when the epoch began: the one drawn by the rest does not count.
             generator = torch.get_rng_state()
             for name in names:
                 target = self._objects[name]
                 if isinstance(target, Resumed):
                     target.at_resume(lambda: torch.set_rng_state(generator))
+                elif _is_torchdatas(target):
+                    _at_iterator(target, lambda: torch.set_rng_state(generator))
 
     def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors; copies those that an object keeps and multiplies, to where PyTorch would allocate them.
@@ -283,7 +294,7 @@ class AppState:
             target = self._objects[name]
             try:
                 if _kind_of(target) is not torch.nn.Module:  # PyTorch's modules fit, and need no copy of the model
-                    own = target.state_dict()
+                    own = _own_state(target)
                     before[name] = own if _kind_of(target) is torch.optim.Optimizer else copy.deepcopy(own)
                 if isinstance(target, Parted) and name in parts:
                     target.load_state_dicts(parts[name])
@@ -297,6 +308,43 @@ class AppState:
                 if isinstance(error, ShadeError):
                     raise
                 raise _refused(name, error) from error
+
+
+def _is_torchdatas(target: object) -> bool:
+    """Returns whether an object is a StatefulDataLoader."""
+    return isinstance(target, torch.utils.data.DataLoader) and hasattr(target, "next_iter_state")
+
+
+def _main_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a StatefulDataLoader's state that no worker holds."""
+    found: Mapping[str, Any] = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
+    return found
+
+
+def _check_workers(name: str, loader: Any, state: Mapping[str, Any]) -> None:
+    """Raises a StateMismatchError if a StatefulDataLoader was saved with another number of workers: it would raise an
+    AssertionError when the epoch begins."""
+    saved = _main_state(state).get("_num_workers", 0)
+    if state and saved != loader.num_workers:
+        raise StateMismatchError.of(
+            f"{name!r} with num_workers={saved}, as it was saved",
+            f"num_workers={loader.num_workers}",
+            "a StatefulDataLoader resumes with the same number; with a ShadeSampler attach the sampler in its place, "
+            "which resumes with any",
+        )
+
+
+def _at_iterator(loader: Any, action: Callable[[], None]) -> None:
+    """Calls an action when a loader has made its next iterator."""
+    make = loader._get_iterator
+
+    def once() -> Any:
+        loader._get_iterator = make
+        made = make()
+        action()
+        return made
+
+    loader._get_iterator = once
 
 
 _ORDER: Final = (object, torch.optim.Optimizer, torch.nn.Module)
@@ -376,9 +424,35 @@ def _refused(name: str, error: Exception) -> StateMismatchError:
     )
 
 
+def _state_of(target: Any) -> Any:
+    """Returns an object's state. That of a StatefulDataLoader has its sampler's as it was when workers were asked last:
+    the losses that came since would be missing."""
+    state = target.state_dict()
+    if _is_torchdatas(target) and isinstance(target.sampler, Stateful):
+        main = _main_state(state)
+        place = main.get("_sampler_iter_state")
+        if place is not None and "sampler_state" in place:
+            main = {**main, "_sampler_iter_state": {**place, "sampler_state": target.sampler.state_dict()}}
+            state = (
+                {**state, "_snapshot": {**state["_snapshot"], "_main_snapshot": main}} if "_snapshot" in state else main
+            )
+    return state
+
+
+def _own_state(target: Any) -> Any:
+    """Returns an object's state. A StatefulDataLoader that has not begun would start its workers to give one."""
+    if _is_torchdatas(target) and target._iterator is None:
+        return target.next_iter_state or {}
+    return target.state_dict()
+
+
 def _load(target: Any, state: Any) -> None:
     """Loads a state; an optimizer's tensors keep the type that they were saved in, which PyTorch would convert."""
     target.load_state_dict(state)
+    if _is_torchdatas(target):  # which does the rest when the epoch begins; a training loop asks for the epoch before
+        sampler = (_main_state(state).get("_sampler_iter_state") or {}).get("sampler_state")
+        if sampler is not None:
+            target.sampler.load_state_dict(sampler)
     if _kind_of(target) is torch.optim.Optimizer:
         params = [param for group in target.param_groups for param in group["params"]]
         for number, entry in state["state"].items():

@@ -849,3 +849,69 @@ def test_help_shows_what_users_call_and_no_machinery() -> None:
     }
     with Checkpointer(every="never") as checkpointer:
         assert [name for name in vars(checkpointer) if not name.startswith("_")] == ["step_count"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["plain", "shade"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_with_a_stateful_loader_goes_on_bit_for_bit(
+    kind: str, workers: int, begin: Callable[..., Checkpointer]
+) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def train(checkpointer: Checkpointer, until: int) -> list[tuple[list[int], float]]:
+        torch.manual_seed(checkpointer.step_count)
+        data = torch.utils.data.TensorDataset(torch.arange(24.0), torch.arange(24))
+        sampler = ShadeSampler(data, batch_size=5, seed=3) if kind == "shade" else None
+        order = {"shuffle": True} if sampler is None else {"sampler": sampler}
+        loader = loaders.StatefulDataLoader(data, batch_size=5, num_workers=workers, **order)
+        module = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(module.parameters())
+        checkpointer.attach(model=module, optimizer=optimizer, loader=loader)
+        steps = []
+        for epoch in range(checkpointer.restore_latest().epoch, 3):
+            if sampler is not None:
+                sampler.set_epoch(epoch)
+            for rows, indices in loader:
+                loss_B = module(rows[:, None]).square().mean(1)
+                loss_B.mean().backward()
+                if sampler is not None:
+                    sampler.report(indices, loss_B)
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+                steps.append((indices.tolist(), loss_B.mean().item()))
+                if checkpointer.step_count == until:
+                    checkpointer.save()
+                    checkpointer.wait_durable()
+                    crash(checkpointer)
+                    return steps
+        return steps
+
+    undisturbed = train(begin(run="undisturbed"), 100)
+    first = train(begin(), 2)
+    rest = train(begin(), 100)
+    # A plain set's epochs are not counted in the state: the rest of the first, and then the others.
+    assert first + rest == undisturbed
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.multiprocess
+def test_a_stateful_loader_with_other_workers_is_refused_by_name(begin: Callable[..., Checkpointer]) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader(workers: int) -> Any:
+        return loaders.StatefulDataLoader(list(range(8)), batch_size=2, num_workers=workers)
+
+    saved = loader(0)
+    next(iter(saved))
+    with begin() as checkpointer:
+        checkpointer.attach(loader=saved)
+        checkpointer.save()
+    with begin() as checkpointer:
+        checkpointer.attach(loader=loader(1))
+        with pytest.raises(
+            StateMismatchError, match="'loader' with num_workers=0, as it was saved, got 'num_workers=1'"
+        ):
+            checkpointer.restore_latest()

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 PROGRESS_SECONDS = 5.0
@@ -107,6 +108,9 @@ def search(
         seed(seed_number)(bounded(given(plane.scripts)(played)))()
     except ScriptDiffers as differs:
         tally.difference = str(differs)
+    except Flaky:  # it differs in some plays only, as races do: `tally` has the one that was seen
+        if not tally.difference:
+            raise
     return tally
 
 

@@ -156,6 +156,8 @@ def made_possible(script: Script) -> Script:
             changes["resume"] = None
     if script.changed and (script.store not in ("memory", "server") or (script.workers and script.store == "memory")):
         changes["changed"] = ()
+    if script.around == "shifted" and script.walk in ("peek", "nested", "zip"):
+        changes["walk"] = "whole"  # while passes overlap, reports of other samples are taken for another pass's
     if script.store == "killed":
         changes["world"] = 1  # ranks are played one after the other, and a rank does not begin without a server
     if script.assigned and (script.resume is not None or script.persistent or script.epochs == 1):

@@ -33,6 +33,7 @@ def bytes_of(table: ImportanceTable) -> bytes:
     return table.score_N.tobytes() + table.seen_N.tobytes() + str(table.num_ignored).encode()
 
 
+@pytest.mark.filterwarnings("ignore:report.. got a loss that is")
 def test_scores_stay_finite_and_not_negative(table: ImportanceTable) -> None:
     for index_B, loss_B in some_batches(50):
         table.update(index_B, loss_B)
@@ -54,6 +55,7 @@ def test_larger_loss_larger_score(table: ImportanceTable) -> None:
     assert table.score_N[6] < table.score_N[5] < table.score_N[7]
 
 
+@pytest.mark.filterwarnings("ignore:report.. got a loss that is")
 def test_loss_that_is_not_finite_is_ignored_and_counted(table: ImportanceTable) -> None:
     table.update(np.array([1, 2]), np.array([1.0, 2.0], dtype=np.float32))
     before = table.score_N.copy()
@@ -70,6 +72,7 @@ def test_the_last_of_duplicates_counts(table: ImportanceTable) -> None:
     assert table.score_N[4] == twin.score_N[4]
 
 
+@pytest.mark.filterwarnings("ignore:report.. got a loss that is")
 def test_state_round_trip_goes_on_identically(table: ImportanceTable) -> None:
     assert isinstance(table, Stateful)
     batches = some_batches(40)

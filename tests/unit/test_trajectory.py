@@ -70,6 +70,7 @@ def test_losses_of_another_data_set_are_refused(tmp_path: Path) -> None:
         Trajectory.load(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:report.. got a loss that is")
 def test_the_table_gives_what_was_reported_and_forgets_it() -> None:
     table = ImportanceTable(N)
     table.update(np.array([1, 3]), np.array([2.0, np.inf], np.float32))

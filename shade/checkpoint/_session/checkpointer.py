@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from shade.checkpoint._capture.app_state import AppState, load_module
+from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, unflatten
+from shade.checkpoint._capture.module_state import load_module
 from shade.checkpoint._codecs.base import memory_slots
 from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, current_group
 from shade.checkpoint._pacing.batching import Batching

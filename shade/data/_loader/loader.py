@@ -47,7 +47,8 @@ from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset
 from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
-from shade.data._sampler.sampler import ShadeSampler, check_wrapping
+from shade.data._sampler.sampler import ShadeSampler
+from shade.data._sampler.wrapping import check_wrapping
 from shade.errors import ConfigError
 
 

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
@@ -40,6 +39,7 @@ from shade.data._sampler.rank_shard import (
     draw_from,
     load_draw,
 )
+from shade.data._sampler.wrapping import check_wrapping
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochPlan
@@ -573,34 +573,3 @@ class UsageWarnings:
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(message, category, stacklevel=5)
-
-
-def check_wrapping(dataset: Any) -> None:
-    """Refuses a data set that contains a `ShadeDataset` and numbers its samples otherwise.
-
-    The sampler deals the outer numbers, and the samples come with the inner ones.
-
-    Args:
-        dataset: What the sampler or the loader was given.
-
-    Raises:
-        ConfigError: Such a wrapper; the message has the line to write.
-    """
-    inside, known = [dataset], {id(dataset)}
-    while inside:
-        outer = inside.pop()
-        found = getattr(outer, "datasets", None) or [getattr(outer, "dataset", None)]
-        for inner in found if isinstance(found, list | tuple) else ():
-            if id(inner) in known:
-                continue
-            known.add(id(inner))
-            inside.append(inner)
-            is_shade = hasattr(inner, "check_forecast")
-            if is_shade and (isinstance(outer, Subset | ConcatDataset) or len(inner) != len(dataset)):
-                name = type(outer).__name__
-                inputs = "[first, second]" if isinstance(outer, ConcatDataset) else "data, indices"
-                raise ConfigError.of(
-                    f"the {name} inside the ShadeDataset, so that both number the samples alike",
-                    f"a ShadeDataset inside the {name}",
-                    f"write ShadeDataset({name}({inputs}), cache=…), and give that to sampler and loader",
-                )

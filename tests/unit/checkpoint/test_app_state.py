@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shade.checkpoint._capture.app_state import AppState, renamed
+from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.module_state import renamed
 from shade.errors import ConfigError, StateMismatchError
 from tests.support.launching import same_state
 
@@ -258,7 +259,7 @@ def test_what_an_object_keeps_lies_in_no_memory_that_is_reused() -> None:
     teacher = Holder()
     target = contents(model=model(), teacher=teacher)
     target.load(captured.tree, lent, ["model", "teacher"])
-    for name in target.forgettable():
+    for name in target.forgettable(captured.tree):
         lent[name].zero_()
     assert torch.equal(teacher.tensors["weight"], module[0].weight)
 

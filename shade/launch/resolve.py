@@ -167,7 +167,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     notice = "file or http:// address that announces this machine's end, beside SIGTERM"
     add("--notice", metavar="SOURCE", help=notice)
 
-    add = top.add_argument_group("gradient (across a slow link; see the README)").add_argument
+    add = top.add_argument_group("gradient (across a slow link; see docs/how-to/gradient-options.md)").add_argument
     add("--gradient", metavar="NAME", help="threshold-v16, threshold-v, topk or random-k (none: whole gradients)")
     add("--density", type=float, metavar="F", help="share of the gradient that is sent (0.01)")
     add("--staleness", type=int, choices=(0, 1), help="1 hides the exchange behind the next step (0)")

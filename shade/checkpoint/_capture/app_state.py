@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,7 +27,6 @@ import xxhash
 
 from shade.checkpoint._capture.flatten import escape, flatten, part_of, tensors_in, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
-from shade.checkpoint._capture.module_state import check_module, renamed, unwrapped
 from shade.errors import ConfigError, ShadeError, StateMismatchError
 from shade.types import Parted, Resumed, Stateful
 
@@ -360,6 +359,68 @@ def _is_elementwise(target: object) -> bool:
     """Returns whether it is one of PyTorch's own optimizers, and none that makes products of its state."""
     is_own = _kind_of(target) is torch.optim.Optimizer and is_torchs(target, "step")
     return is_own and not isinstance(target, torch.optim.LBFGS)
+
+
+_CURE: Final = "build the model as it was saved; shade.checkpoint.load_weights(…, strict=False) takes what fits"
+_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
+"""Parts of a name that wrappers put there."""
+
+
+def unwrapped(target: Any) -> Any:
+    """Returns the module inside DistributedDataParallel, DataParallel and `torch.compile`; others as they are."""
+    if isinstance(target, torch.nn.Module):
+        inner = target._modules.get("_orig_mod")
+        if isinstance(target, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            inner = target.module
+        return target if inner is None else unwrapped(inner)
+    return target
+
+
+def plain_name(name: str) -> str:
+    """Returns a parameter's name without what wrappers put there."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a module's saved state under the names that the module has now.
+
+    Args:
+        own: The module's state.
+        saved: What was saved.
+
+    Returns:
+        The saved state; names without a counterpart stay, as do all where it is not certain which belongs to which.
+    """
+    mine = {plain_name(name): name for name in own}
+    if own.keys() == saved.keys() or len(mine) < len(own) or len({*map(plain_name, saved)}) < len(saved):
+        return saved
+    made = OrderedDict((mine.get(plain_name(name), name), value) for name, value in saved.items())
+    # Versions of modules, by path. Of a wrapper and what it wraps, the longer path is what it wraps.
+    versions = {plain_name(path): each for path, each in sorted(getattr(saved, "_metadata", {}).items())}
+    paths = getattr(own, "_metadata", {})
+    made._metadata = {path: versions[plain_name(path)] for path in paths if plain_name(path) in versions}  # type: ignore[attr-defined]
+    return made
+
+
+def check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    own = module.state_dict()
+    for said, keys in (("has no", own.keys() - saved.keys()), ("also has", saved.keys() - own.keys())):
+        if keys:
+            listed = ", ".join(sorted(keys)[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            raise StateMismatchError(
+                f"expected the parameters of this {name!r}, got a snapshot that {said} {listed}; {_CURE}"
+            )
+    for key, tensor in own.items():
+        if isinstance(tensor, torch.Tensor):
+            _check_tensor(f"{name}/{key}", tensor, saved[key])
+            if tensor.is_meta:
+                raise StateMismatchError.of(f"memory for '{name}/{key}'", "meta", "call to_empty(device=...) first")
+
+
+def _check_tensor(name: str, own: torch.Tensor, saved: Any) -> None:
+    if not isinstance(saved, torch.Tensor) or (own.shape, own.dtype) != (saved.shape, saved.dtype):
+        got = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, torch.Tensor) else repr(saved)
+        raise StateMismatchError(f"expected {name!r} of shape {tuple(own.shape)} {own.dtype}, got {got}; {_CURE}")
 
 
 def is_torchs(target: object, method: str) -> bool:

@@ -20,6 +20,7 @@ import logging
 import math
 import mmap
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,13 +29,13 @@ from typing import Any, Final
 import torch
 
 from shade.checkpoint._buffer.tensor_copy import copy_bytes
-from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.app_state import AppState, check_module, plain_name, renamed, unwrapped
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
-from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreError
+from shade.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, StorageError, StoreError
 
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
@@ -449,3 +450,63 @@ def restore_app_state(
     )
     tiers = tuple(found.tiers)
     return Restored(record.step, contents.epoch, tiers, seconds, record.num_bytes, found.bounds), found
+
+
+def load_module(
+    name: str, module: torch.nn.Module, saved: Any, *, strict: bool = True, prefix: str = ""
+) -> tuple[list[str], list[str]]:
+    """Loads a saved state into a module, cast to its floating-point types, as `torch.nn.Module.load_state_dict` does.
+
+    Args:
+        name: What to call the module in a message.
+        module: The module.
+        saved: The saved state.
+        strict: Whether everything has to fit. Otherwise what does not, in name or shape, stays as it is.
+        prefix: Takes the saved names that begin with it, without it.
+
+    Returns:
+        Names in the module that were not loaded, and saved names that were not used.
+
+    Raises:
+        StateMismatchError: It does not fit, or nothing of it does; nothing was changed.
+    """
+    if not isinstance(saved, Mapping):
+        raise StateMismatchError.of(f"the state of a module for {name!r}", type(saved).__name__, "pass another name")
+    target, saved = unwrapped(module), _beginning_with(saved, prefix)
+    own, fits = target.state_dict(), OrderedDict[str, Any]()
+    saved = renamed(own, saved)
+    for key, value in saved.items():
+        mine = own.get(key)
+        if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (mine, value)):
+            value = value.to(mine.dtype)
+        if strict or (key in own and getattr(mine, "shape", None) == getattr(value, "shape", None)):
+            fits[key] = value
+    if not fits and own:
+        check_module(name, target, saved)
+    missing, unused = sorted(own.keys() - fits.keys()), sorted(saved.keys() - fits.keys())
+    if not strict:
+        fits.update((key, own[key]) for key in missing)
+    fits._metadata = getattr(saved, "_metadata", {})  # type: ignore[attr-defined]
+    check_module(name, target, fits)
+    target.load_state_dict(fits)
+    return ([], []) if strict else (missing, unused)
+
+
+def _beginning_with(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Returns the part of a module's state that belongs to one of its modules."""
+    if not prefix:
+        return saved
+    prefix = f"{prefix.rstrip('.')}."
+
+    def taken(by_name: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        return OrderedDict((each[len(prefix) :], by_name[each]) for each in by_name if each.startswith(prefix))
+
+    part = taken(saved) or taken({plain_name(each): value for each, value in saved.items()})
+    if not part:
+        known = sorted({plain_name(each).partition(".")[0] for each in saved})
+        raise StateMismatchError.of(f"names that begin with {prefix!r}", f"those of {', '.join(known)}", "see prefix=")
+    versions = getattr(saved, "_metadata", {})
+    part._metadata = {  # type: ignore[attr-defined]
+        f"{path}."[len(prefix) :].rstrip("."): each for path, each in versions.items() if f"{path}.".startswith(prefix)
+    }
+    return part

@@ -25,7 +25,6 @@ import torch
 
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, unflatten
-from shade.checkpoint._capture.module_state import load_module
 from shade.checkpoint._codecs.base import memory_slots
 from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, current_group
 from shade.checkpoint._pacing.batching import Batching
@@ -34,7 +33,7 @@ from shade.checkpoint._preemption.deadline import EXIT_CODE, Deadline, open_dead
 from shade.checkpoint._preemption.notice import GRACE_SECONDS, source_of
 from shade.checkpoint._preemption.recovery_estimate import LossTracker, RecoveryEstimate
 from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import Restored, read_newest_alone, restore_app_state
+from shade.checkpoint._restore.restore import Restored, load_module, read_newest_alone, restore_app_state
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy

@@ -149,8 +149,9 @@ def tidy(script: Script) -> Script:
             changed["scaler"] = "script"
         if not script.zero:
             changed["zero"] = "none"
-        if script.place in ("inside", "first outside") and script.sizes == "weighed":
-            changed["sizes"] = ""  # DDP leaves such gradients to each rank, and DDP alone does not weigh
+        if script.place in ("inside", "first outside", "retained"):
+            # DDP leaves such gradients to each rank; DDP alone, with which it is compared, neither weighs nor checks.
+            changed |= {"infinite": (), "sizes": "" if script.sizes == "weighed" else script.sizes}
     else:
         changed["ddp"] = ()
     if script.local_size > 1:
@@ -178,7 +179,7 @@ def tidy(script: Script) -> Script:
         changed |= {"scaler": "", "infinite": (), "norm": False, "passes": 1, "place": "last outside", "ddp": ()}
         changed |= {"use": "both", "unused": False, "compile": False, "tied": False, "frozen": False}
         kept = {}
-    if script.infinite and script.infinite[1] >= script.ranks:
+    if changed.get("infinite", script.infinite) and script.infinite[1] >= script.ranks:
         changed["infinite"] = (script.infinite[0], 0)
     if script.face == "hook" and (script.unused or script.use != "both" or "freeze" in kept.values()):
         flags = changed.get("ddp", script.ddp)

@@ -153,9 +153,10 @@ class EngineTraining(RankTraining):
 
     def wrap(self) -> None:
         script = self.script
-        self.called = self.compiled(self.model)
+        trained = nn.parallel.DistributedDataParallel(self.model) if script.wrapped else self.model
+        self.called = self.compiled(trained)
         self.engine = GradientEngine(
-            nn.parallel.DistributedDataParallel(self.model) if script.wrapped else self.model,
+            trained,
             self.optimizer,
             compressor=script.compressor,
             density=script.density,

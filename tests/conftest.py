@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import hypothesis
 import psutil
 import pytest
 
@@ -33,6 +34,10 @@ WRONG = "wr0ng"
 CREDENTIALS = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
 REPOSITORY = Path(__file__).parent.parent
 
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("shade", deadline=None)
+hypothesis.settings.load_profile("shade")
 
 # Half of the collection's time went into looking for garbage among modules and tests, none of which ever is; and each
 # `gc.collect` of a test looked there again.

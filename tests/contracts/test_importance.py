@@ -33,7 +33,7 @@ def bytes_of(table: ImportanceTable) -> bytes:
     return table.score_N.tobytes() + table.seen_N.tobytes() + str(table.num_ignored).encode()
 
 
-@pytest.mark.filterwarnings("ignore:report.. got a loss that is")
+@pytest.mark.filterwarnings("ignore:report.. got a loss")
 def test_scores_stay_finite_and_not_negative(table: ImportanceTable) -> None:
     for index_B, loss_B in some_batches(50):
         table.update(index_B, loss_B)

@@ -64,7 +64,7 @@ def test_ranks_are_started_anew_as_often_as_was_asked(
     monkeypatch.chdir(tmp_path)
     begun: list[tuple[bool, bool]] = []
 
-    def launch(config: RunConfig, stores: Any, remind: Any) -> tuple[int, str]:
+    def launch(config: RunConfig, stores: Any, remind: Any, headline: str = "") -> tuple[int, str]:
         out = Path(config.out)
         begun.append((config.resume, (out / "train.log").exists()))
         out.mkdir(exist_ok=True)

@@ -188,6 +188,7 @@ def told(ranks: list[Any], story: Story) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, FOUR], indirect=True)
+@pytest.mark.filterwarnings("ignore:report.. got a loss")
 def test_tables_are_equal_on_all_ranks_and_to_one_rank(ranks: list[Any]) -> None:
     outcomes = told(ranks, story_of_training)
     assert all(outcome == outcomes[0] for outcome in outcomes)

@@ -187,8 +187,9 @@ def _split(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[lis
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     # By number: a name may be any text, and one with an @ would be a rank's own.
-    specs = {f"{number:09}": TensorSpec.of(tensor) for number, tensor in enumerate(tensors.values())}
-    names, laid_out = list(tensors), lay_out(specs, 0, 1).entries.items()
+    names = sorted(tensors)
+    specs = {f"{number:09}": TensorSpec.of(tensors[name]) for number, name in enumerate(names)}
+    laid_out = lay_out(specs, 0, 1).entries.items()
     entries = {names[int(number)]: entry for number, entry in laid_out}
     header: dict[str, Any] = {"__metadata__": metadata}
     for name, entry in entries.items():

@@ -147,10 +147,7 @@ def test_what_is_not_there_is_named_and_nothing_changes(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_what_another_library_saved_is_said(run: str, tmp_path: Path) -> None:
-    torch.distributed.checkpoint.save(
-        {"model": Classifier(10).state_dict()},
-        storage_writer=ShadeWriter(persist_to=os.fspath(tmp_path), run=run, step=1),
-        no_dist=True,
-    )
+    with ShadeWriter(persist_to=os.fspath(tmp_path), run=run, step=1) as writer:
+        torch.distributed.checkpoint.save({"model": Classifier(10).state_dict()}, storage_writer=writer, no_dist=True)
     with pytest.raises(ConfigError, match="ShadeReader reads"):
         load_weights(Classifier(10), persist_to=tmp_path, run=run)

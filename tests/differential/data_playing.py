@@ -84,15 +84,17 @@ class Run:
         """Runs the script; keeps what it raised."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            logging.getLogger("shade").setLevel(
-                logging.CRITICAL
-            )  # a dead store is said, which is not the question here
+            logger = logging.getLogger("shade")
+            level = logger.level
+            logger.setLevel(logging.CRITICAL)  # a dead store is logged, which is not the question here
             seed_all(self.script.seed)
             try:
                 with self.closing:
                     self._train()
             except Exception as error:  # noqa: BLE001 - that is what is compared
                 self.seen.error = error
+            finally:
+                logger.setLevel(level)
             self.seen.after = torch.rand(2).tolist(), random.random(), np.random.rand()
         self.seen.warned = [str(each.message) for each in caught]
         return self.seen

@@ -40,7 +40,7 @@ from urllib.parse import unquote
 from typing_extensions import Self
 
 SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+]{0,15}")
-"""What may stand before the ``://`` of a URL."""
+"""Matches the scheme of a URL, which stands before ``://``."""
 _HOST: Final = r"(?:\[[\da-fA-F:.]*\]|[\w.\-]*)(?::\d+)?"
 _PLACE: Final = re.compile(rf"/[^@?]*|{_HOST}(?:,{_HOST})*(?:/[^@?]*)?")
 

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Final
 
 DISTRIBUTION: Final = "torch-shade"
-"""What pip installs."""
+"""Name under which pip installs the package."""
 
 
 def install_hint(extra: str) -> str:

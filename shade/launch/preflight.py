@@ -41,7 +41,7 @@ _PARTS = {"train", "training", "val", "valid", "validation", "test"}
 
 @dataclass(frozen=True)
 class FolderContent:
-    """What a folder in ImageFolder layout holds."""
+    """The images and classes of a folder in ImageFolder layout."""
 
     num_images: int
     num_classes: int

@@ -26,7 +26,7 @@ def write_png(run: Run, path: Path) -> str:
     """Draws the run; returns a line for the report if nothing could be drawn, else an empty text."""
     figure = _figure(_title(run), 7.6)
     if figure is None:
-        return f"No {path.name}: matplotlib is not installed; {install_hint('report')} brings it."
+        return _not_drawn(path)
     (reads, stall), (loss, accuracy) = figure.subplots(2, 2)
     _draw_reads(reads, run)
     _draw_stalls(stall, run)
@@ -43,7 +43,7 @@ def write_comparison(plain: Run, cached: Run, path: Path) -> str:
     """Draws a run without shade and one through it in one picture; returns as `write_png` does."""
     figure = _figure("The same training, with a plain DataLoader and through shade", 4.2)
     if figure is None:
-        return f"No {path.name}: matplotlib is not installed; {install_hint('report')} brings it."
+        return _not_drawn(path)
     panels: list[tuple[str, Callable[[EpochSummary], float | None]]] = [
         ("Seconds an epoch", lambda e: e.epoch_seconds),
         ("Read from storage, KiB an epoch", lambda e: e.counts.get("origin_bytes", 0) / 1024),
@@ -59,6 +59,10 @@ def write_comparison(plain: Run, cached: Run, path: Path) -> str:
         _legend(axes)
     figure.savefig(path, metadata={"Software": None})
     return ""
+
+
+def _not_drawn(path: Path) -> str:
+    return f"No {path.name}: matplotlib is not installed; {install_hint('report')} brings it."
 
 
 def _figure(title: str, height: float) -> Figure | None:

@@ -85,6 +85,30 @@ class SlotMap:
         return cls(tuple(owners), tuple(primaries), tuple(replicas))
 
 
+@dataclass(frozen=True)
+class ClusterMember:
+    """One node of a cluster, as another node describes it."""
+
+    name: str
+    address: Address
+    flags: frozenset[str]
+    """``master`` or ``slave``; ``fail``, ``handshake``, ``noaddr`` …"""
+    primary: str
+    """Name of the node that it follows; ``-`` if it is a primary."""
+    has_slots: bool
+
+    @classmethod
+    def read_all(cls, text: str, asked_host: str) -> list[ClusterMember]:
+        """Parses the reply to ``CLUSTER NODES``, a line a node; an empty host means the node that was asked."""
+        members = []
+        for line in text.splitlines():
+            name, place, flags, primary, _, _, _, _, *slots = line.split()
+            host, _, port = place.partition("@")[0].rpartition(":")
+            address = host or asked_host, int(port)
+            members.append(cls(name, address, frozenset(flags.split(",")), primary, bool(slots)))
+        return members
+
+
 def _address(node: Reply, asked: Address) -> Address:
     match node:
         case [bytes() | None as host, int(port), *_]:
@@ -335,16 +359,17 @@ class ClusterStore(RemoteStore):
         """Returns whether a node that does not answer belongs to the cluster, or may do so for all that we can learn:
         the slot map leaves out a primary that was replaced."""
         with contextlib.suppress(OSError):
-            own = {str(found[4][0]) for found in socket.getaddrinfo(address[0], None)}
-            if any(host in own and port == address[1] for host, port in (*slot_map.primaries, *slot_map.replicas)):
+            own = {(str(found[4][0]), address[1]) for found in socket.getaddrinfo(address[0], None)}
+            if not own.isdisjoint((*slot_map.primaries, *slot_map.replicas)):
                 return True
             for witness in slot_map.primaries:
                 with contextlib.suppress(StoreUnavailableError):
                     (reply,) = self._node(witness).ask(("CLUSTER", "NODES"))
                     if not isinstance(reply, bytes):
                         return True  # this user may not ask
-                    places = (line.split()[1].partition("@")[0].rpartition(":") for line in reply.decode().splitlines())
-                    return any(host in own and int(port) == address[1] for host, _, port in places)
+                    return not own.isdisjoint(
+                        each.address for each in ClusterMember.read_all(reply.decode(), witness[0])
+                    )
         return False
 
     @override

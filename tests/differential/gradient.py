@@ -57,7 +57,7 @@ class Ranks:
         self.fault = ""
 
     def begin(self, script: Script, face: str) -> None:
-        """Has the ranks train a script."""
+        """Sends a script to the ranks, which train it."""
         while len(self._processes) < script.ranks:
             context = multiprocessing.get_context("spawn")
             here, there = context.Pipe()

@@ -97,7 +97,7 @@ def clipping_between_does_nothing() -> AbstractContextManager[Any]:
 
 
 def a_large_residual_is_dropped() -> AbstractContextManager[Any]:
-    """Of one bucket, what is not sent is forgotten."""
+    """Forgets what one bucket does not send."""
     compress = ErrorFeedback.compress
 
     def forgetful(self: ErrorFeedback, *given: Any) -> Sparse:

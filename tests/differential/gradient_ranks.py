@@ -103,7 +103,7 @@ class RankTraining(Training):
         self.resume(is_late=True)
 
     def state(self) -> dict[str, Any]:
-        """Of what exchanges gradients."""
+        """The state of the engine or the hook."""
         raise NotImplementedError
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Script:
     """A layer that is in no forward pass."""
     frozen: bool = False
     use: str = "both"
-    """Of two branches: `both`, `one`, in `turn` by step, or `apart` by step and rank."""
+    """The use of two branches: `both`, `one`, in `turn` by step, or `apart` by step and rank."""
     own_start: bool = False
     """Each rank builds with a seed of its own."""
     passes: int = 1
@@ -110,7 +110,7 @@ class Script:
         return {kind for _, kind in self.events}
 
     def samples(self, rank: int, step: int) -> int:
-        """Of one rank's batch; 0: it has none."""
+        """Samples in one rank's batch; 0: it has none."""
         if self.sizes == "ends" and rank == 1 and step >= 1:
             return 0
         return 4 + 3 * ((rank + step) % self.ranks) if self.sizes in ("weighed", "unsaid") else 4

@@ -185,7 +185,7 @@ class Training:
     # ── its parts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def loss(self, model: nn.Module, rank: int, number: int) -> Tensor:
-        """Of one rank's batch in one pass."""
+        """The loss of one rank's batch in one pass."""
         script = self.script
         generator = torch.Generator().manual_seed(10_000 * script.seed + 1000 * self.step + 10 * number + rank)
         inputs = torch.randn(script.samples(rank, self.step), WIDTH, generator=generator)

@@ -245,8 +245,9 @@ class AppState:
             target = self._objects[name]
             try:
                 if isinstance(target, torch.nn.Module):
-                    state[name] = renamed(target.state_dict(), state[name])
-                    check_module(name, target, state[name])
+                    own = target.state_dict()
+                    state[name] = renamed(own, state[name])
+                    check_module(name, own, state[name])
                 elif isinstance(target, torch.optim.Optimizer):
                     _check_optimizer(name, target, state[name])
                 elif _is_torchdatas(target):
@@ -402,8 +403,8 @@ def renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, An
     return made
 
 
-def check_module(name: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    own = module.state_dict()
+def check_module(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises StateMismatchError if a saved state does not fit a module, whose own state is given."""
     for said, keys in (("has no", own.keys() - saved.keys()), ("also has", saved.keys() - own.keys())):
         if keys:
             listed = ", ".join(sorted(keys)[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")

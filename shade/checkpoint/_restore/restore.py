@@ -482,12 +482,12 @@ def load_module(
         if strict or (key in own and getattr(mine, "shape", None) == getattr(value, "shape", None)):
             fits[key] = value
     if not fits and own:
-        check_module(name, target, saved)
+        check_module(name, own, saved)
     missing, unused = sorted(own.keys() - fits.keys()), sorted(saved.keys() - fits.keys())
     if not strict:
         fits.update((key, own[key]) for key in missing)
     fits._metadata = getattr(saved, "_metadata", {})  # type: ignore[attr-defined]
-    check_module(name, target, fits)
+    check_module(name, own, fits)
     target.load_state_dict(fits)
     return ([], []) if strict else (missing, unused)
 

@@ -250,15 +250,13 @@ class FileOrigin:
         if self._pid != os.getpid():
             self._forget()
         results: list[bytes | OSError] = []
-        # The first slow read of a batch sends the rest of it to the threads.
-        while len(results) < len(paths):
-            done = len(results)
+        for done, path in enumerate(paths):
+            # The first slow read of a batch sends the rest of it to the threads.
             if done + 1 < len(paths) and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
                 expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
-                return results + self._threads().run(
-                    [partial(self._read, path) for path in paths[done:]], expected[done:]
-                )
-            results.append(self._read(paths[done]))
+                rest = [partial(self._read, each) for each in paths[done:]]
+                return results + self._threads().run(rest, expected[done:])
+            results.append(self._read(path))
         return results
 
     def _threads(self) -> ReadPool:

@@ -18,13 +18,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
 from shade.store._servers.server import LOOPBACK, LocalServer, ask, ask_text, quoted
-from shade.store.cluster import SlotMap
+from shade.store.cluster import ClusterMember, SlotMap
 from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
 from shade.store.url import Address, StoreURL, format_address
@@ -114,29 +114,9 @@ def _fact(node: Endpoint, name: str) -> str:
     return {key: value for key, _, value in lines}.get(name, "")
 
 
-@dataclass(frozen=True)
-class ClusterMember:
-    """One node of a cluster, as another node describes it."""
-
-    name: str
-    address: Address
-    flags: frozenset[str]
-    """``master`` or ``slave``; ``fail``, ``handshake``, ``noaddr`` …"""
-    primary: str
-    """Name of the node that it follows; ``-`` if it is a primary."""
-    has_slots: bool
-
-
 def read_members(node: Endpoint) -> list[ClusterMember]:
     """Asks a node for all nodes of its cluster that it has heard of."""
-    members = []
-    for line in ask_text(node, "CLUSTER", "NODES").splitlines():
-        name, place, flags, primary, _, _, _, _, *slots = line.split()
-        host, _, port = place.partition("@")[0].rpartition(":")
-        members.append(
-            ClusterMember(name, (host or node.host, int(port)), frozenset(flags.split(",")), primary, bool(slots))
-        )
-    return members
+    return ClusterMember.read_all(ask_text(node, "CLUSTER", "NODES"), node.host)
 
 
 def promote_replicas(living: Sequence[Endpoint], dead: Set[Address]) -> None:

@@ -1,0 +1,1 @@
+"""Real tasks away from their ceiling, made on any machine from Debian packages: letters and text."""

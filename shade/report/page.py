@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shade.report.quality import CSV_FILE, SHEET_FILE
+from shade.report.quality import CSV_FILE, PRECISION, SHEET_FILE
 from shade.report.forecast import plain_loading
 from shade.report.rows import CAUSES, Run
 from shade.report.style import PALETTE, human_bytes, percent
@@ -127,6 +127,7 @@ def render(run: Run) -> str:
         figures=_figures(run),
         sentences=details(run),
         suspects=_suspects(run.directory),
+        precision=PRECISION,
         sheet=_sheet(run.directory),
         heads=_HEADS,
         rows=_rows(run),

@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 
-from shade.report.quality import CSV_FILE, FEWEST_USES, SETTLED_AFTER, SHEET_FILE, Verdicts, judge
+from shade.report.quality import CSV_FILE, FEWEST_USES, PRECISION, SETTLED_AFTER, SHEET_FILE, Verdicts, judge
 from shade.report.style import percent
 from shade.trajectory import LOSSES, Samples, Trajectory
 from shade.types import Indices
@@ -38,17 +38,12 @@ COLUMNS = (
     "duplicate_has_other_target", "uses", "confidence", "usual_confidence", "variability", "best", "forgotten",
     "first_loss", "last_loss", "mean_loss",
 )  # fmt: skip
-PRECISION = (
-    f"Precision: with a tenth of the labels wrong (1,437 digits, 6 epochs), {percent(0.8)} or more of the first",
-    f"{percent(0.05)} of the list were wrong labels. With fewer wrong labels, more suspicions are false: a rare but",
-    "right sample looks the same. Look at each before you remove or relabel it.",
-)
-"""Lines of at most 100 characters."""
 _NUM_LISTED = 10
 _PER_ROW, MOST = 8, 48
 _TITLE, _TEXT, _LINE = 20, 13, 19
-"""Heights of the heading's letters, and of its lines below the title."""
-_SIDE, _GAP, _CAPTION = 112, 10, 30
+"""Heights of the letters, and of the heading's lines below its title."""
+_LONGEST_LINE = 150
+_SIDE, _GAP, _CAPTION = 112, 10, 36
 _PAPER, _FRAME, _INK, _MUTED = "#ffffff", "#d7dde3", "#22303c", "#6b7a88"
 _LONGEST = 18
 MOST_READ = 100_000
@@ -72,10 +67,12 @@ def write_quality(directory: str | os.PathLike[str]) -> str:
     epochs = int(verdicts.uses_N.max(initial=0))
     heading = (
         f"Samples worth a look: {directory.resolve().name}",
-        f"The most suspicious of {trajectory.num_samples:,} samples. Below each: its label; the model's confidence in "
-        f"it, of what is usual",
-        f"in its class (means over up to {epochs} epoch{'s' * (epochs != 1)}).",
-        *PRECISION,
+        *textwrap.wrap(
+            f"The most suspicious of {trajectory.num_samples:,} samples. Below each: its label; the model's confidence "
+            f"in it, of what is usual in its class (means over up to {epochs} epoch{'s' * (epochs != 1)}).",
+            _LONGEST_LINE,
+        ),
+        *textwrap.wrap(PRECISION, _LONGEST_LINE),
     )
     num_shown = write_sheet(shown, directory / SHEET_FILE, heading)
     return "\n".join(_summary(trajectory, verdicts, duplicates, order, num_shown)) + "\n"
@@ -156,7 +153,7 @@ def _summary(
             f"{verdicts.uses_N[index]:>4}  {label_of(samples, index):<16} {name}"
         )
     yield ""
-    yield textwrap.fill(" ".join(PRECISION), 80)
+    yield textwrap.fill(PRECISION, 80)
     yield ""
     sheet = f", {SHEET_FILE} shows the first {num_shown}" if num_shown else f"; no {SHEET_FILE}: there is no picture"
     yield f"{CSV_FILE} has all of them, in this order{sheet}"
@@ -229,21 +226,21 @@ def write_sheet(exhibits: Sequence[Exhibit], path: Path, heading: Sequence[str] 
     if not shown:
         return 0
     rows = -(-len(shown) // _PER_ROW)
-    head = 3 * _GAP + _TITLE + _LINE * (len(heading) - 1)
+    head = 4 * _GAP + _TITLE + _LINE * (len(heading) - 1)
     width, height = _GAP + _PER_ROW * (_SIDE + _GAP), head + rows * (_SIDE + _CAPTION + _GAP)
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
+    title, text = ImageFont.load_default(_TITLE), ImageFont.load_default(_TEXT)
     for number, line in enumerate(heading):
-        top = _GAP + (number and _TITLE + _GAP // 2 + _LINE * (number - 1))
-        font = ImageFont.load_default(_TEXT if number else _TITLE)
-        draw.text((_GAP, top), _ascii(line), fill=_MUTED if number else _INK, font=font)
+        top = _GAP + (number and _TITLE + _GAP + _LINE * (number - 1))
+        draw.text((_GAP, top), _ascii(line), fill=_MUTED if number else _INK, font=text if number else title)
     for number, (exhibit, picture) in enumerate(shown):
         left = _GAP + number % _PER_ROW * (_SIDE + _GAP)
         top = head + number // _PER_ROW * (_SIDE + _CAPTION + _GAP)
         draw.rectangle((left - 1, top - 1, left + _SIDE, top + _SIDE), outline=_FRAME)
         sheet.paste(picture, (left + (_SIDE - picture.width) // 2, top + (_SIDE - picture.height) // 2))
-        draw.text((left, top + _SIDE + 3), _drawable(exhibit.label), fill=_INK)
-        draw.text((left, top + _SIDE + 15), _drawable(exhibit.remark), fill=_MUTED)
+        draw.text((left, top + _SIDE + 3), _drawable(exhibit.label), fill=_INK, font=text)
+        draw.text((left, top + _SIDE + 18), _drawable(exhibit.remark), fill=_MUTED, font=text)
     sheet.save(path)
     return len(shown)
 

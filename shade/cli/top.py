@@ -101,7 +101,9 @@ def of_run(folder: Path) -> list[str]:
     url: Any = None
     with contextlib.suppress(OSError, ValueError):
         now = json.loads((folder / "progress.json").read_bytes())
-        if isinstance(now, dict):
+        if isinstance(now, dict) and isinstance(now.get("note"), str):
+            lines.append(printable(now["note"]))
+        elif isinstance(now, dict):
             epoch, step = (_value(now, "epoch") or 0) + 1, _number(now, "step", ".0f")
             lines.append(
                 f"epoch {epoch:.0f}, step {step} of {_number(now, 'num_steps', '.0f')}: "

@@ -6,8 +6,8 @@ written to try a folder are removed at once.
 
 A Redis server is a database by default, and each of those defaults costs a cache something: snapshots cost memory,
 eviction breaks the plan, a cluster that wants all its slots falls silent with one node (reasons in ``redis.conf``). A
-user whose rights only cover a cache, and every user of a managed server, may not send CONFIG; that is no fault. INFO then
-shows some settings, and the cure is the provider's console.
+user whose rights only cover a cache, and every user of a managed server, may not send CONFIG; that is no fault. INFO
+then shows some settings, and the cure is the provider's console.
 """
 
 from __future__ import annotations
@@ -276,7 +276,9 @@ def look_into(text: str) -> Iterator[Finding]:
         if node.max_bytes or (is_refused and url.capacity_bytes):
             yield ok(node.address, found if node.max_bytes else f"{found} of its own; ?capacity= bounds the cache")
         elif is_refused:
-            yield warn(node.address, found, "add ?capacity=8GiB to the URL, or the memory that you rent, less an eighth")
+            yield warn(
+                node.address, found, "add ?capacity=8GiB to the URL, or the memory that you rent, less an eighth"
+            )
         else:
             yield warn(node.address, found, "CONFIG SET maxmemory …: without a limit it can exhaust the machine")
     for _, rows in settings:

@@ -1,14 +1,14 @@
 """Writes ``report.html``: the run as one page that needs nothing else, no network, no script, no file beside it.
 
 A reader can mail it, archive it and open it years later. It is light or dark as the reader's system is; the charts are
-SVG in the page, and the contact sheet of `shade quality`, where there is one, is a picture in it. The run's results stand
-first, its settings last.
+SVG in the page, and the contact sheet of `shade quality`, where there is one, is a picture in it. The run's results
+stand first, its settings last.
 
 This module computes; the templates in ``templates/`` say what the page looks like. jinja2 escapes all that they print
 (paths, settings, class names): a page that you receive shows what a run was called, and does not run it. A chart
-names meanings instead of colours: `style` has two colours of each. All charts share the axis of epochs. Every mark has a ``<title>``, which browsers show
-under the pointer and screen readers read aloud. The price of charts without a script is that nothing can be zoomed; the
-numbers stand in the table below the charts and in ``epochs.csv``.
+names meanings instead of colours: `style` has two colours of each. All charts share the axis of epochs. Every mark has
+a ``<title>``, which browsers show under the pointer and screen readers read aloud. The price of charts without a script
+is that nothing can be zoomed; the numbers stand in the table below the charts and in ``epochs.csv``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shade.report.quality import CSV_FILE, PRECISION, SHEET_FILE
 from shade.report.forecast import plain_loading
+from shade.report.quality import CSV_FILE, PRECISION, SHEET_FILE
 from shade.report.rows import CAUSES, Run
 from shade.report.style import PALETTE, human_bytes, percent
 from shade.report.text import (
@@ -176,7 +176,9 @@ def _figures(run: Run) -> Iterator[Figure]:
     known = [v for v in speed[0].values if v is not None]
     rule = None if plain is None else plain.samples_per_second
     dashed = "" if rule is None else f"dashed: plain loading, {rule:,.0f} samples/s (predicted)"
-    chart = line_chart(epochs, speed, _numbers("samples/s, all ranks"), top=max([*known, rule or 0.0]) or 1.0, rule=rule)
+    chart = line_chart(
+        epochs, speed, _numbers("samples/s, all ranks"), top=max([*known, rule or 0.0]) or 1.0, rule=rule
+    )
     yield Figure("Throughput", speed, chart, dashed)
     spent = [of("step", "step", (e.step_seconds for e in run.epochs))]
     spent += [of(cause, cause, (e.stall_seconds.get(cause) for e in run.epochs)) for cause in CAUSES]

@@ -107,7 +107,8 @@ def _legend(axes: Axes) -> None:
     if handles:
         axes.legend(
             handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(labels), frameon=False,
-            fontsize=9, labelcolor=MUTED, handlelength=0.9, columnspacing=0.8, handletextpad=0.5, borderaxespad=0.3, borderpad=0.1,
+            fontsize=9, labelcolor=MUTED, handlelength=0.9, columnspacing=0.8, handletextpad=0.5, borderaxespad=0.3,
+            borderpad=0.1,
         )  # fmt: skip
 
 

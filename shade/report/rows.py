@@ -167,9 +167,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     summaries = [_summarize(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)]
     num_samples = _last([plan, *rows], "num_samples")
     samples = int(num_samples) if num_samples else None
-    return Run(
-        directory, plan, summaries, num_torn, _snapshots(saves), samples, _gradient(rows), _cached_format(rows)
-    )
+    return Run(directory, plan, summaries, num_torn, _snapshots(saves), samples, _gradient(rows), _cached_format(rows))
 
 
 def _cached_format(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -69,8 +69,14 @@ def render(run: Run, note: str = "") -> str:
 
 def _wrapped(line: str, indent: int = 2) -> str:
     """Returns a line folded at `_WIDTH`; a word that is longer, such as a path, stays whole."""
-    pads = {"initial_indent": " " * indent, "subsequent_indent": " " * (indent + 2)}
-    return textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False, **pads)
+    return textwrap.fill(
+        line,
+        _WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _results(run: Run) -> Iterator[str]:

@@ -95,7 +95,7 @@ def format_table(curves: MissRatioCurves, *, markdown: bool = True) -> str:
     Without ``markdown`` the table fits the terminal.
     """
     skip = curves.skip_epochs
-    rows = [["hits, reads/N", *(f"f={fraction:g}" for fraction in curves.fractions)]]
+    rows = [["policy: hits, reads/N", *(f"f={fraction:g}" for fraction in curves.fractions)]]
     for name, results in curves.results.items():
         cells = (f"{percent(r.hit_ratio(skip))}, {r.origin_reads_per_sample(skip):.3f}" for r in results)
         rows.append([name, *cells])

@@ -178,7 +178,7 @@ class TestSimulate:
         table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
         assert [cell.strip().partition(":")[0] for cell in table[0]] == ["policy", "f=0.2", "f=0.5", "f=10.24"]
         assert [line[0].strip() for line in table[1:]] == ["plan", "static", "lru"]
-        assert [cell.strip() for cell in table[2][1:]] == ["20.0, 0.800", "50.0, 0.500", "100.0, 0.000"]
+        assert [cell.strip() for cell in table[2][1:]] == ["20.0%, 0.800", "50.0%, 0.500", "100.0%, 0.000"]
 
     def test_the_trace_file_itself_and_a_picture(self, run: Path, capsys: Capture) -> None:
         assert main(["simulate", str(run / "trace.npz"), "--plot", "c.png"]) == 0

@@ -1,11 +1,13 @@
-"""Reads command lines, and draws progress bars on the terminal, for work that takes long; none are drawn elsewhere."""
+"""Reads command lines, and draws progress bars and lines of status on the terminal; none are drawn elsewhere."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -47,3 +49,18 @@ def progress_bar(total: float, **options: Any) -> tqdm[Any]:
     width, height = shutil.get_terminal_size()  # tqdm itself reads no size from a terminal that has none
     silent = not sys.stderr.isatty()
     return tqdm(total=total, file=sys.stderr, disable=silent, ncols=width, nrows=height, **options)
+
+
+@contextlib.contextmanager
+def status_line(text: str) -> Iterator[None]:
+    """Shows what is done meanwhile on a terminal, and removes the line at the end; silent without a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write(f"\r\x1b[K{text} …")
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()

@@ -16,7 +16,7 @@ from typing import Any, Final
 from shade import __version__
 from shade.cli import _checkpoint, simulation, top, tune
 from shade.errors import ShadeError
-from shade.terminal import CommandParser
+from shade.terminal import CommandParser, status_line
 
 _DESCRIPTION: Final = "A training-aware distributed caching data loader for PyTorch."
 _EXAMPLES: Final = """\
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["run"]:
-            from shade.launch.run import main as launch
+            with status_line("shade run: loading"):
+                from shade.launch.run import main as launch
 
             return launch(words[1:], prog="shade run")
         given = parser().parse_args(words)

@@ -6,7 +6,8 @@ written to try a folder are removed at once.
 
 A Redis server is a database by default, and each of those defaults costs a cache something: snapshots cost memory,
 eviction breaks the plan, a cluster that wants all its slots falls silent with one node (reasons in ``redis.conf``). A
-user whose rights only cover a cache may not read settings; that is no fault.
+user whose rights only cover a cache, and every user of a managed server, may not send CONFIG; that is no fault. INFO
+then shows some settings, and the cure is the provider's console.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ _WANTED_OF_NODES: Final = {
     "cluster-require-full-coverage": ("no", "CONFIG SET it no: else one lost node silences all"),
     "cluster-allow-reads-when-down": ("yes", "CONFIG SET it yes: else a minority of nodes falls silent"),
 }
+_IN_INFO: Final = {"maxmemory-policy": "maxmemory_policy", "appendonly": "aof_enabled"}
+"""Settings that INFO shows too, under these names."""
+_CONSOLE: Final = (
+    "where the provider keeps a server's parameters; this user may not send CONFIG "
+    "(see How-to: Use a managed Redis in the documentation)"
+)
 
 
 @dataclass(frozen=True)
@@ -260,37 +267,67 @@ def look_into(text: str) -> Iterator[Finding]:
     except ShadeError as error:
         yield broken("cache", error)
         return
+    endpoints = [Endpoint.of(url, host, port) for host, port in url.addresses] or [Endpoint.of(url)]
+    settings = [] if url.scheme in ("memory", "local") else [_settings(endpoint, url) for endpoint in endpoints]
+    is_refused = any(refused for refused, _ in settings)
     for node in stats.nodes:
         limit = f"of {node.max_bytes / 2**30:,.2f} GiB" if node.max_bytes else "and no limit"
         found = f"{node.role}, Redis {node.version}, {node.num_keys:,} keys, {node.used_bytes / 2**30:,.2f} GiB {limit}"
-        if node.max_bytes:
-            yield ok(node.address, found)
+        if node.max_bytes or (is_refused and url.capacity_bytes):
+            yield ok(node.address, found if node.max_bytes else f"{found} of its own; ?capacity= bounds the cache")
+        elif is_refused:
+            yield warn(
+                node.address, found, "add ?capacity=8GiB to the URL, or the memory that you rent, less an eighth"
+            )
         else:
             yield warn(node.address, found, "CONFIG SET maxmemory …: without a limit it can exhaust the machine")
-    endpoints = [Endpoint.of(url, host, port) for host, port in url.addresses] or [Endpoint.of(url)]
-    if url.scheme not in ("memory", "local"):
-        for endpoint in endpoints:
-            yield from _settings(endpoint, url)
+    for _, rows in settings:
+        yield from rows
 
 
-def _settings(endpoint: Endpoint, url: StoreURL) -> Iterator[Finding]:
+def _settings(endpoint: Endpoint, url: StoreURL) -> tuple[bool, list[Finding]]:
+    """Returns whether the server refuses to show its settings, as managed ones do, and rows about them."""
     name = format_address(endpoint.host, endpoint.port) if endpoint.host else endpoint.path
     wanted = _WANTED | (_WANTED_OF_NODES if url.scheme.endswith("+cluster") else {})
     try:
         values = {setting: _get(endpoint, setting) for setting in wanted}
     except StoreUnavailableError as error:
         cure = "start it again (shade cache up on its machine): until then the cache has less room"
-        yield warn(name, f"is away ({error})", cure)
-        return
-    except StoreError as error:
-        yield ok(name, f"does not show its settings to this user ({error})")
-        return
+        return False, [warn(name, f"is away ({error})", cure)]
+    except StoreError:
+        return True, _managed(name, wanted, _facts(endpoint))
     good = [setting for setting, (value, _) in wanted.items() if values[setting] == value]
-    for setting, (value, cure) in wanted.items():
-        if values[setting] != value and values[setting] is not None:
-            yield warn(name, f"{setting} {values[setting]!r}", cure)
-    if good:
-        yield ok(name, "as a cache should have it: " + ", ".join(good))
+    rows = [
+        warn(name, f"{setting} {values[setting]!r}", cure)
+        for setting, (value, cure) in wanted.items()
+        if values[setting] != value and values[setting] is not None
+    ]
+    return False, rows + ([ok(name, "as a cache should have it: " + ", ".join(good))] if good else [])
+
+
+def _managed(name: str, wanted: dict[str, tuple[str, str]], facts: dict[str, str]) -> list[Finding]:
+    """Returns rows about a server that refuses CONFIG to this user, from what INFO says of its settings."""
+    seen = {setting: facts[fact] for setting, fact in _IN_INFO.items() if fact in facts}
+    seen = {setting: {"0": "no", "1": "yes"}.get(value, value) for setting, value in seen.items()}
+    good = [setting for setting, value in seen.items() if value == wanted[setting][0]]
+    rows = [
+        warn(name, f"{setting} {value!r}", f"set {setting} to {wanted[setting][0]!r} {_CONSOLE}")
+        for setting, value in seen.items()
+        if setting not in good
+    ]
+    unseen = ", ".join(f"{setting} {wanted[setting][0] or repr('')}" for setting in wanted if setting not in seen)
+    shown = f"as a cache should have it: {', '.join(good)}; " if good else ""
+    return [*rows, ok(name, f"{shown}CONFIG is refused to this user, training does not need it. Not seen: {unseen}")]
+
+
+def _facts(endpoint: Endpoint) -> dict[str, str]:
+    """Returns what INFO says, by name; empty if that is refused too."""
+    try:
+        reply = ask(endpoint, "INFO")
+    except StoreError:
+        return {}
+    lines = reply.decode().splitlines() if isinstance(reply, bytes) else []
+    return {name: text for name, _, text in (line.partition(":") for line in lines)}
 
 
 def _get(endpoint: Endpoint, setting: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shade.cli.tables import table
 from shade.errors import ConfigError
 from shade.installation import install_hint
+from shade.report.style import human_bytes, percent
 
 if TYPE_CHECKING:
     from shade.policy.simulator import MissRatioCurves
@@ -21,8 +22,9 @@ examples:
   shade simulate runs/20250101-120000 --add-cache 20GiB --add-workers 4
   shade simulate runs/20250101-120000/trace.npz --capacity 5%,10%,8GiB --policy plan,lru,belady --plot curves.png
 
-hits %   share of samples served from the cache
+hits     share of samples served from the cache
 reads/N  origin reads an epoch over the size of the data set: 1.000 is a run without a cache that uses every sample once
+time     change of an epoch's seconds against the run as it is; waits for: the slowest part, its share of the loading
 
 Every run records its trace. Scores, order and sizes are those of that run; only the cache is another. One epoch will
 do: the next ones are drawn from the scores it ended with. Of a run directory the times are scaled, too: what an epoch
@@ -72,8 +74,8 @@ def _answer(given: argparse.Namespace) -> int:
     skipped = f", the first {skip_epochs} left out" if skip_epochs else ""
     curves_table = format_table(curves, markdown=not sys.stdout.isatty())
     sys.stdout.write(
-        f"{trace.num_epochs} epochs{skipped}; {trace.num_samples:,} samples of {trace.data_set_bytes:,} bytes in all; "
-        f"{trace.global_batch} a step; f = capacity / data set\n\n{curves_table}\n"
+        f"{trace.num_epochs} epochs{skipped}; {trace.num_samples:,} samples, {human_bytes(trace.data_set_bytes)} in "
+        f"all; {trace.global_batch} a step\nf: capacity / data set\n\n{curves_table}\n"
     )
     more = parse_bytes(given.add_cache) if given.add_cache is not None else None
     if where.is_dir() and (where / "metrics.jsonl").exists():
@@ -87,15 +89,15 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def format_table(curves: MissRatioCurves, *, markdown: bool = True) -> str:
-    """Returns one line a policy: for each capacity the hit ratio in percent, and origin reads per sample and epoch.
+    """Returns one line a policy: for each capacity the hit ratio, and origin reads per sample and epoch.
 
     The hit ratio shows how good the policy is; origin reads are the run's cost, and only they compare sampling modes.
     Without ``markdown`` the table fits the terminal.
     """
     skip = curves.skip_epochs
-    rows = [["policy", *(f"f={fraction:g}: hits %, reads/N" for fraction in curves.fractions)]]
+    rows = [["policy: hits, reads/N", *(f"f={fraction:g}" for fraction in curves.fractions)]]
     for name, results in curves.results.items():
-        cells = (f"{100 * r.hit_ratio(skip):.1f}, {r.origin_reads_per_sample(skip):.3f}" for r in results)
+        cells = (f"{percent(r.hit_ratio(skip))}, {r.origin_reads_per_sample(skip):.3f}" for r in results)
         rows.append([name, *cells])
     return table(rows, "<" * len(rows[0]), markdown=markdown).strip("\n")
 

@@ -47,7 +47,7 @@ def cache_nodes(url: str) -> Iterator[str]:
     for node in nodes:
         used = node.used_bytes + node.overhead_bytes
         limit = size(node.max_bytes) if node.max_bytes else "no limit"
-        full = f"{used / node.max_bytes:.0%}" if node.max_bytes else "-"
+        full = f"{used / node.max_bytes:.1%}" if node.max_bytes else "-"
         rows.append((node.address, node.role, size(used), limit, full, f"{node.num_keys:,}"))
     yield from table(rows, "<<>>>>").splitlines()
 
@@ -74,7 +74,7 @@ def of_server(state: Mapping[str, Any]) -> list[str]:
                 _number(rank, "density", ".3%"),
                 _number(rank, "compute_seconds", ".3f", " s"),
                 _number(rank, "exchange_seconds", ".3f", " s"),
-                _number(rank, "wait_fraction", ".0%"),
+                _number(rank, "wait_fraction", ".1%"),
                 size(_value(rank, "bytes_sent") or 0),
                 size(_value(rank, "bytes_received") or 0),
                 _number(rank, "silent_seconds", ".1f", " s"),
@@ -101,12 +101,14 @@ def of_run(folder: Path) -> list[str]:
     url: Any = None
     with contextlib.suppress(OSError, ValueError):
         now = json.loads((folder / "progress.json").read_bytes())
-        if isinstance(now, dict):
+        if isinstance(now, dict) and isinstance(now.get("note"), str):
+            lines.append(printable(now["note"]))
+        elif isinstance(now, dict):
             epoch, step = (_value(now, "epoch") or 0) + 1, _number(now, "step", ".0f")
             lines.append(
                 f"epoch {epoch:.0f}, step {step} of {_number(now, 'num_steps', '.0f')}: "
                 f"{_number(now, 'samples_per_second', ',.0f')} samples/s, hits {_number(now, 'hit_ratio', '.1%')}, "
-                f"waits {_number(now, 'waiting_fraction', '.0%')} for data"
+                f"waits {_number(now, 'waiting_fraction', '.1%')} for data"
             )
             lines += _spent(now)
             url = now.get("cache")
@@ -161,7 +163,7 @@ def _spent(now: Mapping[str, Any]) -> list[str]:
         total = sum(spent.values())
         if total > 0:
             shares = sorted(spent.items(), key=lambda each: -each[1])
-            parts.append("time: " + " · ".join(f"{printable(c)} {s / total:.0%}" for c, s in shares))
+            parts.append("time: " + " · ".join(f"{printable(c)} {s / total:.1%}" for c, s in shares))
     return ["; ".join(parts)] if parts else []
 
 
@@ -229,9 +231,9 @@ def _answer(given: argparse.Namespace) -> int:
 
     with _single_keys(), contextlib.suppress(KeyboardInterrupt):
         console = Console(highlight=False)
-        with Live(_screenful(given.where), console=console, screen=True, auto_refresh=False) as screen:
+        with Live(screenful(given.where), console=console, screen=True, auto_refresh=False) as screen:
             while not _is_asked_to_end(given.interval):
-                screen.update(_screenful(given.where), refresh=True)
+                screen.update(screenful(given.where), refresh=True)
     return 0
 
 
@@ -251,7 +253,7 @@ def _look(where: Sequence[str]) -> list[str]:
     return lines
 
 
-def _screenful(where: Sequence[str]) -> Text:
+def screenful(where: Sequence[str]) -> Text:
     """Returns one look for a screen; what does not answer now may answer later, so the screen says so and stays."""
     from rich.text import Text
 

@@ -1,151 +1,25 @@
 """Forecasts an epoch of a recorded run with more cache or more workers, for ``shade simulate``.
 
-Reads come from the simulator, which replays the run's own orders through its own policy. Seconds come from `forecast`,
-which scales one measured epoch; its slowest part decides. A run that was stopped after an epoch or two has not yet
-shown what its later epochs draw: its own sampling mode draws them here, from the scores it ended with.
-
-The forecast: an epoch is loading and stepping, side by side. Loading is the sum of its stages (origin, cache, decode,
-transform), shared by all workers of all ranks. A stage costs what it did per read, hit or sample, times how many there
-would be. Decoding and transforming are arithmetic, and the CPUs bound how much of that fits into a second::
-
-    load  = (origin·reads' + cache·hits' + (decode + transform)·samples') / workers'      at least  cpu seconds / CPUs
-    epoch = max(load, step·samples')   with workers;   load + step·samples'   without
-
-What the model does not explain of the measurement (workers that start, validation, the last batch) is added as it was,
-or scales the result if the model is slower than the truth: with nothing changed, the forecast is the measurement.
-
-It assumes that the storage serves more workers as fast as it served these (`bottleneck` says where that matters), and
-that a smaller share of misses costs a smaller share of the time, which holds while a batch has more misses than one
-round of parallel reads.
-
-References:
-    Seneca, FAST 2026, for a closed-form throughput that is the minimum over the stages; Mohan et al.,
-    "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, for predicting from measured rates (DS-Analyzer).
+Reads come from the simulator, which replays the run's own orders through its own policy. Seconds come from
+`shade.report.forecast`, which scales one measured epoch; its slowest part decides. A run that was stopped after an
+epoch or two has not yet shown what its later epochs draw: its own sampling mode draws them here, from the scores it
+ended with.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import Any, Final
 
 from shade.cli.tables import table
-from shade.errors import ConfigError, DataError
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
-from shade.report.rows import EpochSummary, Run, load_run
-from shade.report.text import human_bytes
+from shade.report.forecast import EpochForecast, MeasuredEpoch, forecast, measure, workers_of
+from shade.report.rows import load_run
+from shade.report.style import human_bytes, percent
 from shade.sampling import MODES, Scores
-
-if TYPE_CHECKING:
-    pass
-
-
-STAGES: Final = ("origin", "cache", "decode", "transform")
-_ON_CPU: Final = ("decode", "transform")
-
-
-@dataclass(frozen=True)
-class MeasuredEpoch:
-    """What one epoch of a run came to, all ranks together."""
-
-    num_samples: float
-    """Samples used in the epoch."""
-    origin_reads: float
-    cache_reads: float
-    seconds: float
-    """Wall clock, validation included."""
-    step_seconds: float
-    """Time in which the script had a batch in hand: mean over ranks."""
-    busy_seconds: Mapping[str, float]
-    """Stage → time spent in it, summed over all workers of all ranks."""
-    num_ranks: int
-    num_workers: int
-    """Workers of a rank; 0: it loads between its steps."""
-    num_cpus: int
-    """CPUs of all machines together."""
-
-
-@dataclass(frozen=True)
-class EpochForecast:
-    """An epoch that was not run."""
-
-    num_samples: float
-    origin_reads: float
-    seconds: float
-    shares: Mapping[str, float]
-    """Stage → share of the loading time; together 1, or empty if loading costs nothing."""
-    load_seconds: float
-    step_seconds: float
-    num_workers: int
-    is_cpu_bound: bool
-    """Whether more workers would find no CPU to run on."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """Returns the throughput of all ranks together."""
-        return self.num_samples / self.seconds
-
-    @property
-    def bottleneck(self) -> str:
-        """Says in words what the epoch waits for, and so what would help."""
-        if not self.num_workers and min(self.load_seconds, self.step_seconds) > 0.05 * self.seconds:
-            return "loading and stepping take turns: a worker would do one beside the other"
-        if self.step_seconds >= self.load_seconds:
-            return "the step: loading keeps up, and neither more cache nor more workers would help"
-        stage = max(self.shares, key=lambda name: self.shares[name])
-        share = f"{self.shares[stage]:.0%} of the loading"
-        if stage == "origin":
-            return f"the origin, {share}: fewer reads help most; more workers if the storage has more to give"
-        if stage == "cache":
-            return f"the cache, {share}: a nearer or larger server; more workers hide it"
-        if self.is_cpu_bound:
-            return f"the CPUs, {stage} {share}: neither cache nor workers help, fewer pixels or more CPUs would"
-        return f"{stage}, {share}: more workers"
-
-
-def forecast(measured: MeasuredEpoch, *, num_samples: float, origin_reads: float, num_workers: int) -> EpochForecast:
-    """Scales a measured epoch to so many samples, of which the origin reads some and the cache the others, with
-    ``num_workers`` ≥ 0 a rank. Raises `ConfigError` for a negative number of workers, or an epoch without a sample."""
-    if num_workers < 0:
-        raise ConfigError.of("workers ≥ 0", num_workers, "take fewer away")
-    if measured.num_samples <= 0 or measured.seconds <= 0:
-        raise ConfigError.of("an epoch with a sample", measured.num_samples, "let the run finish an epoch")
-    was = _Model(measured, measured.num_samples, measured.origin_reads, measured.num_workers)
-    would = _Model(measured, num_samples, origin_reads, num_workers)
-    unexplained = measured.seconds - was.seconds
-    seconds = would.seconds + unexplained if unexplained >= 0 else would.seconds * measured.seconds / was.seconds
-    loading = (would.shares, would.load_seconds, would.step_seconds)
-    return EpochForecast(num_samples, origin_reads, seconds, *loading, num_workers, would.is_cpu_bound)
-
-
-class _Model:
-    """An epoch in which every worker is busy until the loading is done, while steps are taken beside it."""
-
-    def __init__(self, measured: MeasuredEpoch, num_samples: float, origin_reads: float, num_workers: int) -> None:
-        scale = num_samples / measured.num_samples
-        cache_reads = max(0.0, num_samples - origin_reads)
-        factors = dict.fromkeys(STAGES, scale)
-        factors["origin"] = origin_reads / measured.origin_reads if measured.origin_reads else 0.0
-        if measured.cache_reads:  # else all that is known of the cache is what it cost to fill it
-            factors["cache"] = cache_reads / measured.cache_reads
-        busy = {stage: measured.busy_seconds.get(stage, 0.0) * factors[stage] for stage in STAGES}
-        total, on_cpu = sum(busy.values()), sum(busy[stage] for stage in _ON_CPU)
-        self.shares: Mapping[str, float] = {stage: part / total for stage, part in busy.items()} if total else {}
-        processes_then = measured.num_ranks * max(1, measured.num_workers)
-        processes = measured.num_ranks * max(1, num_workers)
-        # A worker that waits for a CPU is busy in the books: what it did was less, by how crowded it was.
-        cpu_seconds = on_cpu * min(1.0, measured.num_cpus / processes_then)
-        self.load_seconds = max((total - on_cpu + cpu_seconds) / processes, cpu_seconds / measured.num_cpus)
-        self.is_cpu_bound = processes >= measured.num_cpus
-        self.step_seconds = measured.step_seconds * scale
-        beside = max(self.load_seconds, self.step_seconds)
-        self.seconds = beside if num_workers else self.load_seconds + self.step_seconds
-
 
 ENOUGH_EPOCHS: Final = 4
 """Recorded epochs that suffice without drawn ones: two that warm up, and two that do not."""
@@ -165,30 +39,44 @@ def what_if(directory: Path, trace: Trace, add_cache: int | None, add_workers: i
     steady, skip = prolong(trace, run.plan)
     policy = policy_of(run.plan)
     now = workers_of(run.plan)
-    cases: list[tuple[str, int, int]] = [("as it is", capacity, now)]
-    if add_cache is None and add_workers is None:
-        whole = trace.data_set_bytes
-        cases += [(f"twice the cache ({human_bytes(2 * capacity)})", 2 * capacity, now)] if 2 * capacity < whole else []
-        cases += [
-            (f"all of it cached ({human_bytes(whole)})", whole, now),
-            (f"{max(2, 2 * now)} workers", capacity, max(2, 2 * now)),
-        ]
-    else:
-        more, hands = capacity + (add_cache or 0), now + (add_workers or 0)
-        cases += [(f"{human_bytes(add_cache)} more cache ({human_bytes(more)})", more, now)] if add_cache else []
-        cases += [(f"{add_workers} more workers ({hands})", capacity, hands)] if add_workers else []
-        cases += [("both", more, hands)] if add_cache and add_workers else []
-    rows = [("a later epoch", "hits", "reads", "seconds", "samples/s", "what it waits for")]
+    cases = _cases(capacity, now, trace.data_set_bytes, add_cache, add_workers)
+    rows = [("a later epoch", "hits", "reads", "seconds", "samples/s", "time", "waits for")]
     first: EpochForecast | None = None
+    advice: list[str] = []
     for name, num_bytes, num_workers in cases:
         after = predict(steady, skip, policy, num_bytes, measured, num_workers)
-        change = "" if first is None else f"  ({_change(after.seconds, first.seconds)})"
+        change = "" if first is None else f"{after.seconds / first.seconds - 1:+.1%}"
         first = first or after
-        hits = f"{1 - after.origin_reads / after.num_samples:.1%}"
+        hits = percent(1 - after.origin_reads / after.num_samples)
         speed = (f"{after.origin_reads:,.0f}", f"{after.seconds:,.2f}", f"{after.samples_per_second:,.0f}")
-        rows.append((name, hits, *speed, f"{after.bottleneck}{change}"))
+        rows.append((name, hits, *speed, change, after.bottleneck))
+        advice += [after.advice] if after.advice not in advice else []
     yield ""
-    yield from table(rows, "<>>>><").splitlines()
+    yield from table(rows, "<>>>>><").splitlines()
+    yield ""
+    if add_cache and capacity + add_cache > trace.data_set_bytes:
+        left = human_bytes(max(0, trace.data_set_bytes - capacity))
+        yield f"{human_bytes(add_cache)} more is not needed: {left} more hold all {human_bytes(trace.data_set_bytes)}."
+    yield from advice
+
+
+def _cases(
+    capacity: int, workers: int, whole: int, add_cache: int | None, add_workers: int | None
+) -> list[tuple[str, int, int]]:
+    """Returns name, cache and workers of each case; no cache is larger than the whole data set."""
+    cases = [("as it is", capacity, workers)]
+    if add_cache is None and add_workers is None:
+        cases += [("twice the cache", 2 * capacity, workers)] if 2 * capacity < whole else []
+        cases += [("all of it cached", whole, workers)] if capacity < whole else []
+        hands = max(2, 2 * workers)
+        return [*cases, (f"{hands} workers", capacity, hands)]
+    more, hands = min(capacity + (add_cache or 0), max(whole, capacity)), workers + (add_workers or 0)
+    size = "all of it cached" if more == whole else f"{human_bytes(more - capacity)} more cache"
+    grown = bool(add_cache) and more > capacity
+    cases += [(size, more, workers)] if grown else []
+    cases += [(f"{add_workers} more workers", capacity, hands)] if add_workers else []
+    cases += [("both", more, hands)] if grown and add_workers else []
+    return cases
 
 
 def predict(
@@ -226,44 +114,5 @@ def policy_of(plan: dict[str, Any]) -> str:
     return str(plan.get("policy") or MODES.get(str(plan.get("sampling") or "unbiased")).default_policy)
 
 
-def workers_of(plan: dict[str, Any]) -> int:
-    """Returns the workers of each rank."""
-    return int(plan["workers"]) if isinstance(plan.get("workers"), int) else 2
-
-
-def measure(run: Run) -> tuple[MeasuredEpoch, int]:
-    """Returns the mean epoch of the run's later half, since the first epochs fill the cache, and the cache's capacity.
-
-    Raises `DataError` if the rows hold no times, and `ConfigError` if the run had no cache.
-    """
-    later = [each for each in run.epochs if each.epoch_seconds and each.counts.get("samples")]
-    later = later[len(later) // 2 :]
-    if not later or any(each.step_seconds is None or not each.busy_seconds for each in later):
-        raise DataError.of("epochs with their times", str(run.directory), "record a run with this version")
-    capacity = later[-1].capacity_bytes
-    if not capacity:
-        raise ConfigError.of("a run with a cache", str(run.directory), "run it with --cache local://")
-    nodes = run.plan.get("nodes")
-    return MeasuredEpoch(
-        num_samples=_mean(later, "samples"),
-        origin_reads=_mean(later, "origin_reads"),
-        cache_reads=_mean(later, "cache_reads"),
-        seconds=sum(each.epoch_seconds or 0.0 for each in later) / len(later),
-        step_seconds=sum(each.step_seconds or 0.0 for each in later) / len(later),
-        busy_seconds={s: sum(each.busy_seconds.get(s, 0.0) for each in later) / len(later) for s in STAGES},
-        num_ranks=max(each.ranks for each in later),
-        num_workers=workers_of(run.plan),
-        num_cpus=(later[-1].num_cpus or 1) * (nodes if isinstance(nodes, int) else 1),
-    ), int(capacity)
-
-
-def _mean(epochs: list[EpochSummary], name: str) -> float:
-    return float(np.mean([each.counts.get(name, 0) for each in epochs]))
-
-
 def _cell(samples: float, reads: float, seconds: float) -> str:
     return f"{samples:,.0f} samples an epoch in {seconds:,.2f} s, {samples / seconds:,.0f}/s; {reads:,.0f} origin reads"
-
-
-def _change(after: float, before: float) -> str:
-    return f"{after / before - 1:+.0%} time"

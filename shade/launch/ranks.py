@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -248,11 +249,13 @@ def watch(poll: Callable[[], int | None], config: RunConfig, *, in_lines: bool =
     """
     file = Path(config.out) / "progress.json"
     form = "{percentage:3.0f}% |{bar:6}| {desc}"
+    width = shutil.get_terminal_size().columns - 15 if sys.stderr.isatty() else None
+    starting = f"starting {config.processes} rank{'s' * (config.processes > 1)} (importing PyTorch)"
     began = time.monotonic()
     next_line = LINE_SECONDS if in_lines and not sys.stderr.isatty() else float("inf")
     first: tuple[float, float] | None = None
     with progress_bar(config.epochs, bar_format=form) as bar:
-        bar.set_description_str("starting the ranks")
+        bar.set_description_str(starting)
         while (status := poll()) is None:
             time.sleep(_POLL_SECONDS)
             now: dict[str, Any] = {}
@@ -266,25 +269,36 @@ def watch(poll: Callable[[], int | None], config: RunConfig, *, in_lines: bool =
                 done = now["epoch"] + now["step"] / max(1, now["num_steps"])
                 first = first or (seconds, done)
                 pace = (seconds - first[0]) / (done - first[1]) if done > first[1] else None
-                bar.set_description_str(_progress(now, config.epochs, pace and pace * (config.epochs - done)), False)
+                left = pace and pace * (config.epochs - done)
+                bar.set_description_str(_progress(now, config.epochs, left, width), False)
                 bar.update(done - bar.n)
             elif first is None:
-                bar.set_description_str(f"{now.get('note', 'starting the ranks')} · {seconds:.0f} s")
+                bar.set_description_str(f"{now.get('note', starting)} · {seconds:.0f} s")
         bar.n = config.epochs if status == 0 else bar.n
         bar.set_description_str("done" if status == 0 else "stopped")
     file.unlink(missing_ok=True)
     return status
 
 
-def _progress(now: dict[str, Any], epochs: int, seconds_left: float | None) -> str:
-    """Returns the text beside the bar; a terminal of 80 columns shows its first 65 characters."""
+def _progress(now: dict[str, Any], epochs: int, seconds_left: float | None, width: int | None) -> str:
+    """Returns the text beside the bar: as many parts as fit, the most important first; a terminal of 80 columns has
+    room for 65 characters."""
     parts = [f"epoch {now['epoch'] + 1}/{epochs}"]
     if now.get("loss") is not None:
         parts.append(f"loss {now['loss']:.3f}")
     if seconds_left is not None:
         parts.append(f"{tqdm.format_interval(seconds_left)} left")
-    parts += [f"hits {now['hit_ratio']:.0%}", f"reads {now.get('origin_bytes_per_second', 0.0) / 1e6:.1f} MB/s"]
-    return " · ".join([*parts, f"{now['samples_per_second']:,.0f} samples/s", f"waiting {now['waiting_fraction']:.0%}"])
+    parts += [f"hits {now['hit_ratio']:.0%}", f"storage {_rate(now.get('origin_bytes_per_second', 0.0))}"]
+    parts += [f"{now['samples_per_second']:,.0f} samples/s", f"waiting {now['waiting_fraction']:.0%}"]
+    while len(parts) > 1 and width is not None and len(" · ".join(parts)) > width:
+        parts.pop()
+    return " · ".join(parts)
+
+
+def _rate(bytes_per_second: float) -> str:
+    """Returns what storage gives, in MB/s; a small rate has more digits."""
+    rate = bytes_per_second / 1e6
+    return f"{rate:.1f} MB/s" if rate >= 0.95 or not rate else f"{rate:.2f} MB/s"
 
 
 def free_port() -> int:

@@ -36,6 +36,7 @@ from shade.report import write_comparison, write_report
 from shade.store import open_store
 from shade.store.url import format_address
 from shade.telemetry import JsonlSink
+from shade.terminal import status_line
 from shade.trajectory import LOSSES
 
 _OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "trail.jsonl", "progress.json")
@@ -163,7 +164,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     stores = StoreURLs("none")
     try:
         with signals_as_exceptions() as remind:
-            config, stores = resolve(args, Path.cwd())
+            with status_line(f"{prog}: reading the plan"):
+                config, stores = resolve(args, Path.cwd())
             if compares:
                 config = dataclasses.replace(config, script=str(EXAMPLES / "quickstart.py"))
             digits = (Path.cwd() / DIGITS).resolve()
@@ -173,7 +175,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
                     sys.stderr.write(f"writing the digits into {digits}\n")
                 prepare_digits(digits)
             is_there = not needs_digits or digits.is_dir()
-            content = preflight.check(config, stores) if is_there else f"the digits, still to be written into {digits}"
+            with status_line(f"{prog}: checking data, cache and snapshots"):
+                content = (
+                    preflight.check(config, stores) if is_there else f"the digits, still to be written into {digits}"
+                )
             if dry_run:
                 sys.stdout.write(describe(config, content) + "\n")
                 return 0
@@ -231,7 +236,9 @@ def _compare(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -
     if code == 0:
         code, message = _launch(config, stores, remind, "2/2: the same through shade\n", compared=True)
     if code == 0:
-        sys.stdout.write(write_comparison(plain.out, config.out))
+        with status_line("writing the comparison"):
+            comparison = write_comparison(plain.out, config.out)
+        sys.stdout.write(comparison)
     return code, message
 
 
@@ -277,7 +284,8 @@ def _launch(
         return 0, f"done; the report is on machine 0, this machine's logs are in {config.out}"
     if not place.has_results:
         return 0, f"done; the script reported no epoch, so there is no report in {config.out}"
-    report = write_report(config.out)
+    with status_line("writing the report"):
+        report = write_report(config.out)
     if not compared or config.cache != "none":
         sys.stdout.write(report)
     return 0, f"report, picture and logs are in {config.out}"

@@ -1,8 +1,9 @@
 """Turns a run directory into something to read: ``epochs.csv``, ``report.txt``, ``report.png`` and ``report.html``.
 
-In reading order: `rows` (reads the file and adds it up), `text` (the tables and what they mean), `plot` (the picture),
-`page` (the page, over ``templates/``). `quality` judges the samples of a run by their recorded losses, and `samples`
-writes the answer to `shade quality`.
+In reading order: `rows` (reads the file and adds it up), `forecast` (predicts other epochs, plain loading among them),
+`style` (colours, forms of numbers), `text` (the tables and what they mean), `plot` (the picture), `page` (the page,
+over ``templates/``). `quality` judges the samples of a run by their recorded losses, and `samples` writes the answer to
+`shade quality`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Writes ``report.html``: the run as one page that needs nothing else, no network, no script, no file beside it.
 
 A reader can mail it, archive it and open it years later. It is light or dark as the reader's system is; the charts are
-SVG in the page, and the contact sheet of `shade quality`, where there is one, is a picture in it.
+SVG in the page, and the contact sheet of `shade quality`, where there is one, is a picture in it. The run's results
+stand first, its settings last.
 
 This module computes; the templates in ``templates/`` say what the page looks like. jinja2 escapes all that they print
 (paths, settings, class names): a page that you receive shows what a run was called, and does not run it. A chart
-names classes instead of colours: ``style.css`` has two sets of them. Every mark has a ``<title>``, which browsers show
-under the pointer and screen readers read aloud. The price of charts without a script is that nothing can be zoomed; the
-numbers stand in the table below the charts and in ``epochs.csv``.
+names meanings instead of colours: `style` has two colours of each. All charts share the axis of epochs. Every mark has
+a ``<title>``, which browsers show under the pointer and screen readers read aloud. The price of charts without a script
+is that nothing can be zoomed; the numbers stand in the table below the charts and in ``epochs.csv``.
 """
 
 from __future__ import annotations
@@ -21,23 +22,35 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shade.report.quality import CSV_FILE, SHEET_FILE
+from shade.report.forecast import plain_loading
+from shade.report.quality import CSV_FILE, PRECISION, SHEET_FILE
 from shade.report.rows import CAUSES, Run
-from shade.report.text import LEGEND, flatten, human_bytes, reads_per_n, totals
+from shade.report.style import PALETTE, human_bytes, percent
+from shade.report.text import (
+    LEGEND,
+    PLAIN_TITLE,
+    Result,
+    details,
+    labelled,
+    plain_note,
+    plain_rows,
+    reads_per_n,
+    results,
+    settings,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-COLOURS = {"origin": "c4", "cache": "c2", "decode": "c5", "transform": "c6", "wait": "c7", "step": "c3"}
 WIDTH, HEIGHT = 560, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 8, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 26, 26
 _MOST_MARKS = 80
 """Points of a line that are marked; with more the marks would touch."""
 _MOST_SHEET_BYTES = 8 * 2**20
 _NUM_SUSPECTS = 10
 _HEADS = (
     "epoch", "loss", "train acc.", "val acc.", "samples", "hit ratio", "origin reads", "reads/N", "samples/s",
-    "seconds", "step", *CAUSES,
+    "seconds", "step", *CAUSES, "rest",
 )  # fmt: skip
 
 Format = Callable[[float], str]
@@ -48,8 +61,8 @@ class Series:
     """One quantity over epochs."""
 
     name: str
-    colour: str
-    """A class of the style sheet: ``c1`` … ``c7``."""
+    meaning: str
+    """One of `PALETTE`, which gives it its colour."""
     values: Sequence[float | None]
     """A value for each epoch; None leaves a gap."""
 
@@ -57,6 +70,18 @@ class Series:
     def is_known(self) -> bool:
         """Returns whether there is anything to draw."""
         return any(value is not None for value in self.values)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The axis of values of a chart."""
+
+    name: str
+    """What it shows, and the unit of its numbers."""
+    number: Format
+    """Writes a number of the axis, whose unit is in the name."""
+    value: Format
+    """Writes a value with its unit."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +110,29 @@ def render(run: Run) -> str:
     named = [str(run.plan[key]) for key in ("network", "sampling", "policy") if isinstance(run.plan.get(key), str)]
     ranks = max(e.ranks for e in run.epochs)
     size = f"{len(run.epochs)} epoch{'s' * (len(run.epochs) > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+    tiles = list(results(run))
+    comparison = plain_rows(run)
+    if comparison and comparison[-1][0] == "seconds an epoch":
+        value, _, sense = comparison[-1][3].partition(" × ")
+        tiles.insert(0, Result("speed", f"{value} ×", f"{sense} as plain loading (predicted)"))
     return _fill(
         "report.html",
         name=run.directory.resolve().name,
         subtitle=" · ".join([*named, size, str(run.directory)]),
-        tiles=_tiles(run),
+        palette=PALETTE,
+        tiles=tiles,
+        plain_title=PLAIN_TITLE,
+        plain_rows=comparison,
+        plain_note=plain_note(run),
         figures=_figures(run),
-        sentences=[line.strip() for line in totals(run)][1:],
+        sentences=details(run),
         suspects=_suspects(run.directory),
+        precision=PRECISION,
         sheet=_sheet(run.directory),
         heads=_HEADS,
         rows=_rows(run),
-        settings=flatten(run.plan),
-        legend=LEGEND,
+        legend=LEGEND.partition("\n")[2],
+        settings=settings(run),
     )
 
 
@@ -122,77 +157,69 @@ def _fill(template: str, **values: Any) -> str:
     return Markup(_templates().get_template(template).render(values))
 
 
-def _tiles(run: Run) -> Iterator[tuple[str, str]]:
-    """Yields meaning and value of each known number of the last epoch, and of the run's totals."""
-    last = run.epochs[-1]
-    accuracy = next((e.val_accuracy for e in reversed(run.epochs) if e.val_accuracy is not None), None)
-    stalls, seconds = last.stall_seconds, last.epoch_seconds
-    waited = sum(stalls.values()) / seconds if stalls and seconds else None
-    known = {
-        "hit ratio, last epoch": _percent(last.hit_ratio),
-        "origin reads / N, last epoch": _plain(reads_per_n(run, last), ".3f"),
-        "samples/s, last epoch": _plain(last.samples_per_second, ",.0f"),
-        "of the last epoch spent waiting for data": _percent(waited),
-        "validation accuracy": _percent(accuracy),
-        "training loss": _plain(last.loss, ".4g"),
-        "snapshots": _plain(run.snapshots.get("saves"), ",.0f"),
-    }
-    sent = sum(e.gradient_bytes or 0.0 for e in run.epochs)
-    if sent:
-        known["of gradients sent"] = human_bytes(sent)
-    return ((meaning, value) for meaning, value in known.items() if value)
-
-
 def _figures(run: Run) -> Iterator[Figure]:
     """Yields the charts for which the run has numbers."""
     epochs = [e.epoch for e in run.epochs]
+    predicted = plain_loading(run)
+    plain = None if predicted is None else predicted[1]
 
-    def of(name: str, colour: str, values: Iterable[float | None]) -> Series:
-        return Series(name, colour, list(values))
+    def of(name: str, meaning: str, values: Iterable[float | None]) -> Series:
+        return Series(name, meaning, list(values))
 
-    hits = [of("hit ratio", "c3", (e.hit_ratio for e in run.epochs))]
-    yield Figure("Hit ratio", hits, line_chart(epochs, hits, _percent_of, top=1.0))
-    reads = [of("origin reads", "c4", (e.counts.get("origin_reads") for e in run.epochs))]
+    hits = [of("hit ratio", "cache", (e.hit_ratio for e in run.epochs))]
+    yield Figure("Hit ratio", hits, line_chart(epochs, hits, _shares("hit ratio"), top=1.0))
+    reads = [of("origin reads", "origin", (e.counts.get("origin_reads") for e in run.epochs))]
     rule = float(run.num_samples) if run.num_samples else None
-    dashed = f"dashed: N = {run.num_samples:,}, what an epoch without a cache reads" if run.num_samples else ""
-    yield Figure("Origin reads", reads, bar_chart(epochs, reads, _short, rule=rule), dashed)
-    speed = [of("samples/s", "c1", (e.samples_per_second for e in run.epochs))]
-    highest = max((v for v in speed[0].values if v is not None), default=0.0)
-    yield Figure("Throughput, samples/s", speed, line_chart(epochs, speed, _short, top=highest or 1.0))
-    spent = [of(cause, COLOURS[cause], (e.stall_seconds.get(cause) for e in run.epochs)) for cause in CAUSES]
-    spent.insert(0, of("step", COLOURS["step"], (e.step_seconds for e in run.epochs)))
-    caption = "step: the script had its batch; the others: it waited for one, while loading was busy with …"
-    yield Figure("Where the time went, seconds a rank", spent, bar_chart(epochs, spent, _seconds), caption)
-    yield from _curves(run, epochs, "Loss", "loss", "val_loss", _short, None)
-    yield from _curves(run, epochs, "Accuracy", "train_accuracy", "val_accuracy", _percent_of, 1.0)
-    blocked = [of("waited for snapshots", "c2", (e.snapshot_seconds for e in run.epochs))]
+    dashed = f"dashed: plain loading reads all N = {run.num_samples:,} samples" if run.num_samples else ""
+    yield Figure("Origin reads", reads, bar_chart(epochs, reads, _numbers("reads an epoch"), rule=rule), dashed)
+    speed = [of("samples/s", "run", (e.samples_per_second for e in run.epochs))]
+    known = [v for v in speed[0].values if v is not None]
+    rule = None if plain is None else plain.samples_per_second
+    dashed = "" if rule is None else f"dashed: plain loading, {rule:,.0f} samples/s (predicted)"
+    chart = line_chart(
+        epochs, speed, _numbers("samples/s, all ranks"), top=max([*known, rule or 0.0]) or 1.0, rule=rule
+    )
+    yield Figure("Throughput", speed, chart, dashed)
+    spent = [of("step", "step", (e.step_seconds for e in run.epochs))]
+    spent += [of(cause, cause, (e.stall_seconds.get(cause) for e in run.epochs)) for cause in CAUSES]
+    spent.append(of("rest", "rest", (e.rest_seconds for e in run.epochs)))
+    rule = None if plain is None else plain.seconds
+    dashed = "" if rule is None else f"dashed: plain loading, {_seconds(rule)} (predicted); "
+    caption = "step: the script had its batch; origin … wait: it waited for one, while loading was busy with …"
+    chart = bar_chart(epochs, spent, _SECONDS, rule=rule)
+    yield Figure("Where the time went", spent, chart, dashed + caption)
+    yield from _curves(run, epochs, "Loss", "loss", "val_loss", _numbers("loss, mean of a sample"), None)
+    yield from _curves(run, epochs, "Accuracy", "train_accuracy", "val_accuracy", _shares("accuracy"), 1.0)
+    blocked = [of("waited for snapshots", "snapshots", (e.snapshot_seconds for e in run.epochs))]
     if any(e.snapshot_seconds for e in run.epochs):
-        yield Figure("Snapshots: time the training waited", blocked, bar_chart(epochs, blocked, _seconds))
-    sent = [of("sent", "c5", (e.gradient_bytes for e in run.epochs))]
+        yield Figure("Snapshots: time the training waited", blocked, bar_chart(epochs, blocked, _SECONDS))
+    sent = [of("sent", "gradient", (e.gradient_bytes for e in run.epochs))]
     if sent[0].is_known:
-        yield Figure("Gradients sent, all ranks", sent, bar_chart(epochs, sent, human_bytes))
+        scale = Scale("bytes an epoch, all ranks", human_bytes, human_bytes)
+        yield Figure("Gradients sent", sent, bar_chart(epochs, sent, scale))
 
 
 def _curves(
-    run: Run, epochs: Sequence[int], title: str, training: str, validation: str, form: Format, top: float | None
+    run: Run, epochs: Sequence[int], title: str, training: str, validation: str, scale: Scale, top: float | None
 ) -> Iterator[Figure]:
     """Yields the chart of a quantity that training and validation have, if either is known."""
     series = [
-        Series("training", "c1", [getattr(e, training) for e in run.epochs]),
-        Series("validation", "c2", [getattr(e, validation) for e in run.epochs]),
+        Series("training", "training", [getattr(e, training) for e in run.epochs]),
+        Series("validation", "validation", [getattr(e, validation) for e in run.epochs]),
     ]
     if any(each.is_known for each in series):
-        yield Figure(title, series, line_chart(epochs, series, form, top=top))
+        yield Figure(title, series, line_chart(epochs, series, scale, top=top))
 
 
 def _rows(run: Run) -> Iterator[list[str]]:
-    """Yields the cells of each epoch, in the order of `_HEADS`; an unknown number is empty."""
-    for e in run.epochs:
+    """Yields the cells of each epoch and of the whole run, in the order of `_HEADS`; an unknown number is empty."""
+    for label, e in labelled(run):
         yield [
-            str(e.epoch), _plain(e.loss, ".4f"), _percent(e.train_accuracy), _percent(e.val_accuracy),
+            label, _plain(e.loss, ".4f"), _percent(e.train_accuracy), _percent(e.val_accuracy),
             _plain(e.counts.get("samples"), ","), _percent(e.hit_ratio), _plain(e.counts.get("origin_reads"), ","),
             _plain(reads_per_n(run, e), ".3f"), _plain(e.samples_per_second, ",.0f"), _plain(e.epoch_seconds, ",.2f"),
             _plain(e.step_seconds, ",.2f"), *(_plain(e.stall_seconds.get(cause), ",.2f") for cause in CAUSES),
+            _plain(e.rest_seconds, ",.2f"),
         ]  # fmt: skip
 
 
@@ -202,10 +229,15 @@ def _suspects(directory: Path) -> list[list[str]]:
         with (directory / CSV_FILE).open(newline="", encoding="utf-8", errors="replace") as file:
             rows = [row for row, _ in zip(csv.DictReader(file), range(_NUM_SUSPECTS), strict=False)]
         return [
-            [row["suspicion"], row["confidence"], row["usual_confidence"], row["target"], row["sample"] or row["index"]]
+            [
+                row["suspicion"],
+                *(percent(float(row[name])) if row[name] else "" for name in ("confidence", "usual_confidence")),
+                row["target"],
+                row["sample"] or row["index"],
+            ]
             for row in rows
         ]
-    except (OSError, csv.Error, KeyError):
+    except (OSError, csv.Error, KeyError, ValueError):
         return []
 
 
@@ -221,36 +253,40 @@ def _sheet(directory: Path) -> str:
 # ── charts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def line_chart(epochs: Sequence[int], series: Sequence[Series], form: Format, *, top: float | None = None) -> str:
+def line_chart(
+    epochs: Sequence[int],
+    series: Sequence[Series],
+    scale: Scale,
+    *,
+    top: float | None = None,
+    rule: float | None = None,
+) -> str:
     """Returns lines with a mark at each epoch as an ``<svg>`` element, or a sentence where nothing is known.
 
-    The axis runs from 0 to `top`, or without `top` over the values. `form` writes a value as text.
+    The axis runs from 0 to `top`, or without `top` over the values. A dashed line stands at `rule`, if given.
     """
     known = [value for each in series for value in each.values if value is not None]
     if not known:
         return _chart(None, series)
     low, high = (0.0, top) if top is not None else (min(known), max(known))
-    frame = _Frame(epochs, low, high, form)
+    frame = _Frame(epochs, low, high, scale)
     lines, dots = [], []
     for each in series:
         for run in _runs(epochs, each.values):
-            lines.append((each.colour, [(frame.x(epoch), frame.y(value)) for epoch, value in run]))
+            lines.append((each.meaning, [(frame.x(epoch), frame.y(value)) for epoch, value in run]))
             dots += [
-                (each.colour, frame.x(epoch), frame.y(value), f"{each.name}, epoch {epoch}: {form(value)}")
+                (each.meaning, frame.x(epoch), frame.y(value), f"{each.name}, epoch {epoch}: {scale.value(value)}")
                 for epoch, value in run
             ]
-    return _chart(frame, series, lines=lines, dots=dots if len(epochs) <= _MOST_MARKS else ())
+    return _chart(frame, series, rule, lines=lines, dots=dots if len(epochs) <= _MOST_MARKS else ())
 
 
-def bar_chart(epochs: Sequence[int], series: Sequence[Series], form: Format, *, rule: float | None = None) -> str:
-    """Returns bars, one an epoch, with the series on top of each other, as `line_chart` does.
-
-    A dashed line stands at `rule`, if given.
-    """
+def bar_chart(epochs: Sequence[int], series: Sequence[Series], scale: Scale, *, rule: float | None = None) -> str:
+    """Returns bars, one an epoch, with the series on top of each other, as `line_chart` does."""
     heights = [sum(each.values[n] or 0.0 for each in series) for n in range(len(epochs))]
     if not any(each.is_known for each in series):
         return _chart(None, series)
-    frame = _Frame(epochs, 0.0, max([*heights, rule or 0.0]), form)
+    frame = _Frame(epochs, 0.0, max([*heights, rule or 0.0]), scale)
     bars = []
     for number, epoch in enumerate(epochs):
         floor = 0.0
@@ -260,9 +296,9 @@ def bar_chart(epochs: Sequence[int], series: Sequence[Series], form: Format, *, 
                 continue
             y, bottom = frame.y(floor + value), frame.y(floor)
             left, height = round(frame.x(epoch) - frame.bar / 2, 1), round(max(bottom - y, 0.5), 1)
-            bars.append((each.colour, left, y, height, f"{each.name}, epoch {epoch}: {form(value)}"))
+            bars.append((each.meaning, left, y, height, f"{each.name}, epoch {epoch}: {scale.value(value)}"))
             floor += value
-    return _chart(frame, series, bars=bars, rule=None if rule is None else frame.y(rule))
+    return _chart(frame, series, rule, bars=bars)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -277,14 +313,15 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 class _Frame:
     """Maps epochs and values to places in the picture, rounded to a tenth of a pixel."""
 
-    left, right, width, height = _LEFT, WIDTH - _RIGHT, WIDTH, HEIGHT
+    left, right, top, bottom, width, height = _LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM, WIDTH, HEIGHT
 
-    def __init__(self, epochs: Sequence[int], low: float, high: float, form: Format) -> None:
+    def __init__(self, epochs: Sequence[int], low: float, high: float, scale: Scale) -> None:
+        self.name = scale.name
         values = ticks(low, high)
         self._low, self._high, self._first = values[0], values[-1], epochs[0]
         self._slot = (self.right - self.left) / max(4, epochs[-1] - epochs[0] + 1)
         self.bar = round(max(1.0, self._slot * (0.66 if len(epochs) <= 60 else 1.0)), 1)
-        self.grid = [(self.y(value), form(value)) for value in values]
+        self.grid = [(self.y(value), scale.number(value)) for value in values]
         self.columns = [(self.x(epoch), epoch) for epoch in epochs[:: -(-len(epochs) // 12)]]
 
     def x(self, epoch: int) -> float:
@@ -294,13 +331,14 @@ class _Frame:
     def y(self, value: float) -> float:
         """Returns the place of a value, from the top."""
         share = (min(max(value, self._low), self._high) - self._low) / (self._high - self._low)
-        return round(self.height - _BOTTOM - share * (self.height - _TOP - _BOTTOM), 1)
+        return round(self.bottom - share * (self.bottom - self.top), 1)
 
 
 def _chart(frame: _Frame | None, series: Sequence[Series], rule: float | None = None, **marks: Sequence[Any]) -> str:
     """Returns a chart as markup; without a frame, the sentence that there is nothing to draw."""
     names = ", ".join(each.name for each in series if each.is_known)
-    return _fill("chart.svg", frame=frame, names=names, rule=rule, **{"lines": (), "dots": (), "bars": (), **marks})
+    height = None if rule is None or frame is None else frame.y(rule)
+    return _fill("chart.svg", frame=frame, names=names, rule=height, **{"lines": (), "dots": (), "bars": (), **marks})
 
 
 def _runs(epochs: Sequence[int], values: Sequence[float | None]) -> list[list[tuple[int, float]]]:
@@ -322,11 +360,7 @@ def _plain(value: float | None, form: str) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _percent_of(value: float) -> str:
-    return f"{value:.3g}" if value == 0 else f"{100 * value:.3g} %"
+    return "" if value is None else percent(value)
 
 
 def _short(value: float) -> str:
@@ -339,3 +373,14 @@ def _short(value: float) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:,.3g} s"
+
+
+def _numbers(name: str) -> Scale:
+    return Scale(name, _short, _short)
+
+
+def _shares(name: str) -> Scale:
+    return Scale(f"{name}, %", lambda share: f"{100 * share:g}", percent)
+
+
+_SECONDS = Scale("seconds of a rank", _short, _seconds)

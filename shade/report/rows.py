@@ -14,7 +14,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shade.errors import DataError
@@ -27,6 +29,12 @@ COUNTERS = (
     "admitted", "admitted_bytes", "declined", "yielded", "corrupt", "store_errors", "bad_samples",
 )  # fmt: skip
 """Fields that add up over partial rows and over ranks."""
+
+_LAST = (
+    "loss", "train_accuracy", "val_loss", "val_accuracy", "learning_rate", "resident_bytes", "capacity_bytes",
+    "num_cpus",
+)  # fmt: skip
+"""Fields of which the last one stands for the run."""
 
 
 @dataclass
@@ -73,6 +81,13 @@ class EpochSummary:
         samples = self.counts.get("samples")
         return samples / self.epoch_seconds if samples is not None and self.epoch_seconds else None
 
+    @property
+    def rest_seconds(self) -> float | None:
+        """Returns the time that was neither step nor stall: validation, end of the epoch; None if one is unknown."""
+        if self.epoch_seconds is None or self.step_seconds is None:
+            return None
+        return max(0.0, self.epoch_seconds - self.step_seconds - sum(self.stall_seconds.values()))
+
 
 @dataclass
 class Run:
@@ -91,11 +106,34 @@ class Run:
     """N, the size of the data set, from the last row with ``num_samples``, else from the plan."""
     gradient: dict[str, float] = field(default_factory=dict)
     """Some of the gradient engine's counts, each of the rank that has most; empty where gradients went whole."""
+    cached_format: dict[str, Any] = field(default_factory=dict)
+    """``form``, and the predicted and measured seconds and hit ratio of a sample, the median of the measured ones;
+    empty where no prediction was made."""
 
     def total(self, name: str) -> int | None:
         """Returns a counter over all epochs; None if no epoch has it."""
-        known = [e.counts[name] for e in self.epochs if name in e.counts]
-        return sum(known) if known else None
+        return self.whole.counts.get(name)
+
+    @cached_property
+    def whole(self) -> EpochSummary:
+        """Returns the run as one row: counts and seconds are sums; losses, accuracies and the cache are the last
+        known."""
+        last: dict[str, Any] = {}
+        for name in _LAST:
+            last[name] = next((v for e in reversed(self.epochs) if (v := getattr(e, name)) is not None), None)
+        return EpochSummary(
+            epoch=self.epochs[-1].epoch,
+            ranks=max(e.ranks for e in self.epochs),
+            counts=_totals(e.counts for e in self.epochs),
+            epoch_seconds=_total(e.epoch_seconds for e in self.epochs),
+            stall_seconds=_totals(e.stall_seconds for e in self.epochs),
+            receipt=self.epochs[-1].receipt,
+            step_seconds=_total(e.step_seconds for e in self.epochs),
+            busy_seconds=_totals(e.busy_seconds for e in self.epochs),
+            snapshot_seconds=_total(e.snapshot_seconds for e in self.epochs),
+            gradient_bytes=_total(e.gradient_bytes for e in self.epochs),
+            **last,
+        )
 
 
 def load_run(directory: str | os.PathLike[str]) -> Run:
@@ -129,7 +167,18 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     summaries = [_summarize(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)]
     num_samples = _last([plan, *rows], "num_samples")
     samples = int(num_samples) if num_samples else None
-    return Run(directory, plan, summaries, num_torn, _snapshots(saves), samples, _gradient(rows))
+    return Run(directory, plan, summaries, num_torn, _snapshots(saves), samples, _gradient(rows), _cached_format(rows))
+
+
+def _cached_format(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the form that was used, what was predicted of it, and the median of what was measured."""
+    known = [row for row in rows if isinstance(row.get("form"), str)]
+    found: dict[str, Any] = {"form": known[-1]["form"]} if known else {}
+    for name in ("seconds_per_sample", "hit_ratio"):
+        found[f"predicted_{name}"] = _last(known, f"predicted_{name}")
+        measured = [value for row in known if (value := _number(row.get(f"measured_{name}"))) is not None]
+        found[f"measured_{name}"] = median(measured) if measured else None
+    return found if all(value is not None for value in found.values()) else {}
 
 
 def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -218,6 +267,20 @@ def _last(rows: list[dict[str, Any]], name: str) -> float | None:
 
 def _largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _totals(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the sum of each name that at least one part has."""
+    sums: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

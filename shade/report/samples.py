@@ -4,7 +4,8 @@
 every sample in a table, the most suspicious first; a contact sheet; and a page of text about them.
 
 The contact sheet is one picture of the most suspicious samples, each over its label and its confidence: a person sees
-in a second what no statistic can, a wrong label, a broken scan, or a picture that is just hard.
+in a second what no statistic can, a wrong label, a broken scan, or a picture that is just hard. Its heading says how
+many of such suspicions were right where the wrong labels are known (``tests/integration/test_quality_flips.py``).
 
 Duplicates are files that are equal byte for byte, by a 128-bit hash: such a sample counts twice, or, under two labels,
 contradicts itself. Only files of equal length are opened, the most suspicious first, so that a data set on slow storage
@@ -17,6 +18,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,9 +26,10 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 
-from shade.report.quality import CSV_FILE, FEWEST_USES, SETTLED_AFTER, SHEET_FILE, Verdicts, judge
+from shade.report.quality import CSV_FILE, FEWEST_USES, PRECISION, SETTLED_AFTER, SHEET_FILE, Verdicts, judge
+from shade.report.style import percent
 from shade.trajectory import LOSSES, Samples, Trajectory
 from shade.types import Indices
 
@@ -37,7 +40,10 @@ COLUMNS = (
 )  # fmt: skip
 _NUM_LISTED = 10
 _PER_ROW, MOST = 8, 48
-_SIDE, _GAP, _CAPTION = 112, 10, 30
+_TITLE, _TEXT, _LINE = 20, 13, 19
+"""Heights of the letters, and of the heading's lines below its title."""
+_LONGEST_LINE = 150
+_SIDE, _GAP, _CAPTION = 112, 10, 36
 _PAPER, _FRAME, _INK, _MUTED = "#ffffff", "#d7dde3", "#22303c", "#6b7a88"
 _LONGEST = 18
 MOST_READ = 100_000
@@ -58,7 +64,17 @@ def write_quality(directory: str | os.PathLike[str]) -> str:
         writer.writerow(COLUMNS)
         writer.writerows(_rows(verdicts, samples, duplicates, order.tolist()))
     shown = _exhibits(verdicts, samples, order[:MOST].tolist())
-    num_shown = write_sheet(shown, directory / SHEET_FILE)
+    epochs = int(verdicts.uses_N.max(initial=0))
+    heading = (
+        f"Samples worth a look: {directory.resolve().name}",
+        *textwrap.wrap(
+            f"The most suspicious of {trajectory.num_samples:,} samples. Below each: its label; the model's confidence "
+            f"in it, of what is usual in its class (means over up to {epochs} epoch{'s' * (epochs != 1)}).",
+            _LONGEST_LINE,
+        ),
+        *textwrap.wrap(PRECISION, _LONGEST_LINE),
+    )
+    num_shown = write_sheet(shown, directory / SHEET_FILE, heading)
     return "\n".join(_summary(trajectory, verdicts, duplicates, order, num_shown)) + "\n"
 
 
@@ -104,7 +120,7 @@ def _exhibits(verdicts: Verdicts, samples: Samples, order: Sequence[int]) -> lis
         Exhibit(
             samples.names[index],
             f"'{label_of(samples, index)}'",
-            f"{verdicts.confidence_N[index]:.0%} of {verdicts.usual_N[index]:.0%}",
+            f"{percent(verdicts.confidence_N[index])} of {percent(verdicts.usual_N[index])}",
         )
         for index in order
         if verdicts.suspicion_N[index] > 0
@@ -120,10 +136,7 @@ def _summary(
     few = int((verdicts.uses_N < FEWEST_USES).sum())
     if few:
         yield f"  {few:,} were used less than {FEWEST_USES} times: nothing is said of them"
-    yield (
-        f"  {int(verdicts.mislabelled_N.sum()):,} likely mislabelled: the model believed in the label at most half as "
-        "much as is usual in its class"
-    )
+    yield f"  {int(verdicts.mislabelled_N.sum()):,} likely mislabelled: at most half the confidence usual in the class"
     yield f"  {int(verdicts.never_learned_N.sum()):,} never learned: at no use did the label get an even chance"
     if samples.names:
         first_of = duplicates.first_of
@@ -136,9 +149,11 @@ def _summary(
     for index in order[:_NUM_LISTED].tolist():
         name = samples.names[index] if samples.names else f"index {index}"
         yield (
-            f"  {verdicts.confidence_N[index]:>6.1%} {verdicts.usual_N[index]:>6.1%} {verdicts.uses_N[index]:>4}  "
-            f"{label_of(samples, index):<16} {name}"
+            f"  {percent(verdicts.confidence_N[index]):>6} {percent(verdicts.usual_N[index]):>6} "
+            f"{verdicts.uses_N[index]:>4}  {label_of(samples, index):<16} {name}"
         )
+    yield ""
+    yield textwrap.fill(PRECISION, 80)
     yield ""
     sheet = f", {SHEET_FILE} shows the first {num_shown}" if num_shown else f"; no {SHEET_FILE}: there is no picture"
     yield f"{CSV_FILE} has all of them, in this order{sheet}"
@@ -201,8 +216,8 @@ class Exhibit:
     remark: str
 
 
-def write_sheet(exhibits: Sequence[Exhibit], path: Path) -> int:
-    """Draws the contact sheet of at most `MOST` exhibits; returns how many could be shown.
+def write_sheet(exhibits: Sequence[Exhibit], path: Path, heading: Sequence[str] = ("",)) -> int:
+    """Draws the contact sheet of at most `MOST` exhibits below a title and lines; returns how many could be shown.
 
     Leaves out a file that is gone or is no picture. Without anything to show, removes an old sheet.
     """
@@ -211,18 +226,21 @@ def write_sheet(exhibits: Sequence[Exhibit], path: Path) -> int:
     if not shown:
         return 0
     rows = -(-len(shown) // _PER_ROW)
-    columns = min(_PER_ROW, len(shown))
-    sheet = Image.new(
-        "RGB", (_GAP + columns * (_SIDE + _GAP), _GAP + rows * (_SIDE + _CAPTION + _GAP)), _PAPER
-    )  # fmt: skip
+    head = 4 * _GAP + _TITLE + _LINE * (len(heading) - 1)
+    width, height = _GAP + _PER_ROW * (_SIDE + _GAP), head + rows * (_SIDE + _CAPTION + _GAP)
+    sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
+    title, text = ImageFont.load_default(_TITLE), ImageFont.load_default(_TEXT)
+    for number, line in enumerate(heading):
+        top = _GAP + (number and _TITLE + _GAP + _LINE * (number - 1))
+        draw.text((_GAP, top), _ascii(line), fill=_MUTED if number else _INK, font=text if number else title)
     for number, (exhibit, picture) in enumerate(shown):
         left = _GAP + number % _PER_ROW * (_SIDE + _GAP)
-        top = _GAP + number // _PER_ROW * (_SIDE + _CAPTION + _GAP)
+        top = head + number // _PER_ROW * (_SIDE + _CAPTION + _GAP)
         draw.rectangle((left - 1, top - 1, left + _SIDE, top + _SIDE), outline=_FRAME)
         sheet.paste(picture, (left + (_SIDE - picture.width) // 2, top + (_SIDE - picture.height) // 2))
-        draw.text((left, top + _SIDE + 3), _drawable(exhibit.label), fill=_INK)
-        draw.text((left, top + _SIDE + 15), _drawable(exhibit.remark), fill=_MUTED)
+        draw.text((left, top + _SIDE + 3), _drawable(exhibit.label), fill=_INK, font=text)
+        draw.text((left, top + _SIDE + 18), _drawable(exhibit.remark), fill=_MUTED, font=text)
     sheet.save(path)
     return len(shown)
 
@@ -240,6 +258,10 @@ def _thumbnail(path: str) -> Image.Image | None:
 
 
 def _drawable(text: str) -> str:
-    """Returns text in ASCII, which is what Pillow's own font draws, cut to the width of a picture."""
-    plain = text.encode("ascii", "replace").decode()
+    """Returns text as Pillow's own font draws it, cut to the width of a picture."""
+    plain = _ascii(text)
     return plain if len(plain) <= _LONGEST else plain[: _LONGEST - 2] + ".."
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()

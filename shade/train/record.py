@@ -165,6 +165,12 @@ def replace(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def show_note(out: Path, note: str) -> None:
+    """Writes what this machine's first rank does before its first step, for the launcher's bar and `shade top`."""
+    with contextlib.suppress(OSError):  # no line of progress is worth a training
+        replace(out / "progress.json", json.dumps({"note": note}))
+
+
 TRACE_FILE = "trace.npz"
 """In the run directory: the order of every epoch, for `shade simulate`."""
 _PROGRESS_SECONDS = 0.2

@@ -32,7 +32,7 @@ from shade.data._sampler.sampler import ShadeSampler
 from shade.data._transforms.randomness import set_generators
 from shade.errors import ConfigError, PeerLostError, ShadeError
 from shade.process import die_with_parent
-from shade.train.record import RunRecord
+from shade.train.record import RunRecord, show_note
 from shade.train.replica import DenseReplica, Replica, SparseReplica, sparse_optimizer
 from shade.train.snapshots import Snapshots
 from shade.types import Stateful
@@ -110,7 +110,12 @@ class TrainSession:
             group = dist.new_group(backend="gloo", timeout=timeout)
             assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
             self._host_group = group
+        self._show_note("building data set and model")
         return self
+
+    def _show_note(self, note: str) -> None:
+        if self.local_rank == 0 and RUN_FILE in os.environ:
+            show_note(Path(self.config.out), note)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -153,6 +158,7 @@ class TrainSession:
             self.config, {"sampler": sampler, **stateful, "session": self._place}, dataset.cache
         )
         if self._snapshots.resumes:
+            self._show_note("restoring the newest snapshot")
             total_steps = self._snapshots.restore()
             self._epoch_steps = sampler.steps_done
             self._steps_before = total_steps - sampler.steps_done
@@ -167,6 +173,7 @@ class TrainSession:
             self._snapshots.figures,
             self._replica.figures if self._replica is not None else dict,
         )
+        self._show_note("loading the first batch")
 
     def optimizer(self, kind: type[torch.optim.Optimizer], *parameters: Any, **settings: Any) -> torch.optim.Optimizer:
         """Returns an optimizer: of this class, or under ``--gradient`` its counterpart for sparse gradients.

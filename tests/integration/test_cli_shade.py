@@ -178,7 +178,7 @@ class TestSimulate:
         table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
         assert [cell.strip().partition(":")[0] for cell in table[0]] == ["policy", "f=0.2", "f=0.5", "f=10.24"]
         assert [line[0].strip() for line in table[1:]] == ["plan", "static", "lru"]
-        assert [cell.strip() for cell in table[2][1:]] == ["20.0, 0.800", "50.0, 0.500", "100.0, 0.000"]
+        assert [cell.strip() for cell in table[2][1:]] == ["20.0%, 0.800", "50.0%, 0.500", "100.0%, 0.000"]
 
     def test_the_trace_file_itself_and_a_picture(self, run: Path, capsys: Capture) -> None:
         assert main(["simulate", str(run / "trace.npz"), "--plot", "c.png"]) == 0
@@ -281,4 +281,27 @@ class TestDoctor:
         settings = {"user": "few on >pw ~* -@all +ping +get +info +dbsize +select +client|setname"}
         with LocalServer(directory=tmp_path, settings=settings) as server:
             assert main(["doctor", "--cache", f"unix://few:pw@{server.socket_path}"]) == 0
-        assert "does not show its settings" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "CONFIG is refused to this user, training does not need it" in told
+        assert "CONFIG SET" not in told
+
+    @pytest.mark.multiprocess
+    def test_a_managed_server_gets_cures_that_its_user_can_follow(self, tmp_path: Path, capsys: Capture) -> None:
+        """Without the right to CONFIG; the default user plays the provider's console."""
+        rights = "~* -@all +ping +get +info +dbsize +select +client|setname"
+        settings = {"user": f"few on >pw {rights}", "maxmemory-policy": "allkeys-lru", "appendonly": "yes"}
+        with LocalServer(directory=tmp_path, settings=settings) as server:
+            url = f"unix://few:pw@{server.socket_path}"
+            assert main(["doctor", "--cache", url]) == 0
+            told = capsys.readouterr().out
+            assert "CONFIG SET" not in told
+            assert "→ set maxmemory-policy to 'noeviction' where the provider keeps a server's parameters" in told
+            assert "→ set appendonly to 'no' where the provider" in told
+            assert "→ add ?capacity=8GiB to the URL" in told
+            for setting, value in (("maxmemory-policy", "noeviction"), ("appendonly", "no")):
+                assert server.ask("CONFIG", "SET", setting, value) == b"OK"
+            assert main(["doctor", "--cache", f"{url}?capacity=8GiB"]) == 0
+        told = capsys.readouterr().out
+        assert "as a cache should have it: maxmemory-policy, appendonly" in told
+        assert "?capacity= bounds the cache" in told
+        assert server.socket_path not in [line.split()[1] for line in told.splitlines() if line.startswith("warn")]

@@ -52,6 +52,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert all(name in text for name in SAME)
 
 
+def test_every_picture_is_shown_by_a_page_and_small() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    for picture in (DOCS / "images").iterdir():
+        assert f"images/{picture.name})" in pages, picture.name
+        assert picture.stat().st_size < 150_000, picture.name
+
+
 def test_there_are_four_kinds_of_pages_and_enough_of_them() -> None:
     kinds = ("tutorials", "how-to", "reference", "explanation")
     counts = {kind: len(list((DOCS / kind).glob("*.md"))) for kind in kinds}

@@ -92,7 +92,7 @@ def test_the_command_answers_from_one_recorded_epoch(tmp_path: Path, capsys: Cap
     answer = capsys.readouterr().out
     predicted = table(answer)
     assert len(predicted) == 4, answer
-    assert "what it waits for" in answer
+    assert "waits for" in answer
     names = list(predicted)
     assert names[0] == "as it is"
     assert names[-1] == "both"
@@ -118,7 +118,7 @@ def test_without_a_wish_it_offers_a_choice_and_a_trace_alone_has_no_times(tmp_pa
     assert "all of it cached" in answer
     trace = str(tmp_path / "out" / "trace.npz")
     assert main(["simulate", trace]) == 0
-    assert "what it waits for" not in capsys.readouterr().out
+    assert "waits for" not in capsys.readouterr().out
     assert main(["simulate", trace, "--add-workers", "2"]) == 2
     assert "a run directory" in capsys.readouterr().err
 

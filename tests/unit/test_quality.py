@@ -104,7 +104,8 @@ def test_the_table_the_sheet_and_the_text(tmp_path: Path, capsys: pytest.Capture
     assert "  2 likely mislabelled" in told
     assert "  2 never learned" in told
     assert "  2 duplicates of another file, 0 of them under another label" in told
-    assert told.index("05.png") < told.index("quality.csv has all of them")
+    assert told.index("05.png") < told.index("Precision: ") < told.index("quality.csv has all of them")
+    assert max(len(line) for line in told.splitlines() if ".png" not in line) <= 80
     with (tmp_path / "quality.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 40
@@ -115,6 +116,23 @@ def test_the_table_the_sheet_and_the_text(tmp_path: Path, capsys: pytest.Capture
         assert sheet.width > 500
         colours = {colour for _, colour in sheet.convert("RGB").getcolors(1 << 20) or ()}
     assert (30, 100, 0) in colours, "sample 5 is on it"
+
+
+LINES = ("The most suspicious of 1,437 samples.", "Precision: look at each." + " x" * 55)
+
+
+def test_a_sheet_has_a_title_and_says_how_precise_it_is(tmp_path: Path) -> None:
+    Image.new("L", (30, 10), 128).save(tmp_path / "grey.png")
+    exhibits = [Exhibit(str(tmp_path / "grey.png"), "'3'", "1.0% of 95.0%")]
+    heights = []
+    for heading in ((), ("Samples worth a look: run",), ("Samples worth a look: run", *LINES)):
+        write_sheet(exhibits, tmp_path / "sheet.png", heading or ("",))
+        with Image.open(tmp_path / "sheet.png") as sheet:
+            ink = np.asarray(sheet.convert("L"))
+        heights.append(sheet.height)
+        assert (ink[:40] < 100).any() == bool(heading), "the title is the darkest text at the top"
+        assert not (ink[:, -4:] < 250).any(), "no line is cut off"
+    assert heights[2] == heights[1] + 19 * len(LINES)
 
 
 def test_duplicates_under_two_labels_are_told(tmp_path: Path) -> None:

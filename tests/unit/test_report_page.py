@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from shade.report import write_report
-from shade.report.page import Series, bar_chart, line_chart, ticks
+from shade.report.page import Scale, Series, bar_chart, line_chart, ticks
+from shade.report.style import PALETTE, percent
 
 VOID = {"meta", "img"}
 
@@ -81,10 +82,10 @@ def test_it_needs_nothing_but_itself(tmp_path: Path) -> None:
 def test_it_says_what_the_rows_say(tmp_path: Path) -> None:
     gradient = {"gradient_bytes_sent": 4096, "gradient_steps": 10}
     page = page_of(write_run(tmp_path, gradient=gradient, checkpoint={"saves": 2, "blocked_seconds": 0.5}))
-    for told in ("60.0%", "0.400", "37.5%", "75.0%", "24.0 KiB", "samples/s, last epoch", "Hit ratio 40.0%: 240 hits"):
+    for told in ("60.0%", "0.400", "37.5%", "75.0%", "24.0 KiB", "240 of 600 samples", "Hit ratio 40.0%: 240 hits"):
         assert told in page.text, told
     titles = re.findall(r"<title>([^<]*)</title>", (tmp_path / "report.html").read_text())[1:]
-    assert "hit ratio, epoch 1: 60 %" in titles
+    assert "hit ratio, epoch 1: 60.0%" in titles
     assert "origin reads, epoch 2: 80" in titles
     assert "step, epoch 0: 1.25 s" in titles
     assert "decode, epoch 0: 0.2 s" in titles
@@ -94,13 +95,92 @@ def test_it_says_what_the_rows_say(tmp_path: Path) -> None:
     assert "redis://***@h:1/0" in page.text
 
 
+BUSY = {"origin": 6.0, "cache": 0.5, "decode": 0.4, "transform": 0.1}
+
+
+def test_results_come_first_and_settings_last(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = page_of(tmp_path)
+    order = ["validation accuracy", "plain loading", "Hit ratio", "Numbers", "Details", "Settings", "redis://***@h:1/0"]
+    places = [page.text.index(word) for word in order]
+    assert places == sorted(places)
+    text = (tmp_path / "report.txt").read_text()
+    places = [text.index(word) for word in ("Results", "plain loading", "Epochs", "Details", "How to", "Settings")]
+    assert places == sorted(places)
+
+
+def test_a_card_is_of_the_whole_run(tmp_path: Path) -> None:
+    """The last epoch of this run is untypical: it reads all samples from the origin."""
+    write_run(tmp_path, plan={"cache": "local://"})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[-2:]:
+        row |= {"hits": 0, "misses": 100, "origin_reads": 100, "epoch_seconds": 8.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page_of(tmp_path)
+    source = (tmp_path / "report.html").read_text()
+    cards = dict(re.findall(r'<div class="tile"><span>([^<]*)</span><b>([^<]*)</b>', source))
+    assert cards["hit ratio"] == "20.0%"
+    assert cards["origin reads/N"] == "0.800"
+    assert cards["samples/s"] == "50"
+    assert cards["time"] == "12.0 s"
+    (run,) = re.findall(r'<tr class="run">(.*)</tr>', source)
+    assert re.findall(r"<td>([^<]*)</td>", run)[:10] == [
+        "run", "0.6667", "50.0%", "75.0%", "600", "20.0%", "480", "0.800", "50", "12.00"
+    ]  # fmt: skip
+
+
+def test_it_compares_with_plain_loading_and_says_that_this_is_predicted(tmp_path: Path) -> None:
+    """120 of 200 samples come from the cache; loading takes 7 s of two ranks with a worker, and decides."""
+    more = {"busy_seconds": BUSY, "cache_reads": 60, "origin_reads": 40, "misses": 40, "hits": 60, "origin_bytes": 4096}
+    write_run(tmp_path, plan={"workers": 1, "cache": "local://"}, **more, epoch_seconds=8.0)
+    page = page_of(tmp_path)
+    assert "predicted, not measured" in page.text
+    source = (tmp_path / "report.html").read_text()
+    compared = re.findall(r'<tr><td class="text">(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>', source)
+    assert compared == [
+        ("samples an epoch", "200", "200", "0.0% fewer"),
+        ("origin reads an epoch", "80", "200", "60.0% fewer"),
+        ("read from storage an epoch", "8.0 KiB", "20.0 KiB", "60.0% less"),
+        # 8.0 s were 7.0 s of loading and 1.0 s of something else; now 15.5 s of loading.
+        ("seconds an epoch", "8.00", "16.50", "2.1 × as fast"),
+    ]
+    assert "2.1 ×" in dict(re.findall(r"<span>([^<]*)</span><b>([^<]*)</b>", source))["speed"]
+    assert source.count('class="rule"') == 3
+    text = (tmp_path / "report.txt").read_text()
+    assert "Compared with plain loading (predicted, not measured)" in text
+    assert "with 1 worker a rank and no cache" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("plan", "more"), [({"cache": "none"}, {}), ({}, {"origin_reads": 0})])
+def test_without_a_cache_or_a_read_nothing_is_compared(
+    tmp_path: Path, plan: dict[str, Any], more: dict[str, int]
+) -> None:
+    page = page_of(write_run(tmp_path, plan={"network": "cnn"} | plan, busy_seconds=BUSY, **more))
+    assert "predicted" not in page.text
+
+
+def test_one_colour_has_one_meaning() -> None:
+    for shades in zip(*PALETTE.values(), strict=True):
+        assert len(set(shades)) == len(PALETTE)
+
+
+def test_a_colour_and_its_meaning_keep_together_in_every_figure(tmp_path: Path) -> None:
+    gradient = {"gradient_bytes_sent": 4096, "gradient_steps": 10}
+    checkpoint = {"saves": 2, "blocked_seconds": 0.5}
+    page_of(write_run(tmp_path, gradient=gradient, checkpoint=checkpoint, busy_seconds=BUSY, val_loss=1.0))
+    source = (tmp_path / "report.html").read_text()
+    pairs = set(re.findall(r'<i class="(\w+)"></i>([^<]*)</span>', source))
+    assert len(pairs) == len({name for _, name in pairs})
+    assert {colour for colour, _ in pairs} == set(PALETTE)
+
+
 def test_what_is_not_known_has_no_panel_and_no_zero(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "epoch", "epoch": 0, "rank": 0}) + "\n")
     page = page_of(tmp_path)
     assert "Gradients sent" not in page.text
     assert "Snapshots" not in page.text
     assert "nothing of this in the run" in page.text
-    assert set(re.findall(r"<td>([^<]*)</td>", (tmp_path / "report.html").read_text())) == {"0", "–"}
+    assert set(re.findall(r"<td>([^<]*)</td>", (tmp_path / "report.html").read_text())) == {"0", "run", "–"}
 
 
 def test_a_hostile_run_is_shown_and_not_run(tmp_path: Path) -> None:
@@ -163,12 +243,21 @@ def test_ticks_are_round_and_span_the_axis(low: float, high: float) -> None:
 
 
 def test_a_gap_parts_a_line_and_bars_stack() -> None:
-    svg = line_chart([0, 1, 2, 3], [Series("x", "c1", [1.0, None, 2.0, 3.0])], str)
+    svg = line_chart([0, 1, 2, 3], [Series("x", "run", [1.0, None, 2.0, 3.0])], Scale("x, m", str, str))
     assert svg.count("<polyline") == 2
     assert svg.count("<circle") == 3
-    bars = bar_chart([0], [Series("a", "c1", [1.0]), Series("b", "c2", [3.0])], str)
+    assert ">x, m</text>" in svg
+    assert ">epoch</text>" in svg
+    bars = bar_chart([0], [Series("a", "step", [1.0]), Series("b", "origin", [3.0])], Scale("x", str, str))
     (a_y, a_height), (b_y, b_height) = (
         (float(y), float(h)) for y, h in re.findall(r'<rect[^>]* y="([\d.]+)"[^>]* height="([\d.]+)"', bars)
     )
     assert b_y + b_height == pytest.approx(a_y, abs=0.2)
     assert b_height == pytest.approx(3 * a_height, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("share", "told"), [(0.0, "0.0%"), (0.0004, "<0.1%"), (0.0005, "0.1%"), (0.6, "60.0%"), (1.0, "100.0%")]
+)
+def test_a_percentage_has_one_form(share: float, told: str) -> None:
+    assert percent(share) == told

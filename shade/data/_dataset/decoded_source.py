@@ -161,7 +161,10 @@ class FormatChoice:
         used = _agreed(self.forecast.cached_format) if cached_format == "auto" else cached_format
         self.decoded = DecodedSource(source, probe, max_side) if used == "decoded" else None
         """The source that keeps pictures; None if files stay as they are."""
-        logger.info("form=%s; %s", used, self.forecast)
+        if cached_format == "auto":
+            logger.info("form='auto' chose %r: %s", used, self.forecast)
+        else:
+            logger.info("form=%r: %s", used, self.forecast)
 
 
 def _agreed(cached_format: str) -> str:

@@ -99,12 +99,18 @@ class FormatForecast:
         """Returns how many times faster the decoded format is predicted to be; below 1: slower."""
         return self.seconds["encoded"] / self.seconds["decoded"]
 
+    @property
+    def reason(self) -> str:
+        """Returns why ``auto`` chose as it did, in a few words."""
+        needed = "" if self.cached_format == "decoded" else f", {LEAST_GAIN} × is asked for"
+        return f"decoded is predicted to load {self.gain:.2g} × as fast as encoded{needed}"
+
     def __str__(self) -> str:
-        rates = ", ".join(
-            f"{name} {1 / self.seconds[name]:,.0f} samples/s at {100 * self.hit_ratios[name]:.0f} % hits"
+        rates = "; ".join(
+            f"{name}: {1 / self.seconds[name]:,.0f} samples/s at {self.hit_ratios[name]:.1%} hits"
             for name in ("encoded", "decoded")
         )
-        return f"predicted: {rates}"
+        return f"{self.reason} ({rates})"
 
     def check(self, cached_format: str, counts: dict[str, Any]) -> dict[str, Any]:
         """Returns a row of metrics: the format that was used, seconds a sample and hit ratio, predicted and measured.

@@ -66,7 +66,7 @@ def test_one_look_at_a_server(server: TelemetryServer, capsys: Capture) -> None:
     assert main(["top", server.url, "--once"]) == 0
     told = capsys.readouterr().out
     row = next(line.split() for line in told.splitlines() if line.split()[:2] == ["1", "9"])
-    assert row[2:9] == ["80.0", "1.250%", "0.300", "s", "0.200", "s", "25%"]
+    assert row[2:9] == ["80.0", "1.250%", "0.300", "s", "0.200", "s", "25.0%"]
     assert row[9:13] == ["1.5", "MB", "3.0", "MB"]
     assert "all ranks: 160.0 samples/s" in told
     assert "decision 1, from step 12: density 1.250% → 2.000%?[31m: the link" in told
@@ -77,10 +77,16 @@ def test_one_look_at_a_run(run: Path, capsys: Capture) -> None:
     assert main(["top", str(run)]) == 0  # no terminal: one look
     assert capsys.readouterr().out.splitlines() == [
         str(run),
-        "epoch 3, step 7 of 50: 1,234 samples/s, hits 90.0%, waits 3% for data",
+        "epoch 3, step 7 of 50: 1,234 samples/s, hits 90.0%, waits 3.0% for data",
         "epoch 2 is done: hits 85.0%, loss 1.25",
         f"when it last wrote: {GAUGES[0]}",
     ]
+
+
+def test_before_the_first_step_a_run_says_what_it_does(run: Path, capsys: Capture) -> None:
+    (run / "progress.json").write_text(json.dumps({"note": "loading the \x1bfirst batch"}))
+    assert main(["top", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "loading the ?first batch"
 
 
 @pytest.mark.multiprocess
@@ -94,7 +100,7 @@ def test_one_look_tells_of_reads_stalls_and_memory(run: Path, capsys: Capture) -
         told = capsys.readouterr().out.splitlines()
     assert told[2] == (
         "read 1,234 from the origin in this epoch, rank 0 of 4; "
-        "time: step 60% · origin 20% · decode 10% · cache 5% · transform 2% · wait 2%"
+        "time: step 60.0% · origin 20.0% · decode 10.0% · cache 5.0% · transform 2.5% · wait 2.5%"
     )
     heads, node = (line.split() for line in told[-2:])
     assert heads == ["cache", "node", "role", "memory", "of", "full", "entries"]

@@ -188,8 +188,14 @@ def test_the_choice_is_logged_with_its_reasons(folder: Path, caplog: pytest.LogC
         dataset = ShadeDataset(ImageFolder(str(folder)), cache="memory://", form="auto", transform=FUSED)
     assert dataset.forecast is not None
     (line,) = [record.message for record in caplog.records if record.message.startswith("form=")]
+    used = dataset.forecast.cached_format
+    assert line.startswith(f"form='auto' chose '{used}': decoded is predicted to load ")
     assert "samples/s" in line
     assert "hits" in line
+    assert f"form='{used}' (auto: decoded is predicted to load {dataset.forecast.gain:.2g} × as fast" in repr(dataset)
+    stats = dataset.stats()
+    assert stats["is_decoded"] == float(used == "decoded")
+    assert stats["predicted_gain"] == dataset.forecast.gain
     epochs(dataset, 2)
     row = dataset.check_forecast(dataset.cache.residency.totals().as_dict())
     assert row["form"] in ("encoded", "decoded")
@@ -213,8 +219,31 @@ def test_what_cannot_be_is_refused(folder: Path, wrapped: str, options: dict[str
         ShadeDataset(inner, **{"cache": "memory://", **options})
 
 
-def test_auto_leaves_items_as_they_are() -> None:
-    dataset = ShadeDataset(TensorDataset(torch.zeros(4, 2)), cache="memory://", form="auto")
+def test_the_reason_says_what_decoded_would_gain_and_what_is_asked_for() -> None:
+    slow = forecast(FormatCosts(1e-3, 1e-6, 1000, 10_000), 100, 50_000, num_cores=2)
+    assert (slow.cached_format, slow.reason) == (
+        "encoded", "decoded is predicted to load 0.53 × as fast as encoded, 1.1 × is asked for"
+    )  # fmt: skip
+    fast = forecast(FormatCosts(1e-6, 1e-3, 1000, 2_000), 100, 150_000, num_cores=2)
+    assert fast.cached_format == "decoded"
+    assert "asked for" not in fast.reason
+
+
+def test_a_format_that_the_user_chose_has_no_reason(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shade.data"):
+        dataset = ShadeDataset(ImageFolder(str(folder)), cache="memory://?capacity=4MiB", form="decoded")
+    assert "form='decoded'," in repr(dataset)
+    assert "auto" not in caplog.text
+    assert dataset.stats()["is_decoded"] == 1.0
+    dataset.close()
+
+
+def test_auto_leaves_items_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shade.data"):
+        dataset = ShadeDataset(TensorDataset(torch.zeros(4, 2)), cache="memory://", form="auto")
+    assert "form='auto' chose 'encoded': samples are not image files" in caplog.text
+    assert "form='encoded' (auto: samples are not image files)" in repr(dataset)
     assert dataset.forecast is None
+    assert "is_decoded" not in dataset.stats()
     assert dataset.check_forecast({}) == {}
     dataset.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from shade.config import RunConfig
 from shade.launch import ranks
+from shade.terminal import status_line
 
 
 class Terminal(io.StringIO):
@@ -59,7 +61,7 @@ def test_a_pipe_gets_lines_if_asked_for(
     monkeypatch.setattr(ranks, "LINE_SECONDS", 0.0)
     assert ranks.watch(script(tmp_path, list(STATES), 0), config, in_lines=True) == 0
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == "  starting the ranks"
+    assert told[0] == "  starting 1 rank (importing PyTorch)"
     assert told[2].startswith("  epoch 1/3 · ")
     assert "\r" not in "".join(told)
 
@@ -72,7 +74,7 @@ def test_a_terminal_gets_a_bar(
     monkeypatch.setattr("sys.stderr", terminal)
     assert ranks.watch(script(tmp_path, list(STATES), status), config) == status
     drawn = terminal.getvalue().split("\r")
-    assert "starting the ranks" in terminal.getvalue()
+    assert "starting 1 rank (importing PyTorch)" in terminal.getvalue()
     assert len(drawn) < 12
     assert drawn[-1].startswith(last)
     assert drawn[-1].rstrip().endswith("done" if status == 0 else "stopped")
@@ -100,4 +102,36 @@ def test_the_bar_has_loss_time_left_hits_and_speed_of_the_storage_within_80_colu
     assert any("plain DataLoader: trying 8 workers · 0 s" in each for each in drawn)
     shown = next(each for each in drawn if "left" in each)
     assert len(shown.rstrip()) <= 80
-    assert re.search(r"epoch 2/3 · loss 0\.123 · 00:0\d left · hits 25% · reads 2\.5 MB/s", shown)
+    assert re.search(r"epoch 2/3 · loss 0\.123 · 00:0\d left · hits 25% · storage 2\.5 MB/s$", shown.rstrip())
+
+
+def test_a_wider_terminal_shows_more_and_a_slow_storage_is_not_called_zero(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    fields = {"samples_per_second": 9.0, "hit_ratio": 0.25, "waiting_fraction": 0.5, "num_steps": 10}
+    states = [{"epoch": 1, "step": 2, **fields, "origin_bytes_per_second": 3e4}]
+
+    def poll() -> int | None:
+        if not states:
+            return 0
+        (tmp_path / "progress.json").write_text(json.dumps(states.pop(0)))
+        time.sleep(0.15)
+        return None
+
+    assert ranks.watch(poll, config) == 0
+    assert "storage 0.03 MB/s · 9 samples/s · waiting 50%" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [Terminal(), io.StringIO()])
+def test_a_status_line_is_removed_and_only_on_a_terminal(
+    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", terminal)
+    with contextlib.suppress(ValueError), status_line("checking"):
+        assert ("checking …" in terminal.getvalue()) == terminal.isatty()
+        raise ValueError  # the line is removed after an error too
+    assert terminal.getvalue().endswith("\r\x1b[K" if terminal.isatty() else "")
+    assert bool(terminal.getvalue()) == terminal.isatty()

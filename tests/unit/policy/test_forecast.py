@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from shade.cli.what_if import MeasuredEpoch, forecast
 from shade.errors import ConfigError
+from shade.report.forecast import MeasuredEpoch, forecast
 
 SLOW_STORAGE = MeasuredEpoch(
     num_samples=1000,
@@ -33,7 +33,8 @@ def test_nothing_changed_is_the_measurement() -> None:
 def test_half_the_reads_save_half_the_origin() -> None:
     after = forecast(SLOW_STORAGE, num_samples=1000, origin_reads=400, num_workers=2)
     assert after.seconds == pytest.approx((40 + 6 + 18) / 2 + 2)
-    assert after.bottleneck.startswith("the origin, 62%")
+    assert after.bottleneck == "origin (62.5%)"
+    assert after.advice.startswith("Origin: fewer reads help most")
 
 
 def test_workers_share_the_loading_until_the_step_is_slower() -> None:
@@ -41,7 +42,8 @@ def test_workers_share_the_loading_until_the_step_is_slower() -> None:
     assert four.seconds == pytest.approx(25 + 2)
     many = forecast(SLOW_STORAGE, num_samples=1000, origin_reads=800, num_workers=32)
     assert many.seconds == pytest.approx(10 + 2)
-    assert many.bottleneck.startswith("the step")
+    assert many.bottleneck == "the step"
+    assert "neither more cache nor more workers" in many.advice
 
 
 def test_decoding_stops_at_the_cpus() -> None:
@@ -49,7 +51,8 @@ def test_decoding_stops_at_the_cpus() -> None:
     measured = dataclasses.replace(SLOW_STORAGE, busy_seconds=busy, num_cpus=2, step_seconds=1.0)
     more = forecast(measured, num_samples=1000, origin_reads=800, num_workers=16)
     assert more.seconds == pytest.approx(98 / 2 + 2, rel=0.01)
-    assert more.bottleneck.startswith("the CPUs, decode 60%")
+    assert more.bottleneck == "decode (60.0%)"
+    assert "all CPUs are busy" in more.advice
     fewer_reads = forecast(measured, num_samples=1000, origin_reads=0, num_workers=2)
     assert fewer_reads.seconds > 0.95 * measured.seconds, "the cache is not what it waits for"
 
@@ -58,7 +61,8 @@ def test_without_workers_loading_and_stepping_take_turns() -> None:
     alone = dataclasses.replace(SLOW_STORAGE, num_workers=0, seconds=110.0)
     same = forecast(alone, num_samples=1000, origin_reads=800, num_workers=0)
     assert same.seconds == pytest.approx(110.0)
-    assert "take turns" in same.bottleneck
+    assert same.bottleneck == "loading and step in turns"
+    assert "take turns" in same.advice
     assert forecast(alone, num_samples=1000, origin_reads=800, num_workers=1).seconds == pytest.approx(100.0)
 
 
@@ -76,6 +80,12 @@ def test_more_ranks_are_more_workers() -> None:
 def test_what_was_not_measured_is_not_guessed() -> None:
     cold = dataclasses.replace(SLOW_STORAGE, cache_reads=0, origin_reads=1000)
     assert forecast(cold, num_samples=1000, origin_reads=0, num_workers=2).load_seconds == pytest.approx((2 + 18) / 2)
+
+
+def test_without_a_cache_its_time_is_saved_and_every_sample_is_read() -> None:
+    plain = forecast(SLOW_STORAGE, num_samples=1000, origin_reads=1000, num_workers=2, cached=False)
+    assert plain.seconds == pytest.approx((100 + 18) / 2 + 2)
+    assert plain.shares["cache"] == 0.0
 
 
 @pytest.mark.parametrize(("change", "workers"), [({}, -1), ({"num_samples": 0.0}, 2), ({"seconds": 0.0}, 2)])

@@ -86,7 +86,7 @@ def test_curves_fall_as_the_cache_grows_and_render(tmp_path: Path) -> None:
     assert [result.miss_ratio(1) for result in curves.results["plan"]] == pytest.approx([1.0, 0.9, 0.5, 0.0])
     table = format_table(curves)
     assert [line.split()[1] for line in table.splitlines()[2:]] == ["plan", "lru"]
-    assert "50.0, 0.500" in table
+    assert "50.0%, 0.500" in table
     assert len({len(line) for line in table.splitlines()}) == 1
 
     plot_curves({"shuffled": curves, "again": curves}, tmp_path / "curves.png")

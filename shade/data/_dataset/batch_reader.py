@@ -24,7 +24,7 @@ from torch import default_generator
 from shade.cache.cache import SampleCache
 from shade.cache.residency_map import STAY
 from shade.data._dataset.decoded_source import DecodedSource
-from shade.data._dataset.source import SampleSource, innermost_transform
+from shade.data._dataset.source import SampleSource, fingerprints_in, innermost_transform
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
@@ -58,6 +58,7 @@ class TransformChain:
         self._dataset, self._may_fuse, self._reduced_decode = dataset, may_fuse, reduced_decode
         self._before_cache = before_cache
         self._cached = innermost_transform(dataset) if before_cache else None
+        self._fingerprints = fingerprints_in(dataset) if before_cache else []
         self._recognised = ""
         self.samples: Transforms = []
         """Applied to the sample, in order."""
@@ -81,6 +82,13 @@ class TransformChain:
                     "its results are cached",
                     "another one",
                     "assign it to the ShadeDataset, where it runs after the cache: dataset.transform = …",
+                )
+            if self._dataset is not None and fingerprints_in(self._dataset) != self._fingerprints:
+                raise ConfigError.of(
+                    f"{type(self._dataset).__name__} to keep the format that it had when it was wrapped, because its "
+                    "items are cached",
+                    "another one",
+                    "set the format before wrapping, or wrap the data set again: ShadeDataset(data, cache=…)",
                 )
         elif self._dataset is not None:
             self._own = getattr(self._dataset, "transform", None), getattr(self._dataset, "target_transform", None)

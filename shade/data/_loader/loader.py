@@ -69,6 +69,10 @@ class LoaderPass:
     """Whether it may give batches yet."""
     before: LoaderPass | None = None
     """The pass that training was in when this one began."""
+    resume: dict[str, Any] | None = None
+    """The place that it began from, as long as it is a look at one batch, after which the next pass begins there."""
+    num_got: int = 0
+    """Batches that it gave."""
     wait_seconds: float = 0.0
     """Time that training waited for batches."""
 
@@ -102,7 +106,7 @@ class EpochProgress:
     def begin(self) -> LoaderPass:
         """Begins an epoch, or the rest of one."""
         resume = self._resume
-        self.begun = LoaderPass(0 if resume is None else resume["batches"], before=self.current)
+        self.begun = LoaderPass(0 if resume is None else resume["batches"], before=self.current, resume=resume)
         self.current.before = None
         self.current = self.begun
         return self.begun
@@ -110,6 +114,8 @@ class EpochProgress:
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Takes back what is drawn to begin the rest of an interrupted epoch: the undisturbed run drew nothing then."""
+        if self._resume is None:
+            self._resume, self.begun.resume = self.begun.resume, None
         is_rest = self._resume is not None and (self._sampler is None or self._sampler.steps_done > 0)
         # A generator of the loader's own, which the order is drawn from, is set by `open`, and stays where that ends.
         is_set = self._sampler is None and self._of_order is self._generator is not default_generator
@@ -131,6 +137,7 @@ class EpochProgress:
             iterator = iter(batches)
             first = next(iterator, None)
             mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.steps_done, 0
+            self._sampler._count_batches(lambda: mine.num_batches)
         else:
             now = self._of_order.get_state()
             mine.order = now if resume is None else resume["order"]
@@ -148,21 +155,25 @@ class EpochProgress:
 
     def got_one(self, mine: LoaderPass, waited_seconds: float) -> None:
         """Counts a batch that training has got."""
-        mine.num_batches += 1
+        mine.num_batches, mine.num_got = mine.num_batches + 1, mine.num_got + 1
+        if mine.num_got > 1:
+            mine.resume = None
         mine.wait_seconds += waited_seconds
         self.wait_seconds += waited_seconds
         self.current = mine
 
     def end(self, mine: LoaderPass) -> None:
         """Ends the epoch, after training has got the last batch."""
-        mine.before, mine.is_live = None, False
+        mine.before, mine.resume, mine.is_live = None, None, False
         if self._sampler is None:
             mine.num_batches, mine.order = 0, None
 
     def drop(self, mine: LoaderPass) -> None:
         """Leaves a pass that is used no longer, and returns to the one before if this was a look at one batch."""
         mine.is_live = False
-        if self.current is mine and mine.num_batches <= 1 and mine.before is not None and mine.before.is_live:
+        if mine.resume is not None and self.begun is mine:
+            self._resume, mine.resume, mine.num_batches = mine.resume, None, 0
+        elif self.current is mine and mine.num_batches <= 1 and mine.before is not None and mine.before.is_live:
             self.current = mine.before
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,7 +210,7 @@ class EpochProgress:
         self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
         if state.get("generator") is not None:
             self._of_order.set_state(state["generator"])
-        self.current = LoaderPass(seed=state["seed"], is_live=False)
+        self.current, self.begun.resume = LoaderPass(seed=state["seed"], is_live=False), None
         if self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
 

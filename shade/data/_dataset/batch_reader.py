@@ -14,6 +14,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
 _COMPARED_HITS = 1024
 """One hit in so many is compared with the origin; at first more are."""
+_READING = -1
+"""Tells the random numbers that are drawn in reading a batch from those of its transforms."""
 Transforms = list[Callable[[Any], Any]]
 
 
@@ -135,6 +138,13 @@ class BatchReader:
         return self.transforms.fuser is not None
 
     @property
+    def may_draw(self) -> bool:
+        """Returns whether samples may depend on random numbers: transforms of a user's own may draw."""
+        fuser = self.transforms.fuser
+        is_written = bool(self.transforms.samples or self.transforms.targets)
+        return self._source.is_random or (is_written if fuser is None else fuser.view.is_random)
+
+    @property
     def draws_nothing(self) -> bool:
         """Returns whether no code of the user's touches a sample, so that all random draws are the fused ones."""
         has_transforms = bool(self.transforms.samples or self.transforms.targets)
@@ -161,14 +171,18 @@ class BatchReader:
             raise IndexError(f"expected a sample index below {len(self)}, got {index}")
         return index % len(self)
 
-    def fetch(self, indices: Sequence[int]) -> list[Any]:
-        """Fetches the payloads of a batch: one round to the cache, one to the origin.
+    def fetch(self, indices: Sequence[int], seed: int = 0) -> list[Any]:
+        """Fetches the payloads of a batch: one round to the cache, one to the origin. Items that are random draw from
+        the ``seed`` while no epoch is known.
 
         Returns payloads in order, with an exception in place of one that cannot be read. Raises DataError if the origin
         has other content than the cache.
         """
         if self._cache is None:
-            payloads, hits = self._source.read_many(list(indices), _not_counted), [False] * len(indices)
+            hits = [False] * len(indices)
+            draws = self.generators.of([_READING, *indices], seed) if self._source.is_random else nullcontext()
+            with draws:
+                payloads = self._source.read_many(list(indices), _not_counted)
         else:
             payloads, hits = self._cache.fetch_many(indices, self._read_origin)
             if self._source.compares_hits:
@@ -207,16 +221,16 @@ class BatchReader:
             self._cache.ledger.add(decode_nanoseconds=took, origin_nanoseconds=-took)
         return payloads
 
-    def finish(self, indices: Sequence[int], payloads: list[Any]) -> list[Any]:
+    def finish(self, indices: Sequence[int], payloads: list[Any], seed: int = 0) -> list[Any]:
         """Decodes and transforms a batch from `fetch`; returns ``(sample, target, index)`` of each, in order.
 
         Raises BadSampleError for a bad sample that must not be skipped.
         """
         if not self.is_fused:
-            with self.generators.of(indices):
+            with self.generators.of(indices, seed):
                 return self.run_as_written(indices, payloads)
-        following = self.generators.following
-        batch = self.fuse(indices, payloads, self.generators.alone(indices, 0) if following else default_generator)
+        is_seeded = bool(seed) or self.generators.following
+        batch = self.fuse(indices, payloads, self.generators.alone(indices, seed) if is_seeded else default_generator)
         samples_BCHW = torch.empty(batch.shape, dtype=batch.dtype)
         self.count_time(*batch.fill(0, len(batch), samples_BCHW.numpy()))
         batch.finish(samples_BCHW.numpy())

@@ -28,6 +28,7 @@ loader's generator (or the process's) when its iteration begins.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import weakref
@@ -73,6 +74,8 @@ class LoaderPass:
     """The place that it began from, as long as it is a look at one batch, after which the next pass begins there."""
     num_got: int = 0
     """Batches that it gave."""
+    is_seeded: bool = False
+    """Whether worker processes draw each batch's random numbers from `seed`."""
     wait_seconds: float = 0.0
     """Time that training waited for batches."""
 
@@ -124,9 +127,14 @@ class EpochProgress:
         if before is not None:
             self._generator.set_state(before)
 
-    def draw_seed(self) -> int:
-        """Draws this pass's seed, as DataLoader draws its workers', or takes that of the epoch that is resumed."""
+    def draw_seed(self, *, keeps: bool = False) -> int:
+        """Draws this pass's seed, as DataLoader draws its workers', or takes that of the epoch that is resumed. It
+        ``keeps`` the generator's state where DataLoader is about to draw."""
+        self.begun.is_seeded = True
+        before = self._generator.get_state() if keeps else None
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+        if before is not None:
+            self._generator.set_state(before)
         self.begun.seed = seed if self._resume is None else self._resume["seed"]
         return self.begun.seed
 
@@ -149,9 +157,8 @@ class EpochProgress:
                     first = next(iterator, None)
                 if self._of_order is default_generator:  # which the script restores, if at all
                     default_generator.set_state(now)
-        if first is not None:
-            yield first
-            yield from iterator
+        for batch in itertools.chain([] if first is None else [first], iterator):
+            yield SeededBatch(batch, mine.seed) if mine.is_seeded and isinstance(batch, list) else batch
 
     def got_one(self, mine: LoaderPass, waited_seconds: float) -> None:
         """Counts a batch that training has got."""
@@ -219,6 +226,14 @@ def sampler_inside(batches: Any) -> Any:
     """Returns the sampler that a batch sampler takes its samples from; itself if it draws them."""
     inside = getattr(batches, "sampler", None)
     return batches if inside is None else sampler_inside(inside)
+
+
+class SeededBatch(list[int]):
+    """A batch's indices, on their way to a worker, with the seed of its random draws."""
+
+    def __init__(self, indices: Sequence[int] = (), seed: int = 0) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
 
 class ResumableBatches:
@@ -380,13 +395,13 @@ class ShadeLoader(DataLoader[Any]):
     def _processes(self) -> Iterator[Any]:
         """Returns DataLoader's iterator. The workers that stay serve one pass at a time: another that begins meanwhile
         gets workers of its own."""
-        if self._iterator is None:
+        if not self.num_workers:
             return super().__iter__()
         served = None if self._persistent is None else self._persistent()
-        if served is not None and not served.has_ended:
-            return self._get_iterator()
-        self._progress.draw_seed()  # only new workers draw it, and the order must not depend on that
-        return super().__iter__()
+        is_served = served is not None and not served.has_ended
+        # Only new workers draw a seed, and the order must not depend on that.
+        self._progress.draw_seed(keeps=self._iterator is None or is_served)
+        return self._get_iterator() if self._iterator is not None and is_served else super().__iter__()
 
     def _threads(self) -> _ThreadEpoch:
         if self._free_readers:
@@ -442,7 +457,7 @@ class ShadeLoader(DataLoader[Any]):
 
         Call it between steps.
         """
-        return self._progress.state_dict()
+        return self._progress.state_dict() | {"has_workers": self.num_workers > 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from a `state_dict`: the next iteration begins with the batch after the last that training had got.
@@ -451,8 +466,17 @@ class ShadeLoader(DataLoader[Any]):
             state: Of a loader with the same settings.
 
         Raises:
-            ConfigError: It belongs to other settings.
+            ConfigError: It belongs to other settings, or to a loader whose random numbers cannot be drawn again.
         """
+        had_workers = state.get("has_workers", self.num_workers > 0)  # older states do not say
+        if had_workers != (self.num_workers > 0) and state["sampler"] is None and self._reader.may_draw:
+            raise ConfigError.of(
+                f"a loader {'with' if had_workers else 'without'} workers, as in the saved run, because transforms that "
+                "may draw random numbers draw others",
+                f"num_workers={self.num_workers}",
+                f"resume with num_workers={'1 or more' if had_workers else '0'}, or draw with a ShadeSampler "
+                "(mode='uniform'), which any number of workers resumes",
+            )
         self._progress.load_state_dict(state)
 
 

@@ -14,7 +14,6 @@ import operator
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,6 @@ _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
 _COMPARED_HITS = 1024
 """One hit in so many is compared with the origin; at first more are."""
-_READING = -1
-"""Tells the random numbers that are drawn in reading a batch from those of its transforms."""
 Transforms = list[Callable[[Any], Any]]
 
 
@@ -139,10 +136,14 @@ class BatchReader:
 
     @property
     def may_draw(self) -> bool:
-        """Returns whether samples may depend on random numbers: transforms of a user's own may draw."""
+        """Returns whether transforms may draw random numbers, as those of a user's own may."""
         fuser = self.transforms.fuser
-        is_written = bool(self.transforms.samples or self.transforms.targets)
-        return self._source.is_random or (is_written if fuser is None else fuser.view.is_random)
+        return bool(self.transforms.samples or self.transforms.targets) if fuser is None else fuser.view.is_random
+
+    @property
+    def has_random_items(self) -> bool:
+        """Returns whether reading an item draws random numbers."""
+        return self._source.is_random
 
     @property
     def draws_nothing(self) -> bool:
@@ -171,18 +172,14 @@ class BatchReader:
             raise IndexError(f"expected a sample index below {len(self)}, got {index}")
         return index % len(self)
 
-    def fetch(self, indices: Sequence[int], seed: int = 0) -> list[Any]:
-        """Fetches the payloads of a batch: one round to the cache, one to the origin. Items that are random draw from
-        the ``seed`` while no epoch is known.
+    def fetch(self, indices: Sequence[int]) -> list[Any]:
+        """Fetches the payloads of a batch: one round to the cache, one to the origin.
 
         Returns payloads in order, with an exception in place of one that cannot be read. Raises DataError if the origin
         has other content than the cache.
         """
         if self._cache is None:
-            hits = [False] * len(indices)
-            draws = self.generators.of([_READING, *indices], seed) if self._source.is_random else nullcontext()
-            with draws:
-                payloads = self._source.read_many(list(indices), _not_counted)
+            payloads, hits = self._source.read_many(list(indices), _not_counted), [False] * len(indices)
         else:
             payloads, hits = self._cache.fetch_many(indices, self._read_origin)
             if self._source.compares_hits:

@@ -268,7 +268,7 @@ class ShadeDataset(Dataset[Any]):
                 )
             self.cache.enter_worker(-1 if worker is None else worker.id)
         self._transforms.refresh()
-        return self._reader.finish(indices, self._reader.fetch(indices, seed), seed)
+        return self._reader.finish(indices, self._reader.fetch(indices), seed)
 
     def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Compares the prediction that chose the cached format with what happened.

@@ -157,8 +157,9 @@ class EpochProgress:
                     first = next(iterator, None)
                 if self._of_order is default_generator:  # which the script restores, if at all
                     default_generator.set_state(now)
+        is_seeded = mine.is_seeded and self._sampler is None  # a ShadeSampler's draws follow its epoch
         for batch in itertools.chain([] if first is None else [first], iterator):
-            yield SeededBatch(batch, mine.seed) if mine.is_seeded and isinstance(batch, list) else batch
+            yield SeededBatch(batch, mine.seed) if is_seeded and isinstance(batch, list) else batch
 
     def got_one(self, mine: LoaderPass, waited_seconds: float) -> None:
         """Counts a batch that training has got."""
@@ -457,7 +458,7 @@ class ShadeLoader(DataLoader[Any]):
 
         Call it between steps.
         """
-        return self._progress.state_dict() | {"has_workers": self.num_workers > 0}
+        return self._progress.state_dict() | {"num_workers": self.num_workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from a `state_dict`: the next iteration begins with the batch after the last that training had got.
@@ -468,14 +469,15 @@ class ShadeLoader(DataLoader[Any]):
         Raises:
             ConfigError: It belongs to other settings, or to a loader whose random numbers cannot be drawn again.
         """
-        had_workers = state.get("has_workers", self.num_workers > 0)  # older states do not say
-        if had_workers != (self.num_workers > 0) and state["sampler"] is None and self._reader.may_draw:
+        saved, mine = state.get("num_workers", self.num_workers), self.num_workers  # older states do not say
+        # Without workers, random numbers come from the process's generators, with workers from the seed of the pass.
+        draws_others = (self._reader.may_draw and bool(saved) != bool(mine)) or self._reader.has_random_items
+        if saved != mine and state["sampler"] is None and draws_others:
             raise ConfigError.of(
-                f"a loader {'with' if had_workers else 'without'} workers, as in the saved run, because transforms that "
-                "may draw random numbers draw others",
-                f"num_workers={self.num_workers}",
-                f"resume with num_workers={'1 or more' if had_workers else '0'}, or draw with a ShadeSampler "
-                "(mode='uniform'), which any number of workers resumes",
+                f"num_workers={saved}, as in the saved run, because samples may draw random numbers, and would draw others",
+                mine,
+                "resume with that number; or move what is random into transform= and draw with "
+                "ShadeSampler(…, mode='uniform'), which any number of workers resumes",
             )
         self._progress.load_state_dict(state)
 

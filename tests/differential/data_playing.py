@@ -254,8 +254,9 @@ class Run:
         (self.sampler if script.loader == "DataLoader" else self.loader).load_state_dict(state)
         if script.sets_epoch and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-        for _ in range(script.looks):
-            next(iter(self.loader), None)
+        if script.resume + 1 < self.seen.lengths[-1]:  # a look at all that is left leaves nothing
+            for _ in range(script.looks):
+                next(iter(self.loader))
         for number, batch in enumerate(self.loader, script.resume):
             self._take(batches, batch, number)
 

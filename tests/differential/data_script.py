@@ -172,7 +172,9 @@ def made_possible(script: Script) -> Script:
             changes["resume"] = None
     if changes.get("resume", script.resume) is None:
         changes |= {"resume_workers": None, "looks": 0}
-    elif script.loader == "StatefulDataLoader" or (script.resume_workers and script.store in ("memory", "dying")):
+    elif script.sampler in ("unbiased", "pads") and not script.sets_epoch:
+        changes["looks"] = 0  # nothing says how many batches are left
+    if script.loader == "StatefulDataLoader" or (script.resume_workers and script.store in ("memory", "dying")):
         changes["resume_workers"] = None
     if script.changed and (script.store not in ("memory", "server") or (script.workers and script.store == "memory")):
         changes["changed"] = ()

@@ -413,11 +413,12 @@ class ShadeSampler(DistributedSampler[int]):
 
     @property
     def _was_look(self) -> bool:
-        """Returns whether the last pass was a look at one batch, or none: no loss was reported, and more batches were
-        left."""
+        """Returns whether the last pass was a look at one batch, or none: no loss was reported, and the pass has not
+        ended. Where workers have asked for the last index, the only batch that is left is the whole rest."""
         num_got = self._num_got
         seen = self._num_dealt if num_got is None else num_got
-        return not self._is_reported and seen <= 1 and self._first_step + seen < self.num_steps
+        is_whole = self._has_ended and self._first_step + seen >= self.num_steps
+        return not self._is_reported and seen <= 1 and not is_whole
 
     def _count_batches(self, count: Callable[[], int]) -> None:
         """Takes the count of the batches that the loop gets in this pass, from a loader that knows it."""

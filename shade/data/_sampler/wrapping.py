@@ -67,17 +67,19 @@ def check_numbering(dataset: Any) -> None:
         inner = getattr(inner, "dataset", None)
     if inner is None or inner is dataset:
         return
-    name, last = type(dataset).__name__, len(dataset) - 1
+    last = len(dataset) - 1
+    indices = sorted({number * last // (_ASKED - 1) for number in range(_ASKED)})
     with kept_generators():
-        for index in sorted({number * last // (_ASKED - 1) for number in range(_ASKED)}):
-            asked, again = _asked_for(dataset, inner, index), _asked_for(dataset, inner, index)
-            if asked is not None and asked == again and asked != index:  # other than twice alike, it is drawn
-                raise ConfigError.of(
-                    "a data set around the ShadeDataset that numbers samples as it does, because reports have its "
-                    "numbers",
-                    f"sample {asked} as number {index} of the {name}",
-                    f"a data set that reorders samples belongs inside, ShadeDataset(Reordered(data), cache=…)",
-                )
+        asked, again = ([_asked_for(dataset, inner, index) for index in indices] for _ in range(2))
+    if asked != again:  # it draws the samples that it looks at
+        return
+    for index, found in zip(indices, asked, strict=True):
+        if found is not None and found != index:
+            raise ConfigError.of(
+                "a data set around the ShadeDataset that numbers samples as it does, because reports have its numbers",
+                f"sample {found} as number {index} of the {type(dataset).__name__}",
+                "a data set that reorders samples belongs inside, ShadeDataset(Reordered(data), cache=…)",
+            )
 
 
 def _asked_for(dataset: Any, inner: Any, index: int) -> int | None:

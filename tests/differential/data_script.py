@@ -55,8 +55,8 @@ class Script:
     formatted: bool = False
     """Whether another format is set in place after the first epoch, of a Hugging Face data set."""
     store: str = "memory"
-    """``none``, ``memory``, ``dying`` (fails from a call on), ``local``, ``server``, ``cluster``, ``killed`` (a server),
-    ``killed node`` (of a cluster)."""
+    """``none``, ``memory``, ``dying`` (fails from a call on), ``local``, ``server``, ``cluster``, ``killed`` (a
+    server), ``killed node`` (of a cluster)."""
     fraction: float = 1.0
     form: str = "encoded"
     on_bad_sample: str = "stop"
@@ -73,8 +73,8 @@ class Script:
     @property
     def starts_processes(self) -> bool:
         """Whether workers or servers are needed."""
-        has_workers = self.workers > 0 or bool(self.resume_workers)
-        return has_workers or self.store in ("local", "server", "cluster", "killed", "killed node")
+        starts_workers = self.workers > 0 or bool(self.resume_workers)
+        return starts_workers or self.store in ("local", "server", "cluster", "killed", "killed node")
 
 
 REFUSED_KINDS = ("pair as list", "namedtuple", "dataclass")

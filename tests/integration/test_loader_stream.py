@@ -683,6 +683,7 @@ def test_random_numbers_that_workers_would_draw_otherwise_are_refused_and_the_cu
     stopped, resumed = noisy_loader(0, epoch=True), noisy_loader(1, epoch=True)
     next(iterator := iter(stopped))
     resumed.load_state_dict(stopped.state_dict())
+    del iterator
     assert [batch[0].tolist() for batch in resumed] == whole[1:]
 
 

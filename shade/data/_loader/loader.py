@@ -1,7 +1,7 @@
 """ShadeLoader: takes DataLoader's place in the script, with threads where those are faster.
 
 It takes the arguments of ``DataLoader(ShadeDataset(…), sampler=…)`` and returns the same batches, in the same order,
-with the same random augmentations. Decoding and rendering run outside the interpreter's lock, so threads can make
+with the same random augmentations under a `ShadeSampler`. Decoding and rendering run outside the interpreter's lock, so threads can make
 batches ahead (`_loader.pipeline`): no copies between processes, no memory shared by name, no start-up each epoch, and
 one process's caches instead of one a worker. The user's own Python code would wait for the lock, and its random draws
 would depend on which thread comes first. So transforms that are not recognised (`ShadeDataset.is_fused`) run in worker
@@ -15,6 +15,8 @@ Copies to a device run one batch ahead of training, in a stream of their own, fr
 waits for the copy, and the processor does not wait. Price: one batch more in the device's memory.
 
 Invariant: batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
+With another sampler random numbers come from the process's generators without workers, and from the seed of the pass
+with workers, so that a resume from one to the other is refused.
 
 A loader is always some batches ahead of training. A state must hold what training has got: `EpochProgress` counts it,
 and `ResumableBatches` leaves out as many batches when the epoch begins again. A `ShadeSampler` can begin in the middle.
@@ -474,7 +476,7 @@ class ShadeLoader(DataLoader[Any]):
         draws_others = (self._reader.may_draw and bool(saved) != bool(mine)) or self._reader.has_random_items
         if saved != mine and state["sampler"] is None and draws_others:
             raise ConfigError.of(
-                f"num_workers={saved}, as in the saved run, because samples may draw random numbers, and would draw others",
+                f"num_workers={saved}, as in the saved run, because samples may draw random numbers, then others",
                 mine,
                 "resume with that number; or move what is random into transform= and draw with "
                 "ShadeSampler(…, mode='uniform'), which any number of workers resumes",

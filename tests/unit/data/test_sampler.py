@@ -526,7 +526,9 @@ def test_a_place_that_nobody_knows_warns() -> None:
     with sampler_of(mode="uniform") as sampler:
         next(iterator := iter(torch.utils.data.BatchSampler(sampler, B, drop_last=False)))
         next(iterator)
-        with pytest.warns(UserWarning, match=r"step 0, because no loss was reported.*sampler\.report\(indices, losses\)"):
+        with pytest.warns(
+            UserWarning, match=r"step 0, because no loss was reported.*sampler\.report\(indices, losses\)"
+        ):
             assert sampler.state_dict()["steps_done"] == 0
 
 

@@ -1,7 +1,9 @@
 """ShadeLoader: takes DataLoader's place in the script, with threads where those are faster.
 
 It takes the arguments of ``DataLoader(ShadeDataset(…), sampler=…)`` and returns the same batches, in the same order,
-with the same random augmentations under a `ShadeSampler`. Decoding and rendering run outside the interpreter's lock, so threads can make
+with the same random augmentations under a `ShadeSampler`.
+
+Decoding and rendering run outside the interpreter's lock, so threads can make
 batches ahead (`_loader.pipeline`): no copies between processes, no memory shared by name, no start-up each epoch, and
 one process's caches instead of one a worker. The user's own Python code would wait for the lock, and its random draws
 would depend on which thread comes first. So transforms that are not recognised (`ShadeDataset.is_fused`) run in worker
@@ -48,7 +50,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset
-from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts
+from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts, SeededBatch
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.wrapping import check_wrapping
@@ -229,14 +231,6 @@ def sampler_inside(batches: Any) -> Any:
     """Returns the sampler that a batch sampler takes its samples from; itself if it draws them."""
     inside = getattr(batches, "sampler", None)
     return batches if inside is None else sampler_inside(inside)
-
-
-class SeededBatch(list[int]):
-    """A batch's indices, on their way to a worker, with the seed of its random draws."""
-
-    def __init__(self, indices: Sequence[int] = (), seed: int = 0) -> None:
-        super().__init__(indices)
-        self.seed = seed
 
 
 class ResumableBatches:

@@ -27,6 +27,8 @@ REFUSALS = {
     "a transform before the cache": r"to keep the transform that was there when",
     "decoded pictures of a wrapper": r"form='encoded' for a data set whose",
     "ranks that leave batches out of their reports": r"report every batch on every rank",
+    "a format set in place": r"to keep the format that it had when",
+    "workers that draw other numbers": r"num_workers=\d+, as in the saved run",
     "random items are kept": r"gives another item when it is read again",
 }
 """Name → what its message contains. Any other refusal counts as a difference."""
@@ -34,6 +36,8 @@ LATE = {
     "a wrapper around a ShadeDataset": 1000,
     "ranks that leave batches out of their reports": 1000,
     "a transform before the cache": 1000,
+    "a format set in place": 1000,
+    "workers that draw other numbers": 1000,
 }
 """Name → so many batches may come before it, because it is about reports, or what is assigned in between."""
 

@@ -18,7 +18,7 @@ from shade.data._loader import loader as loading
 from shade.data._loader.batch_parts import BatchBuffers
 from shade.data._loader.loader import EpochProgress
 from shade.data._sampler import sampler as sampling
-from shade.data._sampler.rank_shard import RankShard
+from shade.data._sampler.rank_shard import LoaderCount, RankShard
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._transforms.randomness import BatchGenerators
 from shade.sampling import uniform
@@ -74,12 +74,13 @@ def odd_strides() -> AbstractContextManager[None]:
 def outer_index() -> AbstractContextManager[None]:
     """A wrapper around a ShadeDataset is sampled by its own numbers, and reports come with those inside."""
 
-    def place(self: Any, index_B: Any, num_done: int, drawn_K: Any) -> tuple[int, bool]:
+    def place(self: Any, index_B: Any, num_done: int, drawn_K: Any, num_ahead: int) -> tuple[int, bool]:
         return num_done, True
 
     nothing = lambda dataset: None  # noqa: E731
     return _together(
         replaced(sampling, "check_wrapping", nothing),
+        replaced(sampling, "check_numbering", nothing),
         replaced(loading, "check_wrapping", nothing),
         replaced(RankShard, "place", place),
     )
@@ -101,7 +102,7 @@ def outer_pass_ends() -> AbstractContextManager[None]:
 
 def reports_count() -> AbstractContextManager[None]:
     """Each report counts as a step."""
-    return _together(replaced(RankShard, "place", lambda self, index_B, num_done, drawn_K: (num_done, True)))
+    return _together(replaced(RankShard, "place", lambda self, index_B, num_done, *_: (num_done, True)))
 
 
 def frozen() -> AbstractContextManager[None]:
@@ -241,6 +242,32 @@ def neighbour() -> AbstractContextManager[None]:
     return _together(replaced(batch_reader.BatchReader, "fetch", fetched))
 
 
+def look_resumes() -> AbstractContextManager[None]:
+    """A look at one batch after a resume uses up the place."""
+    return _together(
+        replaced(ShadeSampler, "_was_look", False),
+        replaced(EpochProgress, "got_one", _without_resume(EpochProgress.got_one)),
+    )
+
+
+def _without_resume(got_one: Any) -> Any:
+    def got(self: Any, mine: Any, waited_seconds: float) -> None:
+        got_one(self, mine, waited_seconds)
+        mine.resume = None
+
+    return got
+
+
+def unreported() -> AbstractContextManager[None]:
+    """Without reports, the place in an epoch is its beginning."""
+    return _together(replaced(LoaderCount, "of_caller", lambda: None))
+
+
+def old_format() -> AbstractContextManager[None]:
+    """A format that is set in place after wrapping is not noticed."""
+    return _together(replaced(batch_reader, "fingerprints_in", lambda dataset: []))
+
+
 OLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "names by class and length": names_by_length,
     "targets become integers": whole_targets,
@@ -253,6 +280,9 @@ OLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "an assigned transform is ignored": old_transform,
     "wrapping draws random numbers": wrapping_draws,
     "a loader's generator is not saved": lost_generator,
+    "a look uses up the place": look_resumes,
+    "an unreported pass has no place": unreported,
+    "a format set in place is ignored": old_format,
 }
 NEW: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "the last batch is dropped": last_batch,

@@ -168,7 +168,7 @@ def plain(kind: str, size: int, changed: tuple[int, ...] = ()) -> Any:
     if kind == "tensors":
         return TensorDataset(torch.arange(3.0 * size).view(size, 3), torch.tensor(Items("dict", size, changed).labels))
     if kind == "hugging face":
-        return hugging_face(size, changed)
+        return hugging_face(size, changed).with_format(None)  # a copy, whose format may be set in place
     if kind not in FOLDERS:
         return Items(kind, size, changed)
     folder = ImageFolder(str(pictures(size, changed)))

@@ -24,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.errors import StoreUnavailableError
 from shade.store import open_store
+from shade.store._servers.local_cluster import LocalCluster
 from shade.store._servers.server import LocalServer
 from shade.testing import FaultyStore
 from tests.differential.data_comparing import Seen, compared, indices_of, is_random, miscounted
@@ -55,6 +56,15 @@ def server_url() -> str:
     return f"unix://{server.socket_path}"
 
 
+@functools.cache
+def cluster_url() -> str:
+    """A cluster of three nodes that all scripts of this process share."""
+    cluster = LocalCluster(3)
+    cluster.start()
+    atexit.register(cluster.stop)
+    return str(cluster.url)
+
+
 def seed_all(seed: int) -> None:
     """Seeds every global generator."""
     torch.manual_seed(seed)
@@ -76,7 +86,7 @@ class Run:
         server: LocalServer | None = None,
     ) -> None:
         self.script, self.rank, self.store, self.ours, self.changed = script, rank, store, ours, changed
-        self.server = server
+        self.server, self.workers = server, script.workers
         self.seen = Seen()
         self.closing = contextlib.ExitStack()
 
@@ -157,8 +167,8 @@ class Run:
     def _loading(self, data: Any, options: dict[str, Any]) -> Any:
         script = self.script
         view: Any = StatefulDataLoader if script.loader == "StatefulDataLoader" else DataLoader
-        options |= {"num_workers": script.workers, "pin_memory": script.pin and torch.cuda.is_available()}
-        if script.workers:
+        options |= {"num_workers": self.workers, "pin_memory": script.pin and torch.cuda.is_available()}
+        if self.workers:
             options |= {"multiprocessing_context": script.context, "timeout": TIMEOUT_SECONDS}
             options |= {"prefetch_factor": script.prefetch, "persistent_workers": script.persistent}
         if script.loader == "ShadeLoader":
@@ -187,6 +197,8 @@ class Run:
             if epoch == 0 and script.assigned:
                 other = TRANSFORMS[f"other {script.transform}"]()
                 (self.inner if script.place == "own" else self.data).transform = other
+            if epoch == 0 and script.formatted:
+                self.inner.set_format("numpy")
 
     def _stroll(self) -> None:
         """The first epoch, in another way than once from beginning to end."""
@@ -236,10 +248,15 @@ class Run:
         state = copy.deepcopy(keeper.state_dict())
         del iterator
         self.closing.close()
+        if script.resume_workers is not None:
+            self.workers = script.resume_workers
         self._build()
         (self.sampler if script.loader == "DataLoader" else self.loader).load_state_dict(state)
         if script.sets_epoch and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
+        if script.resume + 1 < self.seen.lengths[-1]:  # a look at all that is left leaves nothing
+            for _ in range(script.looks):
+                next(iter(self.loader))
         for number, batch in enumerate(self.loader, script.resume):
             self._take(batches, batch, number)
 
@@ -290,9 +307,13 @@ def store_of(script: Script) -> Iterator[Any]:
             yield f"unix://{server.socket_path}", server
         finally:
             server.stop()
+    elif script.store == "killed node":
+        with LocalCluster(3) as cluster:
+            yield str(cluster.url), cluster.servers[1]
+    elif script.store in ("server", "cluster"):
+        yield (server_url() if script.store == "server" else cluster_url()), None
     else:
-        url = {"none": None, "memory": "memory://", "local": "local://"}
-        yield (server_url() if script.store == "server" else url[script.store]), None
+        yield {"none": None, "memory": "memory://", "local": "local://"}[script.store], None
 
 
 def play(script: Script) -> Verdict:
@@ -310,12 +331,16 @@ def play(script: Script) -> Verdict:
         verdict = compared(script, mine[rank], theirs[rank], exactly=exactly)
         if verdict.outcome is not Outcome.SAME:
             return verdict
-    if is_random(script) and script.is_ours and mine[0].error is None:
-        plainest = replace(script, loader="DataLoader", workers=0, store="none", form="encoded")
+    if is_random(script) and (script.is_ours or script.resume is not None) and mine[0].error is None:
+        plainest = replace(script, resume=None)
+        if script.is_ours:
+            plainest = replace(plainest, loader="DataLoader", workers=0, store="none", form="encoded")
         reference = Run(plainest, 0, None, ours=True, changed=changed).play()
         verdict = compared(script, mine[0], reference, exactly=True)
         if verdict.outcome is not Outcome.SAME:
             return verdict
+    if script.is_ours and script.around == "shifted" and script.reports != "none" and mine[0].error is None:
+        return Verdict(Outcome.DIFFERENT, "reports of a wrapper that reorders are taken")
     if script.is_ours and mine[0].error is None:
         data: Any = plain(script.kind, script.size)
         for name in (*script.inside, *filter(None, [script.around])):

@@ -48,8 +48,15 @@ class Script:
     """Reports of each batch: ``none``, ``once``, ``twice``, ``every other``, ``halves``."""
     resume: int | None = None
     """After so many batches of the last epoch all is made anew and loaded."""
+    resume_workers: int | None = None
+    """Workers from then on; None: as before."""
+    looks: int = 0
+    """Looks at one batch between loading and the rest of the epoch."""
+    formatted: bool = False
+    """Whether another format is set in place after the first epoch, of a Hugging Face data set."""
     store: str = "memory"
-    """``none``, ``memory``, ``dying`` (fails from a call on), ``local``, ``server``, ``killed`` (a server)."""
+    """``none``, ``memory``, ``dying`` (fails from a call on), ``local``, ``server``, ``cluster``, ``killed`` (a
+    server), ``killed node`` (of a cluster)."""
     fraction: float = 1.0
     form: str = "encoded"
     on_bad_sample: str = "stop"
@@ -66,7 +73,8 @@ class Script:
     @property
     def starts_processes(self) -> bool:
         """Whether workers or servers are needed."""
-        return self.workers > 0 or self.store in ("local", "server", "killed")
+        starts_workers = self.workers > 0 or bool(self.resume_workers)
+        return starts_workers or self.store in ("local", "server", "cluster", "killed", "killed node")
 
 
 REFUSED_KINDS = ("pair as list", "namedtuple", "dataclass")
@@ -103,7 +111,7 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     options["loader"] = one("DataLoader", "DataLoader", "StatefulDataLoader", *["ShadeLoader"] * (5 if workers else 2))
     if workers:
         options["workers"] = workers
-        options["context"] = one(*["fork"] * 30, "spawn", "forkserver")
+        options["context"] = one(*["fork"] * 15, "spawn", "forkserver")
         options["prefetch"], options["persistent"] = one(None, 1, 4), one(False, True)
     sampler = options["sampler"] = one(*SAMPLERS, *OURS, *["shuffle"] * 5 * bool(workers))
     options["batch"] = one(4, 3, 1, 5, *((None,) if sampler in ("order", "random") else ()))
@@ -120,7 +128,9 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     options["reports"] = one("once", "once", "none", "twice", "every other", "halves")
     options["store"] = one("memory", "memory", "none", "dying")
     if processes and (workers or one(True, False, False)):
-        options["store"] = one(*["server"] * 8, "none", "none", "memory", "local", "killed")
+        options["store"] = one(*["server"] * 6, *["cluster"] * 4, "none", "none", "memory", "local", "killed")
+        if options["store"] == "killed":
+            options["store"] = one(*["killed"] * 5, "killed node")
     options["fraction"] = one(1.0, 0.5, 0.1)
     if kind in FOLDERS and options["store"] != "none":
         options["form"] = one("encoded", "encoded", "decoded")
@@ -128,6 +138,9 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     if sampler in ("distributed", "uniform"):
         options["world"] = one(1, 1, 2, 3)
     options["resume"] = one(None, None, 0, 1, 2)
+    options["looks"] = one(0, 0, 1, 2)
+    options["resume_workers"] = one(None, None, 0, 1) if processes else None
+    options["formatted"] = kind == "hugging face" and one(False, True)
     options["seed"] = draw(st.integers(0, 3))
     return made_possible(Script(**options))
 
@@ -142,7 +155,7 @@ def made_possible(script: Script) -> Script:
         changes["transform"] = "mark"  # which of two places draws first is nobody's promise
     if script.resume is not None:
         can_resume = script.loader == "ShadeLoader" or (script.is_ours and keeps_place)
-        can_resume |= script.is_ours and script.reports != "none"
+        can_resume |= script.is_ours
         if script.is_ours and not script.sets_epoch and script.resume == 0:
             changes["resume"] = 1  # between two epochs nothing says which of them the script is in
         if script.loader == "DataLoader" and script.reports == "every other":
@@ -152,14 +165,23 @@ def made_possible(script: Script) -> Script:
         if script.sampler == "uniform in batches" and not script.sets_epoch and script.loader == "StatefulDataLoader":
             can_resume = False  # which keeps the epoch of no sampler inside a BatchSampler
         draws = script.transform in ("noise", "fused noise") or script.kind == "noise inside"
+        # Without a ShadeSampler or workers, what is random follows generators that the script would have to restore.
+        draws &= not (script.is_ours or (script.loader == "ShadeLoader" and script.workers > 0 and keeps_place))
+        draws |= script.kind == "noise inside"
         if not can_resume or script.around or script.changed or draws:
             changes["resume"] = None
+    if changes.get("resume", script.resume) is None:
+        changes |= {"resume_workers": None, "looks": 0}
+    elif script.sampler in ("unbiased", "pads") and not script.sets_epoch:
+        changes["looks"] = 0  # nothing says how many batches are left
+    if script.loader == "StatefulDataLoader" or (script.resume_workers and script.store in ("memory", "dying")):
+        changes["resume_workers"] = None
     if script.changed and (script.store not in ("memory", "server") or (script.workers and script.store == "memory")):
         changes["changed"] = ()
-    if script.around == "shifted" and script.walk in ("peek", "nested", "zip"):
-        changes["walk"] = "whole"  # while passes overlap, reports of other samples are taken for another pass's
-    if script.store == "killed":
+    if script.store.startswith("killed"):
         changes["world"] = 1  # ranks are played one after the other, and a rank does not begin without a server
+    if script.formatted and (script.resume is not None or script.persistent or script.epochs == 1):
+        changes["formatted"] = False
     if script.assigned and (script.resume is not None or script.persistent or script.epochs == 1):
         changes["assigned"] = False
     return replace(script, **changes)

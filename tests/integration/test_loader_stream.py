@@ -7,6 +7,7 @@ import gc
 import inspect
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -636,6 +637,54 @@ def test_the_rest_of_an_epoch_draws_nothing_that_the_whole_epoch_has_drawn(worke
     for loader in (whole, resumed):
         if is_sampled:
             loader.sampler.close()
+
+
+class Noisy:
+    """A transform of a user's own that draws."""
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value + torch.rand(()) + random.random() + np.random.rand()
+
+
+def noisy_loader(workers: int, *, epoch: bool = False, **options: Any) -> ShadeLoader:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None, transform=Noisy())
+    sampler = ShadeSampler(data, batch_size=10, mode="uniform") if epoch else None
+    order = {"sampler": sampler} if epoch else {"shuffle": True, "generator": torch.Generator().manual_seed(5)}
+    return ShadeLoader(data, batch_size=10, num_workers=workers, **order, **options)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("looks", [0, 1])
+@pytest.mark.parametrize("workers", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_workers_of_a_resumed_run_draw_the_same_random_numbers(workers: tuple[int, int], looks: int) -> None:
+    whole = [[each.tolist() for each in batch] for batch in noisy_loader(workers[0])]
+    iterator = iter(stopped := noisy_loader(workers[0]))
+    for _ in range(2):
+        next(iterator)
+    resumed = noisy_loader(workers[1])
+    resumed.load_state_dict(stopped.state_dict())
+    torch.manual_seed(99)
+    for _ in range(looks):
+        next(iter(resumed))
+        assert resumed.state_dict()["batches"] == 2
+    assert [[each.tolist() for each in batch] for batch in resumed] == whole[2:]
+    assert len(list(resumed)) == len(whole)
+
+
+@pytest.mark.multiprocess
+def test_random_numbers_that_workers_would_draw_otherwise_are_refused_and_the_cures_work() -> None:
+    stopped = noisy_loader(0)
+    next(iterator := iter(stopped))
+    with pytest.raises(ConfigError, match=r"num_workers=0, as in the saved run.*ShadeSampler"):
+        noisy_loader(1).load_state_dict(stopped.state_dict())
+    noisy_loader(0).load_state_dict(stopped.state_dict())
+    del iterator
+    whole = [batch[0].tolist() for batch in noisy_loader(0, epoch=True)]
+    stopped, resumed = noisy_loader(0, epoch=True), noisy_loader(1, epoch=True)
+    next(iterator := iter(stopped))
+    resumed.load_state_dict(stopped.state_dict())
+    del iterator
+    assert [batch[0].tolist() for batch in resumed] == whole[1:]
 
 
 def test_the_place_in_batches_of_another_size_is_refused() -> None:

@@ -24,7 +24,7 @@ from torch import default_generator
 from shade.cache.cache import SampleCache
 from shade.cache.residency_map import STAY
 from shade.data._dataset.decoded_source import DecodedSource
-from shade.data._dataset.source import SampleSource, innermost_transform
+from shade.data._dataset.source import SampleSource, fingerprints_in, innermost_transform
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
@@ -58,6 +58,7 @@ class TransformChain:
         self._dataset, self._may_fuse, self._reduced_decode = dataset, may_fuse, reduced_decode
         self._before_cache = before_cache
         self._cached = innermost_transform(dataset) if before_cache else None
+        self._fingerprints = fingerprints_in(dataset) if before_cache else []
         self._recognised = ""
         self.samples: Transforms = []
         """Applied to the sample, in order."""
@@ -81,6 +82,13 @@ class TransformChain:
                     "its results are cached",
                     "another one",
                     "assign it to the ShadeDataset, where it runs after the cache: dataset.transform = …",
+                )
+            if self._dataset is not None and fingerprints_in(self._dataset) != self._fingerprints:
+                raise ConfigError.of(
+                    f"{type(self._dataset).__name__} to keep the format that it had when it was wrapped, because its "
+                    "items are cached",
+                    "another one",
+                    "set the format before wrapping, or wrap the data set again: ShadeDataset(data, cache=…)",
                 )
         elif self._dataset is not None:
             self._own = getattr(self._dataset, "transform", None), getattr(self._dataset, "target_transform", None)
@@ -125,6 +133,17 @@ class BatchReader:
     def is_fused(self) -> bool:
         """Returns whether the transforms run in one pass; otherwise they run as written."""
         return self.transforms.fuser is not None
+
+    @property
+    def may_draw(self) -> bool:
+        """Returns whether transforms may draw random numbers, as those of a user's own may."""
+        fuser = self.transforms.fuser
+        return bool(self.transforms.samples or self.transforms.targets) if fuser is None else fuser.view.is_random
+
+    @property
+    def has_random_items(self) -> bool:
+        """Returns whether reading an item draws random numbers."""
+        return self._source.is_random
 
     @property
     def draws_nothing(self) -> bool:
@@ -199,16 +218,16 @@ class BatchReader:
             self._cache.ledger.add(decode_nanoseconds=took, origin_nanoseconds=-took)
         return payloads
 
-    def finish(self, indices: Sequence[int], payloads: list[Any]) -> list[Any]:
+    def finish(self, indices: Sequence[int], payloads: list[Any], seed: int = 0) -> list[Any]:
         """Decodes and transforms a batch from `fetch`; returns ``(sample, target, index)`` of each, in order.
 
         Raises BadSampleError for a bad sample that must not be skipped.
         """
         if not self.is_fused:
-            with self.generators.of(indices):
+            with self.generators.of(indices, seed):
                 return self.run_as_written(indices, payloads)
-        following = self.generators.following
-        batch = self.fuse(indices, payloads, self.generators.alone(indices, 0) if following else default_generator)
+        is_seeded = bool(seed) or self.generators.following
+        batch = self.fuse(indices, payloads, self.generators.alone(indices, seed) if is_seeded else default_generator)
         samples_BCHW = torch.empty(batch.shape, dtype=batch.dtype)
         self.count_time(*batch.fill(0, len(batch), samples_BCHW.numpy()))
         batch.finish(samples_BCHW.numpy())

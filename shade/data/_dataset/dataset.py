@@ -268,7 +268,7 @@ class ShadeDataset(Dataset[Any]):
         """Returns one batch; the DataLoader calls it.
 
         Args:
-            indices: Sample indices, 0 ≤ index < N.
+            indices: Sample indices, 0 ≤ index < N; a `SeededBatch` has the seed of their random draws.
 
         Returns:
             ``(sample, target, index)`` of each, in order.
@@ -276,6 +276,7 @@ class ShadeDataset(Dataset[Any]):
         Raises:
             BadSampleError: A sample cannot be read or decoded and ``on_bad_sample`` is ``"stop"``.
         """
+        seed = getattr(indices, "seed", 0)
         indices = [self._reader.checked(index) for index in indices]
         if self.cache is not None:
             worker = get_worker_info()
@@ -285,7 +286,7 @@ class ShadeDataset(Dataset[Any]):
                 )
             self.cache.enter_worker(-1 if worker is None else worker.id)
         self._transforms.refresh()
-        return self._reader.finish(indices, self._reader.fetch(indices))
+        return self._reader.finish(indices, self._reader.fetch(indices), seed)
 
     def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Compares the prediction that chose the cached format with what happened.

@@ -482,6 +482,19 @@ def innermost_transform(dataset: Any) -> Any:
     return None
 
 
+def fingerprints_in(dataset: Any) -> list[str]:
+    """Returns the fingerprints of the Hugging Face data sets in a data set; setting a format in place changes them."""
+    fingerprints, inside = list[str](), [dataset]
+    while inside:
+        found = inside.pop()
+        if _has_fingerprint(found):
+            fingerprints.append(found._fingerprint)
+        else:
+            inner = getattr(found, "datasets", None) or [getattr(found, "dataset", None)]
+            inside += [each for each in inner if each is not None] if isinstance(inner, (list, tuple)) else []
+    return fingerprints
+
+
 class RemoteImageFolder:
     """Images below a URL, a folder a class.
 

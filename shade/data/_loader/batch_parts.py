@@ -39,6 +39,14 @@ PART_SAMPLES = 8
 """Samples that a worker takes at once: a few milliseconds of work."""
 
 
+class SeededBatch(list[int]):
+    """A batch's indices, on their way to a worker, with the seed of its random draws."""
+
+    def __init__(self, indices: Sequence[int] = (), seed: int = 0) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+
 class FusedParts(BatchParts):
     """A batch that is rendered into one piece of memory, and comes out ``collated`` or as a list of samples.
 

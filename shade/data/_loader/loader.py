@@ -1,7 +1,9 @@
 """ShadeLoader: takes DataLoader's place in the script, with threads where those are faster.
 
 It takes the arguments of ``DataLoader(ShadeDataset(…), sampler=…)`` and returns the same batches, in the same order,
-with the same random augmentations. Decoding and rendering run outside the interpreter's lock, so threads can make
+with the same random augmentations under a `ShadeSampler`.
+
+Decoding and rendering run outside the interpreter's lock, so threads can make
 batches ahead (`_loader.pipeline`): no copies between processes, no memory shared by name, no start-up each epoch, and
 one process's caches instead of one a worker. The user's own Python code would wait for the lock, and its random draws
 would depend on which thread comes first. So transforms that are not recognised (`ShadeDataset.is_fused`) run in worker
@@ -15,6 +17,8 @@ Copies to a device run one batch ahead of training, in a stream of their own, fr
 waits for the copy, and the processor does not wait. Price: one batch more in the device's memory.
 
 Invariant: batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
+With another sampler random numbers come from the process's generators without workers, and from the seed of the pass
+with workers, so that a resume from one to the other is refused.
 
 A loader is always some batches ahead of training. A state must hold what training has got: `EpochProgress` counts it,
 and `ResumableBatches` leaves out as many batches when the epoch begins again. A `ShadeSampler` can begin in the middle.
@@ -28,6 +32,7 @@ loader's generator (or the process's) when its iteration begins.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import weakref
@@ -45,7 +50,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset
-from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts
+from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts, SeededBatch
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.wrapping import check_wrapping
@@ -69,6 +74,12 @@ class LoaderPass:
     """Whether it may give batches yet."""
     before: LoaderPass | None = None
     """The pass that training was in when this one began."""
+    resume: dict[str, Any] | None = None
+    """The place that it began from, as long as it is a look at one batch, after which the next pass begins there."""
+    num_got: int = 0
+    """Batches that it gave."""
+    is_seeded: bool = False
+    """Whether worker processes draw each batch's random numbers from `seed`."""
     wait_seconds: float = 0.0
     """Time that training waited for batches."""
 
@@ -102,7 +113,7 @@ class EpochProgress:
     def begin(self) -> LoaderPass:
         """Begins an epoch, or the rest of one."""
         resume = self._resume
-        self.begun = LoaderPass(0 if resume is None else resume["batches"], before=self.current)
+        self.begun = LoaderPass(0 if resume is None else resume["batches"], before=self.current, resume=resume)
         self.current.before = None
         self.current = self.begun
         return self.begun
@@ -110,6 +121,8 @@ class EpochProgress:
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Takes back what is drawn to begin the rest of an interrupted epoch: the undisturbed run drew nothing then."""
+        if self._resume is None:
+            self._resume, self.begun.resume = self.begun.resume, None
         is_rest = self._resume is not None and (self._sampler is None or self._sampler.steps_done > 0)
         # A generator of the loader's own, which the order is drawn from, is set by `open`, and stays where that ends.
         is_set = self._sampler is None and self._of_order is self._generator is not default_generator
@@ -118,9 +131,14 @@ class EpochProgress:
         if before is not None:
             self._generator.set_state(before)
 
-    def draw_seed(self) -> int:
-        """Draws this pass's seed, as DataLoader draws its workers', or takes that of the epoch that is resumed."""
+    def draw_seed(self, *, keeps: bool = False) -> int:
+        """Draws this pass's seed, as DataLoader draws its workers', or takes that of the epoch that is resumed. It
+        ``keeps`` the generator's state where DataLoader is about to draw."""
+        self.begun.is_seeded = True
+        before = self._generator.get_state() if keeps else None
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+        if before is not None:
+            self._generator.set_state(before)
         self.begun.seed = seed if self._resume is None else self._resume["seed"]
         return self.begun.seed
 
@@ -131,6 +149,7 @@ class EpochProgress:
             iterator = iter(batches)
             first = next(iterator, None)
             mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.steps_done, 0
+            self._sampler._count_batches(lambda: mine.num_batches)
         else:
             now = self._of_order.get_state()
             mine.order = now if resume is None else resume["order"]
@@ -142,27 +161,31 @@ class EpochProgress:
                     first = next(iterator, None)
                 if self._of_order is default_generator:  # which the script restores, if at all
                     default_generator.set_state(now)
-        if first is not None:
-            yield first
-            yield from iterator
+        is_seeded = mine.is_seeded and self._sampler is None  # a ShadeSampler's draws follow its epoch
+        for batch in itertools.chain([] if first is None else [first], iterator):
+            yield SeededBatch(batch, mine.seed) if is_seeded and isinstance(batch, list) else batch
 
     def got_one(self, mine: LoaderPass, waited_seconds: float) -> None:
         """Counts a batch that training has got."""
-        mine.num_batches += 1
+        mine.num_batches, mine.num_got = mine.num_batches + 1, mine.num_got + 1
+        if mine.num_got > 1:
+            mine.resume = None
         mine.wait_seconds += waited_seconds
         self.wait_seconds += waited_seconds
         self.current = mine
 
     def end(self, mine: LoaderPass) -> None:
         """Ends the epoch, after training has got the last batch."""
-        mine.before, mine.is_live = None, False
+        mine.before, mine.resume, mine.is_live = None, None, False
         if self._sampler is None:
             mine.num_batches, mine.order = 0, None
 
     def drop(self, mine: LoaderPass) -> None:
         """Leaves a pass that is used no longer, and returns to the one before if this was a look at one batch."""
         mine.is_live = False
-        if self.current is mine and mine.num_batches <= 1 and mine.before is not None and mine.before.is_live:
+        if mine.resume is not None and self.begun is mine:
+            self._resume, mine.resume, mine.num_batches = mine.resume, None, 0
+        elif self.current is mine and mine.num_batches <= 1 and mine.before is not None and mine.before.is_live:
             self.current = mine.before
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,7 +222,7 @@ class EpochProgress:
         self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
         if state.get("generator") is not None:
             self._of_order.set_state(state["generator"])
-        self.current = LoaderPass(seed=state["seed"], is_live=False)
+        self.current, self.begun.resume = LoaderPass(seed=state["seed"], is_live=False), None
         if self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
 
@@ -369,13 +392,13 @@ class ShadeLoader(DataLoader[Any]):
     def _processes(self) -> Iterator[Any]:
         """Returns DataLoader's iterator. The workers that stay serve one pass at a time: another that begins meanwhile
         gets workers of its own."""
-        if self._iterator is None:
+        if not self.num_workers:
             return super().__iter__()
         served = None if self._persistent is None else self._persistent()
-        if served is not None and not served.has_ended:
-            return self._get_iterator()
-        self._progress.draw_seed()  # only new workers draw it, and the order must not depend on that
-        return super().__iter__()
+        is_served = served is not None and not served.has_ended
+        # Only new workers draw a seed, and the order must not depend on that.
+        self._progress.draw_seed(keeps=self._iterator is None or is_served)
+        return self._get_iterator() if self._iterator is not None and is_served else super().__iter__()
 
     def _threads(self) -> _ThreadEpoch:
         if self._free_readers:
@@ -431,7 +454,7 @@ class ShadeLoader(DataLoader[Any]):
 
         Call it between steps.
         """
-        return self._progress.state_dict()
+        return self._progress.state_dict() | {"num_workers": self.num_workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from a `state_dict`: the next iteration begins with the batch after the last that training had got.
@@ -440,8 +463,18 @@ class ShadeLoader(DataLoader[Any]):
             state: Of a loader with the same settings.
 
         Raises:
-            ConfigError: It belongs to other settings.
+            ConfigError: It belongs to other settings, or to a loader whose random numbers cannot be drawn again.
         """
+        saved, mine = state.get("num_workers", self.num_workers), self.num_workers  # older states do not say
+        # Without workers, random numbers come from the process's generators, with workers from the seed of the pass.
+        draws_others = (self._reader.may_draw and bool(saved) != bool(mine)) or self._reader.has_random_items
+        if saved != mine and state["sampler"] is None and draws_others:
+            raise ConfigError.of(
+                f"num_workers={saved}, as in the saved run, because samples may draw random numbers, then others",
+                mine,
+                "resume with that number; or move what is random into transform= and draw with "
+                "ShadeSampler(…, mode='uniform'), which any number of workers resumes",
+            )
         self._progress.load_state_dict(state)
 
 

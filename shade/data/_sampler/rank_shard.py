@@ -21,12 +21,16 @@ Invariant: an iterator that was set to n returns index n of this rank's epoch ne
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shade.errors import ConfigError
 from shade.sampling.base import Draw, Receipt
@@ -97,11 +101,11 @@ class RankShard:
             dealt.append(self._dealt.get(step, index_G[mine]))
         return dealt
 
-    def place(self, index_B: Indices, num_done: int, drawn_K: Indices) -> tuple[int, bool]:
+    def place(self, index_B: Indices, num_done: int, drawn_K: Indices, num_ahead: int) -> tuple[int, bool]:
         """Returns the step in which these samples were dealt, the nearest to ``num_done`` if there are several, and
         whether its last sample is among them.
 
-        Raises ConfigError if they are not of one batch.
+        Raises ConfigError if they are not of one batch, or of none before step ``num_ahead``, which is still to come.
         """
         reported = set(index_B.tolist())
         for step in (num_done, num_done - 1, num_done + 1):
@@ -109,10 +113,10 @@ class RankShard:
             if dealt is not None and reported.issubset(dealt.tolist()):
                 return step, len(index_B) >= len(dealt) or dealt[-1] in reported
         steps = np.unique(np.flatnonzero(self.epoch_order(drawn_K) == index_B[0]) // self._global_batch)
-        if not len(steps):
+        if not len(steps) or steps[0] >= num_ahead:
             raise ConfigError.of(
                 "the indices that came with a batch of this epoch",
-                f"sample {index_B[0]}, which was not drawn",
+                f"sample {index_B[0]}, which was not {'handed out yet' if len(steps) else 'drawn'}",
                 "report the last element of each sample of the ShadeDataset; a data set around it that reorders "
                 "samples belongs inside, ShadeDataset(Reordered(data), cache=…)",
             )
@@ -220,6 +224,46 @@ class IteratedSampler(Protocol):
     def _seek(self, step: int, *, is_between: bool) -> None:
         """Sets where the next pass begins; ``is_between`` says that a batch ends there."""
         ...
+
+
+_CALLERS = 8
+"""Calls between the loader's iterator and the sampler, at most."""
+
+
+class LoaderCount:
+    """Counts the batches that a loop gets from a DataLoader's iterator, whose workers ask for more than that.
+
+    DataLoader does not say who asks a sampler for indices, so its iterator is looked for among the callers.
+    """
+
+    def __init__(self, iterator: _BaseDataLoaderIter) -> None:
+        self._attributes = vars(iterator)  # and not the iterator, which ends when the loop drops it
+        self._num_before = iterator._num_yielded
+        self.is_over = False
+        """Whether the loop has dropped the pass."""
+        # Workers that stay have one iterator for all passes, and a new order in each.
+        self._ends = [weakref.ref(iterator, self._end)]
+        with contextlib.suppress(TypeError):  # an itertools object
+            self._ends.append(weakref.ref(iterator._sampler_iter, self._end))
+
+    @classmethod
+    def of_caller(cls) -> LoaderCount | None:
+        """Returns the count of the DataLoader's iterator that is asking; None if none is."""
+        frame = sys._getframe(1)
+        for _ in range(_CALLERS):
+            found = frame.f_locals.get("self")
+            if isinstance(found, _BaseDataLoaderIter):
+                return cls(found)
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return None
+
+    def _end(self, _: Any) -> None:
+        self.is_over, self._attributes = True, {"_num_yielded": self._attributes["_num_yielded"]}
+
+    def __call__(self) -> int:
+        return int(self._attributes["_num_yielded"]) - self._num_before
 
 
 class SamplerIterator(Iterator[int]):

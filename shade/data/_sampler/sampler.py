@@ -19,7 +19,6 @@ Legend: N data set · K drawn in an epoch · B batch of one rank · G global bat
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ from shade.cache.cache import SampleCache
 from shade.data._sampler.cache_planner import CachePlanner
 from shade.data._sampler.rank_shard import (
     LOOK_AHEAD_STEPS,
+    LoaderCount,
     RankShard,
     SamplerIterator,
     SavedDraws,
@@ -39,7 +39,9 @@ from shade.data._sampler.rank_shard import (
     draw_from,
     load_draw,
 )
-from shade.data._sampler.wrapping import check_wrapping
+from shade.data._sampler.usage_warnings import ForgottenCallWarning as ForgottenCallWarning
+from shade.data._sampler.usage_warnings import UsageWarnings
+from shade.data._sampler.wrapping import check_numbering, check_wrapping
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochPlan
@@ -154,8 +156,10 @@ class ShadeSampler(DistributedSampler[int]):
         self._weight_N: Floats | None = None
         self._usage_warnings = UsageWarnings()
         self._iterations = self._num_passes = 0
-        self._has_ended = self._overlaps = False
-        self._num_live = 0
+        self._has_ended = self._overlaps = self._is_reported = self._is_first = False
+        self._num_live = self._num_dealt = 0
+        self._count: Callable[[], int] | None = None
+        self._unchecked = dataset
         self._unplaced: torch.Tensor | None = None
         self._generators = getattr(dataset, "generators", None)
         self._follows = False  # a training loop may set the epoch of the random transforms itself
@@ -190,7 +194,7 @@ class ShadeSampler(DistributedSampler[int]):
 
     def _turn_to(self, epoch: int) -> None:
         self.epoch, self._first_step, self._steps_done, self._unplaced = epoch, 0, 0, None
-        self._begun = self._is_placed = False
+        self._begun = self._is_placed = self._is_reported = False
 
     def weights(self, indices: torch.Tensor) -> torch.Tensor:
         """Returns gradient weights of samples of the present epoch: multiply the per-sample losses by them, then
@@ -235,6 +239,9 @@ class ShadeSampler(DistributedSampler[int]):
         self._usage_warnings.made.add("report")
         if not isinstance(indices, torch.Tensor):
             return self._merger.report(indices, losses)  # which refuses it
+        if self._unchecked is not None:
+            check_numbering(self._unchecked)
+            self._unchecked = None
         if self.num_replicas > 1 and self._steps_done < 2 and self._begun and len(indices) and not self._overlaps:
             order_K = self._draw(self.epoch).order_K
             steps = range(self._steps_done, min(self.num_steps, self._steps_done + LOOK_AHEAD_STEPS))
@@ -244,12 +251,13 @@ class ShadeSampler(DistributedSampler[int]):
         else:
             num_done, self._unplaced = self._steps_done + 1, indices if self._begun and len(indices) else None
         self._merger.report(indices, losses)
-        self._steps_done = num_done
+        self._steps_done, self._is_reported = num_done, self._begun
 
     def _done_after(self, indices: torch.Tensor) -> int:
         """Returns how many steps are done, by the samples that were reported last."""
         try:
-            step, is_whole = self._shard.place(indices.numpy(), self._steps_done, self._draw(self.epoch).order_K)
+            order_K = self._draw(self.epoch).order_K
+            step, is_whole = self._shard.place(indices.numpy(), self._steps_done, order_K, self._num_ahead)
         except ConfigError:
             if self._overlaps:  # of a pass that began before the last one, perhaps in another epoch
                 return self._steps_done
@@ -314,7 +322,12 @@ class ShadeSampler(DistributedSampler[int]):
 
     @property
     def steps_done(self) -> int:
-        """Returns the steps of the present epoch whose losses were reported."""
+        """Returns the steps of the present epoch whose losses were reported; without a report, those whose batches the
+        loop has got from its loader."""
+        if self._begun and not self._is_reported:
+            num_got, is_dropped = self._num_got, isinstance(self._count, LoaderCount) and self._count.is_over
+            is_unmoved = num_got is None or (is_dropped and self._was_look)
+            return self._steps_done if is_unmoved else min(self._first_step + (num_got or 0), self.num_steps)
         if self._unplaced is not None:  # was on a device, which `report` does not wait for
             indices, self._unplaced = self._unplaced.cpu(), None
             self._steps_done = self._done_after(indices)
@@ -354,17 +367,20 @@ class ShadeSampler(DistributedSampler[int]):
         """
         if self._is_placed and not is_placed and self._first_step >= self.num_steps:
             self._turn_to(self.epoch + 1)
+        was_begun, is_live = self._begun, isinstance(self._count, LoaderCount) and not self._count.is_over
         self._warn_of_missing_calls()
-        action, self._at_resume = self._at_resume, None
-        if action is not None and self._first_step > 0:
-            action()
+        if self._begun and not self._was_look:
+            self._first_step = 0  # the same epoch once more, from its beginning
+        if self._first_step == 0:
+            self._at_resume = None
+        elif self._at_resume is not None and self._num_live == 0:
+            self._at_resume()
         if self._generators is not None and (self._follows or not self._generators.following):
             self._follows = True
             self._generators.follow(self.seed, self.epoch)
-        if self._begun:
-            self._first_step = 0  # the same epoch once more, from its beginning
         self._begun, self._steps_done, self._unplaced = True, self._first_step, None
-        self._has_ended, self._overlaps = False, self._num_live > 0
+        self._has_ended, self._overlaps, self._is_reported = False, self._num_live > 0 or is_live, False
+        self._count, self._num_dealt, self._is_first = LoaderCount.of_caller(), 0, not was_begun
         self._shard.begin()
         if self._planner is not None:
             self._planner.settle()
@@ -384,6 +400,29 @@ class ShadeSampler(DistributedSampler[int]):
         self._usage_warnings.warn_of_length(self.epoch, self.num_steps, self._shard.num_steps(self.num_samples))
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
         return self._num_mine(0) - self._num_mine(self._first_step), self._pass(order_K, len(draw.order_K))
+
+    @property
+    def _num_got(self) -> int | None:
+        """Returns how many batches of the last pass the loop has got; None if what asks for the indices is unknown."""
+        return None if self._count is None else self._count()
+
+    @property
+    def _num_ahead(self) -> int:
+        """Returns the step that is handed out next, where reports can be of no other pass; else the epoch's end."""
+        return self._first_step + self._num_dealt if self._is_first and not self._overlaps else self.num_steps
+
+    @property
+    def _was_look(self) -> bool:
+        """Returns whether the last pass was a look at one batch, or none: no loss was reported, and the pass has not
+        ended. Where workers have asked for the last index, the only batch that is left is the whole rest."""
+        num_got = self._num_got
+        seen = self._num_dealt if num_got is None else num_got
+        is_whole = self._has_ended and self._first_step + seen >= self.num_steps
+        return not self._is_reported and seen <= 1 and not is_whole
+
+    def _count_batches(self, count: Callable[[], int]) -> None:
+        """Takes the count of the batches that the loop gets in this pass, from a loader that knows it."""
+        self._count = count
 
     def _seek(self, step: int, *, is_between: bool) -> None:
         """Sets where the next pass begins, whether or not the losses of the steps before it were reported."""
@@ -411,6 +450,7 @@ class ShadeSampler(DistributedSampler[int]):
                     if self._planner is not None:
                         index_B = self._planner.dispatch(index_G, mine, num_left=num_steps - 1 - step)
                     self._shard.remember(step, index_B)
+                    self._num_dealt += 1
                 yield from index_B.tolist()
         finally:
             self._num_live -= 1
@@ -448,10 +488,10 @@ class ShadeSampler(DistributedSampler[int]):
     def _warn_of_missing_calls(self) -> None:
         """Warns of calls that the loop has not made in the epochs so far, and counts the epochs itself if need be.
 
-        A first pass that was left without a report was a look at the data, no epoch.
+        A first pass that was left without a report was a look at the data, no epoch; so is a look at one batch.
         """
         is_look = self._num_passes == 1 and not self._has_ended and "report" not in self._usage_warnings.made
-        if self._iterations == 0 or is_look:
+        if self._iterations == 0 or is_look or (self._begun and self._was_look):
             return
         if "set_epoch" not in self._usage_warnings.made:
             self._turn_to(self.epoch + 1)
@@ -470,6 +510,8 @@ class ShadeSampler(DistributedSampler[int]):
         may call it alone.
         """
         self._merger.flush()
+        if self._begun and not (self._is_reported or self._has_ended) and self._num_got is None and self._num_dealt > 1:
+            self._usage_warnings.warn_of_place(self._steps_done)
         draws = [self._draws[epoch] for epoch in (self.epoch, self.epoch + 1) if epoch in self._draws]
         return {
             "settings": dict(self._settings),
@@ -521,55 +563,3 @@ class ShadeSampler(DistributedSampler[int]):
         self._merger.close()
         if self._planner is not None:
             self._planner.close()
-
-
-LINES = {
-    "set_epoch": ("sampler.set_epoch(epoch)", "at the top of every epoch; until then epochs are counted"),
-    "report": ("sampler.report(indices, losses)", "after the losses are known; until then every epoch is full"),
-    "weights": ("(losses * sampler.weights(indices)).mean().backward()", "or the gradient is biased"),
-}
-"""Call → the line to add, and where or why."""
-
-
-class ForgottenCallWarning(UserWarning):
-    """The training loop leaves out a call that its sampling mode depends on; the message names the line to add."""
-
-
-class UsageWarnings:
-    """Records which calls one training loop makes."""
-
-    def __init__(self) -> None:
-        self.made: set[str] = set()
-        """Calls that the loop ever made. The sampler adds to it in the middle of a step, where a method call would
-        cost."""
-        self._warned: set[str] = set()
-
-    def warn_of_part(self, num_reported: int, batch_size: int) -> None:
-        """Warns of a report of a part of a batch."""
-        self._warn_once(
-            "part",
-            f"report() got {num_reported} samples of a batch of {batch_size}. If the loader's batch_size is not "
-            "the sampler's, give both the same: a run that resumes inside a batch takes all of it again. If the "
-            "batch is reported in parts, leave it so",
-        )
-
-    def warn_of_length(self, epoch: int, num_steps: int, num_full: int) -> None:
-        """Warns of an epoch that is shorter than the first, whose length the loop asked for."""
-        if num_steps < num_full and "len" in self.made and "total_steps" not in self.made:
-            self._warn_once(
-                "length",
-                f"epoch {epoch} has {num_steps} steps, a full epoch {num_full}. A schedule that counts epochs × "
-                "len(loader) steps does not reach its end; give it sampler.total_steps(epochs)",
-            )
-
-    def require(self, call: str) -> None:
-        """Warns if one of the calls of `LINES` was never made."""
-        if call not in self.made:
-            line, why = LINES[call]
-            message = f"the training loop never called sampler.{call}(); add the line `{line}` {why}"
-            self._warn_once(call, message, ForgottenCallWarning)
-
-    def _warn_once(self, name: str, message: str, category: type[UserWarning] = UserWarning) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(message, category, stacklevel=5)

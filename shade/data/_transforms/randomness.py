@@ -75,9 +75,10 @@ class BatchGenerators:
         return generator
 
     @contextmanager
-    def of(self, indices: Sequence[int]) -> Iterator[None]:
-        """Sets the generators while a batch is transformed, and restores them afterwards."""
-        seed = int(self._seed[0])
+    def of(self, indices: Sequence[int], otherwise: int = _SILENT) -> Iterator[None]:
+        """Sets the generators while a batch is transformed, and restores them afterwards. ``otherwise`` takes the place
+        of the seed while no epoch is known."""
+        seed = int(self._seed[0]) or otherwise
         if seed == _SILENT:
             yield
             return

@@ -116,6 +116,7 @@ class TransformView:
         result: torch.Tensor,
     ) -> None:
         self._geometry, self.size, self._flip_probability, self.by_torch = geometry, size, flip_probability, by_torch
+        self.is_random = flip_probability is not None or isinstance(geometry, RandomCropGeometry)
         self.kind: type[torch.Tensor] = type(result)
         self.dtype = result.dtype
         pure = result.as_subclass(torch.Tensor)

@@ -607,6 +607,25 @@ def test_few_hits_are_compared_with_the_origin() -> None:
     dataset.close()
 
 
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(40))], ids=["itself", "subset"])
+def test_a_format_set_after_wrapping_is_refused_and_wrapping_again_takes_it(wrap: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"a": list(range(40))})
+    data = ShadeDataset(wrap(table), cache="memory://")
+    assert type(data[3][0]["a"]) is int
+    table.set_format("torch")
+    with pytest.raises(ConfigError, match=r"keep the format.*ShadeDataset\(data, cache=…\)"):
+        data[3]
+    data.close()
+    again = ShadeDataset(wrap(table), cache="memory://")
+    assert isinstance(again[3][0]["a"], torch.Tensor)
+    again.close()
+    bare = ShadeDataset(wrap(table), cache=None)
+    table.reset_format()
+    assert type(bare[3][0]["a"]) is int, "without a cache there is nothing to be stale"
+    bare.close()
+
+
 @pytest.mark.parametrize("attribute", ["transform", "augment"])
 def test_random_items_warn(attribute: str) -> None:
     class Crops(Labelled):

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from shade import ShadeDataset, ShadeSampler
-from shade.data._sampler.sampler import ForgottenCallWarning
+from shade.data._sampler.usage_warnings import ForgottenCallWarning
 from shade.errors import ConfigError, UnknownNameError
 from shade.types import Stateful
 from tests.support.data_plane import loss_of
@@ -397,7 +397,7 @@ def test_a_wrapper_that_reorders_a_shade_dataset_is_refused_at_the_first_report(
 
 
 @pytest.mark.parametrize("mode", ["uniform", "unbiased"])
-@pytest.mark.filterwarnings("ignore::shade.data._sampler.sampler.ForgottenCallWarning")
+@pytest.mark.filterwarnings("ignore::shade.data._sampler.usage_warnings.ForgottenCallWarning")
 @pytest.mark.parametrize("how", ["nested", "zipped", "look", "kept", "exception"])
 def test_passes_that_are_under_way_at_once_are_whole(mode: str, how: str) -> None:
     data = ShadeDataset(items(), cache="memory://", working_set_fraction=0.5)
@@ -433,7 +433,52 @@ def test_passes_that_are_under_way_at_once_are_whole(mode: str, how: str) -> Non
     data.close()
 
 
-@pytest.mark.filterwarnings("ignore::shade.data._sampler.sampler.ForgottenCallWarning")
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("batch_size", [1, B])
+def test_a_reordering_wrapper_is_refused_with_any_batch_and_in_passes_at_once(batch_size: int, overlaps: bool) -> None:
+    data = ShadeDataset(items(), cache=None)
+    outer: Any = Reversed(data)
+    sampler = ShadeSampler(outer, batch_size=batch_size, mode="uniform")
+    loader = DataLoader(outer, batch_size=batch_size, sampler=sampler)
+    kept = iter(loader) if overlaps else None
+    if kept is not None:
+        next(kept)
+    value_B, index_B = next(iter(loader))
+    with pytest.raises(ConfigError, match=r"sample 39 as number 0 of the Reversed.*ShadeDataset\(Reordered\(data\)"):
+        sampler.report(index_B, value_B)
+    sampler.close()
+
+
+class Peeking(Reversed):
+    """In order, but it draws the sample that it looks at first."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.dataset[int(torch.randint(len(self), ()))]
+        return self.dataset[index]
+
+
+def test_a_wrapper_that_keeps_the_order_is_taken_without_a_read_or_a_draw() -> None:
+    data = ShadeDataset(items(), cache="memory://")
+    sampler = ShadeSampler(Peeking(data), batch_size=1, mode="uniform")
+    value_B, index_B = next(iter(DataLoader(data, batch_size=1, sampler=sampler)))
+    before = data.stats()["samples"], torch.get_rng_state()
+    sampler.report(index_B, value_B)
+    assert data.stats()["samples"] == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    sampler.close()
+    data.close()
+
+
+def test_a_sample_that_was_not_handed_out_yet_is_no_batch_of_the_loop() -> None:
+    with sampler_of(batch_size=1, mode="uniform") as sampler:
+        loader = DataLoader(TensorDataset(torch.arange(N)), batch_size=1, sampler=sampler)
+        for _, (index_B,) in zip(range(3), loader, strict=False):
+            sampler.report(index_B, torch.ones(1))
+        with pytest.raises(ConfigError, match="not handed out yet"):
+            sampler.report(torch.from_numpy(sampler.order_of(0)[7:8]), torch.ones(1))
+
+
+@pytest.mark.filterwarnings("ignore::shade.data._sampler.usage_warnings.ForgottenCallWarning")
 def test_batches_of_an_outer_pass_may_be_reported_after_an_inner_one() -> None:
     data = TensorDataset(torch.arange(float(N)))
     with sampler_of(mode="uniform") as sampler:
@@ -455,6 +500,64 @@ def test_a_look_at_one_batch_warns_of_nothing_and_counts_no_epoch() -> None:
         warnings.simplefilter("error")
         next(iter(sampler))
         assert list(sampler) == list(other)
+
+
+def epoch_of(sampler: ShadeSampler, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(N)), batch_size=B, sampler=sampler, **options)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("left", ["kept", "dropped"])
+def test_without_reports_the_place_is_what_the_loop_got(options: dict[str, Any], left: str) -> None:
+    with sampler_of(mode="uniform") as whole, sampler_of(mode="uniform") as stopped, sampler_of(mode="uniform") as rest:
+        expected = [batch.tolist() for (batch,) in epoch_of(whole)]
+        assert whole.state_dict()["steps_done"] == len(expected)
+        iterator = iter(loader := epoch_of(stopped, **options))
+        for _ in range(5):
+            next(iterator)
+        if left == "dropped":
+            del iterator, loader
+        rest.load_state_dict(through_torch(stopped.state_dict()))
+        assert [batch.tolist() for (batch,) in epoch_of(rest)] == expected[5:]
+
+
+def test_a_place_that_nobody_knows_warns() -> None:
+    with sampler_of(mode="uniform") as sampler:
+        next(iterator := iter(torch.utils.data.BatchSampler(sampler, B, drop_last=False)))
+        next(iterator)
+        with pytest.warns(
+            UserWarning, match=r"step 0, because no loss was reported.*sampler\.report\(indices, losses\)"
+        ):
+            assert sampler.state_dict()["steps_done"] == 0
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("sets_epoch", [False, True])
+def test_looks_after_a_resume_leave_the_place(options: dict[str, Any], sets_epoch: bool) -> None:
+    called: list[int] = []
+    with sampler_of(keep=0.6) as whole, sampler_of(keep=0.6) as resumed:
+        seen = steps(whole, limit=5)
+        expected = [batch for epoch, *batch in steps_left(whole, seen)]
+        resumed.load_state_dict(through_torch(whole.state_dict()))
+        resumed.at_resume(lambda: called.append(1))
+        loader = epoch_of(resumed, **options)
+        for look in range(2):
+            if sets_epoch:
+                resumed.set_epoch(0)
+            next(iter(loader))
+            assert resumed.steps_done == 5 + ("persistent_workers" in options), look  # whose pass is not dropped
+        if sets_epoch:
+            resumed.set_epoch(0)
+        assert [batch.tolist() for (batch,) in loader] == expected
+        assert len(called) == 3, "the generators are those of the save in each of them"
+
+
+def steps_left(sampler: ShadeSampler, seen: list[list[int]]) -> list[list[int]]:
+    """The batches of the present epoch that `seen` does not have."""
+    order = sampler.order_of(sampler.epoch).tolist()
+    return [[sampler.epoch, *order[at : at + B]] for at in range(len(seen) * B, len(order), B)]
 
 
 # ── reports that are not once a batch ───────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import io
 import json
-import os
 import re
 from collections.abc import Iterator
 from importlib import resources
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from shade.errors import ConfigError
+from shade.files import replacing
 from shade.installation import install_hint
 
 EXAMPLES: Final = Path(str(resources.files("shade"))) / "examples"
@@ -135,6 +135,5 @@ def _check_variant(marker: Path, variant: dict[str, float]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with replacing(path) as beside:
+        beside.write_bytes(content)

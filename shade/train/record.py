@@ -43,6 +43,7 @@ from shade.control.server import TelemetryServer
 from shade.data._dataset.dataset import ShadeDataset
 from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError
+from shade.files import replacing
 from shade.gradient._engine.meter import COUNTS
 from shade.policy.trace import Trace, TraceRecorder
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, join_pages, jsonable, prometheus_text
@@ -149,20 +150,14 @@ class Exposition:
         counts = {name: value for name, value in {**totals, **self._totals}.items() if name in MEANING}
         gauges = {**now, **self._last}
         page = prometheus_text(counts, MEANING, {"wait_seconds": waits}, {"rank": self._rank}, gauges)
-        replace(self._out / page_name(self._rank), page)
+        with replacing(self._out / page_name(self._rank)) as beside:
+            beside.write_text(page, encoding="utf-8")
 
     def close(self) -> None:
         """Stops the server; the file stays. Safe to call twice."""
         if self._server is not None:
             self._server.close()
         self._server = None
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file so that readers only ever see it whole."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 TRACE_FILE = "trace.npz"
@@ -268,7 +263,8 @@ class RunRecord:
             "cache": None if self._dataset.cache is None else self._dataset.cache.store.url,
             "if_ended_now": gauge(),
         }
-        replace(self._out / "progress.json", json.dumps(progress))
+        with replacing(self._out / "progress.json") as beside:
+            beside.write_text(json.dumps(progress), encoding="utf-8")
 
     # ── at its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 

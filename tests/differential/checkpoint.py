@@ -222,6 +222,8 @@ def first_process(script: Script, place: Path, run: str, rank: int, say: Say) ->
                     raise
                 first.refusal = refusal_of(error)
             say(first)
+        if script.end != "clean":  # it is ended in the middle of a step
+            training.touch()
         if script.end == "killed" and not first.refusal:
             os.kill(os.getpid(), signal.SIGKILL)
     finally:

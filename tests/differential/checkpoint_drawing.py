@@ -124,24 +124,13 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
 def _sharded(script: Script, draw: st.DrawFn) -> Script:
     """Returns what DCP takes: it has no tiers, strategies or refusals of ours."""
     plain = {each.name: each.default for each in fields(Script)}
-    kept = (
-        "model",
-        "num_groups",
-        "codec",
-        "keep",
-        "every",
-        "waits",
-        "num_steps",
-        "end_step",
-        "end",
-        "restores",
-        "seed",
-    )
+    kept = ("model", "num_groups", "keep", "every", "waits", "num_steps", "end_step", "end", "restores", "seed")
     drawn = {name: getattr(script, name) for name in kept} | {
         "optimizer": draw(st.sampled_from(("sgd", "momentum", "adam", "adamw"))),
         "schedulers": script.schedulers[:1],
         "users": tuple(name for name in script.users if name in ("noise", "tensors")),
         "saver": draw(st.sampled_from((*SAVERS, *SAVERS, ""))),
+        "codec": draw(st.sampled_from(("", "zstd"))),
         "tier": draw(st.sampled_from(("storage", "storage", "store"))),
         "num_ranks": 2,
     }

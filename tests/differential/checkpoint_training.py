@@ -131,7 +131,7 @@ class Training:
 
     def step(self) -> str:
         """Makes one step; returns the bits of its loss."""
-        self._touch()
+        self.touch()
         if self._batches is None:
             self._batches = self.feed.batches(self.first_epoch)
         x = next(self._batches).to(self._compute_dtype)
@@ -163,7 +163,8 @@ class Training:
         return float(loss.detach()).hex()
 
     @torch.no_grad()
-    def _touch(self) -> None:
+    def touch(self) -> None:
+        """Changes in place what the script says; a step begins with it."""
         params = list(self.model.parameters())
         if self.script.touched == "in place":
             for param in params:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import DataError
-from shade.files import replacing
+from shade.process import replacing
 from shade.types import Floats
 
 LOSSES = "losses"

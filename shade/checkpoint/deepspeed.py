@@ -38,8 +38,8 @@ from shade.checkpoint._restore.reader import Snapshot
 from shade.checkpoint._restore.restore import Arena, fill_arena
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from shade.files import replacing
 from shade.installation import install_hint
+from shade.process import replacing
 
 try:
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from shade.control.curve import Curve
 from shade.errors import ConfigError
-from shade.files import replacing
+from shade.process import replacing
 from shade.telemetry import jsonable
 
 FORMAT: Final = "shade-profile-1"

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from shade.errors import ConfigError
-from shade.files import replacing
 from shade.installation import install_hint
+from shade.process import replacing
 
 EXAMPLES: Final = Path(str(resources.files("shade"))) / "examples"
 """The folder of the training scripts."""

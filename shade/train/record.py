@@ -43,9 +43,9 @@ from shade.control.server import TelemetryServer
 from shade.data._dataset.dataset import ShadeDataset
 from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError
-from shade.files import replacing
 from shade.gradient._engine.meter import COUNTS
 from shade.policy.trace import Trace, TraceRecorder
+from shade.process import replacing
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, join_pages, jsonable, prometheus_text
 from shade.trajectory import LOSSES, LossRecorder, Samples
 

@@ -56,8 +56,8 @@ from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, M
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
-from shade.files import remove_leftovers, replacing
 from shade.installation import install_hint
+from shade.process import remove_leftovers, replacing
 from shade.types import Bytes
 
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
-from shade.files import replacing
-from shade.process import is_running, start_detached, start_of
+from shade.process import is_running, replacing, start_detached, start_of
 from shade.store._servers.local_cluster import (
     agrees,
     check_shape,

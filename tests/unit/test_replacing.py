@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shade import files
-from shade.files import remove_leftovers, replacing
+from shade import process
+from shade.process import remove_leftovers, replacing
 
 
 def names(folder: Path) -> list[str]:
@@ -52,7 +52,7 @@ def test_what_has_to_outlive_a_power_cut_is_synced_before_it_has_its_name(
     def sync(each: Path) -> None:
         synced.append((each.name if path.exists() or each.name == "part" else "beside", path.exists()))
 
-    monkeypatch.setattr(files, "_sync", sync)
+    monkeypatch.setattr(process, "_sync", sync)
     with replacing(path, durable=True) as beside:
         beside.mkdir()
         (beside / "part").write_text("x")

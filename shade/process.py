@@ -16,6 +16,7 @@ relies on later are synced.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import shutil
@@ -146,8 +147,12 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Ignores a file system that cannot sync folders (some FUSE, CIFS): it has none to sync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(descriptor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -96,3 +98,25 @@ def test_a_file_gets_the_mode_that_new_files_get(tmp_path: Path) -> None:
     with replacing(tmp_path / "page") as beside:
         beside.write_text("x")
     assert os.stat(tmp_path / "page").st_mode == os.stat(tmp_path / "plain").st_mode
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_only_a_folder_may_be_one_that_cannot_be_synced(
+    is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == is_folder:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def write() -> None:
+        with replacing(tmp_path / "note", durable=True) as beside:
+            beside.write_text("x")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if is_folder:
+        write()
+        assert names(tmp_path) == ["note"]
+    else:
+        with pytest.raises(OSError, match="Invalid argument"):
+            write()
+        assert names(tmp_path) == []

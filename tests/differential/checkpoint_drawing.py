@@ -88,6 +88,7 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
     if script.touched.startswith("layouts"):  # in the background, and nothing else is changed that would be noticed
         model = draw(st.sampled_from(("conv", "odd")))
         script = replace(script, model=model, copies_late=True, waits="nothing", every=script.every or 1)
+        script = replace(script, wrong="", damage="", end="dropped")
     if script.model in ANY_DTYPE and script.optimizer in ANY_OPTIMIZERS:
         script = replace(script, dtype=draw(st.sampled_from(PLAIN_DTYPES)))
     if script.model == "sparse":

@@ -1,18 +1,30 @@
-"""Starts processes: most of them end with the process that started them, a few outlive it.
+"""What this process asks of the system: other processes, and files that are replaced whole.
+
+**Processes.** Most end with the process that started them, a few outlive it.
 
 A launcher that is killed outright cannot stop its children, so each child asks the kernel for a signal at that moment.
 Linux only; elsewhere a user has to end the children of a killed launcher. A shell that ends at once starts servers and
 flushers in a session of their own, so neither a parent's end nor a terminal's end stops them.
+
+**Files.** Whoever opens a file that is replaced finds the old content or the new one, and never a part of one. The new
+content is written beside the file and renamed. The name beside is a new one each time, so that two processes may write
+the same file; it begins with a dot and ends in ``.new``. Only a process that is killed leaves it. After a power cut a
+renamed file may be empty, unless its content was synced before. A sync takes milliseconds, so only files that something
+relies on later are synced.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -92,3 +104,55 @@ def _exists(process_id: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yields a path beside a file, or a folder that does not exist; at the end what was written there takes its place.
+
+    Args:
+        path: Path of the file or folder. Its parent exists.
+        durable: Whether it has to be there after a power cut.
+
+    Yields:
+        Where to write. After an exception, nothing is replaced.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        yield beside
+        for each in (beside, *beside.rglob("*")) if durable else ():
+            _sync(each)
+        beside.replace(path)
+    except BaseException:
+        _remove(beside)
+        raise
+    if durable:
+        _sync(path.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what processes that were killed have left beside a path."""
+    if path.parent.is_dir():
+        for each in path.parent.iterdir():
+            if each.name.startswith(f".{path.name}.") and each.name.endswith(".new"):
+                _remove(each)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or a folder; does nothing if there is none."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Ignores a file system that cannot sync folders (some FUSE, CIFS): it has none to sync."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import DataError
+from shade.process import replacing
 from shade.types import Floats
 
 LOSSES = "losses"
@@ -106,10 +106,8 @@ class LossRecorder:
             before_N = _read(path)
             if before_N.shape == half_N.shape:
                 half_N = np.where(np.isnan(half_N), before_N, half_N)
-        aside = path.with_suffix(".new")
-        with aside.open("wb") as file:
+        with replacing(path) as beside, beside.open("wb") as file:
             np.save(file, half_N, allow_pickle=False)
-        os.replace(aside, path)
 
 
 def _file(epoch: int) -> str:
@@ -128,10 +126,8 @@ def _read(path: Path) -> npt.NDArray[np.float16]:
 
 
 def _write_samples(path: Path, samples: Samples) -> None:
-    aside = path.with_name(path.name + ".new")
-    with gzip.open(aside, "wt", encoding="utf-8", compresslevel=3) as file:
+    with replacing(path) as beside, gzip.open(beside, "wt", encoding="utf-8", compresslevel=3) as file:
         json.dump({"names": samples.names, "targets": samples.targets}, file)
-    os.replace(aside, path)
 
 
 def _read_samples(path: Path) -> Samples:

@@ -39,6 +39,7 @@ from shade.checkpoint._restore.restore import Arena, fill_arena
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from shade.installation import install_hint
+from shade.process import replacing
 
 try:
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -142,13 +143,12 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         return int(found[1]) if found else self.checkpointer.step_count + 1
 
     def _write_note(self, path: Path, name: str, tag: str, step: int) -> None:
-        """Writes the note that names a state's snapshot to the state's path, atomically."""
+        """Writes the note that names a state's snapshot to the state's path, to be there after a power cut too."""
         rank = self.checkpointer._group.rank
         note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(note) + "\n", encoding="utf-8")
-        draft.replace(path)
+        with replacing(path, durable=True) as beside:
+            beside.write_text(json.dumps(note) + "\n", encoding="utf-8")
 
     # ── loading ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -31,6 +31,7 @@ from typing import Any, Final
 
 from shade.control.curve import Curve
 from shade.errors import ConfigError
+from shade.process import replacing
 from shade.telemetry import jsonable
 
 FORMAT: Final = "shade-profile-1"
@@ -122,10 +123,9 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile, whole or not at all; raises `ConfigError` if the file cannot be written."""
-        beside = Path(f"{os.fspath(path)}.part")
         try:
-            beside.write_text(json.dumps({"format": FORMAT, **jsonable(asdict(self))}, indent=1) + "\n", "utf-8")
-            beside.replace(path)
+            with replacing(Path(path)) as beside:
+                beside.write_text(json.dumps({"format": FORMAT, **jsonable(asdict(self))}, indent=1) + "\n", "utf-8")
         except OSError as error:
             raise ConfigError.of("a place for a profile", f"{path}: {error.strerror}", "name another") from None
 

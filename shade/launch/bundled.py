@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import io
 import json
-import os
 import re
 from collections.abc import Iterator
 from importlib import resources
@@ -22,6 +21,7 @@ from typing import Final
 
 from shade.errors import ConfigError
 from shade.installation import install_hint
+from shade.process import replacing
 
 EXAMPLES: Final = Path(str(resources.files("shade"))) / "examples"
 """The folder of the training scripts."""
@@ -135,6 +135,5 @@ def _check_variant(marker: Path, variant: dict[str, float]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with replacing(path) as beside:
+        beside.write_bytes(content)

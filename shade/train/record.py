@@ -45,6 +45,7 @@ from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError
 from shade.gradient._engine.meter import COUNTS
 from shade.policy.trace import Trace, TraceRecorder
+from shade.process import replacing
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, join_pages, jsonable, prometheus_text
 from shade.trajectory import LOSSES, LossRecorder, Samples
 
@@ -149,7 +150,8 @@ class Exposition:
         counts = {name: value for name, value in {**totals, **self._totals}.items() if name in MEANING}
         gauges = {**now, **self._last}
         page = prometheus_text(counts, MEANING, {"wait_seconds": waits}, {"rank": self._rank}, gauges)
-        replace(self._out / page_name(self._rank), page)
+        with replacing(self._out / page_name(self._rank)) as beside:
+            beside.write_text(page, encoding="utf-8")
 
     def close(self) -> None:
         """Stops the server; the file stays. Safe to call twice."""
@@ -158,17 +160,10 @@ class Exposition:
         self._server = None
 
 
-def replace(path: Path, text: str) -> None:
-    """Writes a file so that readers only ever see it whole."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
-
-
 def show_note(out: Path, note: str) -> None:
     """Writes what this machine's first rank does before its first step, for the launcher's bar and `shade top`."""
-    with contextlib.suppress(OSError):  # no line of progress is worth a training
-        replace(out / "progress.json", json.dumps({"note": note}))
+    with contextlib.suppress(OSError), replacing(out / "progress.json") as beside:  # no line of progress is worth a run
+        beside.write_text(json.dumps({"note": note}), encoding="utf-8")
 
 
 TRACE_FILE = "trace.npz"
@@ -274,7 +269,8 @@ class RunRecord:
             "cache": None if self._dataset.cache is None else self._dataset.cache.store.url,
             "if_ended_now": gauge(),
         }
-        replace(self._out / "progress.json", json.dumps(progress))
+        with replacing(self._out / "progress.json") as beside:
+            beside.write_text(json.dumps(progress), encoding="utf-8")
 
     # ── at its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 

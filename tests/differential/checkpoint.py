@@ -33,11 +33,13 @@ from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.cli import main as command
 from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
+from shade.store._servers.local_cluster import LocalCluster
 from shade.store._servers.server import LocalServer
 from tests.differential.checkpoint_checks import changed_together, compared, difference, shared, sizes, state_of
 from tests.differential.checkpoint_drawing import SCRIPTS
 from tests.differential.checkpoint_faults import FAULTS
 from tests.differential.checkpoint_processes import Say, in_processes
+from tests.differential.checkpoint_sharded import restore, steps_in, train_and_save
 from tests.differential.checkpoint_training import Script, Training
 from tests.differential.harness import Outcome, Plane, Verdict
 
@@ -85,8 +87,7 @@ def play(script: Script) -> Verdict:
 def _play(script: Script, place: Path) -> Verdict:
     plain = _each(script, place / "plain", lambda rank, say: say(undisturbed(script, rank)))
     run = f"differential-{secrets.token_hex(6)}"
-    if script.tier == "store":
-        _server()  # before a fork
+    _store(script)  # before a fork
     storage = place / "storage"
     try:
         firsts = _each(script, place / "first", lambda rank, say: first_process(script, storage, run, rank, say))
@@ -131,6 +132,8 @@ def undisturbed(script: Script, rank: int) -> Undisturbed:
 
 def _remember(found: Undisturbed, training: Training) -> None:
     found.states.append(state_of(training))
+    if training.script.model == "fsdp2":  # whose parts are no tensors of PyTorch's own
+        return
     found.shared.append(shared(training))
     found.sizes.append(sizes(training))
 
@@ -155,8 +158,26 @@ def begin(script: Script, place: Path, run: str, training: Training) -> Checkpoi
 
 
 def _open(script: Script, place: Path, run: str, **options: Any) -> Checkpointer:
-    store = f"unix://{_server().socket_path}" if script.tier == "store" else None
-    return Checkpointer(store, persist_to=place if script.tier == "storage" else None, run=run, **options)
+    return Checkpointer(**_places(script, place, run), **options)
+
+
+def _places(script: Script, place: Path, run: str) -> dict[str, Any]:
+    return {"store": _store(script), "persist_to": place if script.tier == "storage" else None, "run": run}
+
+
+def _store(script: Script) -> str | None:
+    if script.tier == "cluster":
+        return _cluster().url.reveal()
+    return f"unix://{_server().socket_path}" if script.tier == "store" else None
+
+
+@functools.cache
+def _cluster() -> LocalCluster:
+    """The cluster of all scripts, which ends with this process."""
+    cluster, owner = LocalCluster(), os.getpid()
+    cluster.start()
+    atexit.register(lambda: cluster.stop() if os.getpid() == owner else None)
+    return cluster
 
 
 @functools.cache
@@ -177,6 +198,15 @@ def drop(checkpointer: Checkpointer) -> None:
 def first_process(script: Script, place: Path, run: str, rank: int, say: Say) -> None:
     """Trains until the script ends it."""
     training, first = Training(script, seed=0, rank=rank), First()
+    if script.saver:
+
+        def passed(loss: str, committed: int) -> None:
+            first.losses.append(loss)
+            first.committed = committed
+            say(first)
+
+        train_and_save(script, _places(script, place, run), training, passed)
+        return
     try:
         checkpointer = begin(script, place, run, training)
     except ShadeError as error:
@@ -192,6 +222,8 @@ def first_process(script: Script, place: Path, run: str, rank: int, say: Say) ->
                     raise
                 first.refusal = refusal_of(error)
             say(first)
+        if script.end != "clean":  # it is ended in the middle of a step
+            training.touch()
         if script.end == "killed" and not first.refusal:
             os.kill(os.getpid(), signal.SIGKILL)
     finally:
@@ -220,6 +252,8 @@ def _save(script: Script, checkpointer: Checkpointer, first: First, step: int) -
 
 def second_process(script: Script, place: Path, run: str, rank: int, plain: Undisturbed, first: First) -> Verdict:
     """Builds everything again, restores, checks what came back and trains to the end."""
+    if script.saver:
+        return _second_sharded(script, _places(script, place, run), rank, plain, first)
     is_lost = script.loses_machine and script.tier == "shared"
     probe = _open(script, place, run, every="never")
     steps = sorted({snapshot.record.step for snapshot in probe.list()})
@@ -227,7 +261,8 @@ def second_process(script: Script, place: Path, run: str, rank: int, plain: Undi
     if first.committed and not is_lost and not script.damage and first.committed not in steps:
         raise Differs(f"step {first.committed} was committed; the tiers have {steps}")
     wrong = script.wrong if steps else ""
-    training = Training(script, seed=1 if steps else 0, rank=rank, wrong=wrong)
+    is_built_otherwise = not script.wrong_on_one or rank == script.num_ranks - 1
+    training = Training(script, seed=1 if steps else 0, rank=rank, wrong=wrong if is_built_otherwise else "")
     checkpointer = begin(script, place, run, training)
     try:
         before = state_of(training)
@@ -265,6 +300,21 @@ def second_process(script: Script, place: Path, run: str, rank: int, plain: Undi
     finally:
         drop(checkpointer)
         training.close()
+    return Verdict(Outcome.SAME)
+
+
+def _second_sharded(script: Script, places: dict[str, Any], rank: int, plain: Undisturbed, first: First) -> Verdict:
+    steps = steps_in(places)
+    if first.committed and first.committed not in steps:
+        raise Differs(f"step {first.committed} was committed; the tiers have {steps}")
+    training = Training(script, seed=1 if steps else 0, rank=rank)
+    if steps:
+        restore(places, training, steps[0 if script.restores == "first" else -1])
+        _expect_same("state after a load", compared(state_of(training)), compared(plain.states[training.done]))
+    while training.done < script.num_steps:
+        _expect_same(f"loss of step {training.done + 1}", training.step(), plain.losses[training.done - 1])
+    _expect_same("state at the end", compared(state_of(training)), compared(plain.states[-1]))
+    training.close()
     return Verdict(Outcome.SAME)
 
 
@@ -313,6 +363,7 @@ NAMED: Mapping[str, str] = {
 """What the second process builds otherwise, and a part of the refusal that says so."""
 
 REFUSALS: Mapping[str, str] = {
+    "shade.checkpoint.dcp": "sharded state without DCP",
     "to have a state": "an attached object without a state",
     "expected dicts, lists, numbers": "a value that no snapshot can hold",
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from shade.checkpoint._capture.app_state import RandomState
 from tests.differential.checkpoint_training import Training
@@ -23,7 +24,16 @@ def state_of(training: Training) -> dict[str, Any]:
     """Returns a copy of the state of every object, and of the global generators."""
     named = {name: each.state_dict() for name, each in training.attached.items() if hasattr(each, "state_dict")}
     buffers = dict(training.model.named_buffers()) | dict(training.model.named_parameters())
-    return copy.deepcopy(named | {"random": RandomState().state_dict(), "tensors": buffers})
+    return copy.deepcopy(_local(named | {"random": RandomState().state_dict(), "tensors": buffers}))
+
+
+def _local(state: Any) -> Any:
+    """Returns a state with this rank's part in place of each sharded tensor."""
+    if isinstance(state, DTensor):
+        return state.to_local().detach()
+    if type(state) in (dict, OrderedDict):
+        return {key: _local(each) for key, each in state.items()}
+    return [_local(each) for each in state] if type(state) is list else state
 
 
 def compared(state: Mapping[str, Any]) -> dict[str, Any]:

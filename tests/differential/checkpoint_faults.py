@@ -20,7 +20,7 @@ from shade.checkpoint._capture import app_state
 from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.flatten import torch_dtype
 from shade.checkpoint._format import retention
-from shade.checkpoint._restore import reader
+from shade.checkpoint._restore import reader, restore
 from shade.checkpoint._restore.restore import Arena
 from shade.data._loader.loader import EpochProgress
 from shade.data._sampler.sampler import ShadeSampler
@@ -127,6 +127,9 @@ FAULTS: Mapping[str, Fault] = {
     "a mismatch is applied by half": _patched(
         patch.object(AppState, "_put", _put_one_after_the_other),
         patch.object(app_state, "_check_optimizer", lambda *_: None),
+    ),
+    "what does not fit on one rank is applied on the others": _patched(
+        patch.object(restore, "_agree", lambda *_: None)
     ),
     "moments are cast to the type of their parameters": _patched(patch.object(app_state, "_load", _cast)),
     "a resumed epoch draws its seed again": _patched(

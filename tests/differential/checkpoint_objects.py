@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
 
 WIDTH = 8
@@ -105,6 +108,13 @@ def _lazy() -> nn.Module:
     return model
 
 
+def _sharded() -> nn.Module:
+    model, mesh = _mlp(nn.ReLU()), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, 2),
     "mlp": lambda: _mlp(nn.ReLU()),
@@ -121,6 +131,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "sparse": lambda: Words(sparse=True),
     "compiled": lambda: torch.compile(_mlp(nn.ReLU()), backend="eager"),
     "ddp": lambda: nn.parallel.DistributedDataParallel(_mlp(nn.BatchNorm1d(6), nn.ReLU())),
+    "fsdp2": _sharded,
 }
 PLAIN_DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 ANY_DTYPE = frozenset({"linear", "tied", "odd"})

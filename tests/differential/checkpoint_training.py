@@ -37,6 +37,8 @@ class Script:
     """What a step changes in place before anything else, while a save may be under way."""
     copies_late: bool = False
     """Whether what is copied in the background is copied when the training has gone on."""
+    saver: str = ""
+    """How DCP saves, if it does; else a Checkpointer saves."""
     strategy: str = "copy"
     tier: str = "storage"
     codec: str = ""
@@ -57,6 +59,8 @@ class Script:
     restores: str = "latest"
     wrong: str = ""
     """What the second process builds otherwise than the first."""
+    wrong_on_one: bool = False
+    """Whether the last rank alone builds it otherwise."""
     num_ranks: int = 1
     seed: int = 0
 
@@ -127,7 +131,7 @@ class Training:
 
     def step(self) -> str:
         """Makes one step; returns the bits of its loss."""
-        self._touch()
+        self.touch()
         if self._batches is None:
             self._batches = self.feed.batches(self.first_epoch)
         x = next(self._batches).to(self._compute_dtype)
@@ -159,7 +163,8 @@ class Training:
         return float(loss.detach()).hex()
 
     @torch.no_grad()
-    def _touch(self) -> None:
+    def touch(self) -> None:
+        """Changes in place what the script says; a step begins with it."""
         params = list(self.model.parameters())
         if self.script.touched == "in place":
             for param in params:
@@ -171,6 +176,12 @@ class Training:
             for param in params:
                 if param.dtype is not torch.bfloat16:
                     param.detach().numpy()[...] *= 0.5
+        elif self.script.touched in ("layouts", "layouts numpy"):
+            moments = [each for state in self.optimizer.state.values() for each in state.values()]
+            for tensor in (*params, *moments):
+                if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+                    changed = tensor.data if self.script.touched == "layouts" else tensor.detach().numpy()
+                    changed *= 0.5
         elif self.script.touched == "moments":
             for state in self.optimizer.state.values():
                 for value in state.values():

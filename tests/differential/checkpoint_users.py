@@ -241,9 +241,14 @@ def make_feed(script: Any, rank: int, *, batch: int = BATCH) -> Feed:
     if script.loader == "shade_loader":
         own = ShadeLoader(wrapped, batch, shuffle=True, num_workers=workers)
         return Feed(lambda epoch: _epochs(own), {"loader": own})
-    is_loaders = script.loader == "shade_both"  # the loader is attached, and keeps the sampler's place
+    is_loaders = script.loader in (
+        "shade_both",
+        "stateful_shade",
+    )  # the loader is attached, and keeps the sampler's place
     sampler = ShadeSampler(wrapped, batch_size=batch, mode="uniform")
-    made = torch.utils.data.DataLoader if script.loader == "dataloader" else ShadeLoader
+    made: Any = torch.utils.data.DataLoader if script.loader == "dataloader" else ShadeLoader
+    if script.loader == "stateful_shade":
+        from torchdata.stateful_dataloader import StatefulDataLoader as made
     sampled = made(wrapped, batch, sampler=sampler, num_workers=workers)
     last = torch.zeros(0)
 

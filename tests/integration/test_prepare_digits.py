@@ -50,7 +50,7 @@ def test_a_second_run_writes_nothing_and_completes_what_is_missing(tmp_path: Pat
     next((tmp_path / "val").glob("*/*.png")).unlink()
     assert "(1 images written)" in prepare(tmp_path).stdout
     assert len(labels(tmp_path / "val")) == 360
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob(".*.new"))
 
 
 def test_flipped_labels_are_a_tenth_of_the_training_images_and_listed(tmp_path: Path) -> None:

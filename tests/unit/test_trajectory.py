@@ -32,7 +32,7 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     first, second = found.losses()
     np.testing.assert_array_equal(first, losses(s0=1.5, s1=65504.0, s4=0.25))
     np.testing.assert_array_equal(second, losses(s2=3.0))
-    assert not list((tmp_path / "losses").glob("*.new"))
+    assert not list((tmp_path / "losses").glob(".*.new"))
 
 
 def test_the_parts_of_a_resumed_epoch_complete_each_other(tmp_path: Path) -> None:

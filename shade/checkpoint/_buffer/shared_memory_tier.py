@@ -41,6 +41,7 @@ from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
+from shade.process import replacing
 from shade.types import Bytes
 
 _PAUSES_SECONDS: Final = (1, 2, 4, 8, 16, 32)
@@ -233,9 +234,8 @@ class SharedMemoryTier(Tier):
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
-            aside = path.with_suffix(".new")
-            aside.write_bytes(content)
-            aside.replace(path)
+            with replacing(path) as beside:
+                beside.write_bytes(content)
         except OSError as error:
             raise StorageError(f"could not write {path}: {error.strerror}") from error
 
@@ -322,7 +322,7 @@ class SharedMemoryTier(Tier):
     def vacate(self) -> None:
         """Removes this rank's files, and the folder with the last rank's: there is no snapshot in it."""
         self.close()
-        for path in self.folder.glob(f"rank-{self.rank}.*"):
+        for path in self.folder.glob(f"*rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it is not empty yet, or it is gone
             self.folder.rmdir()

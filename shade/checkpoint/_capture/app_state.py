@@ -5,7 +5,8 @@ state that data-parallel ranks hold alike is saved once, each rank a share of it
 changes may be copied while the training runs. All else is each rank's own and is copied at once: batch-norm statistics,
 random generators, a sampler's cursor.
 
-Loading checks first and changes afterwards: a snapshot that does not fit leaves everything as it was.
+Loading checks first and changes afterwards: a snapshot that does not fit leaves everything as it was, on every rank if
+it does not fit on one.
 
 A wrapper is no part of the model: DistributedDataParallel, DataParallel and `torch.compile` put ``module.`` or
 ``_orig_mod.`` before each name, and a snapshot has the names without. Names that differ by such parts alone, as those
@@ -17,7 +18,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,9 +29,11 @@ import xxhash
 
 from shade.checkpoint._capture.flatten import escape, flatten, part_of, tensors_in, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
+from shade.checkpoint._capture.stateful_loader import StatefulLoader
 from shade.errors import ConfigError, ShadeError, StateMismatchError
 from shade.types import Parted, Resumed, Stateful
 
+Agree = Callable[[Exception | None], None]
 _SAMPLE_BYTES = 64
 _SHAPED = frozenset(
     {
@@ -138,8 +142,9 @@ class AppState:
             if not isinstance(target, Stateful):
                 cure = "give it state_dict() and load_state_dict()"
                 raise ConfigError.of(f"{name!r} to have a state", type(target).__name__, cure)
-            target = unwrapped(target)
-            if name in self._objects and self._objects[name] is not target:
+            target = StatefulLoader(target) if StatefulLoader.fits(target) else unwrapped(target)
+            known = self._objects.get(name, target)
+            if known is not target and not (isinstance(known, StatefulLoader) and known == target):
                 raise ConfigError.of("a name that is not attached yet", name, f"known: {', '.join(self._objects)}")
             self._objects[name] = target
 
@@ -185,7 +190,7 @@ class AppState:
 
         # The generators last: a loader may draw a seed when it is asked for its state.
         names = sorted(self._objects, key=lambda name: name == "random")
-        state = {name: _state_of(self._objects[name]) for name in names}
+        state = {name: self._objects[name].state_dict() for name in names}
         shared = self._replicated or world_size == 1
         tree, tensors = flatten(
             state, rank=rank, is_own=None if world_size == 1 else lambda path: not (shared and is_steady(path))
@@ -215,7 +220,12 @@ class AppState:
         return copied - kept
 
     def load(
-        self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()
+        self,
+        tree: Any,
+        tensors: Mapping[str, torch.Tensor],
+        names: Collection[str],
+        trees: Sequence[Any] = (),
+        agree: Agree = lambda failure: None,
     ) -> None:
         """Loads the state of some attached objects.
 
@@ -224,39 +234,34 @@ class AppState:
             tensors: All tensors that the tree and ``trees`` name.
             names: Names of the objects.
             trees: Trees of all ranks that saved, for state that is shared out anew when ranks are fewer or more.
+            agree: Called with what went wrong here or None, before anything is changed, and before models are. Has to
+                raise if it went wrong on another rank.
 
         Raises:
-            StateMismatchError: The state does not fit; nothing was changed.
+            StateMismatchError: The state does not fit, here or on another rank; nothing was changed.
         """
-        unknown = sorted(set(names) - self._objects.keys())
-        if unknown:
-            raise ConfigError.of(
-                f"names of what is attached ({', '.join(self._objects)})", unknown, "attach() it first"
-            )
-        tensors = self._separate([tree, *trees], tensors)
-        state = unflatten(tree, tensors)
-        missing = sorted(set(names) - state.keys())
-        if missing:
-            raise StateMismatchError(
-                f"expected a state for {', '.join(missing)}, got {', '.join(sorted(state))}; "
-                "restore(only=[...]) loads a part, attach() under the names that were saved loads the rest"
-            )
-        for name in names:
-            target = self._objects[name]
-            try:
-                if isinstance(target, torch.nn.Module):
-                    own = target.state_dict()
-                    state[name] = renamed(own, state[name])
-                    check_module(name, own, state[name])
-                elif isinstance(target, torch.optim.Optimizer):
-                    _check_optimizer(name, target, state[name])
-                elif _is_torchdatas(target):
-                    _check_workers(name, target, state[name])
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise _refused(name, error) from error
-        parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
-        states = [unflatten(each, tensors) for each in trees] if parted else []
-        self._put(state, names, {name: [each[name] for each in states if name in each] for name in parted})
+        state: dict[str, Any] = {}
+        parts: dict[str, list[Any]] = {}
+        with agreed(agree):
+            unknown = sorted(set(names) - self._objects.keys())
+            if unknown:
+                raise ConfigError.of(
+                    f"names of what is attached ({', '.join(self._objects)})", unknown, "attach() it first"
+                )
+            tensors = self._separate([tree, *trees], tensors)
+            state = unflatten(tree, tensors)
+            missing = sorted(set(names) - state.keys())
+            if missing:
+                raise StateMismatchError(
+                    f"expected a state for {', '.join(missing)}, got {', '.join(sorted(state))}; "
+                    "restore(only=[...]) loads a part, attach() under the names that were saved loads the rest"
+                )
+            for name in names:
+                self._check(name, state)
+            parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
+            states = [unflatten(each, tensors) for each in trees] if parted else []
+            parts = {name: [each[name] for each in states if name in each] for name in parted}
+        self._put(state, names, parts, agree)
         if "random" in names:
             _load(self._objects["random"], state["random"])  # again: a loader that was asked for its state has drawn
             # The undisturbed run drew its loader's seed when the epoch began: the one drawn by the rest does not count.
@@ -265,8 +270,21 @@ class AppState:
                 target = self._objects[name]
                 if isinstance(target, Resumed):
                     target.at_resume(lambda: torch.set_rng_state(generator))
-                elif _is_torchdatas(target):
-                    _at_iterator(target, lambda: torch.set_rng_state(generator))
+
+    def _check(self, name: str, state: dict[str, Any]) -> None:
+        """Raises a StateMismatchError if one object's state does not fit; gives a module's state its names."""
+        target = self._objects[name]
+        try:
+            if isinstance(target, torch.nn.Module):
+                own = target.state_dict()
+                state[name] = renamed(own, state[name])
+                check_module(name, own, state[name])
+            elif isinstance(target, torch.optim.Optimizer):
+                _check_optimizer(name, target, state[name])
+            elif isinstance(target, StatefulLoader):
+                target.check(name, state[name])
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise _refused(name, error) from error
 
     def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors; copies those that an object keeps and multiplies, to where PyTorch would allocate them.
@@ -286,70 +304,79 @@ class AppState:
         }
 
     def _put(
-        self, state: Mapping[str, Any], names: Collection[str], parts: Mapping[str, Sequence[dict[str, Any]]]
+        self,
+        state: Mapping[str, Any],
+        names: Collection[str],
+        parts: Mapping[str, Sequence[dict[str, Any]]],
+        agree: Agree,
     ) -> None:
-        """Loads what may still refuse first, and puts everything back if it does."""
-        ordered = sorted(names, key=lambda name: _ORDER.index(_kind_of(self._objects[name])))
-        before: dict[str, Any] = {}
-        for name in ordered:
-            target = self._objects[name]
-            try:
-                if _kind_of(target) is not torch.nn.Module:  # PyTorch's modules fit, and need no copy of the model
-                    own = _own_state(target)
-                    before[name] = own if _kind_of(target) is torch.optim.Optimizer else copy.deepcopy(own)
-                if isinstance(target, Parted) and name in parts:
-                    target.load_state_dicts(parts[name])
-                else:
-                    _load(target, state[name])
-                if isinstance(target, torch.optim.Optimizer):
-                    _check_step(name, target, [group.keys() for group in before[name]["param_groups"]])
-            except Exception as error:
-                for loaded, old in before.items():
-                    _load(self._objects[loaded], old)
-                if isinstance(error, ShadeError):
-                    raise
-                raise _refused(name, error) from error
+        """Loads what may still refuse first, and puts everything back if it does, here or on another rank."""
+        kinds = {name: _kind_of(self._objects[name]) for name in names}
+        plain = [name for name in names if kinds[name] is torch.nn.Module]
+        others = [name for name in names if name not in plain]
+        others.sort(key=lambda name: kinds[name] is torch.optim.Optimizer)
+        ways_back: dict[str, Callable[[], None]] = {}
+        try:
+            with agreed(agree):
+                for name in others:
+                    self._put_one(name, state[name], parts.get(name), ways_back)
+            for name in plain:  # which fit, and need no copy of the model
+                _load(self._objects[name], state[name])
+        except Exception as error:
+            _go_back(ways_back, error)
+            raise
+
+    def _put_one(
+        self, name: str, state: Any, parts: Sequence[dict[str, Any]] | None, ways_back: dict[str, Callable[[], None]]
+    ) -> None:
+        """Adds the way back from loading one object, and loads it."""
+        target = self._objects[name]
+        try:
+            ways_back[name] = _way_back(target)
+            groups = target.param_groups if isinstance(target, torch.optim.Optimizer) else []
+            options = [set(group) for group in groups]
+            if parts is not None and isinstance(target, Parted):
+                target.load_state_dicts(parts)
+            else:
+                _load(target, state)
+            if isinstance(target, torch.optim.Optimizer):
+                _check_step(name, target, options)
+        except ShadeError:
+            raise
+        except Exception as error:
+            raise _refused(name, error) from error
 
 
-def _is_torchdatas(target: object) -> bool:
-    """Returns whether an object is a StatefulDataLoader."""
-    return isinstance(target, torch.utils.data.DataLoader) and hasattr(target, "next_iter_state")
+@contextmanager
+def agreed(agree: Agree) -> Iterator[None]:
+    """Tells other ranks at the end how it went here; an error goes on its way when they know."""
+    try:
+        yield
+    except Exception as error:
+        agree(error)
+        raise
+    agree(None)
 
 
-def _main_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a StatefulDataLoader's state that no worker holds."""
-    found: Mapping[str, Any] = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
-    return found
+def _go_back(ways_back: Mapping[str, Callable[[], None]], reason: Exception) -> None:
+    """Takes all ways back; raises a StateMismatchError if an object refuses even the state that it had."""
+    refused = []
+    for name, put_back in ways_back.items():
+        try:
+            put_back()
+        except Exception as error:  # noqa: BLE001  # the others are put back all the same
+            refused.append(f"{name!r} does not take back the state that it had ({type(error).__name__}: {error})")
+    if refused:
+        raise StateMismatchError(f"{reason}; {'; '.join(refused)}: build it again before you use it") from reason
 
 
-def _check_workers(name: str, loader: Any, state: Mapping[str, Any]) -> None:
-    """Raises a StateMismatchError if a StatefulDataLoader was saved with another number of workers: it would raise an
-    AssertionError when the epoch begins."""
-    saved = _main_state(state).get("_num_workers", 0)
-    if state and saved != loader.num_workers:
-        raise StateMismatchError.of(
-            f"{name!r} with num_workers={saved}, as it was saved",
-            f"num_workers={loader.num_workers}",
-            "a StatefulDataLoader resumes with the same number; with a ShadeSampler attach the sampler in its place, "
-            "which resumes with any",
-        )
-
-
-def _at_iterator(loader: Any, action: Callable[[], None]) -> None:
-    """Calls an action when a loader has made its next iterator."""
-    make = loader._get_iterator
-
-    def once() -> Any:
-        loader._get_iterator = make
-        made = make()
-        action()
-        return made
-
-    loader._get_iterator = once
-
-
-_ORDER: Final = (object, torch.optim.Optimizer, torch.nn.Module)
-"""Kinds of attached objects, in the order in which they are loaded: what is cheap to put back first."""
+def _way_back(target: Any) -> Callable[[], None]:
+    """Returns what loads the state that an object has now."""
+    if isinstance(target, StatefulLoader):
+        return target.way_back()
+    own = target.state_dict()
+    own = own if _kind_of(target) is torch.optim.Optimizer else copy.deepcopy(own)
+    return lambda: _load(target, own)
 
 
 _ALIGNED_BYTES: Final = 64
@@ -447,35 +474,9 @@ def _refused(name: str, error: Exception) -> StateMismatchError:
     )
 
 
-def _state_of(target: Any) -> Any:
-    """Returns an object's state. That of a StatefulDataLoader has its sampler's as it was when workers were asked last:
-    the losses that came since would be missing."""
-    state = target.state_dict()
-    if _is_torchdatas(target) and isinstance(target.sampler, Stateful):
-        main = _main_state(state)
-        place = main.get("_sampler_iter_state")
-        if place is not None and "sampler_state" in place:
-            main = {**main, "_sampler_iter_state": {**place, "sampler_state": target.sampler.state_dict()}}
-            state = (
-                {**state, "_snapshot": {**state["_snapshot"], "_main_snapshot": main}} if "_snapshot" in state else main
-            )
-    return state
-
-
-def _own_state(target: Any) -> Any:
-    """Returns an object's state. A StatefulDataLoader that has not begun would start its workers to give one."""
-    if _is_torchdatas(target) and target._iterator is None:
-        return target.next_iter_state or {}
-    return target.state_dict()
-
-
 def _load(target: Any, state: Any) -> None:
     """Loads a state; an optimizer's tensors keep the type that they were saved in, which PyTorch would convert."""
     target.load_state_dict(state)
-    if _is_torchdatas(target):  # which does the rest when the epoch begins; a training loop asks for the epoch before
-        sampler = (_main_state(state).get("_sampler_iter_state") or {}).get("sampler_state")
-        if sampler is not None:
-            target.sampler.load_state_dict(sampler)
     if _kind_of(target) is torch.optim.Optimizer:
         params = [param for group in target.param_groups for param in group["params"]]
         for number, entry in state["state"].items():

@@ -27,9 +27,7 @@ import contextlib
 import enum
 import io
 import json
-import os
 import pickle
-import shutil
 import struct
 import time
 import warnings
@@ -59,6 +57,7 @@ from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
 from shade.installation import install_hint
+from shade.process import remove_leftovers, replacing
 from shade.types import Bytes
 
 
@@ -479,36 +478,13 @@ def _atomically(path: Path) -> Iterator[Path]:
     """Yields a path beside the wanted one; syncs it and moves it into place at the end."""
     if path.exists():
         raise ConfigError.of("a path that does not exist", str(path), "remove it, or choose another")
-    aside = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(aside)
-        yield aside
-        for each in (aside, *aside.rglob("*")) if aside.is_dir() else (aside,):
-            _sync(each)
-        aside.replace(path)
-        _sync(path.parent)
+        remove_leftovers(path)
+        with replacing(path, durable=True) as beside:
+            yield beside
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
-        _remove(aside)
         raise StorageError(f"could not write {path}: {getattr(error, 'strerror', None) or error}") from error
-    except BaseException:
-        _remove(aside)
-        raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def plain(state: Any) -> Any:
@@ -559,7 +535,8 @@ def _plain_items(value: Any) -> Any:
 
 
 def _save_torch(state: Any, path: Path) -> None:
-    torch.save(plain(state), path)
+    with path.open("wb") as file:  # of a path, the name would be in the file
+        torch.save(plain(state), file)
 
 
 def _load_torch(path: Path) -> Any:

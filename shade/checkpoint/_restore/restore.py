@@ -437,7 +437,7 @@ def restore_app_state(
     names = contents.names if only is None else list(only)
     if group.rank >= record.world_size and "random" in names:
         names.remove("random")  # a new rank keeps the generators that it was seeded with
-    contents.load(found.tree, found.tensors, names, found.trees)
+    contents.load(found.tree, found.tensors, names, found.trees, lambda failure: _agree(group, failure))
     for arena, manifest in found.arenas:
         forgettable = contents.forgettable(manifest.tree)
         for name, entry in manifest.tensors.items():
@@ -450,6 +450,14 @@ def restore_app_state(
     )
     tiers = tuple(found.tiers)
     return Restored(record.step, contents.epoch, tiers, seconds, record.num_bytes, found.bounds), found
+
+
+def _agree(group: ProcessGroup, failure: Exception | None) -> None:
+    """Raises what went wrong on another rank, unless something went wrong here. Collective."""
+    failures = group.gather(None if failure is None else " ".join(str(failure).split()))
+    rank = next((rank for rank, each in enumerate(failures) if each is not None), None)
+    if failure is None and rank is not None:
+        raise StateMismatchError(f"rank {rank}: {failures[rank]}; so no rank has changed anything")
 
 
 def load_module(

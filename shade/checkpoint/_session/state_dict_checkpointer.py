@@ -19,7 +19,7 @@ import torch
 import xxhash
 from typing_extensions import override
 
-from shade.checkpoint._capture.app_state import AppState, CapturedState, RandomState
+from shade.checkpoint._capture.app_state import Agree, AppState, CapturedState, RandomState, agreed
 from shade.checkpoint._capture.flatten import flatten, unflatten
 from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._session.checkpointer import Checkpointer
@@ -86,10 +86,16 @@ class StateDictState(AppState):
 
     @override
     def load(
-        self, tree: Any, tensors: Mapping[str, torch.Tensor], names: Collection[str], trees: Sequence[Any] = ()
+        self,
+        tree: Any,
+        tensors: Mapping[str, torch.Tensor],
+        names: Collection[str],
+        trees: Sequence[Any] = (),
+        agree: Agree = lambda failure: None,
     ) -> None:
         del trees
-        self.read(tree, tensors, with_generators="random" in names)
+        with agreed(agree):
+            self.read(tree, tensors, with_generators="random" in names)
 
     def read(self, tree: Any, tensors: Mapping[str, torch.Tensor], *, with_generators: bool) -> None:
         """Keeps a state that was read, until it is taken.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shade.errors import ConfigError, StoreError, StoreUnavailableError
-from shade.process import is_running, start_detached, start_of
+from shade.process import is_running, replacing, start_detached, start_of
 from shade.store._servers.local_cluster import (
     agrees,
     check_shape,
@@ -364,11 +364,10 @@ def _is_ours(record: ServerRecord) -> bool:
 
 
 def _write(directory: Path, url: StoreURL, records: Sequence[ServerRecord]) -> None:
-    # Written beside and renamed: a killed `up` leaves a whole record.
-    new = directory / f"{_STATE}.new"
-    new.touch(mode=0o600)
-    new.write_text(json.dumps({"url": url.reveal(), "servers": [asdict(record) for record in records]}, indent=2))
-    new.replace(directory / _STATE)
+    with replacing(directory / _STATE) as beside:  # a killed `up` leaves a whole record
+        beside.touch(mode=0o600)
+        content = {"url": url.reveal(), "servers": [asdict(record) for record in records]}
+        beside.write_text(json.dumps(content, indent=2))
 
 
 def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:

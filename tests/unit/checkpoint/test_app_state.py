@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shade.checkpoint._capture.app_state import AppState, renamed
+from shade.data import ShadeSampler
 from shade.errors import ConfigError, StateMismatchError
 from tests.support.launching import same_state
 
@@ -236,6 +237,62 @@ def test_what_refuses_its_state_leaves_all_as_it_was() -> None:
         contents(model=other, first=first, second=second).load(tree, tensors, ["model", "first", "second"])
     assert (first.count, second.count) == (1, 2)
     assert not other[0].weight.any()
+
+
+def test_what_refuses_even_its_own_state_is_named_and_the_others_are_put_back() -> None:
+    tree, tensors = saved(contents(first=Counter(5), second=Counter(-1)))
+    first, second = Counter(1), Counter(-2)
+    with pytest.raises(StateMismatchError, match=r"'second' takes, got one.*; 'second' does not take back"):
+        contents(first=first, second=second).load(tree, tensors, ["first", "second"])
+    assert first.count == 1
+
+
+def test_what_another_rank_refuses_is_not_kept_here() -> None:
+    source, target = model(), model()
+    tree, tensors = saved(contents(model=source, counter=Counter(5)))
+    torch.nn.init.zeros_(target[0].weight)
+    counter, asked = Counter(1), list[Any]()
+
+    def agree(failure: Exception | None) -> None:
+        asked.append((failure, counter.count))
+        if len(asked) == 2:
+            raise StateMismatchError("rank 1: no")
+
+    with pytest.raises(StateMismatchError, match="rank 1: no"):
+        contents(model=target, counter=counter).load(tree, tensors, ["model", "counter"], agree=agree)
+    assert asked == [(None, 1), (None, 5)]  # before anything is changed, and before the model is
+    assert counter.count == 1
+    assert not target[0].weight.any()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stateful_loader_is_put_back_with_its_sampler(has_begun: bool) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made(num_batches: int) -> Any:
+        data = torch.utils.data.TensorDataset(torch.arange(12))
+        loader = loaders.StatefulDataLoader(data, batch_size=2, sampler=ShadeSampler(data, batch_size=2))
+        batches = iter(loader) if num_batches else None
+        return loader, batches, [next(batches)[0].tolist() for _ in range(num_batches)]
+
+    source, _, _ = made(3)
+    tree, tensors = saved(contents(loader=source, counter=Counter(-1)))
+    loader, batches, first = made(2 * has_begun)
+    _, _, whole = made(6)
+    with pytest.raises(StateMismatchError, match="a negative"):
+        contents(loader=loader, counter=Counter(1)).load(tree, tensors, ["loader", "counter"])
+    assert first + [each.tolist() for (each,) in batches or loader] == whole
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_may_be_attached_twice_under_its_name_and_no_other_one() -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    one, other = (loaders.StatefulDataLoader([1, 2]) for _ in range(2))
+    attached = contents(loader=one)
+    attached.attach({"loader": one})
+    with pytest.raises(ConfigError, match="a name that is not attached yet"):
+        attached.attach({"loader": other})
 
 
 class Holder:

@@ -137,6 +137,7 @@ def test_an_object_of_another_class_is_neither_saved_nor_made(module: ModuleType
         engine.cleanup()
 
 
+@pytest.mark.multiprocess
 def test_without_deepspeed_the_extra_is_named() -> None:
     import subprocess
     import sys

@@ -1,0 +1,123 @@
+"""A snapshot that does not fit on one rank changes nothing on any, and every rank says so."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shade.checkpoint import Checkpointer
+from shade.errors import ConfigError, StateMismatchError
+from tests.differential.checkpoint_checks import difference
+from tests.differential.checkpoint_processes import Say, in_processes
+from tests.support.states import assert_same
+
+pytestmark = pytest.mark.multiprocess
+
+
+SAVED = 4
+
+
+class Counter:
+    """An object that may refuse the state that was saved."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.count, self.refuses = 3, refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses and state["count"] == SAVED:
+            raise ValueError("no such count")
+        self.count = state["count"]
+
+
+def build(seed: int, wrong: str = "") -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5 if wrong == "model" else 3), torch.nn.BatchNorm1d(3))
+    params: Any = [{"params": [each]} for each in model.parameters()] if wrong == "groups" else model.parameters()
+    kind = torch.optim.SGD if wrong == "optimizer" else torch.optim.Adam
+    optimizer = kind(params, lr=0.1, **({"momentum": 0.9} if wrong == "optimizer" else {}))
+    made = {"counter": Counter(wrong == "object"), "optimizer": optimizer, "model": model}
+    return made | ({"other": Counter()} if wrong == "missing" else {})
+
+
+def opened(folder: Path) -> Checkpointer:
+    return Checkpointer(persist_to=folder / "storage", run=f"ranks-{folder.name}", every="never")
+
+
+def state_of(things: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy({name: each.state_dict() for name, each in things.items()} | {"torch": torch.get_rng_state()})
+
+
+def step(things: dict[str, Any]) -> None:
+    torch.nn.functional.linear(torch.ones(1, 4), things["model"][0].weight).sum().backward()
+    things["optimizer"].step()
+
+
+COMPLAINTS = {
+    "optimizer": "'optimizer'",
+    "groups": "parameter groups",
+    "model": "of shape",
+    "missing": "other",
+    "object": "no such count",
+}
+"""By what one rank has otherwise: a part of the refusal."""
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_nothing_is_changed_on_any_rank(bad_rank: int, tmp_path: Path) -> None:
+    def restore(rank: int, say: Say) -> None:
+        with opened(tmp_path) as checkpointer:
+            things = build(0)
+            checkpointer.attach(**things)
+            things["counter"].count = SAVED
+            step(things)
+            checkpointer.step()
+            checkpointer.save()
+            saved = things["model"].state_dict()
+        say({wrong: refused(wrong, rank == bad_rank, saved) for wrong in COMPLAINTS})
+
+    def refused(wrong: str, is_bad: bool, saved: dict[str, Any]) -> str:
+        with opened(tmp_path) as checkpointer:
+            things = build(1, wrong if is_bad else "")
+            if wrong != "model":
+                step(things)
+            checkpointer.attach(**things)
+            before = state_of(things)
+            with pytest.raises(StateMismatchError) as refusal:
+                checkpointer.restore_latest()
+            dist.barrier()
+            assert_same(state_of(things), before)
+            assert checkpointer.step_count == 0
+            # The ranks are at the same place, and restore the part that fits.
+            part = "counter" if wrong == "model" else "model"
+            checkpointer.restore_latest(only=[part])
+            assert part != "model" or not difference(things["model"].state_dict(), saved)
+            assert part != "counter" or things["counter"].count == SAVED
+            return str(refusal.value)
+
+    said = in_processes(2, restore, tmp_path / "meeting")
+    for wrong, complaint in COMPLAINTS.items():
+        assert complaint in said[bad_rank][wrong]
+        assert said[1 - bad_rank][wrong] == f"rank {bad_rank}: {said[bad_rank][wrong]}; so no rank has changed anything"
+
+
+def test_a_name_that_one_rank_has_not_attached_is_named_on_both(tmp_path: Path) -> None:
+    def restore(rank: int, say: Say) -> None:
+        with opened(tmp_path) as checkpointer:
+            things = build(0)
+            checkpointer.attach(**things)
+            checkpointer.save()
+            before = state_of(things)
+            with pytest.raises(StateMismatchError if rank else ConfigError, match="modell") as refused:
+                checkpointer.restore_latest(only=["model" if rank else "modell"])
+            assert_same(state_of(things), before)
+            say(str(refused.value))
+
+    assert all("names of what is attached" in each for each in in_processes(2, restore, tmp_path / "meeting"))

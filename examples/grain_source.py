@@ -3,12 +3,11 @@
     pip install torch-shade grain
     python examples/grain_source.py
 
-`ShadeSource` is a `RandomAccessDataSource` over a ShadeDataset. Grain shuffles, splits, batches and remembers its place;
-shade caches. The first samples that are read stay in the cache, up to ``working_set_fraction`` of them, for all epochs
-and worker processes.
+`ShadeSource` is a `RandomAccessDataSource` over a ShadeDataset. Grain shuffles, batches and remembers its place; shade
+caches. The first samples that are read stay in the cache, up to ``working_set_fraction`` of them.
 
-What to know: Grain draws the order, so there is no importance sampling and no plan for the cache. Worker processes count
-their hits for themselves; ``dataset.stats()`` has those of this process. Grain reads in many threads of a process, and the
+What to know: Grain draws the order, so there is no importance sampling and no plan for the cache. Worker processes
+count their hits for themselves; ``dataset.stats()`` has those of this process. Grain reads in many threads, and the
 cache takes one of them at a time: take worker processes to read several samples at once.
 """
 

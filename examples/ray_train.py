@@ -93,7 +93,7 @@ def fail_once(config: dict[str, Any], step: int) -> None:
 
 
 def run(
-    folder: Path, cache: str = "local://", num_workers: int = 1, *, kill_at: int = 0, notice_at: int = 0, epochs: int = 3
+    folder: Path, cache: str = "local://", num_workers: int = 1, *, kill_at: int = 0, notice_at: int = 0
 ) -> ray.train.Result:
     """Trains; Ray starts the workers again up to three times."""
     folder.mkdir(parents=True)
@@ -102,7 +102,7 @@ def run(
         "snapshots": str(folder / "snapshots"),
         "notice": str(folder / "notice"),
         "run": folder.name,
-        "epochs": epochs,
+        "epochs": 3,
         "kill_at": kill_at,
         "notice_at": notice_at,
     }

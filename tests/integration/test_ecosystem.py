@@ -395,7 +395,7 @@ def test_a_grain_loader_continues_in_mid_epoch(tmp_path: Path) -> None:
     again = iter(loader)
     again.set_state(state)
     assert [batch["index"].tolist() for batch in again] == rest
-    assert sorted(sum(first + rest, [])) == sorted([*range(60), *range(60)])
+    assert sorted(index for batch in first + rest for index in batch) == sorted([*range(60), *range(60)])
     dataset.close()
 
 

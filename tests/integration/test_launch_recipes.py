@@ -2,8 +2,8 @@
 
 Slurm's part is played by two small stand-ins (`srun`, `scontrol`) over the hosts of a testbed: the script, the cache,
 the launcher and the training are the real ones. The manifests are checked against Kubernetes' own schema where the
-package `kubernetes-validate` is installed, Kubeflow's against the models of `kubeflow-trainer-api`, SkyPilot's by its own parser;
-and all against what the launcher takes, always."""
+package `kubernetes-validate` is installed, Kubeflow's against the models of `kubeflow-trainer-api`, SkyPilot's by its
+own parser; and all against what the launcher takes, always."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def run(
         "cache": cache,
         "snapshots": str(folder / "snapshots"),
         "notice": str(folder / "notice"),
-        "run": folder.name,
+        "run": f"{folder.parent.name}-{folder.name}",
         "epochs": 3,
         "kill_at": kill_at,
         "notice_at": notice_at,

@@ -62,6 +62,7 @@ def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]
     assert told.stdout.strip()
+    assert "False" not in told.stdout, "what it compares is not the same"
 
 
 # ── torchdata ───────────────────────────────────────────────────────────────────────────────────────────────────────

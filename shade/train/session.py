@@ -89,7 +89,7 @@ class TrainSession:
         path = os.environ.get(RUN_FILE)
         if path is None:
             raise ConfigError.of(
-                f"the launcher's {RUN_FILE}", None, "start the script with runshade.py SCRIPT TRAIN_PATH …"
+                f"the launcher's {RUN_FILE}", None, "start the script with shade run SCRIPT TRAIN_PATH …"
             )
         return cls(RunConfig.load(path))
 

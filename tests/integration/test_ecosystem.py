@@ -1,4 +1,5 @@
-"""The frameworks that people train with, as they are: torchdata, Lightning, Accelerate, Hugging Face's Trainer.
+"""The frameworks that people train with, as they are: torchdata, Lightning, Accelerate, Hugging Face's Trainer, Ray
+Train, Grain.
 
 The examples are what is tested, so that what people copy is what works. Where a package is missing, its tests skip.
 """
@@ -28,7 +29,10 @@ NEEDS = {
     "accelerate_loop": ("accelerate",),
     "transformers_trainer": ("torchdata", "transformers", "accelerate", "datasets"),
     "audio": ("datasets",),
+    "grain_source": ("grain",),
+    "ray_train": ("ray.train.torch",),
 }
+SLOW = {"ray_train"}
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -48,7 +52,7 @@ def load(name: str) -> ModuleType:
         sys.path.remove(str(ROOT / "examples"))
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in NEEDS])
 def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
     load(name)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -58,6 +62,7 @@ def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]
     assert told.stdout.strip()
+    assert "False" not in told.stdout, "what it compares is not the same"
 
 
 # ── torchdata ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -331,3 +336,86 @@ def test_a_transform_that_would_be_cached_is_told_of() -> None:
     rows = datasets.Dataset.from_dict({"x": [1.0, 2.0]}).with_transform(lambda row: row)
     with pytest.warns(UserWarning, match="applies its own transform before caching"):
         ShadeDataset(rows, cache="memory://").close()
+
+
+# ── Grain ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FilesRead:
+    """A data set whose reads are seen from every process: each appends a line to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with self._path.open("a") as file:
+            file.write(f"{index}\n")
+        return torch.full((16,), float(index)), index
+
+    def num_reads(self) -> int:
+        return len(self._path.read_text().splitlines()) if self._path.exists() else 0
+
+
+def grain_source(tmp_path: Path) -> tuple[FilesRead, ShadeDataset, Any]:
+    example = load("grain_source")
+    files = FilesRead(tmp_path / "reads")
+    dataset = ShadeDataset(files, cache="local://", working_set_fraction=0.5, version="1")
+    return files, dataset, example.ShadeSource(dataset)
+
+
+@pytest.mark.redis
+def test_a_source_is_what_grain_takes_and_half_of_it_is_cached(tmp_path: Path) -> None:
+    files, dataset, source = grain_source(tmp_path)
+    grain: Any = importlib.import_module("grain")
+    assert isinstance(source, grain.sources.RandomAccessDataSource)
+    batches = grain.MapDataset.source(source).seed(0).shuffle().repeat(2).batch(6).to_iter_dataset()
+    before, seen = files.num_reads(), []
+    for batch in batches:
+        assert (batch["point"] == batch["index"][:, None]).all()
+        assert (batch["label"] == batch["index"]).all()
+        seen += batch["index"].tolist()
+    assert sorted(seen) == sorted([*range(60), *range(60)])
+    assert seen[:60] != seen[60:]
+    assert files.num_reads() - before == 60 + 30
+    dataset.close()
+
+
+@pytest.mark.redis
+def test_a_grain_loader_continues_in_mid_epoch(tmp_path: Path) -> None:
+    _, dataset, source = grain_source(tmp_path)
+    grain: Any = importlib.import_module("grain")
+    sampler = grain.samplers.IndexSampler(60, shuffle=True, seed=0, num_epochs=2)
+    loader = grain.DataLoader(data_source=source, sampler=sampler, operations=[grain.transforms.Batch(6)])
+    iterator = iter(loader)
+    first = [next(iterator)["index"].tolist() for _ in range(13)]
+    state = iterator.get_state()
+    rest = [batch["index"].tolist() for batch in iterator]
+    again = iter(loader)
+    again.set_state(state)
+    assert [batch["index"].tolist() for batch in again] == rest
+    assert sorted(index for batch in first + rest for index in batch) == sorted([*range(60), *range(60)])
+    dataset.close()
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_grains_worker_processes_share_the_cache(tmp_path: Path) -> None:
+    files, dataset, source = grain_source(tmp_path)
+    grain: Any = importlib.import_module("grain")
+    options = grain.multiprocessing.MultiprocessingOptions(num_workers=2)
+    batches = grain.MapDataset.source(source).seed(0).shuffle().repeat(4).batch(6).to_iter_dataset()
+    before, seen = files.num_reads(), []
+    for batch in batches.mp_prefetch(options):
+        assert (batch["point"] == batch["index"][:, None]).all()
+        seen += batch["index"].tolist()
+    assert sorted(seen) == sorted([*range(60)] * 4)
+    assert files.num_reads() - before <= 60 + 3 * 30 + 6, "what one worker has read is a hit for the other"
+    assert dataset.cache is not None
+    held = [key for key in dataset.cache.store.scan("shade:") if key.rpartition("}")[2].isdigit()]
+    assert 0 < len(held) <= 30
+    dataset.close()

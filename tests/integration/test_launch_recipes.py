@@ -1,8 +1,9 @@
-"""The recipes for Slurm and Kubernetes, as far as they can be tried without a cluster manager.
+"""The recipes for Slurm, Kubernetes, Kubeflow and SkyPilot, as far as they can be tried without a cluster manager.
 
 Slurm's part is played by two small stand-ins (`srun`, `scontrol`) over the hosts of a testbed: the script, the cache,
 the launcher and the training are the real ones. The manifests are checked against Kubernetes' own schema where the
-package `kubernetes-validate` is installed, and against what the launcher takes, always."""
+package `kubernetes-validate` is installed, Kubeflow's against the models of `kubeflow-trainer-api`, SkyPilot's by its
+own parser; and all against what the launcher takes, always."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.multiprocess
 
 TESTBED = ROOT / "scripts" / "testbed"
 SLURM = ROOT / "scripts" / "slurm.sbatch"
+KUBEFLOW = ROOT / "deploy" / "kubeflow" / "train.yaml"
+SKYPILOT = ROOT / "deploy" / "skypilot" / "train.yaml"
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 NOT_HERE = 3
 HOSTS = 3
@@ -133,14 +136,19 @@ def test_what_refers_to_something_refers_to_what_there_is() -> None:
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
 
 
+def given_to_the_launcher(script: str, **variables: str) -> Any:
+    """Returns the parsed flags of the script's `shade run`, with these variables of the shell."""
+    line = script.partition("shade run")[2].replace("\\\n", " ")
+    command = ["sh", "-c", f"printf '%s\\n' {line}"]
+    told = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+    return resolve.parse([word for word in told.stdout.splitlines() if word])
+
+
 @pytest.mark.multiprocess
 def test_the_launcher_takes_what_the_manifest_gives_it() -> None:
     (container,) = containers("Job", "shade-train")
-    script = container["command"][-1]
-    line = script.partition("exec shade run")[2].replace("\\\n", " ")
-    shell = f"JOB_COMPLETION_INDEX=2; resume=; CACHE={shlex.quote(container['env'][0]['value'])}; printf '%s\\n' {line}"
-    words = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
-    given = resolve.parse([word for word in words if word])
+    cache = container["env"][0]["value"]
+    given = given_to_the_launcher(container["command"][-1], JOB_COMPLETION_INDEX="2", CACHE=cache)
     assert (given.nodes, given.nr, given.master_address) == (3, 2, "shade-train-0.shade-train")
     assert given.cache.count("shade-cache-") == 3
 
@@ -160,3 +168,73 @@ def test_the_nodes_of_the_manifest_are_caches(tmp_path: Path) -> None:
             reply = server.ask("CONFIG", "GET", name)
             assert isinstance(reply, list)
             assert reply[1] == value.encode(), name
+
+
+# ------------------------------------------------------------------------------------------------ Kubeflow, SkyPilot
+
+
+def kubeflow() -> tuple[dict[str, Any], dict[str, Any]]:
+    runtime, job = pytest.importorskip("yaml").safe_load_all(KUBEFLOW.read_text())
+    return runtime, job
+
+
+def test_the_training_runtime_and_its_job_fit_the_schema() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for document in kubeflow():
+        model = getattr(models, f"TrainerV1alpha1{document['kind']}")
+        assert model.from_dict(document).to_dict() == document, "a field that the schema does not know is left out"
+
+
+def test_the_pods_of_the_training_runtime_fit_the_schema_of_kubernetes() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    runtime, job = kubeflow()
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    template = replicated["template"]
+    (container,) = template["spec"]["template"]["spec"]["containers"]
+    container |= {name: job["spec"]["trainer"][name] for name in ("image", "command", "env")}
+    document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": template["spec"]}
+    validator.validate(document, validator.latest_version(), strict=True)
+
+
+def test_the_train_job_refers_to_what_there_is() -> None:
+    runtime, job = kubeflow()
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert replicated["name"] == container["name"] == "node", "Trainer puts the command into the container of this name"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert runtime["spec"]["mlPolicy"]["numNodes"] == job["spec"]["trainer"]["numNodes"]
+
+
+@pytest.mark.multiprocess
+def test_the_launcher_takes_what_the_train_job_gives_it() -> None:
+    trainer = kubeflow()[1]["spec"]["trainer"]
+    pod = {"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "node-0-0.shade", "PET_MASTER_PORT": "29400"}
+    given = given_to_the_launcher(trainer["command"][-1], CACHE=trainer["env"][0]["value"], **pod)
+    assert (given.nodes, given.nr, given.master_address, given.master_port) == (3, 2, "node-0-0.shade", 29400)
+    assert given.cache.count("shade-cache-") == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_skypilot_parses_the_task() -> None:
+    sky = pytest.importorskip("sky")
+    config = pytest.importorskip("yaml").safe_load(SKYPILOT.read_text())
+    task = sky.Task.from_yaml_config(config, secrets_overrides=[("SHADE_REDIS_PASSWORD", "a")])
+    assert task.num_nodes == 3, "a cluster of Redis takes three machines"
+    assert list(task.secrets) == ["SHADE_REDIS_PASSWORD"]
+    assert all(resources.use_spot for resources in task.resources)
+    assert set(task.storage_mounts) == {"/data", "/runs"}
+
+
+@pytest.mark.multiprocess
+def test_the_launcher_takes_what_the_task_gives_it() -> None:
+    script = pytest.importorskip("yaml").safe_load(SKYPILOT.read_text())["run"]
+    assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
+    given = given_to_the_launcher(
+        script, SKYPILOT_NUM_NODES="3", SKYPILOT_NODE_RANK="1", first="10.0.0.1", cache="redis+cluster://10.0.0.1:7000"
+    )
+    assert (given.nodes, given.nr, given.master_address) == (3, 1, "10.0.0.1")
+    assert given.persist == "s3://my-runs/snapshots"

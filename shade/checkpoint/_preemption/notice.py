@@ -127,9 +127,8 @@ class SignalNotice(NoticeSource):
         self._notice: PreemptionNotice | None = None
         self._process_id = os.getpid()
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError.of(
-                "SIGTERM to be watched from the main thread", threading.current_thread().name, "move it"
-            )
+            name, cure = threading.current_thread().name, "call it there, or watch a file or an http:// address"
+            raise ConfigError.of("SIGTERM to be watched from the main thread", name, cure)
         self._spares_workers = mmap.mmap(-1, 1)  # shared with forked processes
         self._set_up_worker, self._raise_if_worker_died = (
             _signals._set_worker_signal_handlers,

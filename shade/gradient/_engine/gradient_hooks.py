@@ -185,10 +185,15 @@ class LossScale:
         self.num_good_steps = self.num_good_steps + 1 if is_good else 0
         scale = self._scaler.get_scale()
         if not is_good:
-            self._scaler.update(scale * self._scaler.get_backoff_factor())
+            self._set(scale * self._scaler.get_backoff_factor())
         elif self.num_good_steps == self._scaler.get_growth_interval():
-            self._scaler.update(scale * self._scaler.get_growth_factor())
+            self._set(scale * self._scaler.get_growth_factor())
             self.num_good_steps = 0
+
+    def _set(self, scale: float) -> None:
+        assert self._scaler is not None
+        # scaler.update() fails before the first scaler.scale(), and a rank without samples has scaled nothing.
+        self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": scale})
 
     def status(self) -> dict[str, Any]:
         """Returns what a joining rank takes over: `state_dict` and the scale."""
@@ -198,7 +203,7 @@ class LossScale:
         """Takes over another rank's `status`."""
         self.load_state_dict(status)
         if self._scaler is not None and status["scale"] is not None:
-            self._scaler.update(status["scale"])
+            self._set(status["scale"])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the scaler's own state does not hold."""

@@ -24,6 +24,7 @@ from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._engine import bucket_state, pipeline
 from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.engine import GradientEngine
+from shade.gradient._engine.gradient_hooks import LossScale
 from shade.gradient._engine.meter import COUNTS
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.telemetry import prometheus_text
@@ -225,6 +226,23 @@ def test_gradients_are_unscaled_wherever_the_passes_stand(staleness: int, is_las
         ends.append(parameters(model))
     for plain, scaled in zip(*ends, strict=True):
         assert torch.allclose(plain, scaled, atol=1e-5)
+
+
+def test_the_scale_follows_all_ranks_before_this_rank_has_scaled_a_loss() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT, scaler=scaler) as engine:
+        engine.num_samples = 0
+        engine.step()
+        assert scaler.get_scale() == 16.0
+        engine.num_samples = 1
+        scaler.scale(loss_of(model, 0) * float("inf")).backward()
+        engine.step()
+        assert scaler.get_scale() == 8.0
+    joined = torch.amp.GradScaler("cpu", init_scale=8.0)
+    LossScale(joined).load_status({"num_good_steps": 3, "scale": 4.0})
+    assert joined.get_scale() == 4.0
+    assert float(joined.scale(torch.ones(()))) == 4.0
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

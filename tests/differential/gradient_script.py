@@ -261,7 +261,8 @@ REFUSALS = (
     Refusal(
         "a second backward pass",
         "expected one backward pass per step",
-        lambda script: script.place in ("outside", "first outside", "retained"),
+        # Each reentrant checkpoint goes back by itself, so a weight that two of them share gets two gradients.
+        lambda s: s.place in ("outside", "first outside", "retained") or (s.tied and s.checkpoint == "reentrant"),
     ),
     Refusal(
         "gradients touched between backward and step",

@@ -138,7 +138,10 @@ class GradientHooks:
         work = self.work
         if work.has(number, position):
             name = self._bucket_states[number].bucket.names[position]
-            cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
+            cure = (
+                "put all but the last into `with engine.accumulate():` (all, where reentrant checkpoints share a weight), "
+                "or call engine.step() after each"
+            )
             raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
         if not self._is_accumulating:
             self._put(work, number, position, parameter)

@@ -265,9 +265,9 @@ class ElasticEngine(GradientEngine):
     def _connect(self, purpose: str) -> Transport:
         return self._membership.connect(purpose)
 
-    def _synchronise(self, world: Transport) -> None:
+    def _synchronise(self, world: Transport, refusal: ConfigError | None = None) -> None:
         """Sends what some ranks lack, from the lowest rank that has it; from rank 0 before the first step."""
-        check_same_setup(world, self._model, self._buckets, self._settings)
+        check_same_setup(world, self._model, self._buckets, self._settings, refusal)
         generation = self._membership.generation
         source, lagging = source_rank(generation), lagging_ranks(generation)
         if not lagging and source is not None:

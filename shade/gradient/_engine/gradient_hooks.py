@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shade.errors import ConfigError
-from shade.gradient._comm.step import GradientStep
+from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._engine.bucket_state import BucketState
 
 
@@ -112,12 +112,19 @@ class GradientHooks:
             raise ConfigError.of(expected, "requires_grad=False", cure)
 
     def seal(self, work: GradientStep) -> None:
-        """Ends a step's backward pass: a missing gradient counts as zero."""
+        """Ends a step's backward pass: a missing gradient counts as zero. Errors in ``work.trouble`` reach all ranks."""
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
                 self._put(work, number, position, parameter)
             parameter.grad = None
         self._sums.clear()
+        work.sealed.set()
+
+    def refuse(self, work: GradientStep, refusal: Exception) -> None:
+        """Fails a step on all ranks, and waits until they know it: this rank's script is likely to end then."""
+        work.trouble.append(refusal)
+        self.seal(work)
+        work.wait(StepState.MERGED)
 
     def close(self) -> None:
         """Removes the hooks. Safe to call twice."""
@@ -142,7 +149,9 @@ class GradientHooks:
                 "put all but the last into `with engine.accumulate():` (all, where reentrant checkpoints share a weight), "
                 "or call engine.step() after each"
             )
-            raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
+            refusal = ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
+            self.refuse(work, refusal)
+            raise refusal
         if not self._is_accumulating:
             self._put(work, number, position, parameter)
         elif parameter.grad is not None:

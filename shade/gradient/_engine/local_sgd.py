@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
@@ -82,25 +82,23 @@ class DiLoCo:
         bucket_bytes: int = BUCKET_BYTES,
         seed: int = 0,
     ) -> None:
-        for expected, got, is_right in (
-            ("every ≥ 1 step", every, every >= 1),
-            ("an outer lr > 0", lr, lr > 0),
-            ("an outer momentum in [0, 1)", momentum, 0 <= momentum < 1),
-            ("a density in (0, 1]", density, 0 < density <= 1),
-        ):
-            if not is_right:
-                raise ConfigError.of(expected, got, "every=100, lr=0.7, momentum=0.9, density=1 are usual")
         self.num_samples = 1
         """Weight of this rank: samples since the last synchronisation."""
         self.step_count = 0
         """Inner steps."""
         self._model, self._every, self._lr, self._momentum = model, every, lr, momentum
         self._density, self._seed = density, seed
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
+        names, buckets = {parameter: name for name, parameter in model.named_parameters()}, []
+        refusal: ConfigError | None = None
+        try:
+            _check_arguments(every, lr, momentum, density)
+            buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
+        except ConfigError as error:
+            refusal = error
         world = Transport(group, timeout_seconds=timeout_seconds)
         settings = {"every, lr, momentum": [every, lr, momentum], "density": density, "seed": seed}
-        check_same_setup(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
+        settings["compressor, quantiser"] = [compressor, quantiser]
+        check_same_setup(world, model, buckets, settings, refusal)
         broadcast_weights(world, model, buckets)
         self._topology = FlatTopology(world)
         self._bucket_states = make_bucket_states(self._topology, buckets, compressor, quantiser)
@@ -207,11 +205,21 @@ class DiLoCo:
             merged = self._all_reduce.exchange(work, numbers, weights_P, lengths)
             self._all_reduce.vote(work, 0.0)
         except Exception as error:
-            own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
             for number in work.chosen:
                 self._bucket_states[number].feedback.undo()
-            raise error from (own or error.__cause__)
+            raise error from (work.own_failure or error.__cause__)
         return merged
+
+
+def _check_arguments(every: int, lr: float, momentum: float, density: float) -> None:
+    for expected, got, is_right in (
+        ("every ≥ 1 step", every, every >= 1),
+        ("an outer lr > 0", lr, lr > 0),
+        ("an outer momentum in [0, 1)", momentum, 0 <= momentum < 1),
+        ("a density in (0, 1]", density, 0 < density <= 1),
+    ):
+        if not is_right:
+            raise ConfigError.of(expected, got, "every=100, lr=0.7, momentum=0.9, density=1 are usual")
 
 
 class LocalSGD(DiLoCo):

@@ -41,6 +41,7 @@ has changed) without another exchange.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -335,7 +336,10 @@ class ElasticEngine(GradientEngine):
         began, world_size = time.monotonic(), self.world_size
         late, self._late = self._late, None
         if late is not None:
-            late.wait(StepState.MERGED)  # the group is lost, so it fails, and its chosen elements are put back
+            late.wait(StepState.MERGED)  # it fails, and its chosen elements are put back, unless its vote is over
+            if late.error is None:
+                with contextlib.suppress(PeerLostError):
+                    self._settle(late)
         while True:
             self._detach()
             self._pipeline.reclaim()

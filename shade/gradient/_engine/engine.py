@@ -208,29 +208,28 @@ class GradientEngine:
         self._check_open()
         work = self._open
         refusal = _refusal_of(self._check_parameters, lambda: self._gradient_hooks.check_none_frozen(work))
-        work.costs.compute_seconds = time.perf_counter() - self._stepped_at
-        self._stepped_at = time.perf_counter()
         if refusal is not None:
             self._gradient_hooks.refuse(work, refusal)
+            self._open = self._begin(work.step + 1)
+            raise refusal
+        work.costs.compute_seconds = time.perf_counter() - self._stepped_at
+        self._stepped_at = time.perf_counter()
         self._gradient_hooks.seal(work)
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
         self._optimizer._opt_called = True  # schedulers check for a step, and the first late one applies none
         try:
-            if due is not None and (due is not work or refusal is None):
+            if due is not None:
                 self._settle(due)
-            if refusal is not None:
-                raise refusal
         finally:
             self._open = self._begin(work.step + 1)
 
     def finish(self) -> None:
         """Applies the last gradient, flushes lagging weights, averages buffers. Collective; raises as `step`."""
         self._check_open()
-        refusal = _refusal_of(self._check_between_steps, self._check_parameters)
+        check_none_refuses(self._check_transport, _refusal_of(self._check_between_steps, self._check_parameters))
         due, self._late = self._late, None
         if due is not None:
             self._settle(due)
-        check_none_refuses(self._check_transport, refusal)
         self._optimizer.flush()
         average_buffers(self._topology.world, self._model)
 

@@ -110,7 +110,7 @@ def test_a_second_backward_pass_in_a_step_is_refused_by_name(is_accumulated: boo
         place = engine.accumulate() if is_accumulated else contextlib.nullcontext()
         with place, pytest.raises(ConfigError, match=r"a second gradient of '4\.(weight|bias)'.*accumulate"):
             second.backward()
-        with pytest.raises(GradientError, match=r"step 0 failed on rank 0, .* a second gradient of .*accumulate"):
+        with pytest.raises(GradientError, match=r"step 0 failed on rank 0, .*a second gradient of .*accumulate"):
             engine.step()
         train(engine, model, range(2, 4))
 
@@ -224,7 +224,7 @@ def test_a_parameter_group_that_is_added_later_is_not_trained_by_one_rank_alone(
         head(model(torch.ones(1, 32))).sum().backward()
         with pytest.raises(ConfigError, match="added to the optimizer"):
             engine.step()
-        with pytest.raises(GradientError if staleness else ConfigError, match="added to the optimizer"):
+        with pytest.raises(ConfigError, match="added to the optimizer"):
             engine.finish()
         assert_same(parameters(head), before)
     head.zero_grad()

@@ -211,7 +211,16 @@ DEPARTURES: list[tuple[str, object]] = [
     ("bucket_bytes", 20_000),
     ("check_every", 1),
 ]
-NAMES = [each.name for each in fields(Script)]
+TOGETHER: list[dict[str, object]] = [
+    *[{}] * 6,
+    {"face": "engine", "scaler": "engine", "place": "inside"},
+    {"face": "engine", "scaler": "engine", "infinite": (1, 0), "steps": 4},
+    {"face": "engine", "wrapped": True},
+    {"face": "engine", "staleness": 1, "check_every": 1},
+    *({"face": "hook", "use": use, "density": 0.3, "steps": 4} for use in ("turn", "apart")),
+    {"face": "hook", "density": 0.05, "quantiser": "int8", "unused": True},
+]
+"""What is drawn together: independent draws rarely meet, and these have hidden faults in one another."""
 
 
 @st.composite
@@ -233,7 +242,8 @@ def scripts(draw: st.DrawFn) -> Script:
         compile=draw(st.integers(0, 60)) == 60,
         events=tuple(events),
     )
-    return tidy(replace(script, **dict(departures)))  # type: ignore[arg-type]
+    together = draw(st.sampled_from(TOGETHER))
+    return tidy(replace(script, **{**dict(departures), **together}))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

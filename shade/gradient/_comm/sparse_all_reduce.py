@@ -140,10 +140,15 @@ class SparseAllReduce:
             )
         return float(fields_WN[0, 4:].view(np.float64)[0])
 
-    def _failure(self, work: GradientStep, failed_W: npt.NDArray[np.bool_]) -> GradientError:
-        """Returns the error of a step that failed on some ranks. Collective: all ranks know of it, so all call this."""
+    def _failure(self, work: GradientStep, failed_W: npt.NDArray[np.bool_]) -> Exception:
+        """Returns the error of a step that failed on some ranks: this rank's own refusal, or what another rank's was.
+
+        Collective: all ranks know that the step failed, so all call this.
+        """
         own = work.own_failure
         causes = self._topology.world.gather_messages("" if own is None else f"{type(own).__name__}: {own}")
+        if isinstance(own, ConfigError):
+            return own
         rank = int(np.flatnonzero(failed_W)[0])
         return GradientError(f"step {work.step} failed on rank {rank}, so no rank applied it: {causes[rank]}")
 

@@ -63,6 +63,7 @@ from shade.gradient._engine.replica import (
     Consistency,
     average_buffers,
     broadcast_weights,
+    check_all_known,
     check_none_refuses,
     check_same_setup,
 )
@@ -434,19 +435,12 @@ class GradientEngine:
         """Takes in parameters that were bound to other memory; refuses what this engine would not exchange."""
         for module, name, parameter in self._trained:
             if module._parameters.get(name) is not parameter:
-                self._refuse_new_parameters()
+                cure = "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
+                check_all_known(self._model, {each for *_, each in self._trained}, cure)
                 break
         self._gradient_hooks.check_all_known()
         for bucket in self._buckets:
             bucket.rebind()
-
-    def _refuse_new_parameters(self) -> None:
-        known = {parameter for _, _, parameter in self._trained}
-        named = self._model.named_parameters()
-        new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
-        if new:
-            cure = "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
-            raise ConfigError.of("the parameters that the engine was made with", f"others as {new}", cure)
 
     def _check_between_steps(self) -> None:
         self._check_open()

@@ -44,7 +44,7 @@ from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
-from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_same_setup
+from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_all_known, check_same_setup
 
 
 class DiLoCo:
@@ -95,6 +95,7 @@ class DiLoCo:
             buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
         except ConfigError as error:
             refusal = error
+        self._known = {parameter for bucket in buckets for parameter in bucket.parameters}
         world = Transport(group, timeout_seconds=timeout_seconds)
         settings = {"every, lr, momentum": [every, lr, momentum], "density": density, "seed": seed}
         settings["compressor, quantiser"] = [compressor, quantiser]
@@ -129,6 +130,7 @@ class DiLoCo:
         """Makes all ranks' weights the same, now. Collective.
 
         Raises:
+            ConfigError: The model has other trainable parameters than at the start, or converted ones.
             NonFiniteGradientError: A rank's weights hold NaN or infinity. All ranks keep their own.
             PayloadError: Ranks are not in the same step, or a payload arrived damaged. All ranks keep their own.
             PeerLostError: A rank is gone or silent.
@@ -189,9 +191,14 @@ class DiLoCo:
         """Returns the mean distance of all ranks; on an error, raised on all ranks, reverts the residuals."""
         numbers = list(range(len(self._bucket_states)))
         work = GradientStep(self.step_count, [], self._density, self.num_samples)
+        try:
+            check_all_known(self._model, self._known, "make a new one after parameters were added or replaced")
+        except ConfigError as refusal:
+            work.trouble.append(refusal)
         for number, (bucket_state, anchor_D) in enumerate(zip(self._bucket_states, self._anchors, strict=True)):
-            bucket_state.bucket.refresh()
             try:
+                bucket_state.bucket.rebind()
+                bucket_state.bucket.refresh()
                 density = 1.0 if bucket_state.bucket.is_dense else self._density
                 key = Key(self._seed, self.step_count, number)
                 work.chosen[number] = bucket_state.feedback.compress(
@@ -207,7 +214,9 @@ class DiLoCo:
         except Exception as error:
             for number in work.chosen:
                 self._bucket_states[number].feedback.undo()
-            raise error from (work.own_failure or error.__cause__)
+            if work.own_failure is not error:
+                error.__cause__ = work.own_failure or error.__cause__
+            raise
         return merged
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,13 @@ def check_same_setup(
                     f"expected {name} of rank {rank} to be {first.get(name)!r} as on rank 0, got {theirs.get(name)!r}; "
                     "build the same model, optimizer and engine on every rank"
                 )
+
+
+def check_all_known(model: nn.Module, known: Container[Tensor], cure: str) -> None:
+    """Raises `ConfigError` if the model has trainable parameters that are not ``known``."""
+    new = [name for name, each in model.named_parameters() if each.requires_grad and each not in known]
+    if new:
+        raise ConfigError.of("the parameters that the engine was made with", f"others as {new}", cure)
 
 
 def check_none_refuses(transport: Transport, refusal: Exception | None) -> None:

@@ -110,7 +110,7 @@ def test_a_second_backward_pass_in_a_step_is_refused_by_name(is_accumulated: boo
         place = engine.accumulate() if is_accumulated else contextlib.nullcontext()
         with place, pytest.raises(ConfigError, match=r"a second gradient of '4\.(weight|bias)'.*accumulate"):
             second.backward()
-        with pytest.raises(GradientError, match=r"step 0 failed on rank 0, .*a second gradient of .*accumulate"):
+        with pytest.raises(ConfigError, match=r"a second gradient of .*accumulate"):
             engine.step()
         train(engine, model, range(2, 4))
 

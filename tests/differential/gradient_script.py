@@ -217,6 +217,9 @@ TOGETHER: list[dict[str, object]] = [
     {"face": "engine", "scaler": "engine", "infinite": (1, 0), "steps": 4},
     {"face": "engine", "wrapped": True},
     {"face": "engine", "staleness": 1, "check_every": 1},
+    {"face": "engine", "passes": 2, "place": "inside", "clip": "norm"},
+    *({"face": "engine", "dtype": "bfloat16", "events": ((1, each),)} for each in ("in place", "load weights")),
+    *({"face": face, "density": 0.3, "steps": 4, "events": ((2, "resume"),)} for face in ("engine", "hook")),
     *({"face": "hook", "use": use, "density": 0.3, "steps": 4} for use in ("turn", "apart")),
     {"face": "hook", "density": 0.05, "quantiser": "int8", "unused": True},
 ]

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
 from shade.gradient._engine.comm_hook import SparseState
@@ -258,7 +260,7 @@ def story_of_a_defect(rank: int, world_size: int) -> str:
 
 
 def story_of_refusals(rank: int, world_size: int) -> list[Any]:
-    """What each rank raises where rank 1 alone does something that is refused, by staleness; and the seconds it took."""
+    """What each rank raises where rank 1 alone does something that is refused, by staleness; the seconds it took."""
 
     def rebinds(model: nn.Module, optimizer: SparseSGD) -> None:
         model[0].weight.data = torch.zeros(3, 3)  # type: ignore[index, union-attr]
@@ -296,13 +298,13 @@ def story_of_refusals(rank: int, world_size: int) -> list[Any]:
 def story_of_refused_ends(rank: int, world_size: int) -> list[str]:
     """What each rank raises where `finish` and the constructors are refused on rank 1 alone."""
     outcomes: list[str] = []
-    model = network()
+    model, other = network(), network()
     engine = GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL)
     if rank == 1:
         loss_of(model, rank, 0).backward()
     calls: list[Any] = [
         engine.finish,
-        lambda: GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **{**SMALL, "density": 1.0 - rank}),
+        lambda: GradientEngine(other, SparseSGD(other.parameters(), lr=0.1), **{**SMALL, "density": 1.0 - rank}),
         lambda: DiLoCo(network(), every=1 - rank),
         lambda: SparseState(network(), density=1.0 - rank),
     ]
@@ -313,6 +315,24 @@ def story_of_refused_ends(rank: int, world_size: int) -> list[str]:
             outcomes.append(f"{type(error).__name__}: {error}")
         dist.barrier()
     engine.close()
+    return outcomes
+
+
+def story_of_sharding(rank: int, world_size: int) -> list[str]:
+    """What the constructors say of a model under FSDP2, and under FSDP."""
+    outcomes = []
+    for make in (
+        lambda model: GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL),
+        lambda model: DiLoCo(model, every=1),
+    ):
+        for wrap in (
+            lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))),
+            lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        ):
+            try:
+                make(wrap(network()))
+            except ConfigError as error:
+                outcomes.append(str(error))
     return outcomes
 
 
@@ -484,6 +504,7 @@ PAIR = [
     story_of_a_defect,
     story_of_refusals,
     story_of_refused_ends,
+    story_of_sharding,
     story_of_decisions,
     story_of_samples,
     story_of_buffers,
@@ -570,6 +591,13 @@ def test_a_refusal_on_one_rank_is_raised_on_all_with_its_cause(pair: Any) -> Non
         assert own.startswith("ConfigError: expected ")
         assert theirs == f"GradientError: step 2 failed on rank 1, so no rank applied it: {own}"
         assert seconds < SMALL["timeout_seconds"]
+
+
+def test_a_model_under_fsdp_is_refused_by_name(pair: Any) -> None:
+    for refusals in results_of(pair, story_of_sharding):
+        assert len(refusals) == 4
+        assert all(" that hold their own values, '0.weight' too, got 'DTensor'" in each for each in refusals[::2])
+        assert all(" that hold their own values, " in each and "'FlatParameter'" in each for each in refusals[1::2])
 
 
 def test_finish_and_constructors_are_refused_on_all_ranks_if_on_one(pair: Any) -> None:

@@ -55,7 +55,7 @@ from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import Correction
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
 from shade.gradient._engine.density import DensityPlan, WarmUp, check_decision, plain_decision, read_decision
-from shade.gradient._engine.gradient_hooks import GradientHooks, LossScale
+from shade.gradient._engine.gradient_hooks import GradientHooks, LossScale, is_held
 from shade.gradient._engine.meter import Meter
 from shade.gradient._engine.pipeline import GradientPipeline
 from shade.gradient._engine.replica import (
@@ -135,7 +135,9 @@ class GradientEngine:
             warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
             corrections = corrections_of(optimizer, correction, clip_norm)
             names = {parameter: name for name, parameter in model.named_parameters()}
-            self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            steps = {each: int(optimizer.state.get(each, {}).get("step", 0)) for each in parameters}
+            self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes, steps=steps)
             self._settings["density"] = [warm_up.density, warm_up.num_steps, warm_up.first_density]
             self._settings["clip_norm, corrections"] = [clip_norm, *map(repr, corrections)]
         except ConfigError as error:
@@ -435,7 +437,9 @@ class GradientEngine:
         """Takes in parameters that were bound to other memory; refuses what this engine would not exchange."""
         for module, name, parameter in self._trained:
             if module._parameters.get(name) is not parameter:
-                cure = "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
+                cure = (
+                    "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
+                )
                 check_all_known(self._model, {each for *_, each in self._trained}, cure)
                 break
         self._gradient_hooks.check_all_known()
@@ -454,9 +458,12 @@ def _check_arguments(model: nn.Module, optimizer: SparseOptimizer, staleness: in
     if not isinstance(optimizer, SparseOptimizer):
         cure = "use SparseSGD or LocalAdamW, or keep yours and register shade.sparse_hook with DDP"
         raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
+    expected = "a model that nothing else exchanges gradients of"
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
         cure = "give the engine ddp.module, or keep DDP and register shade.sparse_hook with it"
-        raise ConfigError.of("a model that nothing else exchanges gradients of", "DistributedDataParallel", cure)
+        raise ConfigError.of(expected, "DistributedDataParallel", cure)
+    if is_held(each for group in optimizer.param_groups for each in group["params"]):
+        raise ConfigError.of(expected, "parameters of another engine", "close() that one first")
 
 
 def _refusal_of(*checks: Callable[[], None]) -> ConfigError | None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,17 +62,22 @@ class GradientHooks:
             for number, bucket_state in enumerate(bucket_states)
             for position, parameter in enumerate(bucket_state.bucket.parameters)
         }
-        self._is_accumulating = False
+        self.is_closed = self._is_accumulating = False
         self.work: GradientStep | None = None
         """The open step."""
         self._moved = {parameter: MovedGradient.of(parameter) for parameter in self._places}
         self._sums: dict[Tensor, Tensor] = {}
         """The gradients of accumulated passes, each until the next pass or the end of the step."""
+        _HOLDERS.update(dict.fromkeys(map(id, self._places), weakref.ref(self)))
         self._hooks: list[Any] = []
         for parameter in self._places:
             # The first hook runs before the backward pass adds to p.grad, the second afterwards.
             self._hooks.append(parameter.register_hook(functools.partial(self._make_room, parameter)))  # type: ignore[no-untyped-call]
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns whether these hooks still take a parameter's gradients."""
+        return not self.is_closed and parameter in self._places
 
     @property
     def is_empty(self) -> bool:
@@ -112,7 +118,7 @@ class GradientHooks:
             raise ConfigError.of(expected, "requires_grad=False", cure)
 
     def seal(self, work: GradientStep) -> None:
-        """Ends a step's backward pass: a missing gradient counts as zero. Errors in ``work.trouble`` reach all ranks."""
+        """Ends a step's backward pass: a missing gradient counts as zero. This rank's errors reach all ranks."""
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
                 self._put(work, number, position, parameter)
@@ -130,6 +136,7 @@ class GradientHooks:
         """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
+        self.is_closed = True
         for parameter in self._places:
             parameter.grad = self._gradient_of(parameter)
 
@@ -146,8 +153,8 @@ class GradientHooks:
         if work.has(number, position):
             name = self._bucket_states[number].bucket.names[position]
             cure = (
-                "put all but the last into `with engine.accumulate():` (all, where reentrant checkpoints share a weight), "
-                "or call engine.step() after each"
+                "put all but the last into `with engine.accumulate():` (all, where reentrant checkpoints share a "
+                "weight), or call engine.step() after each; freeze it for a pass that is not to train it, as in a GAN"
             )
             refusal = ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
             self.refuse(work, refusal)
@@ -170,6 +177,19 @@ class GradientHooks:
         """Returns the gradient in ``p.grad``, or the sum for which another stands there."""
         gradient = parameter.grad
         return self._sums.get(parameter) if isinstance(gradient, MovedGradient) else gradient
+
+
+_HOLDERS: dict[int, weakref.ref[GradientHooks]] = {}
+"""By the parameter's id: the last hooks on it. Hooks keep their parameters alive, so an id is right while they live."""
+
+
+def is_held(parameters: Iterable[Tensor]) -> bool:
+    """Returns whether an engine that is not closed takes the gradient of any of these: a second one would get none."""
+    for parameter in parameters:
+        holder = _HOLDERS.get(id(parameter), lambda: None)()
+        if holder is not None and holder.holds(parameter):
+            return True
+    return False
 
 
 class LossScale:

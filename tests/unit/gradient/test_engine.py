@@ -424,6 +424,68 @@ def test_a_model_under_ddp_is_refused() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_parameters_of_an_open_engine_are_refused_until_it_is_closed() -> None:
+    model = network()
+    optimizer = SparseSGD(model.parameters(), lr=0.1)
+    first = GradientEngine(model, optimizer, **EXACT)
+    part = SparseSGD(model[2].parameters(), lr=0.1)
+    for each in (optimizer, part):
+        with pytest.raises(ConfigError, match=r"got 'parameters of another engine'; close\(\) that one first"):
+            GradientEngine(model, each, **EXACT)
+    train(first, model, range(2))
+    first.close()
+    before = parameters(model)
+    with GradientEngine(model, optimizer, **EXACT) as engine:  # the cure
+        train(engine, model, range(2, 3))
+    assert not torch.equal(parameters(model)[0], before[0])
+
+
+@pytest.mark.parametrize("kind", [SparseSGD, SparseAdamW])
+def test_a_new_engine_after_a_layer_was_unfrozen_trains_as_plain_pytorch(kind: Any) -> None:
+    model, reference = network(), network()
+    for each in (model, reference):
+        each[0].requires_grad_(False)
+    settings = {"lr": 0.1, "momentum": 0.9} if kind is SparseSGD else {"lr": 0.01, "eps": 1e-4}
+    optimizer = kind(model.parameters(), **settings)
+    dense = (torch.optim.SGD if kind is SparseSGD else torch.optim.AdamW)(reference.parameters(), **settings)
+    for first in (0, 3):
+        with GradientEngine(model, optimizer, **EXACT) as engine:
+            train(engine, model, range(first, first + 3))
+            engine.finish()
+        for step in range(first, first + 3):
+            dense.zero_grad()
+            loss_of(reference, step).backward()
+            dense.step()
+        for each in (model, reference):
+            each[0].requires_grad_(True)
+    for mine, theirs in zip(parameters(model), parameters(reference), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_two_engines_train_two_models_in_turn_as_in_a_gan() -> None:
+    ends = []
+    for is_ours in (False, True):
+        models = [network(), network()]
+        kind = SparseSGD if is_ours else torch.optim.SGD
+        optimizers = [kind(each.parameters(), lr=0.1) for each in models]
+        engines = [GradientEngine(*pair, **EXACT) for pair in zip(models, optimizers, strict=True)] if is_ours else []
+        for step in range(4):
+            made = nn.functional.pad(models[0](torch.ones(2, 32)), (0, 27))
+            models[1](made.detach()).square().mean().backward()
+            (engines or optimizers)[1].step()
+            optimizers[1].zero_grad()
+            models[1].requires_grad_(False)
+            (models[1](made) - step).square().mean().backward()
+            models[1].requires_grad_(True)
+            (engines or optimizers)[0].step()
+            optimizers[0].zero_grad()
+        for engine in engines:
+            engine.close()
+        ends.append([*parameters(models[0]), *parameters(models[1])])
+    for plain, ours in zip(*ends, strict=True):
+        assert torch.allclose(plain, ours, atol=1e-6)
+
+
 def test_a_layer_is_saved_without_the_rest_of_its_bucket() -> None:
     def size(module: nn.Module) -> int:
         file = io.BytesIO()

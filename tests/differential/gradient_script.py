@@ -211,7 +211,19 @@ DEPARTURES: list[tuple[str, object]] = [
     ("bucket_bytes", 20_000),
     ("check_every", 1),
 ]
-NAMES = [each.name for each in fields(Script)]
+TOGETHER: list[dict[str, object]] = [
+    *[{}] * 6,
+    {"face": "engine", "scaler": "engine", "place": "inside"},
+    {"face": "engine", "scaler": "engine", "infinite": (1, 0), "steps": 4},
+    {"face": "engine", "wrapped": True},
+    {"face": "engine", "staleness": 1, "check_every": 1},
+    {"face": "engine", "passes": 2, "place": "inside", "clip": "norm"},
+    *({"face": "engine", "dtype": "bfloat16", "events": ((1, each),)} for each in ("in place", "load weights")),
+    *({"face": face, "density": 0.3, "steps": 4, "events": ((2, "resume"),)} for face in ("engine", "hook")),
+    *({"face": "hook", "use": use, "density": 0.3, "steps": 4} for use in ("turn", "apart")),
+    {"face": "hook", "density": 0.05, "quantiser": "int8", "unused": True},
+]
+"""What is drawn together: independent draws rarely meet, and these have hidden faults in one another."""
 
 
 @st.composite
@@ -233,7 +245,8 @@ def scripts(draw: st.DrawFn) -> Script:
         compile=draw(st.integers(0, 60)) == 60,
         events=tuple(events),
     )
-    return tidy(replace(script, **dict(departures)))  # type: ignore[arg-type]
+    together = draw(st.sampled_from(TOGETHER))
+    return tidy(replace(script, **{**dict(departures), **together}))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -261,7 +274,8 @@ REFUSALS = (
     Refusal(
         "a second backward pass",
         "expected one backward pass per step",
-        lambda script: script.place in ("outside", "first outside", "retained"),
+        # Each reentrant checkpoint goes back by itself, so a weight that two of them share gets two gradients.
+        lambda s: s.place in ("outside", "first outside", "retained") or (s.tied and s.checkpoint == "reentrant"),
     ),
     Refusal(
         "gradients touched between backward and step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
+from shade.gradient._engine.comm_hook import SparseState
 from shade.gradient._engine.engine import GradientEngine
+from shade.gradient._engine.local_sgd import DiLoCo
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.types import Decision
 from tests.support.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, results_of
@@ -254,6 +259,83 @@ def story_of_a_defect(rank: int, world_size: int) -> str:
     return "nothing raised"
 
 
+def story_of_refusals(rank: int, world_size: int) -> list[Any]:
+    """What each rank raises where rank 1 alone does something that is refused, by staleness; the seconds it took."""
+
+    def rebinds(model: nn.Module, optimizer: SparseSGD) -> None:
+        model[0].weight.data = torch.zeros(3, 3)  # type: ignore[index, union-attr]
+
+    def adds(model: nn.Module, optimizer: SparseSGD) -> None:
+        more = nn.Linear(5, 5)
+        optimizer.add_param_group({"params": list(more.parameters())})
+        more(torch.ones(1, 5)).sum().backward()
+
+    def goes_back_twice(model: nn.Module, optimizer: SparseSGD) -> None:
+        loss_of(model, rank, 3).backward()
+
+    outcomes: list[Any] = []
+    for staleness in (0, 1):
+        for does in (rebinds, adds, goes_back_twice):
+            model, begun = network(), time.monotonic()
+            optimizer = SparseSGD(model.parameters(), lr=0.1)
+            engine = GradientEngine(model, optimizer, **SMALL, staleness=staleness)
+            train(engine, model, rank, range(2))
+            loss_of(model, rank, 2).backward()
+            raised = "nothing"
+            try:
+                if rank == 1:
+                    does(model, optimizer)
+                engine.step()
+                train(engine, model, rank, range(3, 4))
+            except (ConfigError, GradientError) as error:
+                raised = f"{type(error).__name__}: {error}"
+            outcomes.append([raised, time.monotonic() - begun])
+            dist.barrier()  # rank 1 lives on: its end is not what the other hears
+            engine.close()
+    return outcomes
+
+
+def story_of_refused_ends(rank: int, world_size: int) -> list[str]:
+    """What each rank raises where `finish` and the constructors are refused on rank 1 alone."""
+    outcomes: list[str] = []
+    model, other = network(), network()
+    engine = GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL)
+    if rank == 1:
+        loss_of(model, rank, 0).backward()
+    calls: list[Any] = [
+        engine.finish,
+        lambda: GradientEngine(other, SparseSGD(other.parameters(), lr=0.1), **{**SMALL, "density": 1.0 - rank}),
+        lambda: DiLoCo(network(), every=1 - rank),
+        lambda: SparseState(network(), density=1.0 - rank),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (ConfigError, GradientError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+    engine.close()
+    return outcomes
+
+
+def story_of_sharding(rank: int, world_size: int) -> list[str]:
+    """What the constructors say of a model under FSDP2, and under FSDP."""
+    outcomes = []
+    for make in (
+        lambda model: GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL),
+        lambda model: DiLoCo(model, every=1),
+    ):
+        for wrap in (
+            lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))),
+            lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        ):
+            try:
+                make(wrap(network()))
+            except ConfigError as error:
+                outcomes.append(str(error))
+    return outcomes
+
+
 def story_of_decisions(rank: int, world_size: int) -> list[Any]:
     """Density by step, and batch size, around a decision of rank 0, per staleness."""
     outcomes = []
@@ -420,6 +502,9 @@ PAIR = [
     story_of_damage,
     story_of_steps_apart,
     story_of_a_defect,
+    story_of_refusals,
+    story_of_refused_ends,
+    story_of_sharding,
     story_of_decisions,
     story_of_samples,
     story_of_buffers,
@@ -494,8 +579,39 @@ def test_ranks_in_different_steps_hear_of_it(pair: Any) -> None:
 
 def test_a_rank_that_fails_tells_the_others(pair: Any) -> None:
     first, second = results_of(pair, story_of_a_defect)
-    assert first == "NoneType: step 0 failed on rank 1 before it was sent; see the log of that rank"
-    assert second == first.replace("NoneType", "TypeError")
+    cause = "'NoneType' object is not callable"
+    assert first == f"NoneType: step 0 failed on rank 1, so no rank applied it: TypeError: {cause}"
+    assert second == first.replace("NoneType: step", "TypeError: step")
+
+
+def test_a_refusal_on_one_rank_is_raised_on_all_with_its_cause(pair: Any) -> None:
+    first, second = results_of(pair, story_of_refusals)
+    assert len(first) == 6
+    for (theirs, seconds), (own, _) in zip(first, second, strict=True):
+        assert own.startswith("ConfigError: expected ")
+        assert theirs == f"GradientError: step 2 failed on rank 1, so no rank applied it: {own}"
+        assert seconds < SMALL["timeout_seconds"]
+
+
+def test_a_model_under_fsdp_is_refused_by_name(pair: Any) -> None:
+    for refusals in results_of(pair, story_of_sharding):
+        assert len(refusals) == 4
+        assert all(" that hold their own values, '0.weight' too, got 'DTensor'" in each for each in refusals[::2])
+        assert all(" that hold their own values, " in each and "'FlatParameter'" in each for each in refusals[1::2])
+
+
+def test_finish_and_constructors_are_refused_on_all_ranks_if_on_one(pair: Any) -> None:
+    first, second = results_of(pair, story_of_refused_ends)
+    assert len(first) == len(second) == 4
+    for number, (theirs, own) in enumerate(zip(first, second, strict=True)):
+        kind, _, cause = own.partition(": ")
+        assert kind == "ConfigError"
+        is_made_alike = number in (1, 2)
+        assert theirs == (
+            f"ConfigError: refused on rank 1: {cause}"
+            if is_made_alike
+            else f"GradientError: rank 1 refused, so no rank continues: {own}"
+        )
 
 
 def test_a_decision_takes_effect_at_one_step_on_all_ranks(pair: Any) -> None:

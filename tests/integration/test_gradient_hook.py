@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shade.errors import NonFiniteGradientError, PayloadError, StateMismatchError
+from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError, StateMismatchError
 from shade.gradient._engine.comm_hook import SparseState, sparse_hook
 from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
 from tests.support.gradient_ranks import damage, digest, distance, loss_of, network, play, results_of
@@ -230,6 +232,23 @@ def story_of_hook_damage(rank: int, world_size: int) -> list[Any]:
     return [raised, digest(model)]
 
 
+def story_of_hook_refusal(rank: int, world_size: int) -> list[Any]:
+    """The state of rank 1 alone was given another model: what each rank's backward raises, and the seconds it took."""
+    model, begun = network(), time.monotonic()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    state = SparseState(network() if rank else ddp, timeout_seconds=30.0)
+    ddp.register_comm_hook(state, sparse_hook)
+    raised = "nothing"
+    try:
+        loss_of(ddp, rank, 0).backward()
+    except (ConfigError, GradientError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - begun
+    dist.barrier()
+    state.close()
+    return [raised, took]
+
+
 def story_of_local_sgd(rank: int, world_size: int) -> list[Any]:
     """H = 1: distance from the mean of all ranks' weights, made by hand; and whether H = 3 waits for the third step."""
     model = network(seed=rank)
@@ -254,6 +273,39 @@ def story_of_local_sgd(rank: int, world_size: int) -> list[Any]:
     with LocalSGD(model, every=3, timeout_seconds=30.0) as local:
         synchronised = [local.step() for _ in range(6)]
     return [distance(model, references[0]), digest(model), synchronised]
+
+
+def story_of_rebound_local_sgd(rank: int, world_size: int) -> list[Any]:
+    """Weights bound to other memory: distance from the mean by hand. Then three changes that are refused; a digest."""
+    model, reference = network(), network()
+    with LocalSGD(model, every=1, timeout_seconds=30.0) as local:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * (1.0 + rank)
+        local.step()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_((1.0 + world_size) / 2)
+        off = distance(model, reference)
+    refusals = []
+
+    def converts(model: nn.Module) -> None:
+        model.to(torch.bfloat16)
+
+    def adds(model: nn.Module) -> None:
+        model.added = nn.Linear(2, 2)
+
+    def replaces(model: nn.Module) -> None:
+        model[0].weight = nn.Parameter(torch.zeros(96, 32))  # type: ignore[index]
+
+    for change in (converts, adds, replaces):
+        changed = network()
+        with LocalSGD(changed, every=1, timeout_seconds=30.0) as local:
+            change(changed)
+            try:
+                local.step()
+            except ConfigError as error:
+                refusals.append(f"ConfigError: {error}")
+    return [off, refusals, digest(model)]
 
 
 def story_of_diloco(rank: int, world_size: int) -> list[Any]:
@@ -308,6 +360,8 @@ STORIES = [
     story_of_resuming,
     story_of_hook_nan,
     story_of_hook_damage,
+    story_of_hook_refusal,
+    story_of_rebound_local_sgd,
     story_of_local_sgd,
     story_of_diloco,
     story_of_diloco_nan,
@@ -317,6 +371,25 @@ STORIES = [
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return play(STORIES, 2, tmp_path_factory.mktemp("pair"))
+
+
+def test_a_refusal_of_the_hook_on_one_rank_is_raised_on_all_with_its_cause(pair: Any) -> None:
+    (theirs, seconds), (own, _) = results_of(pair, story_of_hook_refusal)
+    assert own.startswith("ConfigError: expected parameters of the state's model, got ")
+    assert own.endswith("give SparseState the model that DDP wraps")
+    assert theirs == f"GradientError: step 0 failed on rank 1, so no rank applied it: {own}"
+    assert seconds < 30.0
+
+
+def test_local_sgd_takes_in_weights_that_a_script_rebinds_and_refuses_others(pair: Any) -> None:
+    first, second = results_of(pair, story_of_rebound_local_sgd)
+    assert first == second
+    off, refusals, _ = first
+    assert off < 1e-6
+    assert [each.partition(":")[0] for each in refusals] == ["ConfigError"] * 3
+    assert "expected '0.weight' as at the start" in refusals[0]
+    assert "others as ['added.weight', 'added.bias']" in refusals[1]
+    assert "others as ['0.weight']" in refusals[2]
 
 
 @pytest.mark.multiprocess

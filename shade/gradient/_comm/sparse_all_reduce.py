@@ -6,7 +6,8 @@
 2. *Payloads*, one message a bucket, padded to the longest. All gathers start at once, so the link is busy while a
    received payload is checked and merged, in the order of the ranks.
 3. *Vote.* A payload may arrive damaged at one rank only. So all ranks send whether theirs were whole, and apply the
-   merged step only if all were. That costs one round trip a step; without it replicas could diverge.
+   merged step only if all were. That costs one round trip a step; without it replicas could diverge. A rank votes
+   after it has checked what the script did since the last step, so a refusal on one rank reaches all with the vote.
 
 One case remains: a rank that is lost during the vote may leave some ranks with all votes and others without, one step
 apart. All of them fail in this step or the next. A rank without votes keeps the merged step; an `ElasticEngine`
@@ -43,7 +44,7 @@ from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
 from shade.gradient._kernels.choice import choose
 from shade.types import Decision, Floats, Indices
 
-PROTOCOL = 0x5348_4144_4500_0002
+PROTOCOL = 0x5348_4144_4500_0003
 """The first field of every count: name and version of this protocol."""
 FINE, NON_FINITE, FAILED = 0, 1, 2
 _FIXED = 10
@@ -86,16 +87,13 @@ class SparseAllReduce:
         Raises:
             NonFiniteGradientError: A rank's gradient is not finite; the message names the rank.
             PayloadError: A rank is in another step, generation or version.
-            GradientError: A rank failed before it could send.
+            GradientError: A rank failed before it could send; the message has its error.
         """
         all_WN = self._topology.gather_fields(self._fields(work, numbers))
         self._check_same_step(all_WN, work, numbers)
         status_W = all_WN[:, 4]
         if (status_W == FAILED).any():
-            ranks = np.flatnonzero(status_W == FAILED).tolist()
-            raise GradientError(
-                f"step {work.step} failed on rank {ranks[0]} before it was sent; see the log of that rank"
-            )
+            raise self._failure(work, status_W == FAILED)
         if (status_W == NON_FINITE).any():
             ranks = np.flatnonzero(status_W == NON_FINITE).tolist()
             raise NonFiniteGradientError(
@@ -124,12 +122,15 @@ class SparseAllReduce:
 
     def vote(self, work: GradientStep, norm: float) -> float:
         """Phase 3; returns rank 0's norm, because all ranks must clip by the same one, and a sum's last bit depends on
-        the processor. Raises `PayloadError` on all ranks if one received a damaged payload.
+        the processor. Raises `PayloadError` on all ranks if one received a damaged payload, `GradientError` if one
+        refused the step after its counts.
         """
         norm_bits = int(np.float64(norm).view(np.int64))
         fields_WN = self._topology.gather_fields(
-            np.array([PROTOCOL, work.step, len(work.damage), norm_bits], dtype=np.int64)
+            np.array([PROTOCOL, work.step, len(work.damage), len(work.trouble), norm_bits], dtype=np.int64)
         )
+        if fields_WN[:, 3].any():
+            raise self._failure(work, fields_WN[:, 3] > 0)
         bad = np.flatnonzero((fields_WN[:, :2] != fields_WN[0, :2]).any(axis=1) | (fields_WN[:, 2] > 0))
         if len(bad):
             cause = f" ({work.damage[0]})" if work.damage else ""
@@ -137,7 +138,19 @@ class SparseAllReduce:
                 f"expected whole payloads in step {work.step}, got a damaged one on rank "
                 f"{', '.join(map(str, bad.tolist()))}{cause}; no rank applied it; the residuals keep what was sent"
             )
-        return float(fields_WN[0, 3:].view(np.float64)[0])
+        return float(fields_WN[0, 4:].view(np.float64)[0])
+
+    def _failure(self, work: GradientStep, failed_W: npt.NDArray[np.bool_]) -> Exception:
+        """Returns the error of a step that failed on some ranks: this rank's own refusal, or what another rank's was.
+
+        Collective: all ranks know that the step failed, so all call this.
+        """
+        own = work.own_failure
+        causes = self._topology.world.gather_messages("" if own is None else f"{type(own).__name__}: {own}")
+        if isinstance(own, ConfigError):
+            return own
+        rank = int(np.flatnonzero(failed_W)[0])
+        return GradientError(f"step {work.step} failed on rank {rank}, so no rank applied it: {causes[rank]}")
 
     def _fields(self, work: GradientStep, numbers: Sequence[int]) -> Indices:
         topology, proposal = self._topology, work.proposal

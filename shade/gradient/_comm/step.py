@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shade.errors import GradientError
+from shade.errors import GradientError, NonFiniteGradientError
 from shade.gradient._comm.transport import Octets
 from shade.gradient._compress.compressor import Sparse
 from shade.types import Decision
@@ -99,6 +99,8 @@ class GradientStep:
         self._taken: list[set[int]] = [set() for _ in sizes]
         self.ready = [threading.Event() for _ in sizes]
         self.packed = [threading.Event() for _ in sizes]
+        self.sealed = threading.Event()
+        """The backward pass has ended, and this rank has checked what it may refuse."""
         self.chosen: dict[int, Sparse] = {}
         """The elements that left the residuals, by bucket."""
         self.payloads: dict[int, Octets] = {}
@@ -120,10 +122,15 @@ class GradientStep:
         """All ranks' notices."""
         self.error: Exception | None = None
         self.trouble: list[Exception] = []
-        """Errors of the first stage: a gradient that is not finite, or a defect."""
+        """Errors of this rank alone: a gradient that is not finite, a refusal, or a defect."""
         self.damage: list[Exception] = []
         """Errors of payloads that arrived damaged."""
         self.costs = StepCosts()
+
+    @property
+    def own_failure(self) -> Exception | None:
+        """The first error of this rank that is no gradient that is not finite."""
+        return next((each for each in self.trouble if not isinstance(each, NonFiniteGradientError)), None)
 
     @property
     def is_untouched(self) -> bool:
@@ -171,7 +178,7 @@ class GradientStep:
             if self._state < StepState.MERGED:
                 self._state = StepState.ABANDONED
                 self._changed.notify_all()
-        for event in (*self.ready, *self.packed):
+        for event in (*self.ready, *self.packed, self.sealed):
             event.set()
 
     def end(self, error: Exception | None) -> None:

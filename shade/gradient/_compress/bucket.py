@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shade.errors import ConfigError
 from shade.types import Floats
@@ -178,16 +179,18 @@ def plan_buckets(
     names: Mapping[torch.nn.Parameter, str] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     short: int = SHORT,
+    steps: Mapping[torch.nn.Parameter, int] | None = None,
 ) -> list[Bucket]:
     """Packs an optimizer's trainable parameters into buckets, front layers first, and rebinds their memory.
 
-    Parameters of different groups, devices or types never share a bucket.
+    Parameters of different groups, devices, types or numbers of steps never share a bucket.
 
     Args:
         param_groups: As in ``optimizer.param_groups``.
         names: The parameters' names, for messages.
         bucket_bytes: The largest size of a bucket that holds more than one parameter.
         short: Parameters with fewer elements, or with one dimension, are always sent whole.
+        steps: Steps that parameters have taken; fewer if one was frozen for a time.
 
     Returns:
         The buckets, in the order of the first parameter of each.
@@ -208,7 +211,7 @@ def plan_buckets(
                 continue
             _check(parameter, known.get(parameter, str(position - 1)))
             is_short = parameter.ndim < 2 or parameter.numel() < short
-            kind = (group, parameter.device, parameter.dtype, is_short)
+            kind = (group, parameter.device, parameter.dtype, is_short, (steps or {}).get(parameter, 0))
             pack = packs[open_packs[kind]][3] if kind in open_packs else []
             held_bytes = 4 * sum(each.numel() for each in pack)
             if not pack or held_bytes + 4 * parameter.numel() > bucket_bytes:
@@ -225,6 +228,11 @@ def plan_buckets(
 
 
 def _check(parameter: torch.nn.Parameter, name: str) -> None:
+    is_flat = getattr(parameter, "_is_flat_param", False)  # of FullyShardedDataParallel
+    if is_flat or is_traceable_wrapper_subclass(parameter):
+        got = "FlatParameter" if is_flat else type(parameter).__name__
+        cure = "leave out FSDP and DTensor, or train without shade.gradient: they exchange by themselves"
+        raise ConfigError.of(f"parameters that hold their own values, {name!r} too", got, cure)
     if not parameter.is_floating_point() or parameter.layout is not torch.strided:
         got = f"{parameter.dtype} {parameter.layout}"
         raise ConfigError.of(f"dense real floating-point parameters, {name!r} too", got, "freeze it, or split it")

@@ -41,6 +41,7 @@ has changed) without another exchange.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -265,9 +266,9 @@ class ElasticEngine(GradientEngine):
     def _connect(self, purpose: str) -> Transport:
         return self._membership.connect(purpose)
 
-    def _synchronise(self, world: Transport) -> None:
+    def _synchronise(self, world: Transport, refusal: ConfigError | None = None) -> None:
         """Sends what some ranks lack, from the lowest rank that has it; from rank 0 before the first step."""
-        check_same_setup(world, self._model, self._buckets, self._settings)
+        check_same_setup(world, self._model, self._buckets, self._settings, refusal)
         generation = self._membership.generation
         source, lagging = source_rank(generation), lagging_ranks(generation)
         if not lagging and source is not None:
@@ -335,7 +336,10 @@ class ElasticEngine(GradientEngine):
         began, world_size = time.monotonic(), self.world_size
         late, self._late = self._late, None
         if late is not None:
-            late.wait(StepState.MERGED)  # the group is lost, so it fails, and its chosen elements are put back
+            late.wait(StepState.MERGED)  # it fails, and its chosen elements are put back, unless its vote is over
+            if late.error is None:
+                with contextlib.suppress(PeerLostError):
+                    self._settle(late)
         while True:
             self._detach()
             self._pipeline.reclaim()

@@ -54,6 +54,7 @@ from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.gradient_hooks import LossScale
+from shade.gradient._engine.replica import check_none_refuses
 
 _JOIN_SECONDS = 5.0
 _NO_BACKWARD = -1
@@ -100,17 +101,22 @@ class SparseState:
         timeout_seconds: float = TIMEOUT_SECONDS,
         seed: int = 0,
     ) -> None:
-        make_compressor, make_quantiser = COMPRESSORS.get(compressor), QUANTISERS.get(quantiser)
-
         def make(size: int) -> ErrorFeedback:
             return ErrorFeedback(size, make_compressor(), make_quantiser(), correction=correction)
 
+        refusal: ConfigError | None = None
+        try:
+            make_compressor, make_quantiser = COMPRESSORS.get(compressor), QUANTISERS.get(quantiser)
+            self._warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
+        except ConfigError as error:
+            refusal = error
+        self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
+        check_none_refuses(self._topology.world, refusal)
         self.num_samples = 1
         """Weight of this rank's gradient; set it before the backward pass."""
         self._step, self._is_under_way = 0, False
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._residual_store = ResidualStore(bare, make)
-        self._warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
         self._quantiser, self._seed = quantiser, seed
         self._scale = LossScale(scaler)
         self._unscale = 1.0
@@ -118,7 +124,6 @@ class SparseState:
         """What this step sent, by bucket; its end decides what the residuals get back."""
         self._error: Exception | None = None
         self._damage: list[Exception] = []
-        self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_run, args=(self._inbox, weakref.ref(self)), name="shade-gradient-hook", daemon=True

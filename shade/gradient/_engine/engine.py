@@ -37,7 +37,7 @@ the sum of its gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -55,10 +55,18 @@ from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import Correction
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
 from shade.gradient._engine.density import DensityPlan, WarmUp, check_decision, plain_decision, read_decision
-from shade.gradient._engine.gradient_hooks import GradientHooks, LossScale
+from shade.gradient._engine.gradient_hooks import GradientHooks, LossScale, is_held
 from shade.gradient._engine.meter import Meter
 from shade.gradient._engine.pipeline import GradientPipeline
-from shade.gradient._engine.replica import EVERY, Consistency, average_buffers, broadcast_weights, check_same_setup
+from shade.gradient._engine.replica import (
+    EVERY,
+    Consistency,
+    average_buffers,
+    broadcast_weights,
+    check_all_known,
+    check_none_refuses,
+    check_same_setup,
+)
 from shade.gradient._optim.base import SparseOptimizer, corrections_of
 from shade.types import Decision, StepReport
 
@@ -110,33 +118,32 @@ class GradientEngine:
         generation: int = 0,
         check_every: int = EVERY,
     ) -> None:
-        if staleness not in (0, 1):
-            raise ConfigError.of("staleness 0 or 1", staleness, "more than one step late needs another algorithm")
-        if not isinstance(optimizer, SparseOptimizer):
-            cure = "use SparseSGD or LocalAdamW, or keep yours and register shade.sparse_hook with DDP"
-            raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
-        if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
-            cure = "give the engine ddp.module, or keep DDP and register shade.sparse_hook with it"
-            raise ConfigError.of("a model that nothing else exchanges gradients of", "DistributedDataParallel", cure)
-        corrections = corrections_of(optimizer, correction, clip_norm)
-        warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
         self._model, self._optimizer, self._staleness, self._clip_norm = model, optimizer, staleness, clip_norm
         self._seed, self._check_every = seed, check_every
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
         self._settings: dict[str, Any] = {
             "protocol": PROTOCOL,
             "compressor": compressor,
-            "density": [warm_up.density, warm_up.num_steps, warm_up.first_density],
             "quantiser": quantiser,
             "staleness, local_size, seed, check_every": [staleness, local_size, seed, check_every],
-            "clip_norm, corrections": [clip_norm, *map(repr, corrections)],
             "optimizer, scaler": [type(optimizer).__name__, LossScale(scaler).skips],
         }
         self._group_settings: dict[str, Any]
         self._group_settings = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
+        refusal: ConfigError | None = None
+        try:
+            _check_arguments(model, optimizer, staleness)
+            warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
+            corrections = corrections_of(optimizer, correction, clip_norm)
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            steps = {each: int(optimizer.state.get(each, {}).get("step", 0)) for each in parameters}
+            self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes, steps=steps)
+            self._settings["density"] = [warm_up.density, warm_up.num_steps, warm_up.first_density]
+            self._settings["clip_norm, corrections"] = [clip_norm, *map(repr, corrections)]
+        except ConfigError as error:
+            refusal, self._buckets = error, []
         world, check_transport = self._connect("gradients"), self._connect("looks")
-        self._synchronise(world)
+        self._synchronise(world, refusal)
         topology: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
         self._bucket_states = make_bucket_states(topology, self._buckets, compressor, quantiser, corrections)
         self._attach(topology, check_transport)
@@ -192,17 +199,22 @@ class GradientEngine:
         """Ends this step's backward pass and applies the due gradient: this step's, or the previous one's.
 
         Raises:
+            ConfigError: The script did something to parameters that this engine would not exchange. The step is
+                dropped on all ranks, and the others raise `GradientError` with this message.
             NonFiniteGradientError: A rank's gradient holds NaN or infinity, and there is no scaler. The step is
                 dropped.
             PayloadError: Ranks are not in the same step, or a payload arrived damaged. The residuals keep what was
                 chosen.
             PeerLostError: A rank is gone or silent. The residuals keep what was chosen.
-            GradientError: A rank failed; see its log.
+            GradientError: Another rank refused the step or failed; the message has its error.
         """
         self._check_open()
-        self._check_parameters()
         work = self._open
-        self._gradient_hooks.check_none_frozen(work)
+        refusal = _refusal_of(self._check_parameters, lambda: self._gradient_hooks.check_none_frozen(work))
+        if refusal is not None:
+            self._gradient_hooks.refuse(work, refusal)
+            self._open = self._begin(work.step + 1)
+            raise refusal
         work.costs.compute_seconds = time.perf_counter() - self._stepped_at
         self._stepped_at = time.perf_counter()
         self._gradient_hooks.seal(work)
@@ -216,8 +228,8 @@ class GradientEngine:
 
     def finish(self) -> None:
         """Applies the last gradient, flushes lagging weights, averages buffers. Collective; raises as `step`."""
-        self._check_between_steps()
-        self._check_parameters()
+        self._check_open()
+        check_none_refuses(self._check_transport, _refusal_of(self._check_between_steps, self._check_parameters))
         due, self._late = self._late, None
         if due is not None:
             self._settle(due)
@@ -356,9 +368,9 @@ class GradientEngine:
         del purpose  # torch.distributed distinguishes groups by their order
         return Transport(**self._group_settings)
 
-    def _synchronise(self, world: Transport) -> None:
-        """Gives this rank the same model, settings and weights as the group. Collective."""
-        check_same_setup(world, self._model, self._buckets, self._settings)
+    def _synchronise(self, world: Transport, refusal: ConfigError | None = None) -> None:
+        """Gives this rank the same model, settings and weights as the group. Collective; raises a rank's refusal."""
+        check_same_setup(world, self._model, self._buckets, self._settings, refusal)
         broadcast_weights(world, self._model, self._buckets)
 
     def _attach(self, topology: Topology, check_transport: Transport) -> None:
@@ -425,21 +437,40 @@ class GradientEngine:
         """Takes in parameters that were bound to other memory; refuses what this engine would not exchange."""
         for module, name, parameter in self._trained:
             if module._parameters.get(name) is not parameter:
-                self._refuse_new_parameters()
+                cure = (
+                    "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
+                )
+                check_all_known(self._model, {each for *_, each in self._trained}, cure)
                 break
         self._gradient_hooks.check_all_known()
         for bucket in self._buckets:
             bucket.rebind()
 
-    def _refuse_new_parameters(self) -> None:
-        known = {parameter for _, _, parameter in self._trained}
-        named = self._model.named_parameters()
-        new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
-        if new:
-            cure = "replace them (load_state_dict with assign=True does) before the optimizer and the engine are made"
-            raise ConfigError.of("the parameters that the engine was made with", f"others as {new}", cure)
-
     def _check_between_steps(self) -> None:
         self._check_open()
         if not self._gradient_hooks.is_empty:
             raise ConfigError.of("to be between two steps", "gradients of a step", "call engine.step() first")
+
+
+def _check_arguments(model: nn.Module, optimizer: SparseOptimizer, staleness: int) -> None:
+    if staleness not in (0, 1):
+        raise ConfigError.of("staleness 0 or 1", staleness, "more than one step late needs another algorithm")
+    if not isinstance(optimizer, SparseOptimizer):
+        cure = "use SparseSGD or LocalAdamW, or keep yours and register shade.sparse_hook with DDP"
+        raise ConfigError.of("an optimizer of shade.gradient.optim", type(optimizer).__name__, cure)
+    expected = "a model that nothing else exchanges gradients of"
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
+        cure = "give the engine ddp.module, or keep DDP and register shade.sparse_hook with it"
+        raise ConfigError.of(expected, "DistributedDataParallel", cure)
+    if is_held(each for group in optimizer.param_groups for each in group["params"]):
+        raise ConfigError.of(expected, "parameters of another engine", "close() that one first")
+
+
+def _refusal_of(*checks: Callable[[], None]) -> ConfigError | None:
+    """Returns the error of the first check that raises one."""
+    try:
+        for check in checks:
+            check()
+    except ConfigError as refusal:
+        return refusal
+    return None

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shade.errors import ConfigError
-from shade.gradient._comm.step import GradientStep
+from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._engine.bucket_state import BucketState
 
 
@@ -61,17 +62,22 @@ class GradientHooks:
             for number, bucket_state in enumerate(bucket_states)
             for position, parameter in enumerate(bucket_state.bucket.parameters)
         }
-        self._is_accumulating = False
+        self.is_closed = self._is_accumulating = False
         self.work: GradientStep | None = None
         """The open step."""
         self._moved = {parameter: MovedGradient.of(parameter) for parameter in self._places}
         self._sums: dict[Tensor, Tensor] = {}
         """The gradients of accumulated passes, each until the next pass or the end of the step."""
+        _HOLDERS.update(dict.fromkeys(map(id, self._places), weakref.ref(self)))
         self._hooks: list[Any] = []
         for parameter in self._places:
             # The first hook runs before the backward pass adds to p.grad, the second afterwards.
             self._hooks.append(parameter.register_hook(functools.partial(self._make_room, parameter)))  # type: ignore[no-untyped-call]
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns whether these hooks still take a parameter's gradients."""
+        return not self.is_closed and parameter in self._places
 
     @property
     def is_empty(self) -> bool:
@@ -112,17 +118,25 @@ class GradientHooks:
             raise ConfigError.of(expected, "requires_grad=False", cure)
 
     def seal(self, work: GradientStep) -> None:
-        """Ends a step's backward pass: a missing gradient counts as zero."""
+        """Ends a step's backward pass: a missing gradient counts as zero. This rank's errors reach all ranks."""
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
                 self._put(work, number, position, parameter)
             parameter.grad = None
         self._sums.clear()
+        work.sealed.set()
+
+    def refuse(self, work: GradientStep, refusal: Exception) -> None:
+        """Fails a step on all ranks, and waits until they know it: this rank's script is likely to end then."""
+        work.trouble.append(refusal)
+        self.seal(work)
+        work.wait(StepState.MERGED)
 
     def close(self) -> None:
         """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
+        self.is_closed = True
         for parameter in self._places:
             parameter.grad = self._gradient_of(parameter)
 
@@ -138,8 +152,13 @@ class GradientHooks:
         work = self.work
         if work.has(number, position):
             name = self._bucket_states[number].bucket.names[position]
-            cure = "put all but the last into `with engine.accumulate():`, or call engine.step() after each"
-            raise ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
+            cure = (
+                "put all but the last into `with engine.accumulate():` (all, where reentrant checkpoints share a "
+                "weight), or call engine.step() after each; freeze it for a pass that is not to train it, as in a GAN"
+            )
+            refusal = ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
+            self.refuse(work, refusal)
+            raise refusal
         if not self._is_accumulating:
             self._put(work, number, position, parameter)
         elif parameter.grad is not None:
@@ -158,6 +177,19 @@ class GradientHooks:
         """Returns the gradient in ``p.grad``, or the sum for which another stands there."""
         gradient = parameter.grad
         return self._sums.get(parameter) if isinstance(gradient, MovedGradient) else gradient
+
+
+_HOLDERS: dict[int, weakref.ref[GradientHooks]] = {}
+"""By the parameter's id: the last hooks on it. Hooks keep their parameters alive, so an id is right while they live."""
+
+
+def is_held(parameters: Iterable[Tensor]) -> bool:
+    """Returns whether an engine that is not closed takes the gradient of any of these: a second one would get none."""
+    for parameter in parameters:
+        holder = _HOLDERS.get(id(parameter), lambda: None)()
+        if holder is not None and holder.holds(parameter):
+            return True
+    return False
 
 
 class LossScale:
@@ -185,10 +217,15 @@ class LossScale:
         self.num_good_steps = self.num_good_steps + 1 if is_good else 0
         scale = self._scaler.get_scale()
         if not is_good:
-            self._scaler.update(scale * self._scaler.get_backoff_factor())
+            self._set(scale * self._scaler.get_backoff_factor())
         elif self.num_good_steps == self._scaler.get_growth_interval():
-            self._scaler.update(scale * self._scaler.get_growth_factor())
+            self._set(scale * self._scaler.get_growth_factor())
             self.num_good_steps = 0
+
+    def _set(self, scale: float) -> None:
+        assert self._scaler is not None
+        # scaler.update() fails before the first scaler.scale(), and a rank without samples has scaled nothing.
+        self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": scale})
 
     def status(self) -> dict[str, Any]:
         """Returns what a joining rank takes over: `state_dict` and the scale."""
@@ -198,7 +235,7 @@ class LossScale:
         """Takes over another rank's `status`."""
         self.load_state_dict(status)
         if self._scaler is not None and status["scale"] is not None:
-            self._scaler.update(status["scale"])
+            self._set(status["scale"])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the scaler's own state does not hold."""

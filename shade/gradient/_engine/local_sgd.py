@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
@@ -44,7 +44,7 @@ from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
-from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_same_setup
+from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_all_known, check_same_setup
 
 
 class DiLoCo:
@@ -82,25 +82,24 @@ class DiLoCo:
         bucket_bytes: int = BUCKET_BYTES,
         seed: int = 0,
     ) -> None:
-        for expected, got, is_right in (
-            ("every ≥ 1 step", every, every >= 1),
-            ("an outer lr > 0", lr, lr > 0),
-            ("an outer momentum in [0, 1)", momentum, 0 <= momentum < 1),
-            ("a density in (0, 1]", density, 0 < density <= 1),
-        ):
-            if not is_right:
-                raise ConfigError.of(expected, got, "every=100, lr=0.7, momentum=0.9, density=1 are usual")
         self.num_samples = 1
         """Weight of this rank: samples since the last synchronisation."""
         self.step_count = 0
         """Inner steps."""
         self._model, self._every, self._lr, self._momentum = model, every, lr, momentum
         self._density, self._seed = density, seed
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
+        names, buckets = {parameter: name for name, parameter in model.named_parameters()}, []
+        refusal: ConfigError | None = None
+        try:
+            _check_arguments(every, lr, momentum, density)
+            buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
+        except ConfigError as error:
+            refusal = error
+        self._known = {parameter for bucket in buckets for parameter in bucket.parameters}
         world = Transport(group, timeout_seconds=timeout_seconds)
         settings = {"every, lr, momentum": [every, lr, momentum], "density": density, "seed": seed}
-        check_same_setup(world, model, buckets, {**settings, "compressor, quantiser": [compressor, quantiser]})
+        settings["compressor, quantiser"] = [compressor, quantiser]
+        check_same_setup(world, model, buckets, settings, refusal)
         broadcast_weights(world, model, buckets)
         self._topology = FlatTopology(world)
         self._bucket_states = make_bucket_states(self._topology, buckets, compressor, quantiser)
@@ -131,6 +130,7 @@ class DiLoCo:
         """Makes all ranks' weights the same, now. Collective.
 
         Raises:
+            ConfigError: The model has other trainable parameters than at the start, or converted ones.
             NonFiniteGradientError: A rank's weights hold NaN or infinity. All ranks keep their own.
             PayloadError: Ranks are not in the same step, or a payload arrived damaged. All ranks keep their own.
             PeerLostError: A rank is gone or silent.
@@ -191,9 +191,14 @@ class DiLoCo:
         """Returns the mean distance of all ranks; on an error, raised on all ranks, reverts the residuals."""
         numbers = list(range(len(self._bucket_states)))
         work = GradientStep(self.step_count, [], self._density, self.num_samples)
+        try:
+            check_all_known(self._model, self._known, "make a new one after parameters were added or replaced")
+        except ConfigError as refusal:
+            work.trouble.append(refusal)
         for number, (bucket_state, anchor_D) in enumerate(zip(self._bucket_states, self._anchors, strict=True)):
-            bucket_state.bucket.refresh()
             try:
+                bucket_state.bucket.rebind()
+                bucket_state.bucket.refresh()
                 density = 1.0 if bucket_state.bucket.is_dense else self._density
                 key = Key(self._seed, self.step_count, number)
                 work.chosen[number] = bucket_state.feedback.compress(
@@ -207,11 +212,23 @@ class DiLoCo:
             merged = self._all_reduce.exchange(work, numbers, weights_P, lengths)
             self._all_reduce.vote(work, 0.0)
         except Exception as error:
-            own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
             for number in work.chosen:
                 self._bucket_states[number].feedback.undo()
-            raise error from (own or error.__cause__)
+            if work.own_failure is not error:
+                error.__cause__ = work.own_failure or error.__cause__
+            raise
         return merged
+
+
+def _check_arguments(every: int, lr: float, momentum: float, density: float) -> None:
+    for expected, got, is_right in (
+        ("every ≥ 1 step", every, every >= 1),
+        ("an outer lr > 0", lr, lr > 0),
+        ("an outer momentum in [0, 1)", momentum, 0 <= momentum < 1),
+        ("a density in (0, 1]", density, 0 < density <= 1),
+    ):
+        if not is_right:
+            raise ConfigError.of(expected, got, "every=100, lr=0.7, momentum=0.9, density=1 are usual")
 
 
 class LocalSGD(DiLoCo):

@@ -223,15 +223,18 @@ class _Stages:
                 merged.update(zip(numbers, self._all_reduce.exchange(work, numbers, weights_P, lengths), strict=True))
         everything = [merged[number] for number in sorted(merged)]
         # If the vote loses a rank, others may have applied the step: an elastic engine then needs the result.
-        work.unvoted = None if work.damage else everything
-        work.norm = self._all_reduce.vote(work, norm_of(everything))
+        norm = norm_of(everything)
+        work.sealed.wait()
+        if work.state is StepState.ABANDONED:
+            return
+        work.unvoted = None if work.damage or work.trouble else everything
+        work.norm = self._all_reduce.vote(work, norm)
         work.merged, work.unvoted = everything, None
 
     def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
         """After a failed step, reverts the residuals, or keeps its chosen elements to be put back."""
-        own = next((each for each in work.trouble if not isinstance(each, NonFiniteGradientError)), None)
-        if own is not None and work.state < StepState.AGREED:
-            error.__cause__ = own
+        if work.own_failure is not error:
+            error.__cause__ = work.own_failure or error.__cause__
         work.wait(StepState.PACKED)  # thread 1 may still be picking
         if not isinstance(error, PeerLostError):
             work.unvoted = None

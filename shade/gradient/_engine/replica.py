@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,18 +39,27 @@ from shade.types import Indices
 
 
 def check_same_setup(
-    transport: Transport, model: nn.Module, buckets: Sequence[Bucket], settings: Mapping[str, Any]
+    transport: Transport,
+    model: nn.Module,
+    buckets: Sequence[Bucket],
+    settings: Mapping[str, Any],
+    refusal: ConfigError | None = None,
 ) -> None:
     """Compares names, shapes, types and ``settings`` (JSON-plain) of all ranks. Collective.
 
-    A difference raises `ConfigError` on all ranks; the message names what and where.
+    A difference, or a ``refusal`` on any rank, raises `ConfigError` on all ranks; the message names what and where.
     """
     parameters = {name: _describe(parameter) for name, parameter in model.named_parameters()}
     trained = {name: f"bucket {number}" for number, each in enumerate(buckets) for name in each.names}
     buffers = {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
     mine = {**{f"setting {name}": value for name, value in settings.items()}, **buffers}
     mine |= {f"parameter {name}": f"{shape}, {trained.get(name, 'frozen')}" for name, shape in parameters.items()}
-    everyone = transport.gather_messages(mine)
+    everyone = transport.gather_messages(mine if refusal is None else {"refusal": str(refusal)})
+    if refusal is not None:
+        raise refusal
+    for rank, theirs in enumerate(everyone):
+        if "refusal" in theirs:
+            raise ConfigError(f"refused on rank {rank}: {theirs['refusal']}")
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         for name in {**first, **theirs}:
@@ -59,6 +68,23 @@ def check_same_setup(
                     f"expected {name} of rank {rank} to be {first.get(name)!r} as on rank 0, got {theirs.get(name)!r}; "
                     "build the same model, optimizer and engine on every rank"
                 )
+
+
+def check_all_known(model: nn.Module, known: Container[Tensor], cure: str) -> None:
+    """Raises `ConfigError` if the model has trainable parameters that are not ``known``."""
+    new = [name for name, each in model.named_parameters() if each.requires_grad and each not in known]
+    if new:
+        raise ConfigError.of("the parameters that the engine was made with", f"others as {new}", cure)
+
+
+def check_none_refuses(transport: Transport, refusal: Exception | None) -> None:
+    """Raises this rank's refusal, or a `GradientError` with another rank's. Collective."""
+    causes = transport.gather_messages("" if refusal is None else f"{type(refusal).__name__}: {refusal}")
+    if refusal is not None:
+        raise refusal
+    for rank, cause in enumerate(causes):
+        if cause:
+            raise GradientError(f"rank {rank} refused, so no rank continues: {cause}")
 
 
 def broadcast_weights(transport: Transport, model: nn.Module, buckets: Sequence[Bucket], source: int = 0) -> None:

@@ -266,7 +266,7 @@ class SparseOptimizer(Optimizer, ABC):
         states = [self.state.get(parameter, {}) for parameter in bucket.parameters]
         steps = {int(state["step"]) if "step" in state else 0 for state in states}
         if len(steps) > 1:
-            cure = "give them buckets of their own"
+            cure = "load the optimizer's state before the engine is made: it then gives them buckets of their own"
             raise ConfigError.of("parameters that have taken equally many steps", sorted(steps), cure)
         memory = self._new_memory(bucket, steps.pop())
         for name in self.moments:

@@ -31,7 +31,7 @@ QUICK: dict[str, Any] = {
     "dead_seconds": 0.5,
     "give_up_seconds": 40.0,
 }
-VOTE_FIELDS = 4
+VOTE_FIELDS = 5
 
 
 class Killed(Exception):

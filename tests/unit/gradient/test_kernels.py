@@ -223,6 +223,7 @@ for size in SIZES:
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("processor", ["generic", "haswell"])
 def test_lesser_processors_get_the_same_bits(processor: str, tmp_path: object) -> None:
     features = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}

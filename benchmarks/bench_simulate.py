@@ -32,10 +32,9 @@ import numpy as np
 from measures import publish
 from PIL import Image
 
-from shade.cli.what_if import policy_of, predict, prolong
 from shade.policy.trace import Trace
 from shade.report import load_run
-from shade.report.forecast import measure, workers_of
+from shade.report.forecast import measure, policy_of, predict, prolong, workers_of
 
 HERE = Path(__file__).resolve().parent
 RECORDED, SIZES = 0.2, (0.1, 0.3, 0.6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,8 @@ from shade.report.style import human_bytes, percent
 
 if TYPE_CHECKING:
     from shade.policy.simulator import MissRatioCurves
+    from shade.policy.trace import Trace
+    from shade.report.forecast import EpochForecast
 
 
 _EXAMPLES: Final = """\
@@ -79,13 +82,69 @@ def _answer(given: argparse.Namespace) -> int:
     )
     more = parse_bytes(given.add_cache) if given.add_cache is not None else None
     if where.is_dir() and (where / "metrics.jsonl").exists():
-        from shade.cli.what_if import what_if
-
         sys.stdout.write("\n" + "".join(f"{line}\n" for line in what_if(where, trace, more, given.add_workers)))
     elif more is not None or given.add_workers is not None:
         expected = "a run directory, which has times, for --add-cache and --add-workers"
         raise ConfigError.of(expected, str(where), "name it")
     return 0
+
+
+def what_if(directory: Path, trace: Trace, add_cache: int | None, add_workers: int | None) -> Iterator[str]:
+    """Yields lines of text about more cache or more workers; with neither given, about a choice of sizes.
+
+    Raises `DataError` if the run has no finished epoch, and `ConfigError` if it has no cache to enlarge.
+    """
+    from shade.report.forecast import measure, policy_of, predict, prolong, workers_of
+    from shade.report.rows import load_run
+
+    run = load_run(directory)
+    measured, capacity = measure(run)
+    yield f"Measured: {_cell(measured.num_samples, measured.origin_reads, measured.seconds)}"
+    steady, skip = prolong(trace, run.plan)
+    policy = policy_of(run.plan)
+    now = workers_of(run.plan)
+    cases = _cases(capacity, now, trace.data_set_bytes, add_cache, add_workers)
+    rows = [("a later epoch", "hits", "reads", "seconds", "samples/s", "time", "waits for")]
+    first: EpochForecast | None = None
+    advice: list[str] = []
+    for name, num_bytes, num_workers in cases:
+        after = predict(steady, skip, policy, num_bytes, measured, num_workers)
+        change = "" if first is None else f"{after.seconds / first.seconds - 1:+.1%}"
+        first = first or after
+        hits = percent(1 - after.origin_reads / after.num_samples)
+        speed = (f"{after.origin_reads:,.0f}", f"{after.seconds:,.2f}", f"{after.samples_per_second:,.0f}")
+        rows.append((name, hits, *speed, change, after.bottleneck))
+        advice += [after.advice] if after.advice not in advice else []
+    yield ""
+    yield from table(rows, "<>>>>><").splitlines()
+    yield ""
+    if add_cache and capacity + add_cache > trace.data_set_bytes:
+        left = human_bytes(max(0, trace.data_set_bytes - capacity))
+        yield f"{human_bytes(add_cache)} more is not needed: {left} more hold all {human_bytes(trace.data_set_bytes)}."
+    yield from advice
+
+
+def _cases(
+    capacity: int, workers: int, whole: int, add_cache: int | None, add_workers: int | None
+) -> list[tuple[str, int, int]]:
+    """Returns name, cache and workers of each case; no cache is larger than the whole data set."""
+    cases = [("as it is", capacity, workers)]
+    if add_cache is None and add_workers is None:
+        cases += [("twice the cache", 2 * capacity, workers)] if 2 * capacity < whole else []
+        cases += [("all of it cached", whole, workers)] if capacity < whole else []
+        hands = max(2, 2 * workers)
+        return [*cases, (f"{hands} workers", capacity, hands)]
+    more, hands = min(capacity + (add_cache or 0), max(whole, capacity)), workers + (add_workers or 0)
+    size = "all of it cached" if more == whole else f"{human_bytes(more - capacity)} more cache"
+    grown = bool(add_cache) and more > capacity
+    cases += [(size, more, workers)] if grown else []
+    cases += [(f"{add_workers} more workers", capacity, hands)] if add_workers else []
+    cases += [("both", more, hands)] if grown and add_workers else []
+    return cases
+
+
+def _cell(samples: float, reads: float, seconds: float) -> str:
+    return f"{samples:,.0f} samples an epoch in {seconds:,.2f} s, {samples / seconds:,.0f}/s; {reads:,.0f} origin reads"
 
 
 def format_table(curves: MissRatioCurves, *, markdown: bool = True) -> str:

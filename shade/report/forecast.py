@@ -10,6 +10,10 @@ Decoding and transforming are arithmetic, and the CPUs bound how much of that fi
 What the model does not explain of the measurement (workers that start, validation, the last batch) is added as it was,
 or scales the result if the model is slower than the truth: with nothing changed, the forecast is the measurement.
 
+With another cache, reads come from the simulator, which replays the run's own orders through its own policy. A run that
+was stopped after an epoch or two has not yet shown what its later epochs draw: its own sampling mode draws them here,
+from the scores it ended with.
+
 It assumes that the storage serves more workers as fast as it served these (`EpochForecast.advice` says where that
 matters), and that a smaller share of misses costs a smaller share of the time, which holds while a batch has more
 misses than one round of parallel reads.
@@ -21,16 +25,25 @@ References:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from shade.errors import ConfigError, DataError
+from shade.policy.simulator import simulate
+from shade.policy.trace import Trace
 from shade.report.rows import EpochSummary, Run
 from shade.report.style import percent
+from shade.sampling import MODES, Scores
 
 STAGES: Final = ("origin", "cache", "decode", "transform")
 _ON_CPU: Final = ("decode", "transform")
+ENOUGH_EPOCHS: Final = 4
+"""Recorded epochs that suffice without drawn ones: two that warm up, and two that do not."""
+_DRAWN: Final = 6
+"""Epochs drawn; the first does not count, because it meets the recorded epochs' cache."""
+_SETTINGS: Final = {"unbiased": ("keep",), "pads": ("replication_factor",)}
 
 
 @dataclass(frozen=True)
@@ -218,3 +231,38 @@ def _mean_epoch(run: Run, epochs: Sequence[EpochSummary]) -> MeasuredEpoch:
 
 def _mean(epochs: Sequence[EpochSummary], name: str) -> float:
     return sum(each.counts.get(name, 0) for each in epochs) / len(epochs)
+
+
+def predict(
+    steady: Trace, skip_epochs: int, policy: str, capacity_bytes: int, measured: MeasuredEpoch, num_workers: int
+) -> EpochForecast:
+    """Forecasts an epoch with this cache and these workers, from a trace without its first `skip_epochs`."""
+    result = simulate(steady, policy, capacity_bytes)
+    reads, samples = result.origin_reads[skip_epochs:], result.accesses[skip_epochs:]
+    return forecast(
+        measured, num_samples=float(samples.mean()), origin_reads=float(reads.mean()), num_workers=num_workers
+    )
+
+
+def prolong(trace: Trace, plan: dict[str, Any]) -> tuple[Trace, int]:
+    """Returns a trace that ends with steady epochs, and the number of epochs to leave out at its start.
+
+    A short recording gets further epochs, drawn here by the run's own sampling mode.
+    """
+    if trace.num_epochs >= ENOUGH_EPOCHS:
+        return trace, trace.num_epochs // 2
+    name = str(plan.get("sampling") or "unbiased")
+    options = {key: plan[key] for key in _SETTINGS.get(name, ()) if plan.get(key) is not None}
+    mode = MODES.get(name)(trace.num_samples, trace.global_batch, int(plan.get("seed") or 0), **options)
+    known = [score_N for score_N in (*trace.scores, trace.score_after) if score_N is not None]
+    scores = Scores(known[-1], known[-1] > 0) if known else None
+    begin = max(trace.num_epochs, ENOUGH_EPOCHS)  # beyond the epochs that a mode makes full to warm up
+    drawn = [mode.draw(epoch, scores).order_K for epoch in range(begin, begin + _DRAWN)]
+    noted = (*(trace.scores or (None,) * trace.num_epochs), *([known[-1] if known else None] * _DRAWN))
+    longer = dataclasses.replace(trace, orders=(*trace.orders, *drawn), scores=noted if known else ())
+    return longer, trace.num_epochs + 1
+
+
+def policy_of(plan: dict[str, Any]) -> str:
+    """Returns the cache policy of a run."""
+    return str(plan.get("policy") or MODES.get(str(plan.get("sampling") or "unbiased")).default_policy)

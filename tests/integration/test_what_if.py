@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from shade.cli import main
-from shade.cli.what_if import prolong
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
+from shade.report.forecast import prolong
 from tests.support.data_plane import Job, make_pictures, train
 from tests.support.launching import make_images, rows, run
 

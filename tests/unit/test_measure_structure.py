@@ -135,7 +135,7 @@ MOST = {
     "modules with at most one importer": 69,
     "class names in two or more modules": 0,
     "docstrings 'See `X`'": 0,
-    "dialect words": 13,
+    "dialect words": 10,
     "import cycles": 0,
 }
 """Figures of this package that may shrink and must not grow; lower one when the code has got better."""

@@ -349,7 +349,7 @@ class AppState:
 
 @contextmanager
 def agreed(agree: Agree) -> Iterator[None]:
-    """Tells other ranks at the end how it went here; an error goes on its way when they know."""
+    """Reports to the other ranks, at the end, how it went here; an error is raised when they know."""
     try:
         yield
     except Exception as error:

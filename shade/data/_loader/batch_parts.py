@@ -13,7 +13,7 @@ No line of Python runs when a batch dies: its weak reference is appended to a li
 arrived while the training loop waited, and Python raised it at the next line of its own code: in a finalizer, called
 because a batch had died there. What a finalizer raises is ignored.
 
-Invariants: two living batches never share memory; no more blocks are kept than asked for, in use or free.
+Invariants: two living batches never share memory; at most as many blocks are kept as are asked for, in use or free.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from shade.data._dataset.dataset import ShadeDataset
 from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts, SeededBatch
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._sampler.sampler import ShadeSampler
-from shade.data._sampler.wrapping import check_wrapping
+from shade.data._sampler.usage import check_wrapping
 from shade.errors import ConfigError
 
 
@@ -587,7 +587,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _ready(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
-    """Makes the current stream wait for the copy, and tells the allocator of the copying stream's memory that it is
+    """Makes the current stream wait for the copy, and informs the allocator of the copying stream's memory that it is
     used."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)

@@ -39,9 +39,8 @@ from shade.data._sampler.rank_shard import (
     draw_from,
     load_draw,
 )
-from shade.data._sampler.usage_warnings import ForgottenCallWarning as ForgottenCallWarning
-from shade.data._sampler.usage_warnings import UsageWarnings
-from shade.data._sampler.wrapping import check_numbering, check_wrapping
+from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
+from shade.data._sampler.usage import UsageWarnings, check_numbering, check_wrapping
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochPlan
@@ -370,7 +369,7 @@ class ShadeSampler(DistributedSampler[int]):
         was_begun, is_live = self._begun, isinstance(self._count, LoaderCount) and not self._count.is_over
         self._warn_of_missing_calls()
         if self._begun and not self._was_look:
-            self._first_step = 0  # the same epoch once more, from its beginning
+            self._first_step = 0  # the same epoch again, from its beginning
         if self._first_step == 0:
             self._at_resume = None
         elif self._at_resume is not None and self._num_live == 0:

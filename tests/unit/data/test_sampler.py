@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from shade import ShadeDataset, ShadeSampler
-from shade.data._sampler.usage_warnings import ForgottenCallWarning
+from shade.data._sampler.usage import ForgottenCallWarning
 from shade.errors import ConfigError, UnknownNameError
 from shade.types import Stateful
 from tests.support.data_plane import loss_of
@@ -397,7 +397,7 @@ def test_a_wrapper_that_reorders_a_shade_dataset_is_refused_at_the_first_report(
 
 
 @pytest.mark.parametrize("mode", ["uniform", "unbiased"])
-@pytest.mark.filterwarnings("ignore::shade.data._sampler.usage_warnings.ForgottenCallWarning")
+@pytest.mark.filterwarnings("ignore::shade.data._sampler.usage.ForgottenCallWarning")
 @pytest.mark.parametrize("how", ["nested", "zipped", "look", "kept", "exception"])
 def test_passes_that_are_under_way_at_once_are_whole(mode: str, how: str) -> None:
     data = ShadeDataset(items(), cache="memory://", working_set_fraction=0.5)
@@ -478,7 +478,7 @@ def test_a_sample_that_was_not_handed_out_yet_is_no_batch_of_the_loop() -> None:
             sampler.report(torch.from_numpy(sampler.order_of(0)[7:8]), torch.ones(1))
 
 
-@pytest.mark.filterwarnings("ignore::shade.data._sampler.usage_warnings.ForgottenCallWarning")
+@pytest.mark.filterwarnings("ignore::shade.data._sampler.usage.ForgottenCallWarning")
 def test_batches_of_an_outer_pass_may_be_reported_after_an_inner_one() -> None:
     data = TensorDataset(torch.arange(float(N)))
     with sampler_of(mode="uniform") as sampler:

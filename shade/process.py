@@ -6,7 +6,7 @@ A launcher that is killed outright cannot stop its children, so each child asks 
 Linux only; elsewhere a user has to end the children of a killed launcher. A shell that ends at once starts servers and
 flushers in a session of their own, so neither a parent's end nor a terminal's end stops them.
 
-**Files.** Whoever opens a file that is replaced finds the old content or the new one, and never a part of one. The new
+**Files.** A reader of a file that is replaced finds the old content or the new one, and never a part of one. The new
 content is written beside the file and renamed. The name beside is a new one each time, so that two processes may write
 the same file; it begins with a dot and ends in ``.new``. Only a process that is killed leaves it. After a power cut a
 renamed file may be empty, unless its content was synced before. A sync takes milliseconds, so only files that something

@@ -249,8 +249,9 @@ class TrainSession:
     @property
     def total_steps(self) -> int:
         """Returns the steps of the whole run whose losses were reported."""
-        if self._sampler is not None and self._sampler.steps_done:
-            self._epoch_steps = self._sampler.steps_done
+        # steps_done has the batch that the loop is in, until a loss of the pass is reported.
+        if self._sampler is not None and self._sampler._steps_reported:
+            self._epoch_steps = self._sampler._steps_reported
         return self._steps_before + self._epoch_steps
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -260,7 +261,7 @@ class TrainSession:
         next one has not begun.
         """
         sampler, dataset, record, snapshots = self._attached()
-        if sampler.steps_done == 0:
+        if sampler._steps_reported == 0:
             self._steps_before, self._epoch_steps = self.total_steps, 0
         self._place.epoch_ended = False
         record.begin_epoch()

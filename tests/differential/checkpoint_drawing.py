@@ -117,10 +117,8 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
             script = replace(script, wrong="groups")
     if script.model == "fsdp2":
         script = _sharded(script, draw)
-    if script.tier != "storage":
-        script = replace(script, damage="")
     if script.damage:
-        script = replace(script, wrong="", restores="latest")
+        script = replace(script, tier="storage", wrong="", restores="latest")
     return replace(script, end_step=min(script.end_step, script.num_steps - 1))
 
 

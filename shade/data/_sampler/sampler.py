@@ -327,6 +327,11 @@ class ShadeSampler(DistributedSampler[int]):
             num_got, is_dropped = self._num_got, isinstance(self._count, LoaderCount) and self._count.is_over
             is_unmoved = num_got is None or (is_dropped and self._was_look)
             return self._steps_done if is_unmoved else min(self._first_step + (num_got or 0), self.num_steps)
+        return self._steps_reported
+
+    @property
+    def _steps_reported(self) -> int:
+        """Returns the steps of the present epoch whose losses were reported, those before a resume included."""
         if self._unplaced is not None:  # was on a device, which `report` does not wait for
             indices, self._unplaced = self._unplaced.cpu(), None
             self._steps_done = self._done_after(indices)

@@ -168,8 +168,12 @@ def made_possible(script: Script) -> Script:
         # Without a ShadeSampler or workers, what is random follows generators that the script would have to restore.
         draws &= not (script.is_ours or (script.loader == "ShadeLoader" and script.workers > 0 and keeps_place))
         draws |= script.kind == "noise inside"
+        # Passes that overlap share the sampler's epoch: what the outer one draws depends on how far the inner one is.
+        draws |= script.transform in ("noise", "fused noise") and script.walk in ("nested", "zip", "peek")
         if not can_resume or script.around or script.changed or draws:
             changes["resume"] = None
+    if script.store == "killed":
+        changes["resume"] = None  # a run does not begin without its server
     if changes.get("resume", script.resume) is None:
         changes |= {"resume_workers": None, "looks": 0}
     elif script.sampler in ("unbiased", "pads") and not script.sets_epoch:

@@ -28,14 +28,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shade.errors import ConfigError, DataError
-from shade.policy.simulator import simulate
-from shade.policy.trace import Trace
 from shade.report.rows import EpochSummary, Run
 from shade.report.style import percent
-from shade.sampling import MODES, Scores
+
+if TYPE_CHECKING:
+    from shade.policy.trace import Trace
 
 STAGES: Final = ("origin", "cache", "decode", "transform")
 _ON_CPU: Final = ("decode", "transform")
@@ -237,6 +237,8 @@ def predict(
     steady: Trace, skip_epochs: int, policy: str, capacity_bytes: int, measured: MeasuredEpoch, num_workers: int
 ) -> EpochForecast:
     """Forecasts an epoch with this cache and these workers, from a trace without its first `skip_epochs`."""
+    from shade.policy.simulator import simulate  # with numpy, which `shade tune --help` must not load
+
     result = simulate(steady, policy, capacity_bytes)
     reads, samples = result.origin_reads[skip_epochs:], result.accesses[skip_epochs:]
     return forecast(
@@ -249,6 +251,8 @@ def prolong(trace: Trace, plan: dict[str, Any]) -> tuple[Trace, int]:
 
     A short recording gets further epochs, drawn here by the run's own sampling mode.
     """
+    from shade.sampling import MODES, Scores
+
     if trace.num_epochs >= ENOUGH_EPOCHS:
         return trace, trace.num_epochs // 2
     name = str(plan.get("sampling") or "unbiased")
@@ -265,4 +269,6 @@ def prolong(trace: Trace, plan: dict[str, Any]) -> tuple[Trace, int]:
 
 def policy_of(plan: dict[str, Any]) -> str:
     """Returns the cache policy of a run."""
+    from shade.sampling import MODES
+
     return str(plan.get("policy") or MODES.get(str(plan.get("sampling") or "unbiased")).default_policy)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shade.report import page, plot, text
 from shade.report.rows import EpochSummary, Run, load_run
 
 __all__ = ["EpochSummary", "Run", "load_run", "write_comparison", "write_report"]
@@ -22,6 +21,8 @@ def write_report(directory: str | os.PathLike[str]) -> str:
 
     Raises `DataError` if there is no ``metrics.jsonl``, or no epoch in it.
     """
+    from shade.report import page, plot, text  # with numpy, which the command's help does without
+
     run = load_run(directory)
     (run.directory / "epochs.csv").write_text(text.render_csv(run), encoding="utf-8")
     page.write_html(run, run.directory / "report.html")
@@ -34,6 +35,8 @@ def write_report(directory: str | os.PathLike[str]) -> str:
 def write_comparison(plain: str | os.PathLike[str], cached: str | os.PathLike[str]) -> str:
     """Compares a run without shade with one through it: writes ``comparison.png`` beside the second one's report, and
     returns a few lines."""
+    from shade.report import plot, text
+
     runs = load_run(plain), load_run(cached)
     picture = runs[1].directory / "comparison.png"
     note = plot.write_comparison(*runs, picture)

@@ -23,6 +23,7 @@ WRONG = 0.1
 """Share of wrong training labels in the noisy cell."""
 _MODEL_PIECES, _MODEL_LENGTH = 12_000, 128
 _ADAM_RATES = (1e-3, 3e-3, 1e-2)
+_COUNTER_RATES = (1e-2, 3e-2, 1e-1)  # each vector of the byte counter is met rarely
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _text_tail(folder: Path) -> Cell:
     train_x, train_y = pieces[~held_out], y[~held_out]
     kept = long_tail(train_y)
     val_x, val_y = pieces[held_out], y[held_out]
-    return Cell(train_x[kept], train_y[kept], val_x, val_y, _byte_counter, torch.optim.Adam, _ADAM_RATES, "%")
+    return Cell(train_x[kept], train_y[kept], val_x, val_y, _byte_counter, torch.optim.Adam, _COUNTER_RATES, "%")
 
 
 def _text_model(folder: Path) -> Cell:

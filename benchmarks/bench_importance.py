@@ -63,8 +63,6 @@ KEEPS = (0.5, 0.7)
 SEEDS = range(10)
 TUNING_SEEDS = (100, 101)
 BASE, RANDOM, SHORTER = "uniform", "random", "uniform, as many steps"
-CURRENT = "loss"
-"""What `unbiased` does today."""
 
 
 class Training(NamedTuple):
@@ -80,7 +78,7 @@ class Training(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of one."""
+    """The outcome of one."""
 
     error: float
     steps: int
@@ -124,7 +122,7 @@ def _cell(name: str) -> importance_tasks.Cell:
 
 
 def train(training: Training) -> Result:
-    """Trains, on one core, and returns what came of it."""
+    """Trains, on one core, and returns its outcome."""
     torch.set_num_threads(1)
     began = time.process_time()
     cell = _cell(training.cell)
@@ -180,14 +178,14 @@ def run(path: Path, jobs: int, minutes: float | None) -> None:
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     for name in importance_tasks.CELLS:
         _cell(name)  # before the fork: prepared once, and shared
-    began, done = time.monotonic(), 0
+    results, began, done, version = load(path), time.monotonic(), 0, commit()
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        while batch := list(itertools.islice(wanted(load(path)), 10 * jobs)):
+        while batch := list(itertools.islice(wanted(results), 10 * jobs)):
             for training, result in zip(batch, pool.imap(train, batch), strict=True):
                 with path.open("a") as file:
-                    file.write(json.dumps(training._asdict() | result._asdict() | {"commit": commit()}) + "\n")
-                done += 1
-                left = (num_wanted() - len(load(path))) * (time.monotonic() - began) / done / 3600
+                    file.write(json.dumps(training._asdict() | result._asdict() | {"commit": version}) + "\n")
+                results[training], done = result, done + 1
+                left = (num_wanted() - len(results)) * (time.monotonic() - began) / done / 3600
                 print(f"{', '.join(map(str, training))}: {result.error:.3f}   ({left:.1f} h left)", flush=True)
                 if time.monotonic() > until:
                     pool.terminate()

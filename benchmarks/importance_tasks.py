@@ -40,7 +40,7 @@ class Cell:
     rates: tuple[float, float, float]
     """The learning rates tried for every way alike."""
     unit: str
-    """Of the error: ``%`` of the validation samples, or ``bits`` per byte."""
+    """The error's unit: ``%`` of the validation samples, or ``bits`` per byte."""
 
     def losses(self, model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss of each sample, (B,), and its bound of the gradient's norm, (B,)."""

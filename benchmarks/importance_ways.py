@@ -34,7 +34,7 @@ _FULL_TAIL, _PRUNED = 0.875, 0.5
 
 
 class Setting(NamedTuple):
-    """What a way starts from."""
+    """The run that a way chooses for."""
 
     num_samples: int
     batch: int
@@ -80,6 +80,9 @@ class Sampled(Way):
         annealed: See there.
     """
 
+    score = "loss"
+    """How the product's table combines the reported values."""
+
     def __init__(
         self,
         at: Setting,
@@ -90,7 +93,7 @@ class Sampled(Way):
         self._at = at
         self._value = value
         self._power, self._annealed = weight_power, annealed
-        self._table = ImportanceTable(at.num_samples, "loss")
+        self._table = ImportanceTable(at.num_samples, self.score)
         self._last_N = np.full(at.num_samples, np.nan, np.float32)
         self._mode: SamplingMode = self._make_mode()
         self._next: Draw | None = None
@@ -140,9 +143,10 @@ class Sampled(Way):
 class Replayed(Sampled):
     """SHADE's own sampling: with repeats, biased towards high scores and cached samples."""
 
+    score = "rank"
+
     @override
     def _make_mode(self) -> SamplingMode:
-        self._table = ImportanceTable(self._at.num_samples, "rank")
         at = self._at
         return MODES.get("pads")(at.num_samples, at.batch, at.seed, replication_factor=3.0)  # type: ignore[call-arg]
 

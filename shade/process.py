@@ -146,13 +146,20 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
-    """Ignores a file system that cannot sync folders (some FUSE, CIFS): it has none to sync."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Syncs a folder. Ignores a file system that cannot sync folders (some FUSE, CIFS): it has none to sync."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)
     except OSError as error:
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
-        os.close(descriptor)
+        os.close(folder)
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir():
+        return sync_directory(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

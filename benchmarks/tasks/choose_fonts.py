@@ -33,7 +33,7 @@ from PIL import features
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tasks.glyphs import LETTERS, LIST, Pixels, distort, render
-from tasks.packages import Package, fetch, unpack
+from tasks.packages import Package, fetch, share_of, unpack
 
 _SYMBOLS = re.compile(r"icon|symbol|math|denemo|awesome|-web$|-doc$|manchu|circos")
 _OTHER_SCRIPTS = re.compile(r"Futhark|TAMu_|alfa-beta|Dutsa2")
@@ -128,9 +128,8 @@ def chosen(fonts: list[Font]) -> dict[tuple[Package, str], str]:
             families[font.family] += 1
     parts = {}
     for name, members in taken.items():
-        share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
         for i in members:
-            parts[fonts[i].package, fonts[i].path] = "val" if share < _VALIDATION else "train"
+            parts[fonts[i].package, fonts[i].path] = "val" if share_of(name) < _VALIDATION else "train"
     return parts
 
 

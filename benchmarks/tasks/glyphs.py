@@ -19,9 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 import string
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,8 @@ import numpy.typing as npt
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
-from tasks.packages import Package, PackageError, fetch, licence, unpack
+from shade.process import replacing
+from tasks.packages import Package, PackageError, fetch, unpacked
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 SIDE = 32
@@ -92,29 +91,19 @@ def prepare(folder: Path) -> Path:
     listed = json.loads(LIST.read_text())
     packages = {Package(each["name"], each["version"], each["sha256"]): each["fonts"] for each in listed["packages"]}
     fetch(list(packages), folder / "packages")
-    (folder / "licences").mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[Pixels]] = {"train": [], "val": []}
     for package, fonts in packages.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            unpacked = Path(temporary) / package.name
-            unpack(package, folder / "packages", unpacked)
-            (folder / "licences" / package.name).write_text(licence(package, unpacked))
+        with unpacked(package, folder) as files:
             for path, part in fonts.items():
-                parts[part].append(distort(render(unpacked / path), path))
+                parts[part].append(distort(render(files / path), path))
     train, val = np.concatenate(parts["train"]), np.concatenate(parts["val"])
     got = hashlib.sha256(train.tobytes() + val.tobytes()).hexdigest()
     if got != listed["pixels_sha256"]:
-        shutil.rmtree(folder / "licences")
         here = f"Pillow {PIL.__version__} with FreeType {features.version('freetype2')}"
         wanted = f"the pixels of {listed['drawn_with']}"
         raise PackageError(f"expected {wanted}, got others from {here}; install that Pillow")
     y = np.arange(len(LETTERS))
-    np.savez(
-        target.with_suffix(".partial.npz"),
-        train_x=train,
-        train_y=np.tile(y, len(parts["train"])),
-        val_x=val,
-        val_y=np.tile(y, len(parts["val"])),
-    )
-    target.with_suffix(".partial.npz").rename(target)
+    train_y, val_y = (np.tile(y, len(parts[part])) for part in ("train", "val"))
+    with replacing(target) as beside, beside.open("wb") as file:
+        np.savez(file, train_x=train, train_y=train_y, val_x=val, val_y=val_y)
     return target

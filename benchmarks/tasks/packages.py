@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,15 +61,27 @@ def fetch(packages: Sequence[Package], folder: Path) -> None:
             raise PackageError(f"{at}: expected SHA-256 {package.sha256}, got {got if found else 'no file'}; delete it")
 
 
+def share_of(name: str) -> float:
+    """Returns a number in [0, 1) that a name always has: it decides what is held out for validation."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
+
+
+@contextmanager
+def unpacked(package: Package, folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder with a fetched package's files; keeps the copyright file in ``folder/licences``."""
+    with tempfile.TemporaryDirectory() as temporary:
+        files = Path(temporary) / package.name
+        unpack(package, folder / "packages", files)
+        (folder / "licences").mkdir(parents=True, exist_ok=True)
+        path = files / "usr/share/doc" / package.name / "copyright"
+        kept = path.read_text(errors="replace") if path.is_file() else ""
+        (folder / "licences" / package.name).write_text(kept)
+        yield files
+
+
 def unpack(package: Package, folder: Path, target: Path) -> None:
     """Unpacks a fetched package into a new folder."""
     file = package.file_in(folder)
     assert file is not None
     target.mkdir(parents=True)
     subprocess.run(["dpkg-deb", "-x", str(file), str(target)], check=True, capture_output=True)
-
-
-def licence(package: Package, unpacked: Path) -> str:
-    """Returns the text of a package's copyright file; empty if it has none."""
-    path = unpacked / "usr/share/doc" / package.name / "copyright"
-    return path.read_text(errors="replace") if path.is_file() else ""

@@ -18,20 +18,20 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tasks.packages import Package, PackageError, fetch, licence, unpack
+from shade.process import replacing
+from tasks.packages import Package, PackageError, fetch, share_of, unpacked
 
 LENGTH = 256
 LIST = Path(__file__).with_name("text.json")
 
 _PIECES, _HELD_OUT_PIECES = 600, 150
-"""Of each package, at most."""
+"""Most pieces of one package."""
 _HELD_OUT = 0.2
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,7 +61,7 @@ def names() -> list[str]:
 
 def model_parts(text: Text) -> tuple[Bytes, Bytes]:
     """Returns the pieces for training and validation of a language model, split by package."""
-    held_out = np.array([_share(name) < _HELD_OUT for name in names()])
+    held_out = np.array([share_of(name) < _HELD_OUT for name in names()])
     rows = held_out[text.package]
     return text.pieces[~rows], text.pieces[rows]
 
@@ -78,38 +78,33 @@ def prepare(folder: Path) -> Path:
     listed = json.loads(LIST.read_text())
     packages = [Package(each["name"], each["version"], each["sha256"]) for each in listed["packages"]]
     fetch(packages, folder / "packages")
-    (folder / "licences").mkdir(parents=True, exist_ok=True)
     text = _cut(packages, folder)
     got = hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest()
     if got != listed["text_sha256"]:
         raise PackageError(f"expected text with SHA-256 {listed['text_sha256']}, got {got}; report it: it cannot be")
-    partial = target.with_suffix(".partial.npz")
-    np.savez(partial, **text._asdict())
-    partial.rename(target)
+    with replacing(target) as beside, beside.open("wb") as file:
+        np.savez(file, **text._asdict())
     return target
 
 
 def _cut(packages: list[Package], folder: Path) -> Text:
     pieces, owner, held_out = [], [], []
     for number, package in enumerate(packages):
-        with tempfile.TemporaryDirectory() as temporary:
-            unpacked = Path(temporary) / package.name
-            unpack(package, folder / "packages", unpacked)
-            (folder / "licences" / package.name).write_text(licence(package, unpacked))
+        with unpacked(package, folder) as files:
             for kept, limit in ((False, _PIECES), (True, _HELD_OUT_PIECES)):
-                found = _pieces(unpacked, kept, limit)
+                found = _pieces(files, kept, limit)
                 pieces.append(found)
                 owner.append(np.full(len(found), number))
                 held_out.append(np.full(len(found), kept))
     return Text(np.concatenate(pieces), np.concatenate(owner), np.concatenate(held_out))
 
 
-def _pieces(unpacked: Path, held_out: bool, limit: int) -> Bytes:
+def _pieces(files: Path, held_out: bool, limit: int) -> Bytes:
     """Returns at most ``limit`` pieces of the files of one part, evenly spread over them: uint8 (n, 256)."""
     found: list[bytes] = []
-    for path in sorted(unpacked.rglob("*")):
-        name = str(path.relative_to(unpacked))
-        if path.is_symlink() or not path.is_file() or "copyright" in name or (_share(name) < _HELD_OUT) != held_out:
+    for path in sorted(files.rglob("*")):
+        name = str(path.relative_to(files))
+        if path.is_symlink() or not path.is_file() or "copyright" in name or (share_of(name) < _HELD_OUT) != held_out:
             continue
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
@@ -125,7 +120,3 @@ def _is_text(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return "\0" not in text and sum(map(text.count, "\n ")) > len(text) / 50
-
-
-def _share(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32

@@ -120,7 +120,7 @@ def render_comparison(plain: Run, cached: Run) -> str:
         ("", "plain DataLoader", "shade", ""),
         ("", *workers, ""),
         ("seconds an epoch", *(f"{value:.2f}" for value in seconds), faster),
-        ("read from storage", *map(human_bytes, sizes), _fewer(sizes[1], max(1, sizes[0])).replace("fewer", "less")),
+        ("read from storage", *map(human_bytes, sizes), _fewer(sizes[1], max(1, sizes[0]), "less")),
         ("accuracy", *map(percent, accuracies), f"{100 * (accuracies[1] - accuracies[0]):+.1f} points"),
     ]
     return "\n" + "".join(f"{name:<18}{one:>17}{other:>12}   {by}".rstrip() + "\n" for name, one, other, by in rows)
@@ -267,7 +267,7 @@ def plain_rows(run: Run) -> list[tuple[str, str, str, str]]:
     ]
     if plain_bytes:
         mean_bytes = whole.counts.get("origin_bytes", 0) / num_epochs
-        less = _fewer(mean_bytes, plain_bytes).replace("fewer", "less")
+        less = _fewer(mean_bytes, plain_bytes, "less")
         rows.append(("read from storage an epoch", human_bytes(mean_bytes), human_bytes(plain_bytes), less))
     if epoch is not None and whole.epoch_seconds:
         seconds = whole.epoch_seconds / num_epochs
@@ -417,8 +417,8 @@ def _gradient(run: Run) -> str:
     return f"{exchanged}; training waited {waited:.2f} s for it{share}."
 
 
-def _fewer(part: float, whole: float) -> str:
-    return f"{percent(1 - part / whole)} fewer" if part <= whole else f"{percent(part / whole - 1)} more"
+def _fewer(part: float, whole: float, fewer: str = "fewer") -> str:
+    return f"{percent(1 - part / whole)} {fewer}" if part <= whole else f"{percent(part / whole - 1)} more"
 
 
 def reads_per_n(run: Run, e: EpochSummary) -> float | None:

@@ -35,13 +35,13 @@ import numpy as np
 from typing_extensions import override
 
 from shade.errors import ConfigError, StorageError
+from shade.process import sync_directory
 from shade.storage.base import VOLUMES, Volume, check_name, failure, is_partial, partial_name
 from shade.types import Bytes
 
 _TRIES: Final = 5
 """How often other processes may delete a folder between its making and its use."""
 _Paths: TypeAlias = list[str]
-_NO_SUCH_THING = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class NewFile(Protocol):
@@ -131,15 +131,7 @@ class OSFileOperations(FileOperations):
 
     @override
     def sync_directory(self, path: str) -> None:
-        """Ignores a file system that cannot sync folders (some FUSE, CIFS): it has none to sync."""
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        except OSError as error:
-            if error.errno not in _NO_SUCH_THING:
-                raise
-        finally:
-            os.close(folder)
+        sync_directory(path)
 
     @override
     def remove(self, path: str) -> bool:

@@ -154,8 +154,7 @@ def made_possible(script: Script) -> Script:
     if script.kind == "noise inside" and script.transform == "noise":
         changes["transform"] = "mark"  # which of two places draws first is nobody's promise
     if script.resume is not None:
-        can_resume = script.loader == "ShadeLoader" or (script.is_ours and keeps_place)
-        can_resume |= script.is_ours
+        can_resume = script.loader == "ShadeLoader" or script.is_ours
         if script.is_ours and not script.sets_epoch and script.resume == 0:
             changes["resume"] = 1  # between two epochs nothing says which of them the script is in
         if script.loader == "DataLoader" and script.reports == "every other":

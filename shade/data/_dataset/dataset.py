@@ -34,6 +34,7 @@ from shade.store.base import Store
 
 logger = logging.getLogger("shade.data")
 
+_NOT_IMAGES = "samples are not image files"
 _STATS = ("samples", "hits", "misses", "origin_reads", "origin_bytes", "cache_bytes", "store_errors", "bad_samples")
 
 
@@ -170,7 +171,7 @@ class ShadeDataset(Dataset[Any]):
                 self._source = source = choice.decoded
                 cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
         elif cached_format == "auto":
-            logger.info("form='auto' chose 'encoded': samples are not image files")
+            logger.info("form='auto' chose 'encoded': %s", _NOT_IMAGES)
         cache.capacity_bytes = capacity_bytes
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
@@ -219,7 +220,7 @@ class ShadeDataset(Dataset[Any]):
         """Returns, in brackets, why ``form="auto"`` chose this format; empty where the user chose."""
         if not self._is_auto:
             return ""
-        reason = "samples are not image files" if self.forecast is None else self.forecast.reason
+        reason = _NOT_IMAGES if self.forecast is None else self.forecast.reason
         return f" (auto: {reason})"
 
     @property

@@ -3,8 +3,8 @@
 It takes the arguments of ``DataLoader(ShadeDataset(…), sampler=…)`` and returns the same batches, in the same order,
 with the same random augmentations under a `ShadeSampler`.
 
-Decoding and rendering run outside the interpreter's lock, so threads can make
-batches ahead (`_loader.pipeline`): no copies between processes, no memory shared by name, no start-up each epoch, and
+Decoding and rendering run outside the interpreter's lock, so threads can make batches ahead (`_loader.pipeline`): no
+copies between processes, no memory shared by name, no start-up each epoch, and
 one process's caches instead of one a worker. The user's own Python code would wait for the lock, and its random draws
 would depend on which thread comes first. So transforms that are not recognised (`ShadeDataset.is_fused`) run in worker
 processes, as DataLoader runs them, and the loader is no slower.

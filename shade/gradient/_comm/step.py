@@ -132,6 +132,11 @@ class GradientStep:
         """The first error of this rank that is no gradient that is not finite."""
         return next((each for each in self.trouble if not isinstance(each, NonFiniteGradientError)), None)
 
+    def add_cause(self, error: Exception) -> None:
+        """Makes this rank's own failure, if there is one, the cause of the error that the step ends with."""
+        if self.own_failure is not error:
+            error.__cause__ = self.own_failure or error.__cause__
+
     @property
     def is_untouched(self) -> bool:
         """Whether no gradient has arrived yet."""

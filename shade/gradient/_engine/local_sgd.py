@@ -214,8 +214,7 @@ class DiLoCo:
         except Exception as error:
             for number in work.chosen:
                 self._bucket_states[number].feedback.undo()
-            if work.own_failure is not error:
-                error.__cause__ = work.own_failure or error.__cause__
+            work.add_cause(error)
             raise
         return merged
 

@@ -233,8 +233,7 @@ class _Stages:
 
     def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
         """After a failed step, reverts the residuals, or keeps its chosen elements to be put back."""
-        if work.own_failure is not error:
-            error.__cause__ = work.own_failure or error.__cause__
+        work.add_cause(error)
         work.wait(StepState.PACKED)  # thread 1 may still be picking
         if not isinstance(error, PeerLostError):
             work.unvoted = None

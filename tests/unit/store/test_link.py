@@ -160,14 +160,35 @@ def test_errors_have_their_names(scripted: Script, answer: bytes, error: type[St
     assert type(raised.value) is error
 
 
-def test_an_interrupt_in_the_middle_leaves_nothing_behind(scripted: Script) -> None:
+@pytest.fixture
+def interrupts() -> Iterator[threading.Thread]:
+    """Interrupts the test 0.1 s after it is started, once: a signal that comes just before a read begins is seen only
+    when the next one ends the read, so it is sent until it was seen."""
+    is_seen, test = threading.Event(), threading.get_ident()
+
+    def see(*_: object) -> None:
+        if not is_seen.is_set():
+            is_seen.set()
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        while not is_seen.wait(0.1):
+            signal.pthread_kill(test, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, see)
+    sender = threading.Thread(target=send)
+    yield sender
+    is_seen.set()
+    sender.join()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing_behind(scripted: Script, interrupts: threading.Thread) -> None:
     """Ctrl-C while a reply is read: the connection is dropped, not kept with half a reply in it."""
     with open_store(scripted([b"$3\r\nf", b"$3\r\nbar\r\n"]), timeout_seconds=30) as store:
-        interrupt = threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
-        interrupt.start()
+        interrupts.start()
         with pytest.raises(KeyboardInterrupt):
             store.get_many(["shade:a"])
-        interrupt.join()
         assert store.get_many(["shade:b"]) == [b"bar"]
 
 

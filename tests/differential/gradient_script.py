@@ -221,7 +221,15 @@ TOGETHER: list[dict[str, object]] = [
     *({"face": "engine", "dtype": "bfloat16", "events": ((1, each),)} for each in ("in place", "load weights")),
     *({"face": face, "density": 0.3, "steps": 4, "events": ((2, "resume"),)} for face in ("engine", "hook")),
     *({"face": "hook", "use": use, "density": 0.3, "steps": 4} for use in ("turn", "apart")),
-    {"face": "hook", "density": 0.05, "quantiser": "int8", "unused": True},
+    {"face": "hook", "density": 0.3, "quantiser": "int8", "compressor": "random-k", "use": "turn"},
+    {
+        "face": "engine",
+        "optimizer": "momentum",
+        "density": 1.0,
+        "quantiser": "none",
+        "steps": 4,
+        "events": ((2, "freeze"),),
+    },
 ]
 """What is drawn together: independent draws rarely meet, and these have hidden faults in one another."""
 
@@ -229,6 +237,7 @@ TOGETHER: list[dict[str, object]] = [
 @st.composite
 def scripts(draw: st.DrawFn) -> Script:
     """Draws scripts with few departures from the plainest."""
+    together = draw(st.sampled_from(TOGETHER))
     departures = draw(st.lists(st.sampled_from(DEPARTURES), max_size=7, unique_by=lambda each: each[0]))
     events = draw(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(EVENTS)), max_size=2))
     passes = draw(st.sampled_from([1, 1, 2, 3]))
@@ -245,7 +254,6 @@ def scripts(draw: st.DrawFn) -> Script:
         compile=draw(st.integers(0, 60)) == 60,
         events=tuple(events),
     )
-    together = draw(st.sampled_from(TOGETHER))
     return tidy(replace(script, **{**dict(departures), **together}))  # type: ignore[arg-type]
 
 

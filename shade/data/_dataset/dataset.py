@@ -158,7 +158,7 @@ class ShadeDataset(Dataset[Any]):
         cached_format: str,
         max_side: int | None,
     ) -> SampleCache:
-        store.ping()
+        store.wait_ready()
         source = self._source
         cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
         total = int(cache.size_bytes_N.sum())

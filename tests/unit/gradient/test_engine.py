@@ -410,6 +410,12 @@ def test_weights_of_another_type_after_the_start_are_refused_by_name() -> None:
         model(torch.ones(1, 32, dtype=torch.float64)).sum().backward()
         with pytest.raises(ConfigError, match=r"'0\.weight' as at the start.*float64.*convert the model first"):
             engine.step()
+    model.zero_grad()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:  # the cure
+        before = parameters(model)
+        model(torch.ones(1, 32, dtype=torch.float64)).sum().backward()
+        engine.step()
+        assert not torch.equal(parameters(model)[0], before[0])
 
 
 def test_a_model_under_ddp_is_refused() -> None:

@@ -24,7 +24,9 @@ from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, TransformChain
 from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
-from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
+from shade.data._dataset.prefix import split
+from shade.data._dataset.prefixed_source import PrefixedSource, prefixed_source_of
+from shade.data._dataset.source import FileSource, SampleSource, has_sample_files, innermost_transform, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
@@ -48,6 +50,10 @@ class ShadeDataset(Dataset[Any]):
             in the URL (``?capacity=8GiB``) takes precedence.
         policy: Cache policy by name; None lets the sampler choose the one that suits its mode.
         transform: Applied to the sample after decoding, never cached.
+        prefix: Applied to the data set's sample before ``transform``; its result is cached, with what comes with the
+            sample. Returns what the built-in codec or ``encode`` knows, and always the same for the same sample.
+        prefix_steps: Instead of ``prefix``: so many first steps of ``transform``, a Compose, or of the transform of a
+            data set of image files, are cached.
         target_transform: Applied to the target.
         encode: Item → bytes, for data sets that the built-in codec does not know.
         decode: Bytes → item; without ``encode``: file content → sample, for files that are not images.
@@ -58,14 +64,16 @@ class ShadeDataset(Dataset[Any]):
             half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
         on_bad_sample: ``"stop"`` raises with the sample's path; ``"skip"`` takes the nearest readable sample after it
             instead, the same one on every rank, and counts it.
-        version: A word for the content of a data set whose items are cached. Without it, the name in the store follows
+        version: A word for the content of a data set whose items are cached, and for what has no stable name in a
+            prefix. Without it, the name in the store follows
             the items in memory and the files that the data set names, and some hits are compared with the origin; with
             it, the word alone decides, so change it when the content changes.
         log: Path of a file to which each access appends a line, ``hitting 17`` or ``miss 17`` with the sample's index;
             None: the launcher's ``train.log`` under ``shade run``, otherwise no file.
 
     Raises:
-        ConfigError: An argument out of range, an unknown scheme or policy.
+        ConfigError: An argument out of range, an unknown scheme or policy, a prefix that is random or has no stable
+            name.
         DataError: An empty data set or an unreadable file.
         StoreUnavailableError: A named server does not answer.
         StoreAuthError: A named server refuses the login.
@@ -80,6 +88,8 @@ class ShadeDataset(Dataset[Any]):
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
+        prefix: Callable[[Any], Any] | None = None,
+        prefix_steps: int | None = None,
         encode: Callable[[Any], bytes] | None = None,
         decode: Callable[[Any], Any] | None = None,
         form: str = "encoded",
@@ -102,10 +112,18 @@ class ShadeDataset(Dataset[Any]):
         _check_not_wrapped(dataset)
         self._name = type(dataset).__name__
         skips_bad = on_bad_sample == "skip"
-        self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
-        check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
+        has_files = has_sample_files(dataset, encode, decode)
+        parts = split(prefix, prefix_steps, getattr(dataset, "transform", None) if has_files else None, transform)
+        is_prefixed = bool(parts.prefix) and cache is not None
+        self._source: SampleSource = (
+            prefixed_source_of(dataset, parts.prefix, encode, decode, version=version, skips_missing=skips_bad)
+            if is_prefixed
+            else source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
+        )
+        has_pictures, has_prefix = self._source.has_pictures, bool(parts.prefix)
+        check_cached_format(form, max_side, has_files=has_pictures, has_cache=cache is not None, has_prefix=has_prefix)
         is_before = self._source.cached_format != FORMAT_ENCODED  # the transforms run in the data set's __getitem__
-        if is_before and cache is not None and innermost_transform(dataset) is not None:
+        if is_before and not is_prefixed and cache is not None and innermost_transform(dataset) is not None:
             warnings.warn(
                 f"{self._name} applies its own transform before caching, so every epoch sees the same result; pass "
                 "transform= to ShadeDataset instead",
@@ -113,11 +131,13 @@ class ShadeDataset(Dataset[Any]):
             )
         self._transforms = TransformChain(
             None if is_before and cache is None else dataset,
-            transform,
+            parts.transform,
             target_transform,
             before_cache=is_before,
-            may_fuse=self._source.has_pictures,
+            may_fuse=has_pictures,
             reduced_decode=reduced_decode,
+            first=parts.rest if is_prefixed else parts.uncached,
+            targets_later=has_files,
         )
         for name in ("classes", "class_to_idx"):
             if hasattr(dataset, name):
@@ -225,11 +245,12 @@ class ShadeDataset(Dataset[Any]):
 
     @property
     def _cached_format(self) -> str:
-        return "decoded" if isinstance(self._source, DecodedSource) else "encoded"
+        kinds = {DecodedSource: "decoded", PrefixedSource: "prefix"}
+        return kinds.get(type(self._source), "encoded")
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:
-        """Returns what is applied to the sample after decoding; assign it between epochs."""
+        """Returns what is applied to the sample after decoding, and after the prefix; assign it between epochs."""
         return self._transforms.transform
 
     @transform.setter

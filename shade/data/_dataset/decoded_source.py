@@ -19,7 +19,7 @@ from PIL import Image
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_PICTURE
-from shade.data._dataset.source import CountOrigin, FileSource, SampleSource
+from shade.data._dataset.source import CountOrigin, FileSource, PreparedSource
 from shade.data._decode.cached_format import (
     CACHED_FORMATS,
     PROBES,
@@ -88,7 +88,7 @@ class Probe:
         """How many times larger pictures are than files."""
 
 
-class DecodedSource(SampleSource):
+class DecodedSource(PreparedSource):
     """Samples that are decoded in the cache, no larger than ``max_side``. The probe estimates the pictures' sizes."""
 
     cached_format = FORMAT_PICTURE
@@ -97,6 +97,7 @@ class DecodedSource(SampleSource):
 
     def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
         self._files, self._max_side = files, max_side
+        self.prepares_all = max_side is not None  # or some samples would be smaller than others
         self.num_probes, self.probe_bytes = probe.num_reads, probe.num_bytes
         self.fingerprint = f"{files.fingerprint}-{max_side or 'whole'}"
         self.target_N = files.target_N
@@ -114,15 +115,8 @@ class DecodedSource(SampleSource):
         """Reads files as they are; `prepared` turns them into pictures."""
         return self._files.read_many(indices, count)
 
-    @property
-    def prepares_all(self) -> bool:
-        """Returns whether samples that do not stay in the cache are prepared as well, because pictures are made
-        smaller."""
-        return self._max_side is not None
-
-    def prepared(self, payload: Any) -> Any:
-        """Returns a file's content as it goes into the cache: a packed picture, or the payload itself if it cannot be
-        decoded, so that `decode` raises the error."""
+    @override
+    def prepared(self, index: int, payload: Any) -> Any:
         if isinstance(payload, Exception):
             return payload
         try:

@@ -85,6 +85,18 @@ class SampleSource(Protocol):
         ...
 
 
+class PreparedSource(SampleSource):
+    """A source that makes more of a payload before it goes into the cache."""
+
+    prepares_all: bool
+    """Whether samples that do not stay in the cache are prepared as well."""
+
+    def prepared(self, index: int, payload: Any) -> Any:
+        """Returns a payload of `read_many` as it goes into the cache; the payload itself if that is not possible, so
+        that `decode` raises the error."""
+        raise NotImplementedError
+
+
 class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
@@ -134,7 +146,7 @@ class FileSource(SampleSource):
         self._end_N = np.cumsum([len(name) for name in relative])
         self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
         targets = [target for _, target in samples]
-        self.target_N = _class_targets(targets, len(targets))
+        self.target_N = class_targets(targets, len(targets))
         self._targets = (
             None if all(type(target) is int for target in targets) and self.target_N is not None else targets
         )
@@ -203,8 +215,7 @@ class ItemSource(SampleSource):
             raise DataError.of("at least one sample", 0, "check how the data set is made")
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         num_samples = len(dataset)
-        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}:{num_samples}"
-        digest = xxhash.xxh3_64(kind.encode())
+        digest = xxhash.xxh3_64(_kind_of(dataset).encode())
         is_sampled = version is None and num_samples > _PROBES  # else the fingerprint covers every item, or none
         if is_sampled:
             # Before the first read, after which a data set may hold other things in memory.
@@ -222,7 +233,7 @@ class ItemSource(SampleSource):
             digest.update(content)
         self.fingerprint = digest.hexdigest()
         targets = getattr(dataset, "targets", None)
-        self.target_N = _class_targets(targets, num_samples)
+        self.target_N = class_targets(targets, num_samples)
 
     def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
         """Encodes the items that can be read; `on_bad_sample` decides about the others when their turn comes."""
@@ -242,6 +253,15 @@ class ItemSource(SampleSource):
 
     def _encoded(self, index: int, item: Any) -> bytes:
         """Encodes a sample that could be read; raises ConfigError, because the encoder's failure is no bad sample."""
+        self._check_item(index, item)
+        try:
+            return self._encode(item)
+        except Exception as error:
+            cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; mend encode="
+            raise ConfigError(f"cannot encode {self.name_of(index)}: {cause}") from error
+
+    def _check_item(self, index: int, item: Any) -> None:
+        """Raises ConfigError for an item of several parts that has no place for the index."""
         if isinstance(item, list) and not all(isinstance(part, _VALUES) for part in item):
             kinds = ", ".join(type(part).__name__ for part in item[:4])
             raise ConfigError.of(
@@ -249,11 +269,6 @@ class ItemSource(SampleSource):
                 f"a list of {kinds}",
                 "return a tuple: (image, label); or ([…],) if the list is one value",
             )
-        try:
-            return self._encode(item)
-        except Exception as error:
-            cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; mend encode="
-            raise ConfigError(f"cannot encode {self.name_of(index)}: {cause}") from error
 
     def rest_of(self, index: int) -> tuple[Any, ...]:
         """Raises, because an item is not known before it is decoded."""
@@ -305,7 +320,8 @@ def _size_and_time(path: str, *, skips_missing: bool) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
+def class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
+    """Returns a data set's ``targets`` if they are the classes of its samples, else None."""
     if isinstance(targets, torch.Tensor):
         targets = targets.tolist()
     if isinstance(targets, list) and len(targets) == num_samples and all(map(_is_class, targets)):
@@ -341,15 +357,42 @@ def source_of(
         ConfigError: The data set is not map-style.
         DataError: It is empty, or a file cannot be read.
     """
+    files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
+    return files or ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
+
+
+def file_source_of(
+    dataset: Any,
+    encode: Callable[[Any], bytes] | None,
+    decode: Callable[[Any], Any] | None,
+    *,
+    skips_missing: bool = False,
+) -> FileSource | None:
+    """Returns the source of an ImageFolder-like data set; None for any other map-style one. Raises as `source_of`."""
+    decode_file = _file_decoder(dataset, encode, decode)
+    if decode_file is None:
+        return None
+    if type(dataset) is RemoteImageFolder:
+        return FileSource(dataset.samples, decode_file, dataset.entries, dataset.origin.options)
+    return FileSource(dataset.samples, decode_file, skips_missing=skips_missing)
+
+
+def has_sample_files(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> bool:
+    """Returns whether `ShadeDataset` reads the data set's files itself, and so runs its transform, too. Raises as
+    `source_of`."""
+    return _file_decoder(dataset, encode, decode) is not None
+
+
+def _file_decoder(
+    dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None
+) -> Callable[[bytes], Any] | None:
     _check_map_style(dataset)
     samples = getattr(dataset, "samples", None)
     if type(dataset) is RemoteImageFolder and encode is None:
-        return FileSource(dataset.samples, decode or decode_rgb, dataset.entries, dataset.origin.options)
+        return decode or decode_rgb
     if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
-        decode_file = decode_rgb if decode is None and _reads_plain_images(dataset) else decode
-        if decode_file is not None:
-            return FileSource(samples, decode_file, skips_missing=skips_missing)
-    return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
+        return decode_rgb if decode is None and _reads_plain_images(dataset) else decode
+    return None
 
 
 def _check_map_style(dataset: Any) -> None:
@@ -390,6 +433,18 @@ def _pil_backend() -> bool:
 def _has_fingerprint(dataset: Any) -> bool:
     """Returns whether a data set names its own content, as those of Hugging Face do."""
     return isinstance(getattr(dataset, "_fingerprint", None), str)
+
+
+def _kind_of(dataset: Any) -> str:
+    return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{len(dataset)}"
+
+
+def content_digest(dataset: Any, version: str | None) -> str:
+    """Returns the name of a data set's content as far as it is known without reading items; a ``version`` takes the
+    place of the content. Raises DataError if there are no samples."""
+    if len(dataset) == 0:
+        raise DataError.of("at least one sample", 0, "check how the data set is made")
+    return f"{_kind_of(dataset)} {ContentDigest(dataset).hexdigest() if version is None else version}"
 
 
 class ContentDigest:

@@ -148,10 +148,14 @@ def forecast(
     return FormatForecast("decoded" if pays else "encoded", seconds, hit_ratios, num_cores)
 
 
-def check_cached_format(cached_format: str, max_side: int | None, *, has_files: bool, has_cache: bool) -> None:
+def check_cached_format(
+    cached_format: str, max_side: int | None, *, has_files: bool, has_cache: bool, has_prefix: bool = False
+) -> None:
     """Refuses a cached format that does not fit the data set, with ConfigError for the argument that does not fit."""
     if cached_format not in CACHED_FORMATS:
         raise ConfigError.of("form 'encoded', 'decoded' or 'auto'", cached_format, "choose one of the three")
+    if cached_format == "decoded" and has_prefix:
+        raise ConfigError.of("form='encoded' or 'auto' with a prefix", cached_format, "its results are cached")
     if cached_format == "decoded" and not has_files:
         raise ConfigError.of(
             "form='encoded' for a data set whose samples are not image files",

@@ -51,7 +51,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.ran
 _CLASS_KEYS = {
     *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__"),
     *("__annotations_cache__", "__annotate_func__", "__firstlineno__", "__static_attributes__", "__parameters__"),
-    *("__orig_bases__", "__abstractmethods__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
+    *("__orig_bases__", "__abstractmethods__", "__slotnames__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
 }
 _RANDOM_MODULES = ("random", "secrets", "uuid", "numpy.random", "torch.random", "torch.cuda.random", "torch.nn.init")
 _RANDOM_METHODS = {
@@ -360,7 +360,7 @@ class CodeDigest:
                 self._add(part if isinstance(part, (dict, tuple)) or not hasattr(part, "__next__") else [*part], place)
         if not has_own_way or library_of(kind.__module__) is None:
             for name, part in _attributes(value).items():
-                self._emit(place, name)
+                self._emit(f"{place}.{name}", name)
                 self._add(part, f"{place}.{name}")
         return None
 

@@ -14,6 +14,7 @@ Invariant: after `probe` the user's global generators are as they were.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -283,8 +284,8 @@ def _is_random(what: str) -> ConfigError:
 
 
 def _first_difference(before: CodeDigest, after: CodeDigest) -> str:
-    pairs = zip(before.trail, after.trail, strict=False)
-    return next((old[0] for old, new in pairs if old != new), before.trail[-1][0])
+    pairs = itertools.zip_longest(before.trail, after.trail)
+    return next((new or old)[0] for old, new in pairs if old != new)
 
 
 def _check_watched(name: str, watched: _Watched, digest: CodeDigest, paths: set[str], version: str | None) -> None:

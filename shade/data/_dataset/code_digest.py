@@ -51,7 +51,14 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.ran
 _CLASS_KEYS = {
     *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__"),
     *("__annotations_cache__", "__annotate_func__", "__firstlineno__", "__static_attributes__", "__parameters__"),
-    *("__orig_bases__", "__abstractmethods__", "__slotnames__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
+    *(
+        "__orig_bases__",
+        "__abstractmethods__",
+        "__slotnames__",
+        "_abc_impl",
+        "__dataclass_fields__",
+        "__dataclass_params__",
+    ),
 }
 _RANDOM_MODULES = ("random", "secrets", "uuid", "numpy.random", "torch.random", "torch.cuda.random", "torch.nn.init")
 _RANDOM_METHODS = {

@@ -23,9 +23,9 @@ from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, TransformChain
-from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
-from shade.data._dataset.prefix import split
-from shade.data._dataset.prefixed_source import PrefixedSource, prefixed_source_of
+from shade.data._dataset.decoded_source import FormatChoice, FormatWishes
+from shade.data._dataset.prefix import Split, candidates, split
+from shade.data._dataset.prefixed_source import prefixed_source_of
 from shade.data._dataset.source import FileSource, SampleSource, has_sample_files, innermost_transform, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
 from shade.data._transforms.randomness import BatchGenerators
@@ -57,8 +57,9 @@ class ShadeDataset(Dataset[Any]):
         target_transform: Applied to the target.
         encode: Item → bytes, for data sets that the built-in codec does not know.
         decode: Bytes → item; without ``encode``: file content → sample, for files that are not images.
-        form: The cached format of image files: ``"encoded"``, as they are; ``"decoded"``, as pixels; ``"auto"``, as a
-            forecast from measured costs says, the same on all ranks.
+        form: The cached format of image files: ``"encoded"``, as they are; ``"decoded"``, as pixels; ``"auto"``, one of
+            these, or after a step of the transforms that is not random, as a forecast from measured costs says, the
+            same on all ranks. With a prefix ``"auto"`` decides whether it is cached.
         max_side: With ``form="decoded"``: every picture is made no larger than this before all transforms.
         reduced_decode: Pictures that are at least twice as large as what the transforms make of them are decoded at a
             half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
@@ -113,13 +114,18 @@ class ShadeDataset(Dataset[Any]):
         self._name = type(dataset).__name__
         skips_bad = on_bad_sample == "skip"
         has_files = has_sample_files(dataset, encode, decode)
-        parts = split(prefix, prefix_steps, getattr(dataset, "transform", None) if has_files else None, transform)
-        is_prefixed = bool(parts.prefix) and cache is not None
+        own = getattr(dataset, "transform", None) if has_files else None
+        parts = split(prefix, prefix_steps, own, transform)
+        choices: dict[str, Split] = {}
+        if form == "auto" and cache is not None and has_files and decode is None:
+            choices = {"prefix": parts} if parts.prefix else candidates(own, transform)
+        is_prefixed = bool(parts.prefix) and cache is not None and not choices
         self._source: SampleSource = (
             prefixed_source_of(dataset, parts.prefix, encode, decode, version=version, skips_missing=skips_bad)
             if is_prefixed
             else source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
         )
+        self._cached_format = "prefix" if is_prefixed else "encoded"
         has_pictures, has_prefix = self._source.has_pictures, bool(parts.prefix)
         check_cached_format(form, max_side, has_files=has_pictures, has_cache=cache is not None, has_prefix=has_prefix)
         is_before = self._source.cached_format != FORMAT_ENCODED  # the transforms run in the data set's __getitem__
@@ -129,16 +135,6 @@ class ShadeDataset(Dataset[Any]):
                 "transform= to ShadeDataset instead",
                 stacklevel=2,
             )
-        self._transforms = TransformChain(
-            None if is_before and cache is None else dataset,
-            parts.transform,
-            target_transform,
-            before_cache=is_before,
-            may_fuse=has_pictures,
-            reduced_decode=reduced_decode,
-            first=parts.rest if is_prefixed else parts.uncached,
-            targets_later=has_files,
-        )
         for name in ("classes", "class_to_idx"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -157,11 +153,26 @@ class ShadeDataset(Dataset[Any]):
             store = open_store(cache) if isinstance(cache, str) else cache
             capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             try:
-                self.cache = self._open_cache(store, working_set_fraction, capacity_bytes, form, max_side)
+                self.cache = self._open_cache(
+                    store, working_set_fraction, capacity_bytes, FormatWishes(form, max_side, choices, version)
+                )
             except BaseException:
                 if isinstance(cache, str):
                     store.close()
                 raise
+        if self._cached_format in choices:
+            is_prefixed, parts = True, choices[self._cached_format]
+        is_before |= is_prefixed
+        self._transforms = TransformChain(
+            None if is_before and cache is None else dataset,
+            parts.transform,
+            target_transform,
+            before_cache=is_before,
+            may_fuse=has_pictures and not is_prefixed,
+            reduced_decode=reduced_decode,
+            first=parts.rest if is_prefixed else parts.uncached,
+            targets_later=has_files,
+        )
         self._reader = BatchReader(
             self._source,
             self.cache,
@@ -175,8 +186,7 @@ class ShadeDataset(Dataset[Any]):
         store: Store,
         working_set_fraction: float,
         capacity_bytes: int | None,
-        cached_format: str,
-        max_side: int | None,
+        wishes: FormatWishes,
     ) -> SampleCache:
         store.ping()
         source = self._source
@@ -184,14 +194,15 @@ class ShadeDataset(Dataset[Any]):
         total = int(cache.size_bytes_N.sum())
         capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
         num_probes, probe_bytes = source.num_probes, source.probe_bytes
-        if cached_format != "encoded" and isinstance(source, FileSource) and source.has_pictures:
-            choice = FormatChoice(source, cached_format, max_side, total, capacity_bytes)
+        if wishes.form != "encoded" and isinstance(source, FileSource) and source.has_pictures:
+            choice = FormatChoice(source, wishes, total, capacity_bytes)
             self.forecast, num_probes, probe_bytes = choice.forecast, choice.num_reads, choice.num_bytes
-            if choice.decoded is not None:
-                self._source = source = choice.decoded
+            self._cached_format = choice.used
+            if choice.source is not source:
+                self._source = source = choice.source
                 cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
-        elif cached_format == "auto":
-            logger.info("form='auto' chose 'encoded': %s", _NOT_IMAGES)
+        elif wishes.form == "auto":
+            logger.info("form='auto' chose %r: %s", self._cached_format, _NOT_IMAGES)
         cache.capacity_bytes = capacity_bytes
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
@@ -242,11 +253,6 @@ class ShadeDataset(Dataset[Any]):
             return ""
         reason = _NOT_IMAGES if self.forecast is None else self.forecast.reason
         return f" (auto: {reason})"
-
-    @property
-    def _cached_format(self) -> str:
-        kinds = {DecodedSource: "decoded", PrefixedSource: "prefix"}
-        return kinds.get(type(self._source), "encoded")
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:

@@ -39,9 +39,7 @@ _DTYPES = {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
-_TV_TENSORS: dict[str, Any] = {
-    kind.__name__: kind for kind in (tv_tensors.Image, tv_tensors.Mask, tv_tensors.Video)
-}
+_TV_TENSORS: dict[str, Any] = {kind.__name__: kind for kind in (tv_tensors.Image, tv_tensors.Mask, tv_tensors.Video)}
 
 
 def encode(item: Any) -> bytes:

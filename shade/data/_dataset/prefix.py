@@ -40,6 +40,7 @@ from shade.data._dataset.code_digest import (
     library_of,
 )
 from shade.data._transforms.randomness import generator_states, kept_generators, set_generators
+from shade.data._transforms.recognise import recognise
 from shade.errors import ConfigError, CorruptEntryError
 
 Step = Callable[[Any], Any]
@@ -127,6 +128,20 @@ def split(prefix: Step | None, prefix_steps: int | None, own: Step | None, trans
     return Split((*steps,) if own is None else (own, *steps), (), (*steps,), rest)
 
 
+def candidates(own: Step | None, transform: Step | None) -> dict[str, Split]:
+    """Returns every way to cache the first steps of a data set's own transform and of the user's, by name, the shortest
+    first; none for a chain that runs in one pass."""
+    if recognise([step for step in (own, transform) if step is not None]) is not None:
+        return {}
+    num_own = 0 if own is None else len(parts_of(own))
+    found = [split(None, num_steps, own, None)._replace(transform=transform) for num_steps in range(1, num_own)]
+    if own is not None:
+        found.append(Split((own,), transform=transform))
+    num_steps_of_users = 0 if transform is None else len(parts_of(transform))
+    found += [split(None, num_steps, own, transform) for num_steps in range(1, 1 + num_steps_of_users)]
+    return {f"prefix of {number} step{'s' * (number > 1)}": each for number, each in enumerate(found, 1)}
+
+
 @dataclass
 class Probed:
     """What a prefix gave for the probed samples."""
@@ -136,7 +151,7 @@ class Probed:
     payloads: list[bytes]
     """The encoded items."""
     seconds: float
-    """Median time of a sample in the prefix, once warm."""
+    """Median time of a sample in the prefix."""
 
 
 @dataclass
@@ -202,6 +217,11 @@ class _Audit:
 _AUDIT = _Audit()
 
 
+def probed_indices(num_samples: int) -> list[int]:
+    """Returns the samples that `probe` tries."""
+    return sorted({int(index) for index in np.linspace(0, num_samples - 1, min(PROBES, num_samples))})
+
+
 def probe(
     prefix: Prefix,
     read: Callable[[int], tuple[Any, ...]],
@@ -221,7 +241,7 @@ def probe(
     Raises:
         ConfigError: The prefix is random, depends on what has no name, or failed on all samples.
     """
-    indices = sorted({int(index) for index in np.linspace(0, num_samples - 1, min(PROBES, num_samples))})
+    indices = probed_indices(num_samples)
     before, watched = _named(prefix, version), _Watched()
     _AUDIT.add()
     with kept_generators(), ThreadPoolExecutor(1, "shade-prefix-probe") as pool:
@@ -252,7 +272,7 @@ def probe(
     digest = xxhash.xxh3_128(_nameable(before.add_versions, before).encode())
     for index in indices:
         digest.update(first.payload_of.get(index, b"failed"))
-    return Probed(digest.hexdigest(), list(first.payload_of.values()), float(np.median(second.seconds)))
+    return Probed(digest.hexdigest(), list(first.payload_of.values()), float(np.median(first.seconds)))
 
 
 def _named(prefix: Prefix, version: str | None) -> CodeDigest:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
 from shade.data._dataset import item_codec
-from shade.data._dataset.prefix import Prefix, Step, probe
+from shade.data._dataset.prefix import Prefix, Probed, Step, probe
 from shade.data._dataset.source import (
     CountOrigin,
     FileSource,
@@ -44,8 +44,8 @@ class PrefixFailedError(Exception):
 class PrefixedSource(ItemSource, PreparedSource):
     """Samples that have passed a prefix.
 
-    ``files`` reads the samples of a data set of files; without it they are the data set's items. Raises ConfigError
-    for a prefix that is random or has no stable name.
+    ``files`` reads the samples of a data set of files; without it they are the data set's items. ``probed`` is what
+    the prefix's probe found, if it was probed. Raises ConfigError for a prefix that is random or has no stable name.
     """
 
     cached_format = FORMAT_ITEM
@@ -60,6 +60,7 @@ class PrefixedSource(ItemSource, PreparedSource):
         encode: Callable[[Any], bytes],
         decode_item: Callable[[Any], Any],
         version: str | None,
+        probed: Probed | None = None,
     ) -> None:
         self._dataset, self._files, self._prefix = dataset, files, prefix
         self._encode, self._decode_item = encode, decode_item
@@ -67,8 +68,7 @@ class PrefixedSource(ItemSource, PreparedSource):
         # Before the first read, after which a data set may hold other things in memory.
         content = content_digest(dataset, version) if files is None else files.fingerprint
         self.num_probes = self.probe_bytes = 0
-        probed = probe(prefix, self._probed_item, self._encoded, num_samples, version)
-        self.seconds = probed.seconds
+        probed = probed or probe(prefix, self._probed_item, self._encoded, num_samples, version)
         self.fingerprint = xxhash.xxh3_64_hexdigest(f"{content} {probed.fingerprint}".encode())
         self.payload_bytes_N = np.full(num_samples, max(map(len, probed.payloads)), dtype=np.int64)
         self.compares_hits = version is None

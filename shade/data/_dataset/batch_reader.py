@@ -23,7 +23,8 @@ from torch import default_generator
 
 from shade.cache.cache import SampleCache
 from shade.cache.residency_map import STAY
-from shade.data._dataset.source import PreparedSource, SampleSource, fingerprints_in, innermost_transform
+from shade.data._dataset.content import fingerprints_in, innermost_transform
+from shade.data._dataset.source import PreparedSource, SampleSource
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of

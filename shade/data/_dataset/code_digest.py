@@ -42,7 +42,7 @@ from PIL import Image
 from shade.data._dataset import item_codec
 
 PYTHON = "python"
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, type(NotImplemented))
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice)
 _BY_REPR = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, types.GenericAlias)
 _BY_TYPE = (type(threading.Lock()), type(threading.RLock()), types.GetSetDescriptorType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
@@ -357,7 +357,7 @@ class CodeDigest:
             for name in ("__reduce_ex__", "__reduce__", "__getstate__")
         )
         try:
-            reduced = value.__reduce_ex__(2)  # refuses what has a state in C that nothing tells
+            reduced = value.__reduce_ex__(2)  # refuses what has a state in C and does not pickle
         except Exception:  # noqa: BLE001 - the object's own code
             return self._unnameable(place, f"{kind.__module__}.{kind.__qualname__} has a state that does not pickle")
         if has_own_way and isinstance(reduced, str):

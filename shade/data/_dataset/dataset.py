@@ -23,10 +23,11 @@ from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, TransformChain
+from shade.data._dataset.content import innermost_transform
 from shade.data._dataset.decoded_source import FormatChoice, FormatWishes
-from shade.data._dataset.prefix import Split, candidates, split
+from shade.data._dataset.prefix import PrefixSplit, candidates, split
 from shade.data._dataset.prefixed_source import prefixed_source_of
-from shade.data._dataset.source import FileSource, SampleSource, has_sample_files, innermost_transform, source_of
+from shade.data._dataset.source import FileSource, SampleSource, has_sample_files, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
@@ -116,7 +117,7 @@ class ShadeDataset(Dataset[Any]):
         has_files = has_sample_files(dataset, encode, decode)
         own = getattr(dataset, "transform", None) if has_files else None
         parts = split(prefix, prefix_steps, own, transform)
-        choices: dict[str, Split] = {}
+        choices: dict[str, PrefixSplit] = {}
         if form == "auto" and cache is not None and has_files and decode is None:
             choices = {"prefix": parts} if parts.prefix else candidates(own, transform)
         is_prefixed = bool(parts.prefix) and cache is not None and not choices

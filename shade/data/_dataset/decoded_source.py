@@ -22,13 +22,14 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_PICTURE, HEADER_BYTES
 from shade.data._dataset import item_codec
-from shade.data._dataset.prefix import Prefix, Probed, Split, probe, probed_indices
+from shade.data._dataset.prefix import Prefix, PrefixSplit
+from shade.data._dataset.prefix_probe import Probed, probe, probed_indices
 from shade.data._dataset.prefixed_source import PrefixedSource
 from shade.data._dataset.source import CountOrigin, FileSource, PreparedSource, SampleSource
 from shade.data._decode.cached_format import (
     PROBES,
     FormatCosts,
-    StepCosts,
+    PrefixCosts,
     forecast,
     pack_picture,
     packed_bytes,
@@ -148,7 +149,7 @@ class FormatWishes:
 
     form: str
     max_side: int | None = None
-    prefixes: Mapping[str, Split] = field(default_factory=dict)
+    prefixes: Mapping[str, PrefixSplit] = field(default_factory=dict)
     """By name, each longer than the one before."""
     version: str | None = None
 
@@ -166,7 +167,7 @@ class FormatChoice:
         mean = store_bytes / num_samples
         costs = FormatCosts(measured.origin_seconds, measured.decode_seconds, mean, mean * measured.growth)
         steps = [
-            StepCosts(name, found.seconds, max(map(len, found.payloads)) + HEADER_BYTES)
+            PrefixCosts(name, found.seconds, max(map(len, found.payloads)) + HEADER_BYTES)
             for name, found in probed.items()
         ]
         self.forecast = forecast(costs, num_samples, capacity_bytes, prefixes=steps)

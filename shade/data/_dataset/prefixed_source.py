@@ -20,14 +20,15 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
 from shade.data._dataset import item_codec
-from shade.data._dataset.prefix import Prefix, Probed, Step, probe
+from shade.data._dataset.content import content_digest
+from shade.data._dataset.prefix import Prefix, Step
+from shade.data._dataset.prefix_probe import Probed, probe
 from shade.data._dataset.source import (
     CountOrigin,
     FileSource,
     ItemSource,
     PreparedSource,
     class_targets,
-    content_digest,
     file_source_of,
 )
 from shade.errors import BadSampleError

@@ -86,7 +86,7 @@ class FormatCosts:
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class PrefixCosts:
     """Costs of a prefix, the first steps of the transforms, in seconds and bytes a sample."""
 
     name: str
@@ -153,7 +153,7 @@ def forecast(
     num_samples: int,
     capacity_bytes: float,
     num_cores: int | None = None,
-    prefixes: Sequence[StepCosts] = (),
+    prefixes: Sequence[PrefixCosts] = (),
 ) -> FormatForecast:
     """Predicts each format for N samples; chooses another one than the files only if that pays by `LEAST_GAIN`.
 

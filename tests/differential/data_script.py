@@ -28,6 +28,8 @@ class Script:
     """Whose the transform is: ``shade`` (the ShadeDataset's) or ``own`` (the wrapped data set's)."""
     assigned: bool = False
     """Whether another transform is assigned after the first epoch."""
+    prefixed: bool = False
+    """Whether a first step that is not random is cached."""
     loader: str = "DataLoader"
     workers: int = 0
     context: str = "fork"
@@ -108,6 +110,9 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
         options["transform"] = one("mark", "none")
     options["place"] = one("shade", "own") if has_transform_of_its_own and not options["inside"] else "shade"
     options["assigned"] = options["transform"] in ("mark", "fused") and one(False, True)
+    can_be_prefixed = options["place"] == "shade" and options["transform"] in ("none", "mark", "noise")
+    can_be_prefixed &= kind not in (*REFUSED_KINDS, "noise inside")
+    options["prefixed"] = can_be_prefixed and one(False, False, True)
     options["loader"] = one("DataLoader", "DataLoader", "StatefulDataLoader", *["ShadeLoader"] * (5 if workers else 2))
     if workers:
         options["workers"] = workers
@@ -132,7 +137,7 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
         if options["store"] == "killed":
             options["store"] = one(*["killed"] * 5, "killed node")
     options["fraction"] = one(1.0, 0.5, 0.1)
-    if kind in FOLDERS and options["store"] != "none":
+    if kind in FOLDERS and options["store"] != "none" and not options["prefixed"]:
         options["form"] = one("encoded", "encoded", "decoded")
     options["on_bad_sample"] = one("stop", "skip")
     if sampler in ("distributed", "uniform"):

@@ -173,7 +173,9 @@ def parts(chain: Any) -> Any:
 @pytest.mark.multiprocess
 @pytest.mark.redis
 @pytest.mark.parametrize("loader", [DataLoader, ShadeLoader])
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(
+    ("workers", "context"), [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
+)
 def test_loaders_with_any_number_of_workers(loader: Any, workers: int, context: str | None, folder: Path) -> None:
     wrapped = ImageFolder(str(folder))
     dataset = ShadeDataset(wrapped, "local://", working_set_fraction=1.0, prefix=half, transform=to_tensor)
@@ -486,6 +488,7 @@ def test_a_name_follows_the_versions_of_libraries_and_pythons(folder: Path, monk
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_name_is_the_same_in_another_process(tmp_path: Path) -> None:
     import subprocess
     import sys

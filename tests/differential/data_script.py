@@ -110,9 +110,6 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
         options["transform"] = one("mark", "none")
     options["place"] = one("shade", "own") if has_transform_of_its_own and not options["inside"] else "shade"
     options["assigned"] = options["transform"] in ("mark", "fused") and one(False, True)
-    can_be_prefixed = options["place"] == "shade" and options["transform"] in ("none", "mark", "noise")
-    can_be_prefixed &= kind not in (*REFUSED_KINDS, "noise inside")
-    options["prefixed"] = can_be_prefixed and one(False, False, True)
     options["loader"] = one("DataLoader", "DataLoader", "StatefulDataLoader", *["ShadeLoader"] * (5 if workers else 2))
     if workers:
         options["workers"] = workers
@@ -137,7 +134,7 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
         if options["store"] == "killed":
             options["store"] = one(*["killed"] * 5, "killed node")
     options["fraction"] = one(1.0, 0.5, 0.1)
-    if kind in FOLDERS and options["store"] != "none" and not options["prefixed"]:
+    if kind in FOLDERS and options["store"] != "none":
         options["form"] = one("encoded", "encoded", "decoded")
     options["on_bad_sample"] = one("stop", "skip")
     if sampler in ("distributed", "uniform"):
@@ -148,6 +145,12 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     options["formatted"] = kind == "hugging face" and one(False, True)
     options["seed"] = draw(st.integers(0, 3))
     return made_possible(Script(**options))
+
+
+def prefixed(script: Script) -> Script:
+    """Adds a first step that is cached, if the script can have one."""
+    can = script.place == "shade" and script.transform in ("none", "mark", "noise") and script.form == "encoded"
+    return replace(script, prefixed=can and script.kind not in (*REFUSED_KINDS, "noise inside"))
 
 
 def made_possible(script: Script) -> Script:

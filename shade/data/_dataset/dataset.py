@@ -51,11 +51,11 @@ class ShadeDataset(Dataset[Any]):
             in the URL (``?capacity=8GiB``) takes precedence.
         policy: Cache policy by name; None lets the sampler choose the one that suits its mode.
         transform: Applied to the sample after decoding, never cached.
+        target_transform: Applied to the target.
         prefix: Applied to the data set's sample before ``transform``; its result is cached, with what comes with the
             sample. Returns what the built-in codec or ``encode`` knows, and always the same for the same sample.
         prefix_steps: Instead of ``prefix``: so many first steps of ``transform``, a Compose, or of the transform of a
             data set of image files, are cached.
-        target_transform: Applied to the target.
         encode: Item → bytes, for data sets that the built-in codec does not know.
         decode: Bytes → item; without ``encode``: file content → sample, for files that are not images.
         form: The cached format of image files: ``"encoded"``, as they are; ``"decoded"``, as pixels; ``"auto"``, one of

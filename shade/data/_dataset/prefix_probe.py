@@ -136,6 +136,9 @@ def probe(
         num_samples: N, of which `PROBES` evenly spaced ones are tried.
         version: The user's word for what has no stable name.
 
+    Returns:
+        The prefix's name, the results and what they took.
+
     Raises:
         ConfigError: The prefix is random, depends on what has no name, or failed on all samples.
     """

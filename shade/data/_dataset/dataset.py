@@ -66,10 +66,10 @@ class ShadeDataset(Dataset[Any]):
             half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
         on_bad_sample: ``"stop"`` raises with the sample's path; ``"skip"`` takes the nearest readable sample after it
             instead, the same one on every rank, and counts it.
-        version: A word for the content of a data set whose items are cached, and for what has no stable name in a
-            prefix. Without it, the name in the store follows
+        version: A word for the content of a data set whose items are cached. Without it, the name in the store follows
             the items in memory and the files that the data set names, and some hits are compared with the origin; with
-            it, the word alone decides, so change it when the content changes.
+            it, the word alone decides, so change it when the content changes. It also stands for what has no stable
+            name in a prefix; what has one stays in the name.
         log: Path of a file to which each access appends a line, ``hitting 17`` or ``miss 17`` with the sample's index;
             None: the launcher's ``train.log`` under ``shade run``, otherwise no file.
 

@@ -44,7 +44,7 @@ def generator_states() -> dict[str, bytes]:
     state = np.random.get_state()
     states = {
         "torch's generator": default_generator.get_state().numpy().tobytes(),
-        "NumPy's generator": repr((state[1].tobytes(), state[2:])).encode(),  # type: ignore[union-attr, index]
+        "NumPy's generator": repr((state[1].tobytes(), state[2:])).encode(),  # type: ignore[index]
         "Python's generator": repr(random.getstate()).encode(),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ TAIL = 100
 """The largest class has this many times the samples of the smallest."""
 WRONG = 0.1
 """Share of wrong training labels in the noisy cell."""
-_MODEL_PIECES, _MODEL_LENGTH = 12_000, 128
+_MODEL_PIECES, _MODEL_LENGTH = 6_000, 128
 _ADAM_RATES = (1e-3, 3e-3, 1e-2)
 _COUNTER_RATES = (1e-2, 3e-2, 1e-1)  # each vector of the byte counter is met rarely
 

@@ -116,6 +116,10 @@ class StoreUnavailableError(StoreError):
     """The server did not answer, or not in time. Nothing was changed by us; safe to treat as a miss."""
 
 
+class StoreTimeoutError(StoreUnavailableError):
+    """The server accepted the connection, or may have, and was silent for too long."""
+
+
 class StoreFullError(StoreUnavailableError):
     """The server refused a write for want of memory. Reads and removals still work."""
 

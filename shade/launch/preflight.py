@@ -100,7 +100,7 @@ def check_cache(config: RunConfig, cache_url: str) -> None:
     uses it."""
     with open_store(cache_url) as store:
         try:
-            store.ping()
+            store.wait_ready()
         except StoreUnavailableError as error:
             cure = "start it (shade cache up), correct the URL, or leave --cache out for a private one"
             raise ConfigError(f"expected the cache {config.cache} to answer, but {error}; {cure}") from error

@@ -10,13 +10,18 @@ or forkserver. Invariant: a value that `get_many` returns is byte for byte a val
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreFullError
+from shade.errors import StoreAuthError, StoreClosedError, StoreError, StoreFullError, StoreTimeoutError
 from shade.registry import Registry
 from shade.types import Bytes
+
+READY_SECONDS: Final = 5.0
+"""For so long `Store.wait_ready` asks a silent server again."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,19 @@ class Store(ABC):
 
     @abstractmethod
     def ping(self) -> None:
-        """Returns if the servers answer and accept the credentials, else raises. Of a cluster some may be down. Called
-        once, at start."""
+        """Returns if the servers answer and accept the credentials, else raises. Of a cluster some may be down."""
+
+    def wait_ready(self) -> None:
+        """Returns as soon as the servers answer, else raises as `ping` does. The machine of a job that starts is busy:
+        a server that is silent is asked again for `READY_SECONDS`. One that is absent refuses the connection at once.
+        """
+        until = time.monotonic() + READY_SECONDS
+        while True:
+            try:
+                return self.ping()
+            except StoreTimeoutError:
+                if time.monotonic() > until:
+                    raise
 
     @abstractmethod
     def close(self) -> None:

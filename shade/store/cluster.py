@@ -35,7 +35,7 @@ from typing import Final
 from redis.crc import key_slot
 from typing_extensions import override
 
-from shade.errors import ConfigError, StoreAuthError, StoreError, StoreUnavailableError
+from shade.errors import ConfigError, StoreAuthError, StoreError, StoreTimeoutError, StoreUnavailableError
 from shade.store.base import STORES
 from shade.store.keys import NUM_SLOTS, placement_tags
 from shade.store.link import Endpoint, socket_path
@@ -288,7 +288,8 @@ class ClusterStore(RemoteStore):
             if learnt.primaries:
                 return learnt
         cure = "; a URL that names several nodes survives the loss of one" if len(self._url.addresses) == 1 else ""
-        raise StoreUnavailableError(f"no node of {self.url} knows who serves which slot: {failure}{cure}")
+        kind = StoreTimeoutError if isinstance(failure, StoreTimeoutError) else StoreUnavailableError
+        raise kind(f"no node of {self.url} knows who serves which slot: {failure}{cure}")
 
     @override
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:

@@ -33,7 +33,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from shade.errors import ConfigError, StoreAuthError, StoreUnavailableError
+from shade.errors import ConfigError, StoreAuthError, StoreTimeoutError, StoreUnavailableError
 from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, GetInto, Reply, ServerError
 from shade.types import Bytes
@@ -416,6 +416,7 @@ class Link:
         self._connection.disconnect()
 
     def _failure(self, error: Exception, verb: str) -> StoreUnavailableError:
-        is_timeout = isinstance(error, (RedisTimeoutError, TimeoutError))
-        reason = f"no progress within {self._timeout_seconds} s" if is_timeout else str(error)
-        return StoreUnavailableError(f"could not {verb} {self._endpoint}: {reason}")
+        failed = f"could not {verb} {self._endpoint}"
+        if isinstance(error, (RedisTimeoutError, TimeoutError)):
+            return StoreTimeoutError(f"{failed}: no progress within {self._timeout_seconds} s")
+        return StoreUnavailableError(f"{failed}: {error}")

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from shade.errors import StoreUnavailableError
+from shade.errors import StoreTimeoutError, StoreUnavailableError
 from shade.store.link import Endpoint, Link
 from shade.store.url import Address
 from shade.store.wire import Command, Reply
@@ -132,12 +132,10 @@ class _Part:
         self.node.give(self.link)
         return self.link.replies
 
-    def give_up(self) -> StoreUnavailableError:
+    def give_up(self) -> StoreTimeoutError:
         """Closes the connection and returns the timeout as an error."""
         self.link.close()
-        return StoreUnavailableError(
-            f"could not read from {self.node}: no progress within {self.node.timeout_seconds} s"
-        )
+        return StoreTimeoutError(f"could not read from {self.node}: no progress within {self.node.timeout_seconds} s")
 
 
 def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:

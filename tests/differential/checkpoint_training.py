@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -155,12 +156,20 @@ class Training:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
         for each in self.schedulers:
-            each.step(*([loss.item()] if isinstance(each, lr_scheduler.ReduceLROnPlateau) else []))
+            each.step(*([self._metric(loss)] if isinstance(each, lr_scheduler.ReduceLROnPlateau) else []))
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self.feed.report()
         self.done += 1
         return float(loss.detach()).hex()
+
+    def _metric(self, loss: torch.Tensor) -> float:
+        """What a plateau is judged by; the same on all ranks where DCP keeps one learning rate for them."""
+        if not self.script.saver.startswith("dcp"):
+            return loss.item()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean.item()
 
     @torch.no_grad()
     def touch(self) -> None:

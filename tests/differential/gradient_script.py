@@ -211,6 +211,8 @@ DEPARTURES: list[tuple[str, object]] = [
     ("bucket_bytes", 20_000),
     ("check_every", 1),
 ]
+_BOOKS: dict[str, object] = {"face": "hook", "density": 0.3, "passes": 1, "clip": "", "sizes": "", "events": ()}
+"""A script under the hook that `has_books`."""
 TOGETHER: list[dict[str, object]] = [
     *[{}] * 6,
     {"face": "engine", "scaler": "engine", "place": "inside"},
@@ -221,15 +223,27 @@ TOGETHER: list[dict[str, object]] = [
     *({"face": "engine", "dtype": "bfloat16", "events": ((1, each),)} for each in ("in place", "load weights")),
     *({"face": face, "density": 0.3, "steps": 4, "events": ((2, "resume"),)} for face in ("engine", "hook")),
     *({"face": "hook", "use": use, "density": 0.3, "steps": 4} for use in ("turn", "apart")),
-    {"face": "hook", "density": 0.05, "quantiser": "int8", "unused": True},
+    {"face": "engine", "norm": True, "density": 1.0, "quantiser": "none"},
+    {
+        "face": "engine",
+        "optimizer": "momentum",
+        "density": 1.0,
+        "quantiser": "none",
+        "steps": 4,
+        "events": ((2, "freeze"),),
+    },
+    _BOOKS | {"quantiser": "int8", "compressor": "random-k", "use": "turn", "steps": 4},
 ]
-"""What is drawn together: independent draws rarely meet, and these have hidden faults in one another."""
+"""What is drawn together, with little beside it: independent draws rarely meet, and these have hidden faults in one
+another."""
 
 
 @st.composite
 def scripts(draw: st.DrawFn) -> Script:
     """Draws scripts with few departures from the plainest."""
-    departures = draw(st.lists(st.sampled_from(DEPARTURES), max_size=7, unique_by=lambda each: each[0]))
+    together = draw(st.sampled_from(TOGETHER))
+    most = 2 if together else 7
+    departures = draw(st.lists(st.sampled_from(DEPARTURES), max_size=most, unique_by=lambda each: each[0]))
     events = draw(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(EVENTS)), max_size=2))
     passes = draw(st.sampled_from([1, 1, 2, 3]))
     places = ["last outside"] * 3 + ["inside"] * 2 + ["first outside", "outside"]
@@ -245,7 +259,6 @@ def scripts(draw: st.DrawFn) -> Script:
         compile=draw(st.integers(0, 60)) == 60,
         events=tuple(events),
     )
-    together = draw(st.sampled_from(TOGETHER))
     return tidy(replace(script, **{**dict(departures), **together}))  # type: ignore[arg-type]
 
 

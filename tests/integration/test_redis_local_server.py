@@ -10,13 +10,14 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shade.errors import ConfigError, StoreUnavailableError
+from shade.errors import ConfigError, StoreTimeoutError, StoreUnavailableError
 from shade.process import is_running
 from shade.store import open_store
 from shade.store._servers.server import LocalServer, find_server_binary
@@ -104,6 +105,18 @@ def test_a_stopped_server_ends_too() -> None:
     store.server.signal(signal.SIGSTOP)
     store.close()
     assert not is_running(server)
+
+
+def test_a_server_that_is_silent_for_a_moment_is_waited_for() -> None:
+    with open_store("local://") as store:
+        assert isinstance(store, LocalStore)
+        store.server.signal(signal.SIGSTOP)
+        with pytest.raises(StoreTimeoutError):
+            store.ping()
+        waking = threading.Timer(0.3, store.server.signal, [signal.SIGCONT])
+        waking.start()
+        store.wait_ready()
+        waking.join()
 
 
 def test_a_child_that_closes_its_copy_does_not_end_the_server() -> None:

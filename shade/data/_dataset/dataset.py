@@ -189,7 +189,7 @@ class ShadeDataset(Dataset[Any]):
         capacity_bytes: int | None,
         wishes: FormatWishes,
     ) -> SampleCache:
-        store.ping()
+        store.wait_ready()
         source = self._source
         cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
         total = int(cache.size_bytes_N.sum())

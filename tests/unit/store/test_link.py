@@ -16,7 +16,7 @@ from pathlib import Path
 import hiredis
 import pytest
 
-from shade.errors import StoreAuthError, StoreError, StoreUnavailableError
+from shade.errors import StoreAuthError, StoreError, StoreTimeoutError, StoreUnavailableError
 from shade.store import open_store
 from shade.store.link import Endpoint
 from shade.store.wire import Command
@@ -120,7 +120,7 @@ def test_an_error_in_place_of_a_large_value_has_its_name(scripted: Script) -> No
 
 def test_a_late_large_value_is_not_taken_for_the_next_one(scripted: Script) -> None:
     with open_store(scripted([b"$5\r\nfo", b"$3\r\nbar\r\n"]), timeout_seconds=0.2) as store:
-        with pytest.raises(StoreUnavailableError, match=r"no progress within 0\.2 s"):
+        with pytest.raises(StoreTimeoutError, match=r"no progress within 0\.2 s"):
             store.get_many_into({"shade:a": memoryview(bytearray(5))})
         buffer = memoryview(bytearray(3))
         assert store.get_many_into({"shade:b": buffer}) == [True]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from PIL import Image
+from torchvision import tv_tensors
 
 from shade.data._dataset.item_codec import decode, encode
 from shade.errors import ConfigError, CorruptEntryError
@@ -71,6 +72,15 @@ def test_items_come_back_equal(item: Any) -> None:
 def test_tensors_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 50).to(dtype)
     assert same(decode(encode((tensor, 3))), (tensor, 3))
+
+
+@pytest.mark.parametrize("kind", [tv_tensors.Image, tv_tensors.Mask, tv_tensors.Video])
+def test_tensors_that_say_what_they_are(kind: Any) -> None:
+    tensor = kind(torch.arange(24, dtype=torch.uint8).reshape(1, 1, 4, 6))
+    assert same(decode(encode((tensor, 3))), (tensor, 3))
+    boxes = tv_tensors.BoundingBoxes([[0, 1, 2, 3]], format="XYXY", canvas_size=(4, 4))  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="BoundingBoxes"):
+        encode(boxes)
 
 
 def test_tensors_that_lie_otherwise_in_memory() -> None:

@@ -13,7 +13,8 @@ import torch
 
 from shade.data._dataset import batch_reader, item_codec, source
 from shade.data._dataset.batch_reader import BatchReader, TransformChain
-from shade.data._dataset.source import ContentDigest, FileSource, ItemSource
+from shade.data._dataset.content import ContentDigest
+from shade.data._dataset.source import FileSource, ItemSource
 from shade.data._loader import loader as loading
 from shade.data._loader.batch_parts import BatchBuffers
 from shade.data._loader.loader import EpochProgress

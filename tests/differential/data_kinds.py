@@ -49,6 +49,11 @@ class Mark:
         return {"was": tensor_of(sample), "mark": self.number}
 
 
+def prefixed(sample: Any) -> dict[str, Any]:
+    """A prefix: a first step that is not random."""
+    return {"first": tensor_of(sample), "kind": type(sample).__name__}
+
+
 def tensor_of(sample: Any) -> Any:
     """A picture as a tensor; anything else as it is."""
     return torch.from_numpy(np.array(sample)) if isinstance(sample, Image.Image) else sample
@@ -210,8 +215,8 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 class Indexed(Dataset[Any]):
     """Plain PyTorch's side of the comparison: the same samples, and the index as shade appends it."""
 
-    def __init__(self, dataset: Any, transform: Any = None) -> None:
-        self.dataset, self.transform = dataset, transform
+    def __init__(self, dataset: Any, transform: Any = None, prefix: Any = None) -> None:
+        self.dataset, self.transform, self.prefix = dataset, transform, prefix
         targets = dataset.targets if isinstance(dataset, ImageFolder) else None
         if targets is not None and all(type(target) is int for _, target in dataset.samples):
             self.source = SimpleNamespace(target_N=np.array(targets))  # where a ShadeSampler looks for classes
@@ -222,4 +227,6 @@ class Indexed(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         item = self.dataset[index]
         parts = item if isinstance(item, tuple) else (item,)
+        if self.prefix is not None:
+            parts = (self.prefix(parts[0]), *parts[1:])
         return (parts[0] if self.transform is None else self.transform(parts[0]), *parts[1:], index)

@@ -28,7 +28,7 @@ from shade.store._servers.local_cluster import LocalCluster
 from shade.store._servers.server import LocalServer
 from shade.testing import FaultyStore
 from tests.differential.data_comparing import Seen, compared, indices_of, is_random, miscounted
-from tests.differential.data_kinds import TRANSFORMS, WRAPPERS, Indexed, plain
+from tests.differential.data_kinds import TRANSFORMS, WRAPPERS, Indexed, plain, prefixed
 from tests.differential.data_script import Script
 from tests.differential.harness import Outcome, Verdict
 
@@ -120,18 +120,20 @@ class Run:
         if script.place == "own":
             self.inner.transform = transform
             transform = None
+        prefix = prefixed if script.prefixed else None
         if self.ours:
             self.data: Any = ShadeDataset(
                 inside,
                 cache=self.store,
                 working_set_fraction=script.fraction,
                 transform=transform,
+                prefix=prefix,
                 form=script.form,
                 on_bad_sample=script.on_bad_sample,
             )
             self.closing.callback(self.data.close)
         else:
-            self.data = Indexed(inside, transform)
+            self.data = Indexed(inside, transform, prefix)
         outer = WRAPPERS[script.around](self.data) if script.around else self.data
         self.sampler, options = self._sampling(outer)
         self.loader = self._loading(outer, options)

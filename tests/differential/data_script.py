@@ -28,6 +28,8 @@ class Script:
     """Whose the transform is: ``shade`` (the ShadeDataset's) or ``own`` (the wrapped data set's)."""
     assigned: bool = False
     """Whether another transform is assigned after the first epoch."""
+    prefixed: bool = False
+    """Whether a first step that is not random is cached."""
     loader: str = "DataLoader"
     workers: int = 0
     context: str = "fork"
@@ -143,6 +145,12 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
     options["formatted"] = kind == "hugging face" and one(False, True)
     options["seed"] = draw(st.integers(0, 3))
     return made_possible(Script(**options))
+
+
+def prefixed(script: Script) -> Script:
+    """Adds a first step that is cached, if the script can have one."""
+    can = script.place == "shade" and script.transform in ("none", "mark", "noise") and script.form == "encoded"
+    return replace(script, prefixed=can and script.kind not in (*REFUSED_KINDS, "noise inside"))
 
 
 def made_possible(script: Script) -> Script:

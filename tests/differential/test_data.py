@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential.data import ALONE, PLANE
+from tests.differential.data import ALONE, PLANE, PREFIXED
 from tests.differential.data_comparing import REFUSALS
 from tests.differential.data_faults import NEW, OLD
 from tests.differential.harness import Tally, found, search
@@ -21,6 +21,10 @@ def check(tally: Tally) -> None:
 
 def test_a_drawn_script_in_one_process_is_as_in_plain_pytorch() -> None:
     check(search(ALONE, 60, 1))
+
+
+def test_a_drawn_script_with_a_cached_first_step_is_as_in_plain_pytorch() -> None:
+    check(search(PREFIXED, 60, 1))
 
 
 @pytest.mark.redis

@@ -23,8 +23,8 @@ from torch import default_generator
 
 from shade.cache.cache import SampleCache
 from shade.cache.residency_map import STAY
-from shade.data._dataset.decoded_source import DecodedSource
-from shade.data._dataset.source import SampleSource, fingerprints_in, innermost_transform
+from shade.data._dataset.content import fingerprints_in, innermost_transform
+from shade.data._dataset.source import PreparedSource, SampleSource
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
@@ -41,7 +41,8 @@ class TransformChain:
     """The transforms of one data set, shared by all its readers in a process.
 
     `refresh` takes in what the user has assigned or changed since. Only this process has the wrapped ``dataset``; a
-    worker that is spawned takes its transforms. They may run ``before_cache``, and then must stay as they are.
+    worker that is spawned takes its transforms. They may run ``before_cache``, and then must stay as they are; those of
+    targets still run after it if ``targets_later``. ``first`` are steps between the data set's and the user's.
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class TransformChain:
         before_cache: bool,
         may_fuse: bool,
         reduced_decode: bool,
+        first: Sequence[Callable[[Any], Any]] = (),
+        targets_later: bool = False,
     ) -> None:
+        self._first, self._targets_later = list(first), targets_later
         self.transform, self._target_transform = transform, target_transform
         self._dataset, self._may_fuse, self._reduced_decode = dataset, may_fuse, reduced_decode
         self._before_cache = before_cache
@@ -90,9 +94,10 @@ class TransformChain:
                     "another one",
                     "set the format before wrapping, or wrap the data set again: ShadeDataset(data, cache=…)",
                 )
-        elif self._dataset is not None:
-            self._own = getattr(self._dataset, "transform", None), getattr(self._dataset, "target_transform", None)
-        self.samples = [each for each in (self._own[0], self.transform) if each]
+        if self._dataset is not None and (self._targets_later or not self._before_cache):
+            own = None if self._before_cache else getattr(self._dataset, "transform", None)
+            self._own = own, getattr(self._dataset, "target_transform", None)
+        self.samples = [each for each in (self._own[0], *self._first, self.transform) if each]
         self.targets = [each for each in (self._own[1], self._target_transform) if each]
         may_fuse = self._may_fuse and not self.targets
         recognised = parameters_of(self.samples) if may_fuse else ""
@@ -197,6 +202,8 @@ class BatchReader:
                 continue
             self._next_compared += min(self._next_compared, _COMPARED_HITS)
             (fresh,) = self._source.read_many([index], self._cache.count_origin)
+            if isinstance(self._source, PreparedSource):
+                fresh = self._source.prepared(index, fresh)
             if not isinstance(fresh, Exception) and fresh != payload:
                 raise DataError.of(
                     f"{self._source.name_of(index)} to be what it was when it was cached",
@@ -209,11 +216,14 @@ class BatchReader:
         assert self._cache is not None
         source, residency = self._source, self._cache.residency
         payloads = source.read_many(absent, self._cache.count_origin)
-        if isinstance(source, DecodedSource):
+        if isinstance(source, PreparedSource):
             begun = time.perf_counter_ns()
             is_planned = residency.planned and not source.prepares_all
             stays = residency.flag_N[absent] & STAY if is_planned else [1] * len(absent)
-            payloads = [source.prepared(each) if stay else each for each, stay in zip(payloads, stays, strict=True)]
+            payloads = [
+                source.prepared(index, each) if stay else each
+                for index, each, stay in zip(absent, payloads, stays, strict=True)
+            ]
             took = time.perf_counter_ns() - begun
             self._cache.ledger.add(decode_nanoseconds=took, origin_nanoseconds=-took)
         return payloads

@@ -23,8 +23,11 @@ from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, TransformChain
-from shade.data._dataset.decoded_source import DecodedSource, FormatChoice
-from shade.data._dataset.source import FileSource, SampleSource, innermost_transform, source_of
+from shade.data._dataset.content import innermost_transform
+from shade.data._dataset.decoded_source import FormatChoice, FormatWishes
+from shade.data._dataset.prefix import PrefixSplit, candidates, split
+from shade.data._dataset.prefixed_source import prefixed_source_of
+from shade.data._dataset.source import FileSource, SampleSource, has_sample_files, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
@@ -49,10 +52,15 @@ class ShadeDataset(Dataset[Any]):
         policy: Cache policy by name; None lets the sampler choose the one that suits its mode.
         transform: Applied to the sample after decoding, never cached.
         target_transform: Applied to the target.
+        prefix: Applied to the data set's sample before ``transform``; its result is cached, with what comes with the
+            sample. Returns what the built-in codec or ``encode`` knows, and always the same for the same sample.
+        prefix_steps: Instead of ``prefix``: so many first steps of ``transform``, a Compose, or of the transform of a
+            data set of image files, are cached.
         encode: Item → bytes, for data sets that the built-in codec does not know.
         decode: Bytes → item; without ``encode``: file content → sample, for files that are not images.
-        form: The cached format of image files: ``"encoded"``, as they are; ``"decoded"``, as pixels; ``"auto"``, as a
-            forecast from measured costs says, the same on all ranks.
+        form: The cached format of image files: ``"encoded"``, as they are; ``"decoded"``, as pixels; ``"auto"``, one of
+            these, or after a step of the transforms that is not random, as a forecast from measured costs says, the
+            same on all ranks. With a prefix ``"auto"`` decides whether it is cached.
         max_side: With ``form="decoded"``: every picture is made no larger than this before all transforms.
         reduced_decode: Pictures that are at least twice as large as what the transforms make of them are decoded at a
             half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
@@ -60,12 +68,14 @@ class ShadeDataset(Dataset[Any]):
             instead, the same one on every rank, and counts it.
         version: A word for the content of a data set whose items are cached. Without it, the name in the store follows
             the items in memory and the files that the data set names, and some hits are compared with the origin; with
-            it, the word alone decides, so change it when the content changes.
+            it, the word alone decides, so change it when the content changes. It also stands for what has no stable
+            name in a prefix; what has one stays in the name.
         log: Path of a file to which each access appends a line, ``hitting 17`` or ``miss 17`` with the sample's index;
             None: the launcher's ``train.log`` under ``shade run``, otherwise no file.
 
     Raises:
-        ConfigError: An argument out of range, an unknown scheme or policy.
+        ConfigError: An argument out of range, an unknown scheme or policy, a prefix that is random or has no stable
+            name.
         DataError: An empty data set or an unreadable file.
         StoreUnavailableError: A named server does not answer.
         StoreAuthError: A named server refuses the login.
@@ -80,6 +90,8 @@ class ShadeDataset(Dataset[Any]):
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
+        prefix: Callable[[Any], Any] | None = None,
+        prefix_steps: int | None = None,
         encode: Callable[[Any], bytes] | None = None,
         decode: Callable[[Any], Any] | None = None,
         form: str = "encoded",
@@ -102,23 +114,28 @@ class ShadeDataset(Dataset[Any]):
         _check_not_wrapped(dataset)
         self._name = type(dataset).__name__
         skips_bad = on_bad_sample == "skip"
-        self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
-        check_cached_format(form, max_side, has_files=self._source.has_pictures, has_cache=cache is not None)
+        has_files = has_sample_files(dataset, encode, decode)
+        own = getattr(dataset, "transform", None) if has_files else None
+        parts = split(prefix, prefix_steps, own, transform)
+        choices: dict[str, PrefixSplit] = {}
+        if form == "auto" and cache is not None and has_files and decode is None:
+            choices = {"prefix": parts} if parts.prefix else candidates(own, transform)
+        is_prefixed = bool(parts.prefix) and cache is not None and not choices
+        self._source: SampleSource = (
+            prefixed_source_of(dataset, parts.prefix, encode, decode, version=version, skips_missing=skips_bad)
+            if is_prefixed
+            else source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
+        )
+        self._cached_format = "prefix" if is_prefixed else "encoded"
+        has_pictures, has_prefix = self._source.has_pictures, bool(parts.prefix)
+        check_cached_format(form, max_side, has_files=has_pictures, has_cache=cache is not None, has_prefix=has_prefix)
         is_before = self._source.cached_format != FORMAT_ENCODED  # the transforms run in the data set's __getitem__
-        if is_before and cache is not None and innermost_transform(dataset) is not None:
+        if is_before and not is_prefixed and cache is not None and innermost_transform(dataset) is not None:
             warnings.warn(
                 f"{self._name} applies its own transform before caching, so every epoch sees the same result; pass "
                 "transform= to ShadeDataset instead",
                 stacklevel=2,
             )
-        self._transforms = TransformChain(
-            None if is_before and cache is None else dataset,
-            transform,
-            target_transform,
-            before_cache=is_before,
-            may_fuse=self._source.has_pictures,
-            reduced_decode=reduced_decode,
-        )
         for name in ("classes", "class_to_idx"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -137,11 +154,26 @@ class ShadeDataset(Dataset[Any]):
             store = open_store(cache) if isinstance(cache, str) else cache
             capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             try:
-                self.cache = self._open_cache(store, working_set_fraction, capacity_bytes, form, max_side)
+                self.cache = self._open_cache(
+                    store, working_set_fraction, capacity_bytes, FormatWishes(form, max_side, choices, version)
+                )
             except BaseException:
                 if isinstance(cache, str):
                     store.close()
                 raise
+        if self._cached_format in choices:
+            is_prefixed, parts = True, choices[self._cached_format]
+        is_before |= is_prefixed
+        self._transforms = TransformChain(
+            None if is_before and cache is None else dataset,
+            parts.transform,
+            target_transform,
+            before_cache=is_before,
+            may_fuse=has_pictures and not is_prefixed,
+            reduced_decode=reduced_decode,
+            first=parts.rest if is_prefixed else parts.uncached,
+            targets_later=has_files,
+        )
         self._reader = BatchReader(
             self._source,
             self.cache,
@@ -155,8 +187,7 @@ class ShadeDataset(Dataset[Any]):
         store: Store,
         working_set_fraction: float,
         capacity_bytes: int | None,
-        cached_format: str,
-        max_side: int | None,
+        wishes: FormatWishes,
     ) -> SampleCache:
         store.wait_ready()
         source = self._source
@@ -164,14 +195,15 @@ class ShadeDataset(Dataset[Any]):
         total = int(cache.size_bytes_N.sum())
         capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
         num_probes, probe_bytes = source.num_probes, source.probe_bytes
-        if cached_format != "encoded" and isinstance(source, FileSource) and source.has_pictures:
-            choice = FormatChoice(source, cached_format, max_side, total, capacity_bytes)
+        if wishes.form != "encoded" and isinstance(source, FileSource) and source.has_pictures:
+            choice = FormatChoice(source, wishes, total, capacity_bytes)
             self.forecast, num_probes, probe_bytes = choice.forecast, choice.num_reads, choice.num_bytes
-            if choice.decoded is not None:
-                self._source = source = choice.decoded
+            self._cached_format = choice.used
+            if choice.source is not source:
+                self._source = source = choice.source
                 cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
-        elif cached_format == "auto":
-            logger.info("form='auto' chose 'encoded': %s", _NOT_IMAGES)
+        elif wishes.form == "auto":
+            logger.info("form='auto' chose %r: %s", self._cached_format, _NOT_IMAGES)
         cache.capacity_bytes = capacity_bytes
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
@@ -224,12 +256,8 @@ class ShadeDataset(Dataset[Any]):
         return f" (auto: {reason})"
 
     @property
-    def _cached_format(self) -> str:
-        return "decoded" if isinstance(self._source, DecodedSource) else "encoded"
-
-    @property
     def transform(self) -> Callable[[Any], Any] | None:
-        """Returns what is applied to the sample after decoding; assign it between epochs."""
+        """Returns what is applied to the sample after decoding, and after the prefix; assign it between epochs."""
         return self._transforms.transform
 
     @transform.setter

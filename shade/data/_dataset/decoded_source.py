@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,16 @@ import torch.distributed as dist
 from PIL import Image
 from typing_extensions import override
 
-from shade.cache.entry import FORMAT_PICTURE
-from shade.data._dataset.source import CountOrigin, FileSource, SampleSource
+from shade.cache.entry import FORMAT_PICTURE, HEADER_BYTES
+from shade.data._dataset import item_codec
+from shade.data._dataset.prefix import Prefix, PrefixSplit
+from shade.data._dataset.prefix_probe import Probed, probe, probed_indices
+from shade.data._dataset.prefixed_source import PrefixedSource
+from shade.data._dataset.source import CountOrigin, FileSource, PreparedSource, SampleSource
 from shade.data._decode.cached_format import (
-    CACHED_FORMATS,
     PROBES,
     FormatCosts,
+    PrefixCosts,
     forecast,
     pack_picture,
     packed_bytes,
@@ -32,7 +38,7 @@ from shade.data._decode.cached_format import (
 )
 from shade.data._decode.jpeg import decode_rgb, jpeg_decoder, size_of
 from shade.data._decode.pixels import Box
-from shade.errors import DataError
+from shade.errors import ConfigError, DataError
 
 logger = logging.getLogger("shade.data")
 
@@ -88,7 +94,7 @@ class Probe:
         """How many times larger pictures are than files."""
 
 
-class DecodedSource(SampleSource):
+class DecodedSource(PreparedSource):
     """Samples that are decoded in the cache, no larger than ``max_side``. The probe estimates the pictures' sizes."""
 
     cached_format = FORMAT_PICTURE
@@ -97,6 +103,7 @@ class DecodedSource(SampleSource):
 
     def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
         self._files, self._max_side = files, max_side
+        self.prepares_all = max_side is not None  # or some samples would be smaller than others
         self.num_probes, self.probe_bytes = probe.num_reads, probe.num_bytes
         self.fingerprint = f"{files.fingerprint}-{max_side or 'whole'}"
         self.target_N = files.target_N
@@ -114,15 +121,8 @@ class DecodedSource(SampleSource):
         """Reads files as they are; `prepared` turns them into pictures."""
         return self._files.read_many(indices, count)
 
-    @property
-    def prepares_all(self) -> bool:
-        """Returns whether samples that do not stay in the cache are prepared as well, because pictures are made
-        smaller."""
-        return self._max_side is not None
-
-    def prepared(self, payload: Any) -> Any:
-        """Returns a file's content as it goes into the cache: a packed picture, or the payload itself if it cannot be
-        decoded, so that `decode` raises the error."""
+    @override
+    def prepared(self, index: int, payload: Any) -> Any:
         if isinstance(payload, Exception):
             return payload
         try:
@@ -143,36 +143,84 @@ class DecodedSource(SampleSource):
         self._files.close()
 
 
+@dataclass(frozen=True)
+class FormatWishes:
+    """What the user says of the cached format: arguments of `ShadeDataset`, and the prefixes to choose among."""
+
+    form: str
+    max_side: int | None = None
+    prefixes: Mapping[str, PrefixSplit] = field(default_factory=dict)
+    """By name, each longer than the one before."""
+    version: str | None = None
+
+
 class FormatChoice:
     """Chooses the cached format (``"decoded"``, or ``"auto"`` by forecast) for the files of one data set.
 
     ``store_bytes`` is what all files would occupy in the store, ``capacity_bytes`` what the cache may occupy there.
     """
 
-    def __init__(
-        self, source: FileSource, cached_format: str, max_side: int | None, store_bytes: int, capacity_bytes: int
-    ) -> None:
-        probe, num_samples = Probe(source, max_side), len(source.payload_bytes_N)
-        self.num_reads, self.num_bytes = probe.num_reads, probe.num_bytes
+    def __init__(self, source: FileSource, wishes: FormatWishes, store_bytes: int, capacity_bytes: int) -> None:
+        measured, num_samples = Probe(source, wishes.max_side), len(source.payload_bytes_N)
+        self.num_reads, self.num_bytes = measured.num_reads, measured.num_bytes
+        probed = self._probe_prefixes(source, wishes)
         mean = store_bytes / num_samples
-        costs = FormatCosts(probe.origin_seconds, probe.decode_seconds, mean, mean * probe.growth)
-        self.forecast = forecast(costs, num_samples, capacity_bytes)
+        costs = FormatCosts(measured.origin_seconds, measured.decode_seconds, mean, mean * measured.growth)
+        steps = [
+            PrefixCosts(name, found.seconds, max(map(len, found.payloads)) + HEADER_BYTES)
+            for name, found in probed.items()
+        ]
+        self.forecast = forecast(costs, num_samples, capacity_bytes, prefixes=steps)
         """The prediction for each format."""
-        used = _agreed(self.forecast.cached_format) if cached_format == "auto" else cached_format
-        self.decoded = DecodedSource(source, probe, max_side) if used == "decoded" else None
-        """The source that keeps pictures; None if files stay as they are."""
-        if cached_format == "auto":
-            logger.info("form='auto' chose %r: %s", used, self.forecast)
+        best = self.forecast.cached_format
+        self.used = _agreed(best, list(self.forecast.seconds)) if wishes.form == "auto" else wishes.form
+        """The format's name: encoded, decoded, or that of a prefix."""
+        self.source: SampleSource = source
+        """The source that keeps this format."""
+        if self.used == "decoded":
+            self.source = DecodedSource(source, measured, wishes.max_side)
+        elif self.used in probed:
+            prefix = Prefix(wishes.prefixes[self.used].prefix)
+            codec = item_codec.encode, item_codec.decode
+            self.source = PrefixedSource(None, source, prefix, *codec, wishes.version, probed[self.used])
+        if wishes.form == "auto":
+            logger.info("form='auto' chose %r: %s", self.used, self.forecast)
         else:
-            logger.info("form=%r: %s", used, self.forecast)
+            logger.info("form=%r: %s", self.used, self.forecast)
+
+    def _probe_prefixes(self, source: FileSource, wishes: FormatWishes) -> dict[str, Probed]:
+        """Probes prefixes until the first that must not be cached: if it is random, all longer ones are."""
+        num_samples = len(source.payload_bytes_N)
+        indices = probed_indices(num_samples) if wishes.prefixes else []
+        payload_of = dict(zip(indices, source.read_many(indices, self._count), strict=True))
+
+        def read(index: int) -> tuple[Any, ...]:
+            return source.decode(index, payload_of[index])[:1]
+
+        found = dict[str, Probed]()
+        for name, parts in wishes.prefixes.items():
+            try:
+                found[name] = probe(Prefix(parts.prefix), read, _encoded, num_samples, wishes.version)
+            except ConfigError as error:
+                logger.info("form='auto' leaves out %r and what is longer: %s", name, error)
+                break
+        return found
+
+    def _count(self, num_reads: int, num_bytes: int) -> None:
+        self.num_reads += num_reads
+        self.num_bytes += num_bytes
 
 
-def _agreed(cached_format: str) -> str:
+def _encoded(index: int, item: tuple[Any, ...]) -> bytes:
+    return item_codec.encode(item)
+
+
+def _agreed(cached_format: str, names: list[str]) -> str:
     """Returns rank 0's choice: clocks differ between ranks, and ranks share a cache."""
     if not (dist.is_available() and dist.is_initialized()):
         return cached_format
     group = dist.new_group(backend="gloo")
-    chosen = torch.tensor([CACHED_FORMATS.index(cached_format)])
+    chosen = torch.tensor([names.index(cached_format)])
     assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
     dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
-    return CACHED_FORMATS[int(chosen.item())]
+    return names[int(chosen.item())]

@@ -6,8 +6,8 @@ is checked against the bytes present before memory is allocated. So bytes from a
 they raise `CorruptEntryError`.
 
 Invariant: ``decode(encode(item)) == item``, dtypes and containers included. `encode` refuses what cannot keep that
-promise: subclasses of tensors, arrays and containers, sparse and quantised tensors, structured arrays. Of a PIL image
-it keeps pixels, palette and transparency, not the file's metadata.
+promise: subclasses of tensors (but torchvision's `Image`, `Mask` and `Video`), arrays and containers, sparse and
+quantised tensors, structured arrays. Of a PIL image it keeps pixels, palette and transparency, not the file's metadata.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
+from torchvision import tv_tensors
 
 from shade.errors import ConfigError, CorruptEntryError
 
@@ -38,6 +39,7 @@ _DTYPES = {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
+_TV_TENSORS: dict[str, Any] = {kind.__name__: kind for kind in (tv_tensors.Image, tv_tensors.Mask, tv_tensors.Video)}
 
 
 def encode(item: Any) -> bytes:
@@ -100,6 +102,8 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
     if kind is torch.Tensor and is_dense(item) and (name := str(item.dtype)[6:]) in _DTYPES:
         buffers.append(element_bytes(item).tobytes())
         return {"tensor": [name, list(item.shape)]}
+    if _TV_TENSORS.get(kind.__name__) is kind:
+        return {"tv_tensor": [kind.__name__, _flatten(item.as_subclass(torch.Tensor), buffers)]}
     if kind is np.ndarray and item.dtype.kind in _ARRAY_KINDS:
         buffers.append(item.tobytes())
         return {"array": [item.dtype.str, list(item.shape)]}
@@ -174,6 +178,11 @@ def _build(skeleton: Any, cursor: _Cursor) -> Any:
         dtype = _DTYPES[name]
         raw = cursor.take(_num_elements(shape) * dtype.itemsize)
         return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    if kind == "tv_tensor":
+        pure = _build(value[1], cursor)
+        if type(pure) is not torch.Tensor:
+            raise TypeError("no tensor in it")
+        return _TV_TENSORS[value[0]](pure)
     if kind == "array":
         dtype_np, shape = _dtype(value[0]), value[1]
         raw = cursor.take(_num_elements(shape) * dtype_np.itemsize)

@@ -14,8 +14,8 @@ and cached. Price: listing a bucket takes one request a thousand files, a web se
 
 from __future__ import annotations
 
-import marshal
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._dataset import item_codec
+from shade.data._dataset.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
 from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._transforms.randomness import kept_generators
@@ -43,7 +44,6 @@ _VALUES = (int, float, str, bytes, type(None))
 """A list of these alone is one value, such as tokens."""
 _PROBES = 32
 _PROBES_AGAIN = 16
-_STAT_THREADS = 32
 
 
 class SampleSource(Protocol):
@@ -85,6 +85,19 @@ class SampleSource(Protocol):
         ...
 
 
+class PreparedSource(SampleSource):
+    """A source that makes more of a payload before it goes into the cache."""
+
+    prepares_all: bool
+    """Whether samples that do not stay in the cache are prepared as well."""
+
+    @abstractmethod
+    def prepared(self, index: int, payload: Any) -> Any:
+        """Returns a payload of `read_many` as it goes into the cache; the payload itself if that is not possible, so
+        that `decode` raises the error."""
+        ...
+
+
 class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
@@ -122,8 +135,8 @@ class FileSource(SampleSource):
             paths = [os.path.normpath(os.path.join(here, path)) for path, _ in samples]
             folder = os.path.commonpath({os.path.dirname(path) for path in paths})
             self._root, self._origin = os.path.join(folder, ""), FileOrigin()
-            with ThreadPoolExecutor(_STAT_THREADS) as pool:
-                stats = list(pool.map(partial(_size_and_time, skips_missing=skips_missing), paths, chunksize=256))
+            with ThreadPoolExecutor(STAT_THREADS) as pool:
+                stats = list(pool.map(partial(size_and_time, skips_missing=skips_missing), paths, chunksize=256))
             self.payload_bytes_N = np.array([size for size, _ in stats], dtype=np.int64)
             state = np.array(stats, dtype=np.int64).tobytes()
         if not self.payload_bytes_N.any():
@@ -134,7 +147,7 @@ class FileSource(SampleSource):
         self._end_N = np.cumsum([len(name) for name in relative])
         self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
         targets = [target for _, target in samples]
-        self.target_N = _class_targets(targets, len(targets))
+        self.target_N = class_targets(targets, len(targets))
         self._targets = (
             None if all(type(target) is int for target in targets) and self.target_N is not None else targets
         )
@@ -203,8 +216,7 @@ class ItemSource(SampleSource):
             raise DataError.of("at least one sample", 0, "check how the data set is made")
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         num_samples = len(dataset)
-        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}:{num_samples}"
-        digest = xxhash.xxh3_64(kind.encode())
+        digest = xxhash.xxh3_64(kind_of(dataset).encode())
         is_sampled = version is None and num_samples > _PROBES  # else the fingerprint covers every item, or none
         if is_sampled:
             # Before the first read, after which a data set may hold other things in memory.
@@ -215,14 +227,14 @@ class ItemSource(SampleSource):
             payloads = self._probe(probes)
             again = self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
         self.is_random = not set(again) <= set(payloads)
-        self.compares_hits = is_sampled and not self.is_random and not _has_fingerprint(dataset)
+        self.compares_hits = is_sampled and not self.is_random and not has_fingerprint(dataset)
         self.num_probes, self.probe_bytes = len(payloads + again), sum(map(len, payloads + again))
         self.payload_bytes_N = np.full(num_samples, max(map(len, payloads)), dtype=np.int64)
         for content in payloads if version is None else [version.encode()]:
             digest.update(content)
         self.fingerprint = digest.hexdigest()
         targets = getattr(dataset, "targets", None)
-        self.target_N = _class_targets(targets, num_samples)
+        self.target_N = class_targets(targets, num_samples)
 
     def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
         """Encodes the items that can be read; `on_bad_sample` decides about the others when their turn comes."""
@@ -242,6 +254,15 @@ class ItemSource(SampleSource):
 
     def _encoded(self, index: int, item: Any) -> bytes:
         """Encodes a sample that could be read; raises ConfigError, because the encoder's failure is no bad sample."""
+        self._check_item(index, item)
+        try:
+            return self._encode(item)
+        except Exception as error:
+            cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; mend encode="
+            raise ConfigError(f"cannot encode {self.name_of(index)}: {cause}") from error
+
+    def _check_item(self, index: int, item: Any) -> None:
+        """Raises ConfigError for an item of several parts that has no place for the index."""
         if isinstance(item, list) and not all(isinstance(part, _VALUES) for part in item):
             kinds = ", ".join(type(part).__name__ for part in item[:4])
             raise ConfigError.of(
@@ -249,11 +270,6 @@ class ItemSource(SampleSource):
                 f"a list of {kinds}",
                 "return a tuple: (image, label); or ([…],) if the list is one value",
             )
-        try:
-            return self._encode(item)
-        except Exception as error:
-            cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; mend encode="
-            raise ConfigError(f"cannot encode {self.name_of(index)}: {cause}") from error
 
     def rest_of(self, index: int) -> tuple[Any, ...]:
         """Raises, because an item is not known before it is decoded."""
@@ -295,17 +311,8 @@ class ItemSource(SampleSource):
         pass
 
 
-def _size_and_time(path: str, *, skips_missing: bool) -> tuple[int, int]:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        if skips_missing:
-            return 0, -1
-        raise DataError.of("a readable file", path, f"{error.strerror}: restore it or scan the folder again") from error
-    return status.st_size, status.st_mtime_ns
-
-
-def _class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
+def class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
+    """Returns a data set's ``targets`` if they are the classes of its samples, else None."""
     if isinstance(targets, torch.Tensor):
         targets = targets.tolist()
     if isinstance(targets, list) and len(targets) == num_samples and all(map(_is_class, targets)):
@@ -341,15 +348,42 @@ def source_of(
         ConfigError: The data set is not map-style.
         DataError: It is empty, or a file cannot be read.
     """
+    files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
+    return files or ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
+
+
+def file_source_of(
+    dataset: Any,
+    encode: Callable[[Any], bytes] | None,
+    decode: Callable[[Any], Any] | None,
+    *,
+    skips_missing: bool = False,
+) -> FileSource | None:
+    """Returns the source of an ImageFolder-like data set; None for any other map-style one. Raises as `source_of`."""
+    decode_file = _file_decoder(dataset, encode, decode)
+    if decode_file is None:
+        return None
+    if type(dataset) is RemoteImageFolder:
+        return FileSource(dataset.samples, decode_file, dataset.entries, dataset.origin.options)
+    return FileSource(dataset.samples, decode_file, skips_missing=skips_missing)
+
+
+def has_sample_files(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> bool:
+    """Returns whether `ShadeDataset` reads the data set's files itself, and so runs its transform, too. Raises as
+    `source_of`."""
+    return _file_decoder(dataset, encode, decode) is not None
+
+
+def _file_decoder(
+    dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None
+) -> Callable[[bytes], Any] | None:
     _check_map_style(dataset)
     samples = getattr(dataset, "samples", None)
     if type(dataset) is RemoteImageFolder and encode is None:
-        return FileSource(dataset.samples, decode or decode_rgb, dataset.entries, dataset.origin.options)
+        return decode or decode_rgb
     if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
-        decode_file = decode_rgb if decode is None and _reads_plain_images(dataset) else decode
-        if decode_file is not None:
-            return FileSource(samples, decode_file, skips_missing=skips_missing)
-    return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
+        return decode_rgb if decode is None and _reads_plain_images(dataset) else decode
+    return None
 
 
 def _check_map_style(dataset: Any) -> None:
@@ -385,114 +419,6 @@ def _pil_backend() -> bool:
     import torchvision
 
     return bool(torchvision.get_image_backend() == "PIL")
-
-
-def _has_fingerprint(dataset: Any) -> bool:
-    """Returns whether a data set names its own content, as those of Hugging Face do."""
-    return isinstance(getattr(dataset, "_fingerprint", None), str)
-
-
-class ContentDigest:
-    """Digests what a data set holds in memory, and sizes and times of the files that it names; reads no item.
-
-    It follows attributes through wrappers (`Subset`, `ConcatDataset`, one's own). Of numbers and strings it takes those
-    in lists, dicts, arrays and tables alone: an attribute like ``rank`` differs where the content does not.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._digest = xxhash.xxh3_64()
-        self._seen: dict[int, Any] = {}
-        self._add(dataset, [""])
-
-    def hexdigest(self) -> str:
-        """Returns the digest."""
-        return self._digest.hexdigest()
-
-    def _update(self, text: str) -> None:
-        self._digest.update(text.encode(errors="surrogateescape"))
-
-    def _add(self, value: Any, folders: list[str]) -> None:
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value  # holds it, because an id may be used again
-        opened = getattr(value, "filename", None)  # of h5py, zipfile, numpy.memmap
-        if _has_fingerprint(value):
-            self._update(value._fingerprint)
-        elif isinstance(opened, (str, os.PathLike)) and os.path.isfile(opened):
-            self._update(str(_size_and_time(os.fspath(opened), skips_missing=True)))
-        elif isinstance(value, torch.Tensor):
-            if item_codec.is_dense(value) and not value.is_quantized:
-                self._update(f"{value.dtype} {tuple(value.shape)}")
-                self._digest.update(item_codec.element_bytes(value).data)
-        elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-            self._update(f"{value.dtype} {value.shape}")
-            self._digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        elif isinstance(value, (list, tuple, dict)):
-            self._add_container(value, folders)
-        elif hasattr(value, "to_numpy"):  # a table of pandas or polars
-            self._add(np.asarray(value.to_numpy()).tolist(), folders)
-        elif isinstance(value, np.ndarray):
-            self._add(value.tolist(), folders)
-        elif hasattr(type(value), "__getitem__") and hasattr(value, "__dict__"):
-            self._add_attributes(vars(value))
-
-    def _add_container(self, value: Any, folders: list[str]) -> None:
-        parts = list(value.items()) if isinstance(value, dict) else list(value)
-        try:
-            self._digest.update(marshal.dumps(parts, 0))  # version 0 holds no reference counts
-        except ValueError:
-            for part in parts:
-                self._update(str(part) if isinstance(part, (str, int, float, os.PathLike)) else ":")
-                self._add(part, folders)
-        self._add_files(parts, folders)
-
-    def _add_attributes(self, attributes: dict[str, Any]) -> None:
-        paths = [str(value) for value in attributes.values() if isinstance(value, (str, os.PathLike))]
-        self._add_files(paths, [""])
-        folders = ["", *(path for path in paths if os.path.isdir(path))]
-        for name, value in sorted(attributes.items()):
-            self._update(name)
-            self._add(value, folders)
-
-    def _add_files(self, parts: list[Any], folders: list[str]) -> None:
-        """Adds the files that a list of paths, or of tuples with a path in one place, names."""
-        first = parts[0] if parts else None
-        for place in range(len(first) if isinstance(first, (list, tuple)) else 1):
-            rows = [part[place : place + 1] if isinstance(part, (list, tuple)) else (part,) for part in parts]
-            names = [row[0] for row in rows if row and isinstance(row[0], (str, os.PathLike))]
-            for folder in folders if names else ():
-                if any(os.path.isfile(os.path.join(folder, name)) for name in names[:_PROBES]):
-                    paths = [os.path.join(folder, name) for name in names]
-                    with ThreadPoolExecutor(_STAT_THREADS) as pool:
-                        stats = pool.map(partial(_size_and_time, skips_missing=True), paths, chunksize=256)
-                    self._digest.update(np.array(list(stats), dtype=np.int64).tobytes())
-                    break
-
-
-def innermost_transform(dataset: Any) -> Any:
-    """Returns the transform of a data set, or of the data set inside it (`Subset`, nested); None if there is none."""
-    while dataset is not None:
-        found = getattr(dataset, "transform", None)
-        hf_format = getattr(dataset, "format", None)  # of Hugging Face: set_transform makes it "custom"
-        if found is None and isinstance(hf_format, dict) and hf_format.get("type") == "custom":
-            found = hf_format
-        if found is not None:
-            return found
-        dataset = getattr(dataset, "dataset", None)
-    return None
-
-
-def fingerprints_in(dataset: Any) -> list[str]:
-    """Returns the fingerprints of the Hugging Face data sets in a data set; setting a format in place changes them."""
-    fingerprints, inside = list[str](), [dataset]
-    while inside:
-        found = inside.pop()
-        if _has_fingerprint(found):
-            fingerprints.append(found._fingerprint)
-        else:
-            inner = getattr(found, "datasets", None) or [getattr(found, "dataset", None)]
-            inside += [each for each in inner if each is not None] if isinstance(inner, (list, tuple)) else []
-    return fingerprints
 
 
 class RemoteImageFolder:

@@ -1,9 +1,12 @@
-"""The cached format: samples are in the cache as the origin's files, or decoded. Predicts which of the two is faster.
+"""The cached format: samples are in the cache as the origin's files, decoded, or after some steps of the transforms.
+
+Predicts which is fastest.
 
 With decoded pictures a hit costs no decoding, but takes about five times the space, so there are fewer hits. Which is
 better depends on the costs of reading the origin and of decoding, and on the space; all are measured on a few files
-when the data set is made. Two things run side by side, reading what is not in the cache and the processors' work, and
-the slower one decides. That is Seneca's model of a loader (Kim et al., "Seneca", FAST 2026), for one cache and two
+when the data set is made. The same holds for the result of any step that is not random: it saves the steps before it,
+and has a size of its own. Two things run side by side, reading what is not in the cache and the processors' work, and
+the slower one decides. That is Seneca's model of a loader (Kim et al., "Seneca", FAST 2026), for one cache and several
 formats.
 
 ``"decoded"`` keeps the whole picture as uint8, because a random crop may be anywhere in it. ``max_side`` makes it
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +86,18 @@ class FormatCosts:
 
 
 @dataclass(frozen=True)
+class PrefixCosts:
+    """Costs of a prefix, the first steps of the transforms, in seconds and bytes a sample."""
+
+    name: str
+    """The cached format that keeps its results."""
+    seconds: float
+    """To process a decoded sample, on one core."""
+    stored_bytes: float
+    """Of its result, in the store."""
+
+
+@dataclass(frozen=True)
 class FormatForecast:
     """The prediction when the format was chosen."""
 
@@ -95,20 +111,26 @@ class FormatForecast:
     """Cores that share the work."""
 
     @property
+    def rival(self) -> str:
+        """Returns the format that is predicted to be the fastest, of those that are not the files as they are."""
+        return min((name for name in self.seconds if name != "encoded"), key=self.seconds.__getitem__)
+
+    @property
     def gain(self) -> float:
-        """Returns how many times faster the decoded format is predicted to be; below 1: slower."""
-        return self.seconds["encoded"] / self.seconds["decoded"]
+        """Returns how many times faster than the files as they are the best other format is predicted to be; below 1:
+        slower."""
+        return self.seconds["encoded"] / self.seconds[self.rival]
 
     @property
     def reason(self) -> str:
         """Returns why ``auto`` chose as it did, in a few words."""
-        needed = "" if self.cached_format == "decoded" else f", {LEAST_GAIN} × is asked for"
-        return f"decoded is predicted to load {self.gain:.2g} × as fast as encoded{needed}"
+        needed = f", {LEAST_GAIN} × is asked for" if self.cached_format == "encoded" else ""
+        return f"{self.rival} is predicted to load {self.gain:.2g} × as fast as encoded{needed}"
 
     def __str__(self) -> str:
         rates = "; ".join(
-            f"{name}: {1 / self.seconds[name]:,.0f} samples/s at {self.hit_ratios[name]:.1%} hits"
-            for name in ("encoded", "decoded")
+            f"{name}: {1 / seconds:,.0f} samples/s at {self.hit_ratios[name]:.1%} hits"
+            for name, seconds in self.seconds.items()
         )
         return f"{self.reason} ({rates})"
 
@@ -127,31 +149,42 @@ class FormatForecast:
 
 
 def forecast(
-    costs: FormatCosts, num_samples: int, capacity_bytes: float, num_cores: int | None = None
+    costs: FormatCosts,
+    num_samples: int,
+    capacity_bytes: float,
+    num_cores: int | None = None,
+    prefixes: Sequence[PrefixCosts] = (),
 ) -> FormatForecast:
-    """Predicts both formats for N samples; chooses decoded pictures only if that pays by `LEAST_GAIN`.
+    """Predicts each format for N samples; chooses another one than the files only if that pays by `LEAST_GAIN`.
 
-    ``num_cores`` decode; None: as many as this process may use.
+    ``num_cores`` decode; None: as many as this process may use. ``prefixes`` are in order, each longer than the one
+    before; what the longest one does has to be done in every format.
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
-    sizes = {"encoded": costs.encoded_bytes, "decoded": costs.decoded_bytes}
-    hit_ratios = {
-        cached_format: min(1.0, capacity_bytes / (num_samples * size)) for cached_format, size in sizes.items()
-    }
-    seconds = {}
-    for cached_format, size in sizes.items():
-        hits = hit_ratios[cached_format]
-        decoded = 1.0 if cached_format == "encoded" else 1.0 - hits
-        work = (costs.decode_seconds * decoded + COPY_SECONDS * size * hits) / num_cores
-        seconds[cached_format] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
-    pays = seconds["encoded"] >= LEAST_GAIN * seconds["decoded"]
-    return FormatForecast("decoded" if pays else "encoded", seconds, hit_ratios, num_cores)
+    steps = max((prefix.seconds for prefix in prefixes), default=0.0)
+    formats = {
+        "encoded": (costs.encoded_bytes, costs.decode_seconds + steps),
+        "decoded": (costs.decoded_bytes, steps),
+    } | {prefix.name: (prefix.stored_bytes, steps - prefix.seconds) for prefix in prefixes}
+    hit_ratios, seconds = {}, {}
+    for name, (size, hit_seconds) in formats.items():
+        hits = hit_ratios[name] = min(1.0, capacity_bytes / (num_samples * size))
+        at_miss = (costs.decode_seconds + steps) * (1.0 - hits)
+        work = (at_miss + (hit_seconds + COPY_SECONDS * size) * hits) / num_cores
+        seconds[name] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
+    best = min(seconds, key=seconds.__getitem__)
+    pays = seconds["encoded"] >= LEAST_GAIN * seconds[best]
+    return FormatForecast(best if pays else "encoded", seconds, hit_ratios, num_cores)
 
 
-def check_cached_format(cached_format: str, max_side: int | None, *, has_files: bool, has_cache: bool) -> None:
+def check_cached_format(
+    cached_format: str, max_side: int | None, *, has_files: bool, has_cache: bool, has_prefix: bool = False
+) -> None:
     """Refuses a cached format that does not fit the data set, with ConfigError for the argument that does not fit."""
     if cached_format not in CACHED_FORMATS:
         raise ConfigError.of("form 'encoded', 'decoded' or 'auto'", cached_format, "choose one of the three")
+    if cached_format == "decoded" and has_prefix:
+        raise ConfigError.of("form='encoded' or 'auto' with a prefix", cached_format, "its results are cached")
     if cached_format == "decoded" and not has_files:
         raise ConfigError.of(
             "form='encoded' for a data set whose samples are not image files",

@@ -39,6 +39,19 @@ def _seed_of(key: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(np.array(key, dtype=np.int64).tobytes())
 
 
+def generator_states() -> dict[str, bytes]:
+    """Returns the states of the global generators, by the name of whose they are."""
+    state = np.random.get_state()
+    states = {
+        "torch's generator": default_generator.get_state().numpy().tobytes(),
+        "NumPy's generator": repr((state[1].tobytes(), state[2:])).encode(),  # type: ignore[index]
+        "Python's generator": repr(random.getstate()).encode(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["CUDA's generator"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return states
+
+
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Restores the states of torch's, numpy's and Python's global generators afterwards."""

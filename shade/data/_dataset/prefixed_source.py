@@ -1,0 +1,176 @@
+"""PrefixedSource: keeps the results of a `Prefix` in the cache, each with what comes with its sample.
+
+Files are read as `FileSource` reads them, a batch at once; of other data sets items are read one by one, and need not
+be of a kind that a codec knows, because only results are encoded. A file's class is not cached: it is known without.
+
+The sizes of results are not known before they are made, so the largest probed one stands for all, as for items.
+
+Invariant: a sample is what the prefix makes of the data set's item, whether it is cached or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from PIL import Image
+from typing_extensions import override
+
+from shade.cache.entry import FORMAT_ITEM
+from shade.data._dataset import item_codec
+from shade.data._dataset.content import content_digest
+from shade.data._dataset.prefix import Prefix, Step
+from shade.data._dataset.prefix_probe import Probed, probe
+from shade.data._dataset.source import (
+    CountOrigin,
+    FileSource,
+    ItemSource,
+    PreparedSource,
+    class_targets,
+    file_source_of,
+)
+from shade.errors import BadSampleError
+
+
+class PrefixFailedError(Exception):
+    """Carries what a prefix raised from where samples are read to where they are decoded."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class PrefixedSource(ItemSource, PreparedSource):
+    """Samples that have passed a prefix.
+
+    ``files`` reads the samples of a data set of files; without it they are the data set's items. ``probed`` is what
+    the prefix's probe found, if it was probed. Raises ConfigError for a prefix that is random or has no stable name.
+    """
+
+    cached_format = FORMAT_ITEM
+    has_pictures = is_random = False
+    prepares_all = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        files: FileSource | None,
+        prefix: Prefix,
+        encode: Callable[[Any], bytes],
+        decode_item: Callable[[Any], Any],
+        version: str | None,
+        probed: Probed | None = None,
+    ) -> None:
+        self._dataset, self._files, self._prefix = dataset, files, prefix
+        self._encode, self._decode_item = encode, decode_item
+        num_samples = len(dataset) if files is None else len(files.payload_bytes_N)
+        # Before the first read, after which a data set may hold other things in memory.
+        content = content_digest(dataset, version) if files is None else files.fingerprint
+        self.num_probes = self.probe_bytes = 0
+        probed = probed or probe(prefix, self._probed_item, self._encoded, num_samples, version)
+        self.fingerprint = xxhash.xxh3_64_hexdigest(f"{content} {probed.fingerprint}".encode())
+        self.payload_bytes_N = np.full(num_samples, max(map(len, probed.payloads)), dtype=np.int64)
+        self.compares_hits = version is None
+        targets = getattr(dataset, "targets", None)
+        self.target_N = class_targets(targets, num_samples) if files is None else files.target_N
+
+    def _probed_item(self, index: int) -> tuple[Any, ...]:
+        (item,) = self.read_many([index], self._count_probe)
+        if isinstance(item, Exception):
+            raise item
+        return item  # type: ignore[no-any-return]
+
+    def _count_probe(self, num_reads: int, num_bytes: int) -> None:
+        self.num_probes += num_reads
+        self.probe_bytes += num_bytes
+
+    @override
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        return () if self._files is None else self._files.rest_of(index)
+
+    @override
+    def name_of(self, index: int) -> str:
+        return super().name_of(index) if self._files is None else self._files.name_of(index)
+
+    @override
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        """Reads items before the prefix, as tuples; `prepared` passes and encodes them."""
+        if self._files is not None:
+            return [*map(self._decoded, indices, self._files.read_many(indices, count))]
+        items = [self._item(index) for index in indices]
+        read = [item for item in items if not isinstance(item, Exception)]
+        count(len(read), sum(map(_num_bytes, read)))
+        return items
+
+    def _decoded(self, index: int, payload: Any) -> Any:
+        assert self._files is not None
+        try:
+            return self._files.decode(index, payload)[:1]
+        except BadSampleError as error:
+            return error
+
+    def _item(self, index: int) -> Any:
+        try:
+            item = self._dataset[index]
+        except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
+            return error
+        self._check_item(index, item)
+        return item if isinstance(item, tuple) else (item,)
+
+    @override
+    def prepared(self, index: int, payload: Any) -> Any:
+        if isinstance(payload, Exception):
+            return payload
+        try:
+            result = self._prefix(payload[0])
+        except Exception as error:  # noqa: BLE001 - the user's code; `decode` raises it, with the sample's name
+            return PrefixFailedError(error)
+        return self._encoded(index, (result, *payload[1:]))
+
+    @override
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        if isinstance(payload, tuple):
+            payload = self.prepared(index, payload)
+        if isinstance(payload, PrefixFailedError):
+            if hasattr(payload.error, "add_note"):  # Python 3.11
+                payload.error.add_note(f"while {self._prefix} processed {self.name_of(index)}")
+            raise payload.error
+        if isinstance(payload, BadSampleError):
+            raise payload
+        return *super().decode(index, payload), *self.rest_of(index)
+
+    @override
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+
+def _num_bytes(value: Any) -> int:
+    """Returns about how many bytes a value holds."""
+    if isinstance(value, (tuple, list)):
+        return sum(map(_num_bytes, value))
+    if isinstance(value, dict):
+        return sum(map(_num_bytes, value.values()))
+    if isinstance(value, Image.Image):
+        return value.width * value.height * len(value.getbands())
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return int(getattr(value, "nbytes", 8))
+
+
+def prefixed_source_of(
+    dataset: Any,
+    prefix: Sequence[Step],
+    encode: Callable[[Any], bytes] | None,
+    decode: Callable[[Any], Any] | None,
+    *,
+    version: str | None,
+    skips_missing: bool,
+) -> PrefixedSource:
+    """Returns the source that caches what a prefix makes of a data set's samples; arguments and errors as
+    `shade.data._dataset.source.source_of`, and as `PrefixedSource`."""
+    files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
+    decode_item = item_codec.decode if files is not None or decode is None else decode
+    return PrefixedSource(dataset, files, Prefix(prefix), encode or item_codec.encode, decode_item, version)

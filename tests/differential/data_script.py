@@ -175,6 +175,8 @@ def made_possible(script: Script) -> Script:
         # Without a ShadeSampler or workers, what is random follows generators that the script would have to restore.
         draws &= not (script.is_ours or (script.loader == "ShadeLoader" and script.workers > 0 and keeps_place))
         draws |= script.kind == "noise inside"
+        # Without a cache the data set applies its own transform, as anywhere.
+        draws |= script.transform == "noise" and script.place == "own" and script.store == "none"
         # Passes that overlap share the sampler's epoch: what the outer one draws depends on how far the inner one is.
         draws |= script.transform in ("noise", "fused noise") and script.walk in ("nested", "zip", "peek")
         if not can_resume or script.around or script.changed or draws:

@@ -70,6 +70,9 @@ class Store(ABC):
     shared: bool
     """True when other processes that open the same URL see the same bytes."""
 
+    medium: str = "memory"
+    """``disk`` for a folder of this machine's disk, which other machines do not reach."""
+
     _closed = False
 
     @abstractmethod

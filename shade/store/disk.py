@@ -44,6 +44,7 @@ import xxhash
 from typing_extensions import override
 
 from shade.errors import ConfigError, StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
+from shade.process import this_machine
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
@@ -525,6 +526,12 @@ class DiskStore(Store):
     def placement(self) -> list[str]:
         self._check_open()
         return [placement_tags()[0]]
+
+    @override
+    def identity(self) -> str:
+        with self._using(writes=False):
+            place = os.stat(self._folder)
+        return f"{this_machine()}:{place.st_dev}:{place.st_ino}"
 
     @override
     def stats(self) -> StoreStats:

@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
@@ -35,7 +36,10 @@ from shade.store.base import Store
 logger = logging.getLogger("shade.data")
 
 _NOT_IMAGES = "samples are not image files"
-_STATS = ("samples", "hits", "misses", "origin_reads", "origin_bytes", "cache_bytes", "store_errors", "bad_samples")
+_STATS = (
+    *("samples", "hits", "misses", "disk_hits", "origin_reads", "origin_bytes", "cache_bytes", "store_errors"),
+    *("disk_errors", "bad_samples"),
+)
 
 
 class ShadeDataset(Dataset[Any]):
@@ -43,7 +47,10 @@ class ShadeDataset(Dataset[Any]):
 
     Args:
         dataset: ImageFolder-like data sets are cached as their files' bytes; any other as its encoded items.
-        cache: Store URL, an open `Store`, or None for no cache at all.
+        cache: Store URL, an open `Store`, or None for no cache at all (or none but ``disk``).
+        disk: A folder of this machine's disk and the bytes that may lie there, such as
+            ``"/nvme/shade?capacity=500GiB"``. It is asked before the origin, survives the job, and may be used by
+            several jobs at once. None: no disk.
         working_set_fraction: Capacity as a fraction of the data set's bytes in the store, in (0, 1]. A ``capacity``
             in the URL (``?capacity=8GiB``) takes precedence.
         policy: Cache policy by name; None lets the sampler choose the one that suits its mode.
@@ -76,6 +83,7 @@ class ShadeDataset(Dataset[Any]):
         dataset: Any,
         cache: str | Store | None = "local://",
         *,
+        disk: str | None = None,
         working_set_fraction: float = WORKING_SET_FRACTION,
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -100,6 +108,9 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         _check_not_wrapped(dataset)
+        below = None if disk is None else _disk_url(disk)
+        if cache is None and below is not None:
+            cache, below = str(below), None
         self._name = type(dataset).__name__
         skips_bad = on_bad_sample == "skip"
         self._source: SampleSource = source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
@@ -138,6 +149,8 @@ class ShadeDataset(Dataset[Any]):
             capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             try:
                 self.cache = self._open_cache(store, working_set_fraction, capacity_bytes, form, max_side)
+                if below is not None:
+                    self._open_disk(self.cache, below)
             except BaseException:
                 if isinstance(cache, str):
                     store.close()
@@ -177,6 +190,17 @@ class ShadeDataset(Dataset[Any]):
             cache.count_origin(num_probes, probe_bytes)
         return cache
 
+    def _open_disk(self, cache: SampleCache, url: StoreURL) -> None:
+        store, source = open_store(url), self._source
+        try:
+            store.ping()
+            cache.disk = SampleCache(
+                store, source.fingerprint, source.payload_bytes_N, url.capacity_bytes or 0, source.cached_format
+            )
+        except BaseException:
+            store.close()
+            raise
+
     def __repr__(self) -> str:
         """Returns what is cached where, and the hits and misses so far."""
         parts = [self._name, f"num_samples={len(self)}"]
@@ -187,6 +211,7 @@ class ShadeDataset(Dataset[Any]):
         parts += [
             f"store={self.cache.store.url!r}",
             f"capacity={self.cache.capacity_bytes / 2**20:.1f} MiB",
+            *([] if self.cache.disk is None else [f"disk={self.cache.disk.store.url!r}"]),
             f"form={self._cached_format!r}{self._why_format}",
             f"policy={policy}",
             f"hits={counts['hits']}",
@@ -198,11 +223,12 @@ class ShadeDataset(Dataset[Any]):
         """Returns what this rank has read so far, over all its worker processes, as numbers that any logger takes.
 
         Returns:
-            ``samples``, ``hits``, ``misses``, ``hit_ratio`` (hits / samples), ``origin_reads``, ``origin_bytes``,
-            ``cache_bytes``, ``store_errors`` and ``bad_samples`` since the data set was made; and each again with
-            the prefix ``epoch_``, since a `ShadeSampler` began the present epoch. Where the cached format was
-            predicted: ``is_decoded``, and ``predicted_gain``, how many times as fast decoded pictures load as encoded
-            ones. Empty without a cache, which counts.
+            ``samples``, ``hits``, ``misses``, ``hit_ratio`` (hits / samples), ``disk_hits`` (hits that were read from
+            the disk), ``origin_reads``, ``origin_bytes``, ``cache_bytes``, ``store_errors``, ``disk_errors`` and
+            ``bad_samples`` since the data set was made; and each again with the prefix ``epoch_``, since a
+            `ShadeSampler` began the present epoch. Where the cached format was predicted: ``is_decoded``, and
+            ``predicted_gain``, how many times as fast decoded pictures load as encoded ones. Empty without a cache,
+            which counts.
         """
         if self.cache is None:
             return {}
@@ -305,6 +331,16 @@ class ShadeDataset(Dataset[Any]):
         self._reader.close()
         if self.cache is not None:
             self.cache.close()
+
+
+def _disk_url(disk: str) -> StoreURL:
+    """Returns the address of a folder that is named by a path or a ``disk://`` URL. Raises ConfigError."""
+    folder, question, options = disk.partition("?")
+    url = StoreURL.parse(disk if "://" in disk else f"disk://{quote(os.path.abspath(folder))}{question}{options}")
+    if url.scheme != "disk" or url.capacity_bytes is None:
+        cure = "write disk='/nvme/shade?capacity=500GiB'"
+        raise ConfigError.of("a folder of a local disk, and the bytes that may lie there", disk, cure)
+    return url
 
 
 def _check_not_wrapped(dataset: Any) -> None:

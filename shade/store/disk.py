@@ -425,14 +425,9 @@ class DiskStore(Store):
 
     def _allocate(self, files: _Files, wanted: int) -> Iterator[tuple[int, int]]:
         """Yields places and their bytes: the smallest gap that is large enough, else the end, else the largest gaps."""
-        ask = files.base.execute
+        ask, end = files.base.execute, self._total(files, "end")
         gap = ask("select place, length from gap where length >= ? order by length limit 1", (wanted,)).fetchone()
-        end = self._total(files, "end")
-        if gap is None and end + wanted <= self._max_bytes:
-            ask("update total set number = ? where name = 'end'", (end + wanted,))
-            yield end, wanted
-            return
-        while wanted:
+        while gap is not None or end + wanted > self._max_bytes:
             gap = gap or ask("select place, length from gap order by length desc limit 1").fetchone()
             if gap is None:
                 raise OSError(errno.ENOSPC, "no gap is left")
@@ -443,6 +438,10 @@ class DiskStore(Store):
                 ask("insert into gap values (?, ?)", (place + taken, length - taken))
             yield place, taken
             wanted -= taken
+            if not wanted:
+                return
+        ask("update total set number = ? where name = 'end'", (end + wanted,))
+        yield end, wanted
 
     def _drop(self, files: _Files, rows: Mapping[str, _Row]) -> None:
         """Deletes rows, and makes gaps of their places."""

@@ -39,6 +39,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
+from urllib.parse import quote
 
 import xxhash
 from typing_extensions import override
@@ -95,6 +96,17 @@ def file_system_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
         if (real + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best):
             best, kind = point, after.split()[0]
     return kind
+
+
+def disk_url(text: str) -> StoreURL:
+    """Returns the address of a folder and its capacity, named as ``/folder?capacity=500GiB`` or as a ``disk://`` URL.
+    Raises ConfigError for all else."""
+    folder, question, options = text.partition("?")
+    url = StoreURL.parse(text if "://" in text else f"disk://{quote(os.path.abspath(folder))}{question}{options}")
+    if url.scheme != "disk" or url.capacity_bytes is None:
+        cure = "write disk='/nvme/shade?capacity=500GiB'"
+        raise ConfigError.of("a folder of a local disk, and the bytes that may lie there", text, cure)
+    return url
 
 
 def _digest(key: str, value: Bytes) -> int:

@@ -16,7 +16,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import quote
 
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
@@ -32,6 +31,7 @@ from shade.errors import ConfigError
 from shade.policy import POLICIES
 from shade.store import StoreURL, open_store
 from shade.store.base import Store
+from shade.store.disk import disk_url
 
 logger = logging.getLogger("shade.data")
 
@@ -108,7 +108,7 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         _check_not_wrapped(dataset)
-        below = None if disk is None else _disk_url(disk)
+        below = None if disk is None else disk_url(disk)
         if cache is None and below is not None:
             cache, below = str(below), None
         self._name = type(dataset).__name__
@@ -331,16 +331,6 @@ class ShadeDataset(Dataset[Any]):
         self._reader.close()
         if self.cache is not None:
             self.cache.close()
-
-
-def _disk_url(disk: str) -> StoreURL:
-    """Returns the address of a folder that is named by a path or a ``disk://`` URL. Raises ConfigError."""
-    folder, question, options = disk.partition("?")
-    url = StoreURL.parse(disk if "://" in disk else f"disk://{quote(os.path.abspath(folder))}{question}{options}")
-    if url.scheme != "disk" or url.capacity_bytes is None:
-        cure = "write disk='/nvme/shade?capacity=500GiB'"
-        raise ConfigError.of("a folder of a local disk, and the bytes that may lie there", disk, cure)
-    return url
 
 
 def _check_not_wrapped(dataset: Any) -> None:

@@ -314,8 +314,8 @@ def test_a_capacity_is_asked_for(folder: Path) -> None:
 
 MOUNTS = r"""
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-30 22 0:40 / /home rw - nfs4 server:/home rw
-31 30 254:1 / /home/me/nvme rw - xfs /dev/nvme0n1 rw
+30 22 0:40 / /srv rw - nfs4 server:/srv rw
+31 30 254:1 / /srv/me/nvme rw - xfs /dev/nvme0n1 rw
 32 22 0:41 / /mnt/a\040b rw - fuse.sshfs host: rw
 33 22 0:42 / /data rw shared:1 - lustre mds@tcp:/fs rw
 34 22 0:43 / /ntfs rw - fuseblk /dev/sdb rw
@@ -326,9 +326,9 @@ MOUNTS = r"""
     ("path", "kind", "refused"),
     [
         ("/tmp/tier", "ext4", False),
-        ("/home/me/tier", "nfs4", True),
-        ("/home/me/nvme/tier", "xfs", False),
-        ("/homes", "ext4", False),
+        ("/srv/me/tier", "nfs4", True),
+        ("/srv/me/nvme/tier", "xfs", False),
+        ("/srv2", "ext4", False),
         ("/mnt/a b/tier", "fuse.sshfs", True),
         ("/data", "lustre", True),
         ("/ntfs/tier", "fuseblk", False),

@@ -1,12 +1,13 @@
 """Keeps bytes in a folder of a local disk. They survive the job: the next one, and jobs beside it, find them there.
 
-Three files, whose names begin with the format version and a generation:
+Files, whose names begin with the format version and a generation:
 
 * ``1-0.entries`` has the values. A value takes whole units of 512 bytes, in one piece if there is a gap or room at the
   end, else in several.
 * ``1-0.index`` is a SQLite database: for each key the length, the checksum and the places of its value (short values
   lie in the row itself), the gaps in ``entries``, and the bytes in use.
-* ``1.users`` is locked (shared) by every process that has the folder open.
+* ``1.users`` is locked (shared) by every process that has the folder open, and ``1.<namespace>.job`` by those that use
+  the entries of one data set. Entries of data sets that no process uses make room for one that needs it.
 
 SQLite does what is hard: several processes, a transaction a batch, and a rollback after a crash at any write. Values
 are not in it, because a value in an overflow chain of pages is written twice and read piece by piece. They are read
@@ -33,6 +34,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
+import logging
 import os
 import sqlite3
 import struct
@@ -45,11 +48,13 @@ import xxhash
 from typing_extensions import override
 
 from shade.errors import ConfigError, StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
-from shade.process import this_machine
+from shade.process import exclusive_lock, file_system_of, this_machine
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
 from shade.types import Bytes
+
+logger = logging.getLogger("shade.store")
 
 FORMAT: Final = 1
 UNIT_BYTES: Final = 512
@@ -60,6 +65,8 @@ _ROW_BYTES: Final = 96
 _LOCK_SECONDS: Final = 10.0
 """Wait for another process's batch to be written; a disk that needs longer is left alone by the circuit breaker."""
 _KEYS_AT_ONCE: Final = 1000
+_JOB: Final = ".job"
+"""End of the names of files that are locked by the processes that use a data set's entries."""
 _PLACE: Final = struct.Struct("<QQ")
 _NETWORK: Final = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs"),
@@ -79,23 +86,6 @@ commit;
 """
 _Row: TypeAlias = "tuple[int, int, bytes, bytes | None]"
 """Length, checksum, places, and the value if it lies in the row."""
-
-
-def file_system_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
-    """Returns the type of the file system that a path is on, as the mount table names it; empty where there is no
-    table."""
-    try:
-        with open(mounts, encoding="utf-8", errors="surrogateescape") as table:
-            lines = table.read().splitlines()
-    except OSError:
-        return ""
-    real, best, kind = os.path.realpath(path), "", ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = before.split()[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
-        if (real + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best):
-            best, kind = point, after.split()[0]
-    return kind
 
 
 def disk_url(text: str) -> StoreURL:
@@ -118,30 +108,32 @@ def _in_units(length: int) -> int:
     return -(-length // UNIT_BYTES) * UNIT_BYTES
 
 
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
 class _Files:
     """One process's open files of one generation. Opening creates them, under the folder's lock."""
 
     def __init__(self, folder: str) -> None:
         self.lock = threading.RLock()
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        self._users = os.open(os.path.join(folder, f"{FORMAT}.users"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._users = _open(os.path.join(folder, f"{FORMAT}.users"))
         self.entries = -1
         self.base: Any = None
         try:
             fcntl.flock(self._users, fcntl.LOCK_SH)
-            with _folder_lock(folder):
+            with exclusive_lock(os.path.join(folder, "lock")):
                 _remove_older_formats(folder)
                 self.generation = max(_generations(folder), default=0)
                 self.stem = os.path.join(folder, f"{FORMAT}-{self.generation}")
-                mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                self.entries = os.open(f"{self.stem}.entries", mode, 0o600)
+                self.entries = _open(f"{self.stem}.entries")
                 owner = os.fstat(self.entries).st_uid
                 if owner != os.geteuid():
                     raise PermissionError(errno.EACCES, f"it belongs to user id {owner}")
-                os.close(os.open(f"{self.stem}.index", mode, 0o600))
-                self.base = sqlite3.connect(
-                    f"{self.stem}.index", timeout=_LOCK_SECONDS, isolation_level=None, check_same_thread=False
-                )
+                index = f"{self.stem}.index"
+                os.close(_open(index))  # for its mode
+                self.base = sqlite3.connect(index, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
                 self.base.execute("pragma journal_mode=wal")
                 self.base.execute("pragma synchronous=normal")
                 self.base.executescript(_SCHEMA)
@@ -163,16 +155,6 @@ class _Files:
                 os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _folder_lock(folder: str) -> Iterator[None]:
-    descriptor = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _generations(folder: str) -> list[int]:
     names = [name.removesuffix(".entries").split("-") for name in os.listdir(folder) if name.endswith(".entries")]
     return [int(name[1]) for name in names if len(name) == 2 and name[0] == str(FORMAT) and name[1].isdecimal()]
@@ -190,11 +172,11 @@ def _remove_older_formats(folder: str) -> None:
         users = os.path.join(folder, f"{number}.users")
         if not os.path.exists(users):
             continue
-        descriptor = os.open(users, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = _open(users)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(folder, f"{number}-")
-            os.unlink(users)
+            _remove(folder, f"{number}.")
         except BlockingIOError:
             pass
         finally:
@@ -232,6 +214,7 @@ class DiskStore(Store):
         self._files_by_process: dict[int, _Files] = {}
         self._opening = threading.Lock()
         self._opener = os.getpid()
+        self._entered: list[int] = []
 
     def __reduce__(self) -> tuple[type[DiskStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
@@ -274,11 +257,10 @@ class DiskStore(Store):
 
     def _give_up(self, generation: int) -> None:
         """Replaces the files of a generation whose index is damaged by empty ones, unless another process has."""
-        with _folder_lock(self._folder):
+        with exclusive_lock(os.path.join(self._folder, "lock")):
             if max(_generations(self._folder), default=0) != generation:
                 return
-            following = os.path.join(self._folder, f"{FORMAT}-{generation + 1}.entries")
-            os.close(os.open(following, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(_open(os.path.join(self._folder, f"{FORMAT}-{generation + 1}.entries")))
             _remove(self._folder, f"{FORMAT}-{generation}.")
 
     @contextlib.contextmanager
@@ -545,6 +527,47 @@ class DiskStore(Store):
         return f"{this_machine()}:{place.st_dev}:{place.st_ino}"
 
     @override
+    def enter(self, namespace: str, wanted_bytes: int) -> None:
+        with self._using(writes=False), exclusive_lock(os.path.join(self._folder, "lock")):
+            own = os.path.join(self._folder, f"{FORMAT}.{namespace}{_JOB}")
+            held = _open(own)
+            fcntl.flock(held, fcntl.LOCK_SH)
+            os.utime(own)
+            self._entered.append(held)
+            others = [os.path.join(self._folder, name) for name in os.listdir(self._folder) if name.endswith(_JOB)]
+            others = sorted((path for path in others if path != own), key=lambda path: os.stat(path).st_mtime)
+        for path in others:
+            if self.stats().used_bytes + wanted_bytes - self._bytes_of(namespace) <= self._max_bytes:
+                return
+            self._remove_unused(path)
+
+    def _bytes_of(self, namespace: str) -> int:
+        lengths = (
+            f"case when value is null then (length + {UNIT_BYTES - 1}) / {UNIT_BYTES} * {UNIT_BYTES} else length end"
+        )
+        asked = (
+            f"select coalesce(sum(2 * length(key) + {_ROW_BYTES} + {lengths}), 0) from entry where key between ? and ?"
+        )
+        with self._using(writes=False) as files, files.lock:
+            ranges = _ranges(namespace)
+            return sum(int(files.base.execute(asked, ends).fetchone()[0]) for ends in ranges)
+
+    def _remove_unused(self, path: str) -> None:
+        """Removes a data set's entries, unless a process uses them."""
+        namespace = os.path.basename(path).removesuffix(_JOB).partition(".")[2]
+        held = _open(path)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for prefix in (f"shade:{namespace}:", f"shade:{namespace}."):
+                while keys := list(itertools.islice(self.scan(prefix), _KEYS_AT_ONCE)):
+                    self.delete_many(keys)
+            logger.info("removed the entries of the data set %s, which no job uses, from %s", namespace, self._folder)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(held)
+
+    @override
     def stats(self) -> StoreStats:
         with self._using(writes=False) as files, files.lock:
             used, entries = self._total(files, "used"), self._total(files, "entries")
@@ -560,10 +583,17 @@ class DiskStore(Store):
     @override
     def close(self) -> None:
         self._closed = True
+        while self._entered:
+            os.close(self._entered.pop())
         files = self._files_by_process.pop(os.getpid(), None)
         if files is not None:
             with files.lock:
                 files.close()
+
+
+def _ranges(namespace: str) -> list[tuple[str, str]]:
+    """Returns the first and the last possible keys of a data set's entries, those in the slots of several jobs too."""
+    return [(f"shade:{namespace}{mark}", f"shade:{namespace}{mark}\U0010ffff") for mark in ":."]
 
 
 def _pieces(places: bytes) -> Iterator[tuple[int, int, int]]:

@@ -166,6 +166,23 @@ def test_a_job_after_a_killed_one_begins_warm(job: Job) -> None:
     assert reads(job) == 0  # the third had read all 20 batches
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_data_set_that_no_job_uses_makes_room(job: Job, tmp_path: Path, is_used: bool) -> None:
+    job = replace(with_share(job, tmp_path, 1.1), url=None, epochs=2)
+    older = replace(job, root=str(make_pictures(tmp_path / "older", NUM_SAMPLES)))
+    train(older)
+    reads(job)
+    user = ShadeDataset(ImageFolder(older.root), cache=None, disk=job.disk) if is_used else None
+    outcome = train(job)
+    if user is not None:
+        user.close()
+    assert outcome.pixels == plain(job).pixels
+    assert reads(job) == outcome.totals["origin_reads"]
+    assert (outcome.totals["origin_reads"] == NUM_SAMPLES) == (not is_used)
+    train(replace(older, epochs=1))
+    assert (reads(job) == 0) == is_used
+
+
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -186,6 +186,7 @@ class ShadeDataset(Dataset[Any]):
         elif cached_format == "auto":
             logger.info("form='auto' chose 'encoded': %s", _NOT_IMAGES)
         cache.capacity_bytes = capacity_bytes
+        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())))
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
         return cache
@@ -194,9 +195,11 @@ class ShadeDataset(Dataset[Any]):
         store, source = open_store(url), self._source
         try:
             store.ping()
+            capacity_bytes = url.capacity_bytes or 0
             cache.disk = SampleCache(
-                store, source.fingerprint, source.payload_bytes_N, url.capacity_bytes or 0, source.cached_format
+                store, source.fingerprint, source.payload_bytes_N, capacity_bytes, source.cached_format
             )
+            store.enter(source.fingerprint, min(capacity_bytes, int(cache.disk.size_bytes_N.sum())))
         except BaseException:
             store.close()
             raise

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from shade.errors import ConfigError, StoreAuthError, StoreFullError, StoreUnavailableError
+from shade.process import file_system_of
 from shade.store import Store, StoreURL, open_store
 from shade.store import disk as disk_module
-from shade.store.disk import DiskStore, file_system_of
+from shade.store.disk import DiskStore
 
 
 def value(key: str, size: int) -> bytes:

@@ -86,6 +86,7 @@ commit;
 """
 _Row: TypeAlias = "tuple[int, int, bytes, bytes | None]"
 """Length, checksum, places, and the value if it lies in the row."""
+_ROW_TYPES: Final = ((int, int, bytes, type(None)), (int, int, bytes, bytes))
 
 
 def disk_url(text: str) -> StoreURL:
@@ -219,8 +220,6 @@ class DiskStore(Store):
     def __reduce__(self) -> tuple[type[DiskStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
 
-    # ── files, transactions and their failures ──────────────────────────────────────────────────────────────────────
-
     def _files(self) -> _Files:
         """Returns this process's files; opens them if they are not open, or were unlinked meanwhile."""
         process = os.getpid()
@@ -242,10 +241,8 @@ class DiskStore(Store):
     def _open(self) -> _Files:
         kind = file_system_of(self._folder)
         if kind.partition(".")[0] in _NETWORK and kind not in _LOCAL_FUSE:
-            cure = "name a folder of a disk in this machine, such as /nvme/shade or /tmp/shade"
-            raise ConfigError.of(
-                "a local disk, whose files no other machine changes", f"{self._folder} on {kind}", cure
-            )
+            got, cure = f"{self._folder} on {kind}", "name a folder of a disk in this machine, such as /nvme/shade"
+            raise ConfigError.of("a local disk, whose files no other machine changes", got, cure)
         for _ in range(3):
             try:
                 return _Files(self._folder)
@@ -290,20 +287,16 @@ class DiskStore(Store):
 
     def _failure(self, error: Exception, files: _Files | None) -> StoreError:
         words = str(error)
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "full" in words:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in words:
             return StoreFullError(f"the disk of {self._folder} has no space left; free some, or lower the capacity")
         if isinstance(error, PermissionError):
-            return StoreAuthError(
-                f"expected the folder {self._folder} to be this user's, got {words}; name a folder of your own"
-            )
+            return StoreAuthError(f"expected this user's folder {self._folder}, got {words}; name a folder of your own")
         is_damage = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
-        if (is_damage or "no such table" in words) and files is not None:
+        if (is_damage or "no such table" in words or "decode" in words) and files is not None:
             with contextlib.suppress(OSError):
                 self._give_up(files.generation)
             return StoreUnavailableError(f"the index in {self._folder} is damaged ({words}); it begins anew, empty")
         return StoreUnavailableError(f"the disk of {self._folder} does not work: {words}")
-
-    # ── entries ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @staticmethod
     def _rows(files: _Files, keys: Sequence[str]) -> dict[str, _Row]:
@@ -313,7 +306,10 @@ class DiskStore(Store):
                 part = tuple(keys[start : start + _KEYS_AT_ONCE])
                 marks = ",".join("?" * len(part))
                 asked = f"select key, length, digest, places, value from entry where key in ({marks})"
-                found |= {key: tuple(row) for key, *row in files.base.execute(asked, part)}
+                for key, *row in files.base.execute(asked, part):
+                    if tuple(map(type, row)) not in _ROW_TYPES:
+                        raise sqlite3.DatabaseError("a row has other columns than were written")
+                    found[key] = tuple(row)
         return found
 
     @staticmethod
@@ -378,9 +374,6 @@ class DiskStore(Store):
         return self._write(items, replaces=False)
 
     def _write(self, items: Mapping[str, Bytes], *, replaces: bool) -> list[bool]:
-        if not items:
-            self._check_open()
-            return []
         try:
             with self._using(writes=True) as files:
                 rows = self._rows(files, list(items))
@@ -464,7 +457,10 @@ class DiskStore(Store):
 
     @staticmethod
     def _total(files: _Files, name: str) -> int:
-        return int(files.base.execute("select number from total where name = ?", (name,)).fetchone()[0])
+        row = files.base.execute("select number from total where name = ?", (name,)).fetchone()
+        if row is None or type(row[0]) is not int:
+            raise sqlite3.DatabaseError(f"the total {name!r} is missing")
+        return int(row[0])
 
     @staticmethod
     def _count(files: _Files, num_entries: int, num_bytes: int) -> None:
@@ -473,9 +469,6 @@ class DiskStore(Store):
 
     @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
-        if not keys:
-            self._check_open()
-            return []
         with self._using(writes=True) as files:
             rows = self._rows(files, keys)
             self._drop(files, rows)

@@ -346,11 +346,12 @@ class SampleCache:
         """
         if self.disk is not None:
             return fetch_through(self._fetch, self.disk._fetch, self.ledger, self.disk.ledger, indices, read_origin)
-        payloads, hits = self._fetch.many(indices, read_origin)
+        before = self.ledger["cache_reads"], self.ledger["cache_bytes"]
+        outcome = self._fetch.many(indices, read_origin)
         if self.store.medium == "disk":
-            sizes = [len(payload) for payload, hit in zip(payloads, hits, strict=True) if hit]
-            self.ledger.add(disk_hits=len(sizes), disk_bytes=sum(sizes))
-        return payloads, hits
+            now = self.ledger["cache_reads"], self.ledger["cache_bytes"]
+            self.ledger.add(disk_hits=now[0] - before[0], disk_bytes=now[1] - before[1])
+        return outcome
 
     def will_keep(self, indices: Sequence[int]) -> Bools:
         """Returns (B,) whether memory or the disk may take in a sample that is read from the origin now."""

@@ -11,13 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from shade import ShadeDataset
+from shade import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.config import ACCESS_LOG
 from shade.errors import ConfigError, StoreUnavailableError
 from shade.store import disk as disk_module
-from tests.support.data_plane import CountingOrigin, Job, Outcome, global_steps, make_pictures, train, train_ranks
+from tests.support.data_plane import (
+    CountingOrigin,
+    Job,
+    Outcome,
+    global_steps,
+    make_pictures,
+    train,
+    train_ranks,
+)
 
 NUM_SAMPLES = 320
 
@@ -89,6 +99,26 @@ def test_the_second_job_reads_nothing(job: Job, url: str | None) -> None:
     assert outcome.totals["hits"] == 3 * NUM_SAMPLES
     assert outcome.totals["disk_hits"] >= 2 * NUM_SAMPLES * (1.0 if url is None else 0.8)
     assert outcome.pixels == plain(replace(job, epochs=3, seed=5)).pixels
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+@pytest.mark.parametrize("url", ["memory://", None])
+def test_threads_read_either_format_from_the_disk(job: Job, url: str | None, form: str) -> None:
+    view = transforms.Compose([transforms.Resize(8), transforms.CenterCrop(8), transforms.ToTensor()])
+    plain_dataset = ShadeDataset(ImageFolder(job.root), cache=None, transform=view)
+    for _ in range(2):  # the second job finds all of it
+        dataset = ShadeDataset(ImageFolder(job.root), cache=url, disk=job.disk, transform=view, form=form)
+        sampler = ShadeSampler(dataset, batch_size=16, mode="uniform")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for pixels, _, indices in ShadeLoader(dataset, batch_size=16, sampler=sampler, num_workers=2):
+                for picture, index in zip(pixels, indices.tolist(), strict=True):
+                    assert torch.equal(picture, plain_dataset[index][0])
+        stats = dataset.stats()
+        sampler.close()
+        dataset.close()
+    assert stats["hits"] == 2 * NUM_SAMPLES
+    assert stats["disk_hits"] >= 1.7 * NUM_SAMPLES
 
 
 @pytest.mark.multiprocess

@@ -10,13 +10,14 @@ flushers in a session of their own, so neither a parent's end nor a terminal's e
 content is written beside the file and renamed. The name beside is a new one each time, so that two processes may write
 the same file; it begins with a dot and ends in ``.new``. Only a process that is killed leaves it. After a power cut a
 renamed file may be empty, unless its content was synced before. A sync takes milliseconds, so only files that something
-relies on later are synced.
+relies on later are synced. A file's lock is the kernel's: it ends with the process that holds it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -163,3 +164,31 @@ def _sync(path: Path) -> None:
         return sync_directory(path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def file_system_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
+    """Returns the type of the file system that a path is on, as the mount table names it; empty where there is no
+    table."""
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as table:
+            lines = table.read().splitlines()
+    except OSError:
+        return ""
+    real, best, kind = os.path.realpath(path), "", ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
+        if (real + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best):
+            best, kind = point, after.split()[0]
+    return kind
+
+
+@contextmanager
+def exclusive_lock(path: str) -> Iterator[None]:
+    """Holds the lock of a file, which is made, against all other processes; waits for it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -167,6 +167,11 @@ def _local(folder: Path, certificates: Path) -> Place:
     return Place("local", "local://?capacity=64MiB")
 
 
+def _disk(folder: Path, certificates: Path) -> Place:
+    del certificates
+    return Place("disk", f"disk://{folder}/cache?capacity=64MiB")
+
+
 def _unix(folder: Path, certificates: Path) -> Place:
     del certificates
     server = LocalServer(directory=folder, password=PASSWORD)
@@ -235,6 +240,7 @@ def _tls_cluster(folder: Path, certificates: Path) -> Place:
 BUILDERS: dict[str, Callable[[Path, Path], Place]] = {
     "memory": _memory,
     "local": _local,
+    "disk": _disk,
     "unix": _unix,
     "redis": _redis,
     "rediss": _rediss,

@@ -71,6 +71,8 @@ class Breaker:
         self._clock = clock
         self._background = background
         self._thread: threading.Thread | None = None
+        self.name = "the cache"
+        """What its log lines call the store."""
         self._is_probing = False
         self._batch = 1
 
@@ -148,7 +150,7 @@ class Breaker:
             self._residency.backoff_seconds = 0.0
             if self._residency.logged_by > NOT_LOGGED:
                 self._residency.logged_by = LOGGED_RECOVERY
-                logger.warning("the cache answers again and is back in use")
+                logger.warning("%s answers again and is back in use", self.name)
 
     def store_failed(self, error: Exception) -> None:
         """Records a round that failed."""
@@ -171,7 +173,8 @@ class Breaker:
         residency.trips += 1
         if self._is_first_to_log():
             logger.warning(
-                "the cache is out of use (%s); training reads the origin, the cache is tried again after %.0f s",
+                "%s is out of use (%s); training reads the origin, the cache is tried again after %.0f s",
+                self.name,
                 reason,
                 residency.backoff_seconds,
             )

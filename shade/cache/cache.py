@@ -16,6 +16,7 @@ Legend: B batch · G global batch · N data set.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +27,10 @@ import numpy.typing as npt
 from shade.cache.admission import COUNTER, Admission, SharedCounter
 from shade.cache.breaker import Breaker
 from shade.cache.entry import HEADER_BYTES
-from shade.cache.fetch import Fetch, ReadOrigin
+from shade.cache.fetch import Fetch, ReadOrigin, fetch_through
 from shade.cache.job_registry import EntryNames
 from shade.cache.ledger import Ledger
-from shade.cache.residency_map import ResidencyMap
+from shade.cache.residency_map import STAY, ResidencyMap
 from shade.errors import StoreError, StoreUnavailableError
 from shade.policy.base import EMPTY, CachePolicy, EpochPlan, Verdict
 from shade.store.base import Store
@@ -48,6 +49,7 @@ class SampleCache:
         payload_bytes_N: int64 (N,), the length of each sample's payload, estimated if it is not known.
         capacity_bytes: What the entries of this data set may occupy in the store, allocator rounding included.
         cached_format: How payloads are encoded, a constant of `shade.cache.entry`.
+        disk: The cache of the same data set on this node's disk, asked before the origin.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class SampleCache:
         payload_bytes_N: npt.NDArray[np.int64],
         capacity_bytes: int,
         cached_format: int,
+        disk: SampleCache | None = None,
     ) -> None:
-        self.store = store
+        self.store, self.disk = store, disk
         self.keys = SampleKeys(namespace)
         """Keys of slot 0, which a job uses that is alone."""
         self.residency = ResidencyMap(len(payload_bytes_N))
@@ -80,12 +83,15 @@ class SampleCache:
         self._pid, self._worker = os.getpid(), worker
         self.ledger: Ledger = self.residency.ledger(worker)
         self._breaker = Breaker(self.residency, self._probe_store)
+        if self.store.medium == "disk":
+            self._breaker.name = f"the disk tier {self.store.url}"
         self._admission: Admission | None = None
         self._fetcher: Fetch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "store",
+            "disk",
             "_capacity_bytes",
             "_allowed_bytes",
             "_quota_bytes",
@@ -108,6 +114,16 @@ class SampleCache:
         """
         if self._pid != os.getpid() or self._worker != worker:
             self._per_process(worker)
+        if self.disk is not None:
+            self.disk.enter_worker(worker)
+
+    def for_thread(self, number: int) -> SampleCache:
+        """Returns the same cache with counters and departures of its own, for one thread of a loader."""
+        other = copy.copy(self)
+        if other.disk is not None:
+            other.disk = copy.copy(other.disk)
+        other.enter_worker(number)
+        return other
 
     @property
     def size_bytes_N(self) -> npt.NDArray[np.int64]:
@@ -328,7 +344,22 @@ class SampleCache:
         Returns:
             Payloads in order (an exception object if the origin could not read one), and for each whether it was a hit.
         """
-        return self._fetch.many(indices, read_origin)
+        if self.disk is not None:
+            return fetch_through(self._fetch, self.disk._fetch, self.ledger, self.disk.ledger, indices, read_origin)
+        before = self.ledger["cache_reads"], self.ledger["cache_bytes"]
+        outcome = self._fetch.many(indices, read_origin)
+        if self.store.medium == "disk":
+            now = self.ledger["cache_reads"], self.ledger["cache_bytes"]
+            self.ledger.add(disk_hits=now[0] - before[0], disk_bytes=now[1] - before[1])
+        return outcome
+
+    def will_keep(self, indices: Sequence[int]) -> Bools:
+        """Returns (B,) whether memory or the disk may take in a sample that is read from the origin now."""
+        tiers = (self,) if self.disk is None else (self, self.disk)
+        kept_B = np.zeros(len(indices), dtype=bool)
+        for residency in (tier.residency for tier in tiers):
+            kept_B |= (residency.flag_N[list(indices)] & STAY > 0) if residency.planned else True
+        return kept_B
 
     def count_origin(self, num_reads: int, num_bytes: int) -> None:
         """Counts reads of the origin and their bytes; each reader of the origin calls it."""
@@ -342,3 +373,5 @@ class SampleCache:
         """Closes the store. Safe to call twice."""
         self._breaker.close()
         self.store.close()
+        if self.disk is not None:
+            self.disk.close()

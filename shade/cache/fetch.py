@@ -6,6 +6,9 @@ and what leaves; a store that fails makes a batch slower and nothing else.
 
 This job repairs or removes damaged entries of its own; a damaged entry of another job is a plain miss.
 
+With a disk below memory, what one `Fetch` calls the origin is another one: `fetch_through`. What memory has, the disk's
+`Fetch.offer` writes or removes as the disk's own plan says.
+
 Legend: B batch.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +124,31 @@ class Fetch:
             first.discard(index)
         return [payloads[index] for index in indices], hits
 
+    def offer(self, payloads: Mapping[int, Any]) -> None:
+        """Writes what a faster tier had of this batch, and removes what leaves here, as planned. While other jobs use
+        this tier, nothing is written that it does not ask for itself."""
+        residency = self._residency
+        self._ledger.add(samples=len(payloads))
+        if not residency.planned or not payloads:
+            return
+        index_B = np.fromiter(payloads, dtype=np.int64, count=len(payloads))
+        flag_B = residency.flag_N[index_B]
+        here_B = residency.held_N[index_B] > 0 if residency.is_shared else (flag_B & LOOK) > 0
+        arriving_B = (flag_B & STAY > 0) & ~here_B & (not residency.is_shared)
+        fresh = {index: payloads[index] for index in index_B[arriving_B].tolist()}
+        self._admission.catch_up()
+        self._admission.owe(index_B[here_B & (flag_B & STAY == 0)].tolist())
+        if not fresh and not self._admission.is_unfinished:
+            return
+        if not self._breaker.allows():
+            self._admission.decline(len(fresh))
+            return
+        begun, waited_seconds = time.perf_counter(), self._admission.waited_seconds
+        num_written = self._settle([], {}, fresh)
+        if num_written is not None:
+            waited_seconds -= self._admission.waited_seconds
+            self._breaker.store_took(time.perf_counter() - begun + waited_seconds, num_written)
+
     def _elsewhere(self, unique_B: Indices, flag_B: Any) -> list[int]:
         """Returns what to look for in other jobs' slots: everything while jobs share, else what the own plan does not
         hold."""
@@ -195,3 +223,36 @@ class Fetch:
         """Counts a round that the store did not answer, and opens the breaker."""
         self._ledger.add(store_errors=1)
         self._breaker.store_failed(error)
+
+
+def fetch_through(
+    memory: Fetch, disk: Fetch, ledger: Ledger, below: Ledger, indices: Sequence[int], read_origin: ReadOrigin
+) -> tuple[list[Any], list[bool]]:
+    """Fetches a batch from memory, then from the disk, then from the origin. ``ledger`` is memory's and counts all;
+    ``below`` is the disk's own."""
+    from_disk: dict[int, int] = {}
+    before = {name: below[name] for name in ("origin_nanoseconds", "store_errors")}
+
+    def read_below(absent: list[int]) -> list[Any]:
+        begun = time.perf_counter_ns()
+        payloads, hits = disk.many(absent, read_origin)
+        here = time.perf_counter_ns() - begun - (below["origin_nanoseconds"] - before["origin_nanoseconds"])
+        from_disk.update(
+            {index: len(payload) for index, payload, hit in zip(absent, payloads, hits, strict=True) if hit}
+        )
+        ledger.add(
+            hits=len(from_disk),
+            misses=-len(from_disk),
+            disk_hits=len(from_disk),
+            disk_bytes=sum(from_disk.values()),
+            cache_nanoseconds=here,
+            origin_nanoseconds=-here,
+        )
+        return payloads
+
+    payloads, hits = memory.many(indices, read_below)
+    had = {index: payload for index, payload, hit in zip(indices, payloads, hits, strict=True) if hit}
+    absent = {index for index, hit in zip(indices, hits, strict=True) if not hit}
+    disk.offer({index: payload for index, payload in had.items() if index not in absent})
+    ledger.add(disk_errors=below["store_errors"] - before["store_errors"])
+    return payloads, [hit or index in from_disk for index, hit in zip(indices, hits, strict=True)]

@@ -42,6 +42,9 @@ class EpochPlan:
     """The epochs after the next one: only the simulator knows them, and only `offline` policies use them."""
     start: int = 0
     """Accesses of ``order_K`` that are done already, after a resume."""
+    held_above_N: Bools | None = None
+    """(N,) what a faster cache will hold as the epoch ends, so that the next epoch does not need it here; None where
+    there is no such cache, or it does not know."""
 
     @property
     def rest_K(self) -> Indices:
@@ -127,6 +130,10 @@ class CachePolicy(ABC):
         """Takes in what is known of the epoch (or of its rest, after `load_state_dict`); returns who leaves at once."""
         del plan
         return EMPTY
+
+    def resident_at_end(self) -> Bools | None:
+        """Returns (N,) which samples will be resident as the epoch ends; None if the policy does not know."""
+        return None
 
     def access_many(self, index_B: Indices) -> Verdict:
         """Processes one batch of accesses, in order."""

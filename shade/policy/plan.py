@@ -25,6 +25,9 @@ over from after(i)::
    least 64 accesses unless that is more than a quarter. If e+1 uses everything, no sample
    leaves, and this rule does not apply.
 
+Below a faster cache, what that one will hold as e ends (``held_above_N``) is a copy: no use of e+1 needs it here.
+Copies get what room is left after all others, so the two caches hold different samples where room is short.
+
 With mixed sizes the tail stops at the first candidate that is too large; the next pass continues before it, and so on:
 together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
 the same walk over other candidates, in the room that is left.
@@ -85,37 +88,66 @@ class PlanPolicy(CachePolicy):
             return EMPTY
 
         wanted_N, late_N = self._wanted(plan.next_order_K)
+        copy_N = np.zeros(len(resident_N), dtype=bool)
+        if plan.held_above_N is not None and plan.next_order_K is not None:
+            copy_N |= plan.held_above_N
+            wanted_N &= ~copy_N
+            late_N &= ~copy_N
         last_N = np.full(len(resident_N), -1, dtype=np.int32)
         last_N[order_K] = np.arange(num_accesses, dtype=np.int32)
-        useless = np.flatnonzero(resident_N & ~wanted_N & (last_N < 0))
-        arriving, late_resident, late_arriving, unwanted, stranger = (
+        useless, useless_copies = (
+            np.flatnonzero(resident_N & ~wanted_N & (last_N < 0) & group_N) for group_N in (~copy_N, copy_N)
+        )
+        arriving, late_resident, late_arriving, unwanted, stranger, unwanted_copy, stranger_copy = (
             np.sort(last_N[group_N & (last_N >= 0)])
             for group_N in (
                 wanted_N & ~late_N & ~resident_N,
                 late_N & resident_N,
                 late_N & ~resident_N,
-                resident_N & ~wanted_N,
-                ~(resident_N | wanted_N),
+                resident_N & ~wanted_N & ~copy_N,
+                ~(resident_N | wanted_N | copy_N),
+                resident_N & copy_N,
+                ~resident_N & copy_N,
             )
         )
-        del wanted_N, late_N, last_N
+        del wanted_N, late_N, last_N, copy_N
 
         # Bytes free after each access, if every sample that may leave does so and none arrives …
         room_K = np.zeros(num_accesses, dtype=np.int64)
-        for leaving in (late_resident, unwanted):
+        for leaving in (late_resident, unwanted, unwanted_copy):
             room_K[leaving] = size_bytes_N[order_K[leaving]]
             self._change_K[leaving] = -1
         np.cumsum(room_K, out=room_K)
-        room_K += self.capacity_bytes - self.used_bytes + int(size_bytes_N[useless].sum())
+        room_K += self.capacity_bytes - self.used_bytes
+        room_K += int(size_bytes_N[useless].sum()) + int(size_bytes_N[useless_copies].sum())
         # … then given away, to the most useful candidates first.
-        for group, change in ((arriving, 1), (late_resident, 0), (late_arriving, 1), (unwanted, 0)):
-            self._change_K[group[reserve(room_K, group, size_bytes_N[order_K[group]])]] = change
-        useless = useless[~reserve(room_K, np.zeros(len(useless), dtype=np.int32), size_bytes_N[useless])]
-        self._change_K[stranger[reserve(room_K, stranger, size_bytes_N[order_K[stranger]])]] = 1
+        self._give(room_K, ((arriving, 1), (late_resident, 0), (late_arriving, 1), (unwanted, 0)))
+        useless = self._not_kept(room_K, useless)
+        self._give(room_K, ((stranger, 1), (unwanted_copy, 0)))
+        useless = np.concatenate([useless, self._not_kept(room_K, useless_copies)])
+        self._give(room_K, ((stranger_copy, 1),))
 
         resident_N[useless] = False
         self.used_bytes -= int(size_bytes_N[useless].sum())
         return useless
+
+    def _give(self, room_K: Bytes64, groups: Sequence[tuple[npt.NDArray[np.int32], int]]) -> None:
+        """Gives space to groups of candidates, one after the other; a change of 0 lets a resident stay, 1 arrive."""
+        for group, change in groups:
+            chosen = reserve(room_K, group, self.size_bytes_N[self._order_K[group]])
+            self._change_K[group[chosen]] = change
+
+    def _not_kept(self, room_K: Bytes64, samples: Indices) -> Indices:
+        """Returns which of these residents, unused in this epoch, find no space."""
+        return samples[~reserve(room_K, np.zeros(len(samples), dtype=np.int32), self.size_bytes_N[samples])]
+
+    @override
+    def resident_at_end(self) -> Bools:
+        order_K, change_K = self._order_K[self._cursor :], self._change_K[self._cursor :]
+        resident_N = self.resident_N.copy()
+        resident_N[order_K[change_K > 0]] = True
+        resident_N[order_K[change_K < 0]] = False
+        return resident_N
 
     def _wanted(self, next_order_K: Indices | None) -> tuple[Bools, Bools]:
         """Returns (N,) which samples the next epoch uses, and (N,) which of them it first uses close to its end."""

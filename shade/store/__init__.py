@@ -1,7 +1,7 @@
-"""Stores bytes by key, in batches, in this process, a Redis server or a Redis Cluster.
+"""Stores bytes by key, in batches, in this process, a Redis server, a Redis Cluster or a folder of a local disk.
 
 Each module that registers a scheme is imported here. Reading order: `base` (what a store is) → `url` → `keys` → `wire`,
-`link`, `node` (one server) → `redis_commands`, `redis`, `cluster` → `memory`, `server`, `local`. Beside them:
+`link`, `node` (one server) → `redis_commands`, `redis`, `cluster` → `memory`, `disk`, `server`, `local`. Beside them:
 `local_cluster`, `service`, `cluster_bootstrap` and `resharding` run servers, and `origin` and `origin_url` read the
 data set itself.
 """
@@ -14,6 +14,7 @@ from typing import cast
 from shade.errors import ConfigError
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.cluster import ClusterStore
+from shade.store.disk import DiskStore
 from shade.store.keys import SampleKeys
 from shade.store.memory import MemoryStore
 from shade.store.redis import LocalStore, RedisStore
@@ -22,6 +23,7 @@ from shade.store.url import StoreURL
 __all__ = [
     "STORES",
     "ClusterStore",
+    "DiskStore",
     "LocalStore",
     "MemoryStore",
     "NodeStats",
@@ -40,7 +42,8 @@ def open_store(url: str | StoreURL, *, timeout_seconds: float = 0.25) -> Store:
     Args:
         url: ``memory://``, ``local://``, ``unix:///path.sock``, ``redis://[user:password@]host:port/db``, ``rediss://``
             (TLS; ``?ca=…&cert=…&key=…``), ``redis+cluster://[user:password@]host:port,host:port`` or
-            ``rediss+cluster://``; a cluster's ``?sockets=DIR`` holds the unix sockets of nodes on this machine.
+            ``rediss+cluster://``; a cluster's ``?sockets=DIR`` holds the unix sockets of nodes on this machine; or
+            ``disk:///folder?capacity=500GiB``.
         timeout_seconds: Bound of each wait for a server, > 0: a dead server delays a batch by at most this.
 
     Returns:

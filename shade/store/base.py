@@ -75,6 +75,9 @@ class Store(ABC):
     shared: bool
     """True when other processes that open the same URL see the same bytes."""
 
+    medium: str = "memory"
+    """``disk`` for a folder of this machine's disk, which other machines do not reach."""
+
     _closed = False
 
     @abstractmethod
@@ -147,6 +150,15 @@ class Store(ABC):
     def homes(self, keys: Sequence[str]) -> list[str]:
         """Returns the address of the server that holds each key now; all empty where there is just one."""
         return [""] * len(keys)
+
+    def enter(self, namespace: str, wanted_bytes: int) -> None:
+        """Announces that this process uses a data set's entries, which want so many bytes. A store that outlives its
+        jobs removes entries of data sets that no process uses, if they take that room."""
+        del namespace, wanted_bytes
+
+    def identity(self) -> str:
+        """Returns a text that is equal for two stores only if they hold the same bytes, on whatever machines."""
+        return self.url
 
     @abstractmethod
     def stats(self) -> StoreStats:

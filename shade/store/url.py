@@ -60,7 +60,7 @@ class StoreURL:
     addresses: tuple[Address, ...] = ()
     """``(host, port)``; several only for a cluster, none for ``unix``, ``memory`` and ``local``."""
     path: str = ""
-    """Path of the unix socket."""
+    """Path of the unix socket, or of the folder on a disk."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     database: int = 0
@@ -104,6 +104,11 @@ class StoreURL:
             if netloc or path.strip("/"):
                 raise ConfigError.of(f"{scheme}:// and nothing but options", shown, f"write {scheme}://?capacity=8GiB")
             return cls(scheme, options=options)
+        if scheme == "disk":
+            if netloc or not path.strip("/"):
+                cure = "write disk:///nvme/shade?capacity=500GiB, three slashes"
+                raise ConfigError.of("an absolute path of a folder", shown, cure)
+            return cls(scheme, path=os.path.normpath(unquote(path)), options=options)
         username, _, password = (unquote(piece) for piece in login.partition(":"))
         if scheme == "unix":
             if hosts or len(path) < 2:

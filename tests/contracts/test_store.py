@@ -289,7 +289,7 @@ def _nearly_full(place: Place, store: Store) -> Iterator[Store]:
     """The store with room for about 8 MB more, a node."""
     servers = place.servers(store)
     if not servers:
-        with open_store("memory://?capacity=8MB") as small:
+        with open_store(place.url.partition("?")[0] + "?capacity=8MB") as small:
             yield small
         return
     before = [server.ask("CONFIG", "GET", "maxmemory")[1].decode() for server in servers]

@@ -117,6 +117,8 @@ class Job:
     """An image folder; ``{rank}`` in it is filled in."""
     url: str | None
     epochs: int = 4
+    disk: str | None = None
+    """A folder and its capacity; ``{rank}`` in it is filled in."""
     batch_size: int = 16
     workers: int = 0
     context: str | None = None
@@ -178,6 +180,7 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
         dataset = ShadeDataset(
             ImageFolder(job.root.format(rank=rank)),
             cache=job.url,
+            disk=None if job.disk is None else job.disk.format(rank=rank),
             working_set_fraction=job.fraction,
             policy=job.policy,
             transform=to_tensor,

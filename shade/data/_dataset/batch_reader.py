@@ -22,7 +22,6 @@ import torch
 from torch import default_generator
 
 from shade.cache.cache import SampleCache
-from shade.cache.residency_map import STAY
 from shade.data._dataset.content import fingerprints_in, innermost_transform
 from shade.data._dataset.source import PreparedSource, SampleSource
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
@@ -163,8 +162,7 @@ class BatchReader:
         """
         other = copy.copy(self)
         if self._cache is not None:
-            other._cache = copy.copy(self._cache)
-            other._cache.enter_worker(number)
+            other._cache = self._cache.for_thread(number)
         return other
 
     def checked(self, index: int) -> int:
@@ -214,12 +212,11 @@ class BatchReader:
 
     def _read_origin(self, absent: list[int]) -> list[Any]:
         assert self._cache is not None
-        source, residency = self._source, self._cache.residency
+        source = self._source
         payloads = source.read_many(absent, self._cache.count_origin)
         if isinstance(source, PreparedSource):
             begun = time.perf_counter_ns()
-            is_planned = residency.planned and not source.prepares_all
-            stays = residency.flag_N[absent] & STAY if is_planned else [1] * len(absent)
+            stays = [True] * len(absent) if source.prepares_all else self._cache.will_keep(absent).tolist()
             payloads = [
                 source.prepared(index, each) if stay else each
                 for index, each, stay in zip(absent, payloads, stays, strict=True)

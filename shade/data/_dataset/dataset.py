@@ -34,11 +34,15 @@ from shade.errors import ConfigError
 from shade.policy import POLICIES
 from shade.store import StoreURL, open_store
 from shade.store.base import Store
+from shade.store.disk import disk_url
 
 logger = logging.getLogger("shade.data")
 
 _NOT_IMAGES = "samples are not image files"
-_STATS = ("samples", "hits", "misses", "origin_reads", "origin_bytes", "cache_bytes", "store_errors", "bad_samples")
+_STATS = (
+    *("samples", "hits", "misses", "disk_hits", "origin_reads", "origin_bytes", "cache_bytes", "store_errors"),
+    *("disk_errors", "bad_samples"),
+)
 
 
 class ShadeDataset(Dataset[Any]):
@@ -46,7 +50,10 @@ class ShadeDataset(Dataset[Any]):
 
     Args:
         dataset: ImageFolder-like data sets are cached as their files' bytes; any other as its encoded items.
-        cache: Store URL, an open `Store`, or None for no cache at all.
+        cache: Store URL, an open `Store`, or None for no cache at all (or none but ``disk``).
+        disk: A folder of this machine's disk and the bytes that may lie there, such as
+            ``"/nvme/shade?capacity=500GiB"``. It is asked before the origin, survives the job, and may be used by
+            several jobs at once. None: no disk.
         working_set_fraction: Capacity as a fraction of the data set's bytes in the store, in (0, 1]. A ``capacity``
             in the URL (``?capacity=8GiB``) takes precedence.
         policy: Cache policy by name; None lets the sampler choose the one that suits its mode.
@@ -86,6 +93,7 @@ class ShadeDataset(Dataset[Any]):
         dataset: Any,
         cache: str | Store | None = "local://",
         *,
+        disk: str | None = None,
         working_set_fraction: float = WORKING_SET_FRACTION,
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -112,6 +120,9 @@ class ShadeDataset(Dataset[Any]):
         if policy is not None:
             POLICIES.get(policy)
         _check_not_wrapped(dataset)
+        below = None if disk is None else disk_url(disk)
+        if cache is None and below is not None:
+            cache, below = str(below), None
         self._name = type(dataset).__name__
         skips_bad = on_bad_sample == "skip"
         has_files = has_sample_files(dataset, encode, decode)
@@ -157,6 +168,8 @@ class ShadeDataset(Dataset[Any]):
                 self.cache = self._open_cache(
                     store, working_set_fraction, capacity_bytes, FormatWishes(form, max_side, choices, version)
                 )
+                if below is not None:
+                    self._open_disk(self.cache, below)
             except BaseException:
                 if isinstance(cache, str):
                     store.close()
@@ -205,9 +218,23 @@ class ShadeDataset(Dataset[Any]):
         elif wishes.form == "auto":
             logger.info("form='auto' chose %r: %s", self._cached_format, _NOT_IMAGES)
         cache.capacity_bytes = capacity_bytes
+        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())))
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
         return cache
+
+    def _open_disk(self, cache: SampleCache, url: StoreURL) -> None:
+        store, source = open_store(url), self._source
+        try:
+            store.ping()
+            capacity_bytes = url.capacity_bytes or 0
+            cache.disk = SampleCache(
+                store, source.fingerprint, source.payload_bytes_N, capacity_bytes, source.cached_format
+            )
+            store.enter(source.fingerprint, min(capacity_bytes, int(cache.disk.size_bytes_N.sum())))
+        except BaseException:
+            store.close()
+            raise
 
     def __repr__(self) -> str:
         """Returns what is cached where, and the hits and misses so far."""
@@ -219,6 +246,7 @@ class ShadeDataset(Dataset[Any]):
         parts += [
             f"store={self.cache.store.url!r}",
             f"capacity={self.cache.capacity_bytes / 2**20:.1f} MiB",
+            *([] if self.cache.disk is None else [f"disk={self.cache.disk.store.url!r}"]),
             f"form={self._cached_format!r}{self._why_format}",
             f"policy={policy}",
             f"hits={counts['hits']}",
@@ -230,11 +258,12 @@ class ShadeDataset(Dataset[Any]):
         """Returns what this rank has read so far, over all its worker processes, as numbers that any logger takes.
 
         Returns:
-            ``samples``, ``hits``, ``misses``, ``hit_ratio`` (hits / samples), ``origin_reads``, ``origin_bytes``,
-            ``cache_bytes``, ``store_errors`` and ``bad_samples`` since the data set was made; and each again with
-            the prefix ``epoch_``, since a `ShadeSampler` began the present epoch. Where the cached format was
-            predicted: ``is_decoded``, and ``predicted_gain``, how many times as fast decoded pictures load as encoded
-            ones. Empty without a cache, which counts.
+            ``samples``, ``hits``, ``misses``, ``hit_ratio`` (hits / samples), ``disk_hits`` (hits that were read from
+            the disk), ``origin_reads``, ``origin_bytes``, ``cache_bytes``, ``store_errors``, ``disk_errors`` and
+            ``bad_samples`` since the data set was made; and each again with the prefix ``epoch_``, since a
+            `ShadeSampler` began the present epoch. Where the cached format was predicted: ``is_decoded``, and
+            ``predicted_gain``, how many times as fast decoded pictures load as encoded ones. Empty without a cache,
+            which counts.
         """
         if self.cache is None:
             return {}

@@ -12,6 +12,12 @@ position if locality gains nothing (one rank, one server, no server near any ran
 not see the same cluster as an epoch begins (a slot on the move, a server that does not answer), because they would deal
 differently.
 
+A disk below memory (`SampleCache.disk`) has a planner of its own, which plans each epoch after memory's: for the next
+epoch it keeps what memory will not hold as this one ends. So the two hold different samples where room is short, a
+sample that leaves memory and is used again goes to the disk, and one that comes into memory leaves the disk. After the
+last epoch every sample counts as wanted, for the next job. Ranks that see different disks plan none of them: each disk
+keeps what its ranks read until it is full.
+
 Price of locality: an exchange of 24 bytes a rank an epoch, 4096 hash slots looked up, and some 50 µs a batch.
 Invariant: the samples of a step are the same with and without it.
 
@@ -20,6 +26,7 @@ Legend: G global batch · N data set · W ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import socket
@@ -88,6 +95,7 @@ class CachePlanner:
                 "use policy 'shade' or 'lru' with pads",
             )
         self._cache, self._rank, self._num_replicas = cache, rank, num_replicas
+        self._disk: CachePlanner | None = None
         self.policy_name = policy
         self._plans_exactly = policy_class.needs_next_order
         self._group: dist.ProcessGroup | None = None
@@ -96,6 +104,9 @@ class CachePlanner:
             assert isinstance(made, dist.ProcessGroup), "every rank of the world takes part"
             self._group = made
             self._check_same_data()
+        self._is_one_store = cache.store.medium != "disk" or self._all_equal(cache.store.identity())
+        if cache.disk is not None:
+            self._disk = CachePlanner(cache.disk, "plan", True, rank, num_replicas, global_batch=global_batch)
         self._coordinated: CoordinatedRead | None = None
         self.sharing = self._join(follow, global_batch)
         """The other jobs on this cache; None if no other job can see it."""
@@ -109,6 +120,7 @@ class CachePlanner:
         """Takes this job's place among those that use the cache. Collective."""
         cache = self._cache
         is_private = not cache.store.shared or (self._num_replicas > 1 and self._group is None)
+        is_private |= not self._is_one_store
         if follow is not None and (is_private or self._num_replicas > 1):
             raise ConfigError.of(
                 "one rank and a cache that other jobs can see, to follow one stream",
@@ -140,17 +152,24 @@ class CachePlanner:
     def _check_same_data(self) -> None:
         """Refuses ranks with different data: they would look for each other's entries under different names and all
         read the origin, in silence."""
-        assert self._group is not None
-        mine = torch.tensor([xxhash.xxh32_intdigest(self._cache.keys.namespace.encode())])
-        found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
-        dist.all_gather(found, mine, group=self._group)
-        names = [f"{int(each):08x}" for each in found]
+        names = self._gather(self._cache.keys.namespace)
         if len(set(names)) > 1:
             raise ConfigError.of(
                 "the same data set on every rank (same files, sizes and times; same items)",
                 names,
                 "mount one copy, or copy with times kept (cp -p, rsync -t); items must not be random",
             )
+
+    def _gather(self, text: str) -> list[str]:
+        """Returns a digest of every rank's text. Collective."""
+        mine = torch.tensor([xxhash.xxh32_intdigest(text.encode())])
+        found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
+        dist.all_gather(found, mine, group=self._group)
+        return [f"{int(each):08x}" for each in found]
+
+    def _all_equal(self, text: str) -> bool:
+        """Returns whether all ranks have the same text; True for ranks that cannot ask. Collective."""
+        return self._group is None or len(set(self._gather(text))) == 1
 
     @property
     def resident_N(self) -> Bools | None:
@@ -168,24 +187,35 @@ class CachePlanner:
         if self._coordinated is not None:
             self._coordinated.publish(epoch, order_K, weight_N)
 
-    def begin_epoch(self, plan: EpochPlan) -> None:
-        """Plans an epoch; `settle` comes first."""
+    def begin_epoch(self, plan: EpochPlan, above: SampleCache | None = None) -> None:
+        """Plans an epoch; `settle` comes first. ``above`` is the faster cache in front of this one."""
         if self.sharing is not None:
             self.sharing.begin_epoch(plan)
-        if not self._cache.residency.is_shared:
-            self._cache.begin_epoch(plan, remove_leaving=self._rank == 0)
+        if not self._cache.residency.is_shared and self._is_one_store:
+            below = plan if above is None else _plan_below(above, plan)
+            self._cache.begin_epoch(below, remove_leaving=self._rank == 0)
         self._is_settled = False
+        if self._disk is not None:
+            self._disk.begin_epoch(plan, self._cache)
 
     def end_epoch(self) -> None:
         """Marks the epoch as complete; an epoch that is left early leaves the plan in doubt."""
         self._is_settled = True
+        if self._disk is not None:
+            self._disk.end_epoch()
 
     def doubt(self) -> None:
         """Marks the plan as doubtful: the residents are counted before the next epoch."""
         self._is_settled = False
+        if self._disk is not None:
+            self._disk.doubt()
 
     def settle(self) -> None:
         """Counts the residents if they may differ from the plan. Collective."""
+        if self._disk is not None:
+            self._disk.settle()
+        if not self._is_one_store:
+            return
         cache, sharing = self._cache, self.sharing
         totals = cache.residency.totals()
         disturbed = not self._is_settled or any((totals - self._seen)[name] for name in _DISTURBANCES)
@@ -247,6 +277,10 @@ class CachePlanner:
         ``mine`` are this rank's places by position, ``num_left`` the batches of the epoch that come after this one.
         """
         cache, sharing, ending = self._cache, self.sharing, num_left < ENDING_BATCHES
+        if self._disk is not None:
+            self._disk.dispatch(index_G, mine, num_left=num_left)
+        if not self._is_one_store:
+            return index_G[mine]
         if self._coordinated is not None and sharing is not None:
             self._coordinated.wait(*sharing.place_after(len(index_G)))
         if sharing is not None and self._plans_exactly and sharing.has_company and not cache.residency.is_shared:
@@ -268,6 +302,17 @@ class CachePlanner:
         """Leaves the cache to the other jobs. Safe to call twice."""
         if self.sharing is not None:
             self.sharing.close()
+        if self._disk is not None:
+            self._disk.close()
+
+
+def _plan_below(above: SampleCache, plan: EpochPlan) -> EpochPlan:
+    """Returns what a disk plans by, below a faster cache. After the last epoch, all is kept that there is room for."""
+    if plan.next_order_K is not None and not len(plan.next_order_K):
+        return dataclasses.replace(plan, next_order_K=None)
+    if above.policy is None or above.residency.is_shared:
+        return plan
+    return dataclasses.replace(plan, held_above_N=above.policy.resident_at_end())
 
 
 _MAX_SERVERS = 62

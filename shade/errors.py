@@ -9,6 +9,7 @@
     │   └── BadSampleError            one sample cannot be read or decoded; the message names its path
     ├── StoreError                    the store of bytes; a cache turns each of these into a miss
     │   ├── StoreUnavailableError     no answer, or not in time: nothing was changed, safe to retry later
+    │   │   ├── StoreTimeoutError     it was silent for too long
     │   │   └── StoreFullError        it answered that it has no memory left; reading still works
     │   ├── StoreAuthError            it answered and refused us: wrong password, user or certificate
     │   ├── StoreClosedError          used after `close()`: a bug in the caller

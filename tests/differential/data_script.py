@@ -133,6 +133,8 @@ def scripts(draw: st.DrawFn, *, processes: bool = True) -> Script:
         options["store"] = one(*["server"] * 6, *["cluster"] * 4, "none", "none", "memory", "local", "killed")
         if options["store"] == "killed":
             options["store"] = one(*["killed"] * 5, "killed node")
+    if options["place"] == "own" and options["transform"] == "noise" and kind not in FOLDERS:
+        options["store"] = one("none", options["store"])  # with a cache it is refused
     options["fraction"] = one(1.0, 0.5, 0.1)
     if kind in FOLDERS and options["store"] != "none":
         options["form"] = one("encoded", "encoded", "decoded")

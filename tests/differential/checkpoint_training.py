@@ -197,8 +197,9 @@ class Training:
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
                         value.mul_(0.5)
         elif self.script.touched == "buffers":
-            for buffer in self.model.buffers():
-                if buffer.is_floating_point():
+            saved = self.model.state_dict()  # a buffer that is not persistent is in no snapshot of PyTorch's either
+            for name, buffer in self.model.named_buffers():
+                if name in saved and buffer.is_floating_point():
                     buffer.data.mul_(0.9)
 
     def close(self) -> None:

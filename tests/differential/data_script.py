@@ -195,6 +195,9 @@ def made_possible(script: Script) -> Script:
         changes["changed"] = ()
     if script.store.startswith("killed"):
         changes["world"] = 1  # ranks are played one after the other, and a rank does not begin without a server
+    overlaps = script.walk in ("nested", "zip", "peek")
+    if script.is_ours and overlaps and script.loader != "ShadeLoader":
+        changes["persistent"] = False  # DataLoader's own passes end each other where workers stay
     if script.formatted and (script.resume is not None or script.persistent or script.epochs == 1):
         changes["formatted"] = False
     if script.assigned and (script.resume is not None or script.persistent or script.epochs == 1):

@@ -58,7 +58,7 @@ _attach = AppState.attach
 _load = app_state._load
 
 
-def _put_one_after_the_other(self: AppState, state: Mapping[str, Any], names: Any, parts: Any) -> None:
+def _put_one_after_the_other(self: AppState, state: Mapping[str, Any], names: Any, *_: Any) -> None:
     for name in sorted(names, key=lambda name: not isinstance(self._objects[name], torch.nn.Module)):
         try:
             _load(self._objects[name], state[name])

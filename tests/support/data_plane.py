@@ -117,8 +117,6 @@ class Job:
     """An image folder; ``{rank}`` in it is filled in."""
     url: str | None
     epochs: int = 4
-    disk: str | None = None
-    """A folder and its capacity; ``{rank}`` in it is filled in."""
     batch_size: int = 16
     workers: int = 0
     context: str | None = None
@@ -136,6 +134,8 @@ class Job:
     """Steps."""
     seed: int = 0
     follow: str | None = None
+    disk: str | None = None
+    """A folder and its capacity; ``{rank}`` in it is filled in."""
     is_patient: bool = True
     """With a patience that does not ask what is worth while, for tests that count: on a crowded machine files in memory
     are faster than any cache, and a neighbour is late. False: as users have it."""

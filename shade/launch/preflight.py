@@ -29,6 +29,7 @@ from shade.policy import POLICIES
 from shade.sampling import MODES
 from shade.storage import open_volume
 from shade.store import StoreURL, open_store
+from shade.store._servers.server import find_server_binary
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File names that ImageFolder takes for images."""
@@ -89,7 +90,9 @@ def check(config: RunConfig, stores: StoreURLs) -> str:
             "pass a smaller --batch_size",
         )
     check_out(config)
-    if stores.cache != "none" and not stores.cache.startswith("local:"):
+    if stores.cache.startswith("local:"):
+        find_server_binary()  # refused now, not after the first of two trainings
+    elif stores.cache != "none":
         check_cache(config, stores.cache)
     check_snapshots(config, stores.checkpoint)
     return f"{content}" + (f"; validation: {sum(validation[1:], validation[0])}" if validation else "")

@@ -70,6 +70,19 @@ def test_the_plan_says_what_the_data_set_holds(tmp_path: Path) -> None:
     assert preflight.check(both, StoreURLs("none")) == "18 images in 3 classes, 8×8 to 16×16 pixels"
 
 
+def test_a_private_cache_without_a_server_is_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.py").touch()
+    make_images(tmp_path / "train", num_classes=2, per_class=4)
+    plan = dataclasses.replace(PLAN, train_paths=(str(tmp_path / "train"),), out=str(tmp_path / "out"), batch_size=4)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"apt-get install redis-server.*shade\[server\]"):
+        preflight.check(plan, StoreURLs("local://"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("other", ["val", "test", "Validation"])
 def test_train_and_val_are_no_classes_and_the_cure_is_the_line_to_write(other: str, tmp_path: Path) -> None:
     for part in ("train", other):

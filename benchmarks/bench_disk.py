@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import xxhash
+from measures import forget
 
 from shade.store import open_store
 
@@ -246,16 +247,6 @@ ENGINES: dict[str, type[Engine]] = {
     "sqlite + segments": IndexedSegments,
     "shade": Shade,
 }
-
-
-def forget(folder: Path) -> None:
-    """Writes everything to the disk, and drops it from the page cache."""
-    os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def read_all(engine: Engine, batches: Sequence[Sequence[str]]) -> float:

@@ -56,7 +56,8 @@ class Breaker:
     """Decides whether the store is worth asking.
 
     ``ask`` is a small question to the store that raises `StoreError`; ``background`` runs it and returns a thread to
-    wait for at the end. The clock is monotonic, and comparable between processes of one machine.
+    wait for at the end. The clock is monotonic, and comparable between processes of one machine. ``name`` stands for
+    the store in log lines.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class Breaker:
         ask: Callable[[], object],
         clock: Clock = time.monotonic,
         background: Callable[[Callable[[], None]], threading.Thread | None] = in_thread,
+        name: str = "the cache",
     ) -> None:
         self._residency = residency
         self._ask = ask
         self._clock = clock
         self._background = background
         self._thread: threading.Thread | None = None
-        self.name = "the cache"
-        """What its log lines call the store."""
+        self._name = name
         self._is_probing = False
         self._batch = 1
 
@@ -150,7 +151,7 @@ class Breaker:
             self._residency.backoff_seconds = 0.0
             if self._residency.logged_by > NOT_LOGGED:
                 self._residency.logged_by = LOGGED_RECOVERY
-                logger.warning("%s answers again and is back in use", self.name)
+                logger.warning("%s answers again and is back in use", self._name)
 
     def store_failed(self, error: Exception) -> None:
         """Records a round that failed."""
@@ -174,7 +175,7 @@ class Breaker:
         if self._is_first_to_log():
             logger.warning(
                 "%s is out of use (%s); training reads the origin, the cache is tried again after %.0f s",
-                self.name,
+                self._name,
                 reason,
                 residency.backoff_seconds,
             )

@@ -82,9 +82,8 @@ class SampleCache:
     def _per_process(self, worker: int) -> None:
         self._pid, self._worker = os.getpid(), worker
         self.ledger: Ledger = self.residency.ledger(worker)
-        self._breaker = Breaker(self.residency, self._probe_store)
-        if self.store.medium == "disk":
-            self._breaker.name = f"the disk tier {self.store.url}"
+        name = f"the disk tier {self.store.url}" if self.store.medium == "disk" else "the cache"
+        self._breaker = Breaker(self.residency, self._probe_store, name=name)
         self._admission: Admission | None = None
         self._fetcher: Fetch | None = None
 

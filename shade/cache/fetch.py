@@ -102,12 +102,7 @@ class Fetch:
         if planned and not shared:  # a policy that plans for this job alone counts on an entry of its own
             fresh |= {i: payload for i, payload in found.items() if i in staying and i not in looked.own}
         if asking:
-            waited_seconds = self._admission.waited_seconds
-            num_written = self._settle(looked.damaged, read, fresh)
-            if num_written is not None:
-                took = looking_up + time.perf_counter_ns() - begun
-                waited_seconds -= self._admission.waited_seconds
-                self._breaker.store_took(took / 1e9 + waited_seconds, len(found) + num_written)
+            self._write(looked, read, fresh, looking_up)
         elif fresh:
             self._admission.decline(len(fresh))
         self._ledger.add(
@@ -143,11 +138,7 @@ class Fetch:
         if not self._breaker.allows():
             self._admission.decline(len(fresh))
             return
-        begun, waited_seconds = time.perf_counter(), self._admission.waited_seconds
-        num_written = self._settle([], {}, fresh)
-        if num_written is not None:
-            waited_seconds -= self._admission.waited_seconds
-            self._breaker.store_took(time.perf_counter() - begun + waited_seconds, num_written)
+        self._write(LookUp(), {}, fresh, looking_up=0)
 
     def _elsewhere(self, unique_B: Indices, flag_B: Any) -> list[int]:
         """Returns what to look for in other jobs' slots: everything while jobs share, else what the own plan does not
@@ -197,6 +188,16 @@ class Fetch:
         )
         self._admission.owe(spoilt)
         return looked
+
+    def _write(self, looked: LookUp, read: dict[int, Any], fresh: dict[int, Any], looking_up: int) -> None:
+        """Repairs, removes and admits. The breaker hears what this and the look-up, in nanoseconds, took the store:
+        without the wait for others."""
+        begun, waited_seconds = time.perf_counter_ns(), self._admission.waited_seconds
+        num_written = self._settle(looked.damaged, read, fresh)
+        if num_written is not None:
+            took = looking_up + time.perf_counter_ns() - begun
+            waited_seconds -= self._admission.waited_seconds
+            self._breaker.store_took(took / 1e9 + waited_seconds, len(looked.found) + num_written)
 
     def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
         """Repairs, removes and admits; returns how many entries were written, or None if the store failed."""

@@ -542,7 +542,7 @@ class DiskStore(Store):
             f"select coalesce(sum(2 * length(key) + {_ROW_BYTES} + {lengths}), 0) from entry where key between ? and ?"
         )
         with self._using(writes=False) as files, files.lock:
-            ranges = _ranges(namespace)
+            ranges = [(prefix, f"{prefix}\U0010ffff") for prefix in _prefixes(namespace)]
             return sum(int(files.base.execute(asked, ends).fetchone()[0]) for ends in ranges)
 
     def _remove_unused(self, path: str) -> None:
@@ -551,7 +551,7 @@ class DiskStore(Store):
         held = _open(path)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for prefix in (f"shade:{namespace}:", f"shade:{namespace}."):
+            for prefix in _prefixes(namespace):
                 while keys := list(itertools.islice(self.scan(prefix), _KEYS_AT_ONCE)):
                     self.delete_many(keys)
             logger.info("removed the entries of the data set %s, which no job uses, from %s", namespace, self._folder)
@@ -584,9 +584,9 @@ class DiskStore(Store):
                 files.close()
 
 
-def _ranges(namespace: str) -> list[tuple[str, str]]:
-    """Returns the first and the last possible keys of a data set's entries, those in the slots of several jobs too."""
-    return [(f"shade:{namespace}{mark}", f"shade:{namespace}{mark}\U0010ffff") for mark in ":."]
+def _prefixes(namespace: str) -> list[str]:
+    """Returns how the keys of a data set's entries begin: those of one job, and those in the slots of several."""
+    return [f"shade:{namespace}{mark}" for mark in ":."]
 
 
 def _pieces(places: bytes) -> Iterator[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
@@ -33,6 +33,19 @@ from shade.policy.trace import Trace
 
 Hook = Callable[[int], None]
 """Called with the number of steps done, after each."""
+
+
+class Reversed(Dataset[Any]):
+    """A data set of the user's own around another: the last sample comes first."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[len(self) - 1 - index]
 
 
 def make_pictures(root: Path, num_samples: int, *, side: int = 10, mixed: bool = False) -> Path:

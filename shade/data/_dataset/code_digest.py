@@ -51,14 +51,8 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.ran
 _CLASS_KEYS = {
     *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__"),
     *("__annotations_cache__", "__annotate_func__", "__firstlineno__", "__static_attributes__", "__parameters__"),
-    *(
-        "__orig_bases__",
-        "__abstractmethods__",
-        "__slotnames__",
-        "_abc_impl",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-    ),
+    *("__orig_bases__", "__abstractmethods__", "__slotnames__", "_abc_impl"),
+    *("__dataclass_fields__", "__dataclass_params__"),
 }
 _RANDOM_MODULES = ("random", "secrets", "uuid", "numpy.random", "torch.random", "torch.cuda.random", "torch.nn.init")
 _RANDOM_METHODS = {
@@ -148,7 +142,7 @@ class CodeDigest:
         self.codes: set[types.CodeType] = set()
         """The user's own code that was reached."""
         self.random_of: dict[types.CodeType, str] = {}
-        """What code refers to that gives other values at other times."""
+        """For code that refers to something which gives other values at other times: its name."""
 
     def hexdigest(self) -> str:
         """Returns the digest of all that was added, without the libraries' versions."""
@@ -415,7 +409,7 @@ _BY_TEXT: list[tuple[Any, Callable[[Any], Any]]] = [
     (pathlib.PurePath, str),
     (logging.Logger, lambda value: value.name),
 ]
-"""What is named by a text, in this order."""
+"""Kinds of values that are named by a text, in this order."""
 _BY_KIND: list[tuple[Any, Callable[[CodeDigest, Any, str], None]]] = [
     (torch.Tensor, CodeDigest._add_tensor),
     ((np.ndarray, np.generic), CodeDigest._add_array),
@@ -433,7 +427,7 @@ _BY_PARTS: list[tuple[Any, Callable[[Any], Any]]] = [
     (functools._lru_cache_wrapper, lambda value: value.__wrapped__),
     (types.MappingProxyType, dict),
 ]
-"""What is named by its parts."""
+"""Kinds of values that are named by their parts."""
 
 
 def _owner_of(function: types.BuiltinFunctionType) -> Any:

@@ -41,15 +41,15 @@ def has_fingerprint(dataset: Any) -> bool:
 
 
 def kind_of(dataset: Any) -> str:
-    """Returns a data set's type and length."""
+    """Returns a data set's type and length. Raises DataError if there are no samples."""
+    if len(dataset) == 0:
+        raise DataError.of("at least one sample", 0, "check how the data set is made")
     return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{len(dataset)}"
 
 
 def content_digest(dataset: Any, version: str | None) -> str:
     """Returns the name of a data set's content as far as it is known without reading items; a ``version`` takes the
     place of the content. Raises DataError if there are no samples."""
-    if len(dataset) == 0:
-        raise DataError.of("at least one sample", 0, "check how the data set is made")
     return f"{kind_of(dataset)} {ContentDigest(dataset).hexdigest() if version is None else version}"
 
 

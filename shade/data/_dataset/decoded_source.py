@@ -145,7 +145,7 @@ class DecodedSource(PreparedSource):
 
 @dataclass(frozen=True)
 class FormatWishes:
-    """What the user says of the cached format: arguments of `ShadeDataset`, and the prefixes to choose among."""
+    """The user's wishes for the cached format: arguments of `ShadeDataset`, and the prefixes to choose among."""
 
     form: str
     max_side: int | None = None

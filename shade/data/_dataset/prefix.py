@@ -98,7 +98,7 @@ def _cut(transform: Any, num_steps: int) -> tuple[list[Step], Step | None]:
 
 
 class PrefixSplit(NamedTuple):
-    """What runs before the cache, and what after it."""
+    """The steps that run before the cache, and those that run after it."""
 
     prefix: tuple[Step, ...] = ()
     """Before the cache, with the data set's own transform if `ShadeDataset` runs it; empty if there is no prefix."""

@@ -42,10 +42,10 @@ _SOURCES_IN_C = (os.urandom, getattr(os, "getrandom", os.urandom))
 
 @dataclass
 class Probed:
-    """What a prefix gave for the probed samples."""
+    """The results of a prefix for the probed samples."""
 
     fingerprint: str
-    """Of code, state, versions and results."""
+    """Digest of code, state, versions and results."""
     payloads: list[bytes]
     """The encoded items."""
     seconds: float
@@ -54,7 +54,7 @@ class Probed:
 
 @dataclass
 class _Watched:
-    """What ran and what was opened while samples passed in a thread."""
+    """Records code that ran, and files that were opened, while samples passed in a thread."""
 
     codes: dict[types.CodeType, Any] = field(default_factory=dict)
     """Code that ran, and the name of its module."""
@@ -96,7 +96,7 @@ class _Audit:
 
     def __init__(self) -> None:
         self.watched_by: dict[int, _Watched] = {}
-        """Who watches, by thread."""
+        """The watcher of each thread."""
         self._is_added = False
 
     def add(self) -> None:

@@ -212,11 +212,9 @@ class ItemSource(SampleSource):
         decode_item: Callable[[Any], Any] = item_codec.decode,
         version: str | None = None,
     ) -> None:
-        if len(dataset) == 0:
-            raise DataError.of("at least one sample", 0, "check how the data set is made")
+        digest = xxhash.xxh3_64(kind_of(dataset).encode())
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         num_samples = len(dataset)
-        digest = xxhash.xxh3_64(kind_of(dataset).encode())
         is_sampled = version is None and num_samples > _PROBES  # else the fingerprint covers every item, or none
         if is_sampled:
             # Before the first read, after which a data set may hold other things in memory.

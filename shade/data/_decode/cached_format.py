@@ -94,7 +94,7 @@ class PrefixCosts:
     seconds: float
     """To process a decoded sample, on one core."""
     stored_bytes: float
-    """Of its result, in the store."""
+    """Size of its result in the store."""
 
 
 @dataclass(frozen=True)

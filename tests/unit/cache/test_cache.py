@@ -60,8 +60,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     clock = ManualClock(100.0)
     real = breaker_module.Breaker.__init__
 
-    def patched(self: breaker_module.Breaker, residency: ResidencyMap, ask: Callable[[], object]) -> None:
-        real(self, residency, ask, clock, lambda action: action())
+    def patched(self: breaker_module.Breaker, residency: ResidencyMap, ask: Callable[[], object], name: str) -> None:
+        real(self, residency, ask, clock, lambda action: action(), name)
 
     monkeypatch.setattr(breaker_module.Breaker, "__init__", patched)
     monkeypatch.setattr(breaker_module, "SIGNING_SECONDS", 0.0)

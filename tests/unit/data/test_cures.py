@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from shade.data import ShadeDataset, ShadeLoader, ShadeSampler
 from shade.errors import ConfigError
+from tests.support.data_plane import Reversed
 
 N, BATCH = 24, 4
 
@@ -30,19 +31,6 @@ class Items(Dataset[Any]):
         if not 0 <= index < self.n:
             raise IndexError(index)
         return self.make(index)
-
-
-class Reordered(Dataset[Any]):
-    """The last sample first."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[len(self) - 1 - index]
 
 
 class Opaque:
@@ -94,14 +82,14 @@ CASES = {
     ),
     "reordered": Case(
         "reorders samples belongs inside",
-        lambda: train(Reordered(cached(Items()))),
-        lambda: train(cached(Reordered(Items()))),
+        lambda: train(Reversed(cached(Items()))),
+        lambda: train(cached(Reversed(Items()))),
         FORWARD[::-1],
     ),
     "ShadeLoader of a wrapper": Case(
         "expected a ShadeDataset",
-        lambda: ShadeLoader(Reordered(cached(Items())), batch_size=BATCH),  # type: ignore[arg-type]
-        lambda: train(cached(Reordered(Items())), partial(ShadeLoader, num_workers=0)),
+        lambda: ShadeLoader(Reversed(cached(Items())), batch_size=BATCH),  # type: ignore[arg-type]
+        lambda: train(cached(Reversed(Items())), partial(ShadeLoader, num_workers=0)),
         FORWARD[::-1],
     ),
     "an unknown class": Case(

@@ -17,7 +17,7 @@ from shade import ShadeDataset, ShadeSampler
 from shade.data._sampler.usage import ForgottenCallWarning
 from shade.errors import ConfigError, UnknownNameError
 from shade.types import Stateful
-from tests.support.data_plane import loss_of
+from tests.support.data_plane import Reversed, loss_of
 
 N, B = 53, 4
 EPOCHS = 5
@@ -366,17 +366,6 @@ def test_a_wrapper_that_numbers_samples_alike_is_taken() -> None:
             return len(self.dataset)
 
     ShadeSampler(Views(ShadeDataset(items(), cache=None)), batch_size=B).close()
-
-
-class Reversed(Dataset[Any]):
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[len(self) - 1 - index]
 
 
 @pytest.mark.parametrize("given", ["sampler", "loader alone"])
